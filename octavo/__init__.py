@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from octavo.async_llm import AsyncLLM
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.pooling_outputs import EmbeddingRequestOutput
+    from octavo.pooling_params import PoolingParams
     from octavo.repetition_detection import RepetitionDetection
     from octavo.sampling_params import BeamSearchParams, SamplingParams
     from octavo.structured_outputs import StructuredOutputs
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "octavo.llm",
     "AsyncLLM": "octavo.async_llm",
+    "PoolingParams": "octavo.pooling_params",
+    "EmbeddingRequestOutput": "octavo.pooling_outputs",
     "SamplingParams": "octavo.sampling_params",
     "BeamSearchParams": "octavo.sampling_params",
     "RepetitionDetection": "octavo.repetition_detection",
@@ -35,7 +39,9 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
+    "PoolingParams",
     "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",

@@ -20,6 +20,7 @@ from octavo.engine.front.arguments import (
     Prompt,
     conversation_list,
     params_for_each,
+    pooling_params_of,
     priority_for_each,
     prompt_list,
 )
@@ -27,6 +28,8 @@ from octavo.engine.front.input_processor import FrontRequest, Origin
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, shown
 from octavo.outputs import Profile, RequestOutput
+from octavo.pooling_outputs import EmbeddingRequestOutput
+from octavo.pooling_params import PoolingParams
 from octavo.ports import Profiler, Rendering, Tokenizer
 from octavo.progress import Bar, Report, to_stderr
 from octavo.sampling_params import BeamSearchParams, SamplingParams
@@ -90,8 +93,42 @@ class LLM:
         fails while it is computed has an output with `error` set; the others are not touched.
         """
         requests = self._requests(prompt_list(prompts), sampling_params, priority)
+        return self._finals("prompts", requests, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Computes the embeddings of texts together and returns them in the texts' order.
+
+        `truncate_prompt_tokens` is what PoolingParams call so. A text longer than the model takes
+        is refused without it.
+        """
+        params = pooling_params_of(pooling_params, truncate_prompt_tokens)
+        self.front.pools("embed")
+        return [
+            EmbeddingRequestOutput.of(output)
+            for output in self._pool(prompt_list(prompts), params, use_tqdm=use_tqdm)
+        ]
+
+    def _pool(
+        self, prompts: list[Prompt], params: PoolingParams, *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        requests = [
+            self.front.prepare(str(next(self._request_ids)), prompt, params) for prompt in prompts
+        ]
+        return self._finals("texts", requests, use_tqdm=use_tqdm)
+
+    def _finals(
+        self, what: str, requests: list[FrontRequest], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Runs requests to their ends and returns their final outputs, in their order."""
         done: dict[str, RequestOutput] = {}
-        with Bar("prompts", len(requests), enabled=use_tqdm) as bar:
+        with Bar(what, len(requests), enabled=use_tqdm) as bar:
             for output in self._run(requests, streaming=False):
                 done[output.request_id] = output
                 bar.advance()

@@ -166,6 +166,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+    pooled: bytes | None = None
+    """The pooled row of a request that wanted one, in fp32, little-endian."""
     timings: Timings | None = None
     """Account of a finished request's time; None before its end."""
 

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -52,7 +52,7 @@ MASKED_FILTERS = {
 """Filters whose outcome depends on which tokens are masked, and their neutral values."""
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
+class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=CheckedCall):
     """One request's way of choosing tokens and of ending; checked when made.
 
     `temperature` below 1e-5 is greedy. `top_k` 0 or -1 is off. `logprobs` -1 means the whole
@@ -156,6 +156,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
             self._make_search(self.beam_width)
         elif self.is_greedy:
             self._make_greedy()
+
+    num_needed_tokens: ClassVar[int] = 1
+    """Number of tokens beyond the prompt for which there must be room."""
 
     @property
     def is_greedy(self) -> bool:

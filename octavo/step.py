@@ -11,8 +11,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from octavo.sampling_params import SamplingParams
+from octavo.pooling_params import RequestParams
 from octavo.structured_outputs import GrammarSpec
+
+Wants = Literal["", "draw", "pool"]
+"""What a row is to yield: nothing yet, a drawn token, or a pooled row."""
 
 
 class NewRow(msgspec.Struct):
@@ -24,7 +27,7 @@ class NewRow(msgspec.Struct):
     token_ids: list[int]
     """All tokens known so far: the prompt, and those generated before a preemption."""
     num_prompt_tokens: int
-    params: SamplingParams
+    params: RequestParams
     seed: int
     """Seed of the draws, 64 bits; an unseeded request gets one at admission."""
     sample_index: int = 0
@@ -37,6 +40,8 @@ class NewRow(msgspec.Struct):
     """Grammar of the row's text; None: any text."""
     mirostat_mu: float | None = None
     """Bound of mirostat after the last of `token_ids`; None: its first one, 2 * mirostat_tau."""
+    second_start: int | None = None
+    """Index of the first token of the pair's second text, where the row is a pair of texts."""
 
 
 class ScheduledRow(msgspec.Struct):
@@ -51,8 +56,10 @@ class ScheduledRow(msgspec.Struct):
     """
     replaced_blocks: list[tuple[int, int, int]] = []
     """Entries of the table changed by copy-on-write: (group, index in the table, new block id)."""
-    samples: bool = False
-    """Whether a token is drawn from the logits of the last of its tokens."""
+    program: str = "decoder"
+    """Name of the model's Program that computes it."""
+    wants: Wants = ""
+    """What the last of its tokens yields: a draw from its logits, or the request's pooled row."""
     num_prompt_logprobs: int | None = None
     """Number of top alternatives wanted for each of the prompt's positions; None where the prompt's
     logprobs are not wanted.
@@ -257,6 +264,8 @@ class RowResult(msgspec.Struct):
     """
     mirostat_mu: float | None = None
     """Bound of mirostat after `token_ids`, which no tokens tell; None without mirostat."""
+    pooled: bytes | None = None
+    """The pooled row in fp32, little-endian; None where none was wanted."""
 
 
 class StepResult(msgspec.Struct):

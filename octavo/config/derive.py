@@ -64,6 +64,17 @@ def derive(
     )
 
 
+def for_whole_texts(config: EngineConfig) -> EngineConfig:
+    """Returns the config of a model that reads each text whole, in one step, and keeps no KV
+    beyond it: prompts are not chunked, and no prefix of one is found again.
+    """
+    return replace(
+        config,
+        scheduler=replace(config.scheduler, enable_chunked_prefill=False),
+        cache=replace(config.cache, enable_prefix_caching=False),
+    )
+
+
 def _num_scheduler_steps(config: EngineConfig) -> int:
     given, backend = config.scheduler.num_scheduler_steps, config.backend.backend
     if given not in (None, 1) and backend != "native":

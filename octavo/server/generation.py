@@ -63,7 +63,7 @@ class Generation:
     @classmethod
     def of_request(cls, model: ServedModel, request: FrontRequest, *, deltas: bool) -> Generation:
         """Submits a request that is prepared."""
-        generation = cls(model, [], request.params, request.request_id)
+        generation = cls(model, [], request.sampling_params, request.request_id)
         try:
             generation._add(model.llm.submit_prepared(request, deltas=deltas))
         except BaseException:

@@ -23,6 +23,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.front.front import Front
 from octavo.engine.front.input_processor import InputProcessor, ModelLimits
 from octavo.engine.front.output_processor import OutputProcessor
+from octavo.engine.front.pooling_inputs import PoolingInputs
 from octavo.engine.front.stop_texts import LazyStopTexts, MakeStopTexts
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import Tiers
@@ -146,7 +147,7 @@ def _build_front(
     grammars: LazyGrammars,
     profiler: Profiler | None = None,
 ) -> Front:
-    options = model.config.scheduler
+    options, pools = model.config.scheduler, model.pools()
     prompts = prompt_limits(
         options,
         model.config.cache,
@@ -166,6 +167,7 @@ def _build_front(
         config=model.config,
         client=client,
         inputs=inputs,
+        pooling=None if pools is None else PoolingInputs(pools, inputs),
         outputs=OutputProcessor(tokenizer),
         generation_config=model.checkpoint.generation_config,
         profiler=profiler,

@@ -21,11 +21,12 @@ from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
-from octavo.config.derive import derive
+from octavo.config.derive import derive, for_whole_texts
 from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
 from octavo.config.paths import is_there, user_path
 from octavo.config.sizes import format_bytes
 from octavo.engine.clients.client import ModelFacts
+from octavo.engine.front.pooling_inputs import Pools
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
@@ -34,6 +35,7 @@ from octavo.program.passes.shard import shard
 from octavo.program.program import Program
 from octavo.progress import Report
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
+from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.tiers import check_tiers
 from octavo.worker.capacity import capacity_of
 from octavo.worker.load_bar import LoadBar
@@ -53,13 +55,18 @@ class Model:
     checkpoint: Checkpoint
     info: ModelInfo
 
-    def decoder(self) -> Program:
-        """Builds the whole Program that generates."""
-        return decoder_of(self.config, self.info, self.checkpoint)
+    def program(self) -> Program:
+        """Builds the whole Program that its requests run."""
+        return program_of(self.config, self.info, self.checkpoint)
+
+    def pools(self) -> Pools | None:
+        """Returns what the model makes of a text besides generating; None where it generates."""
+        program = self.program()
+        return pools_of(self.checkpoint.config, program) if "pooled" in program.outputs else None
 
     def facts(self) -> ModelFacts:
         """Returns what clients may be told of it."""
-        whole = self.decoder()
+        whole = self.program()
         format_of = formats_of(self.config, self.checkpoint, whole)
         sizes: Counter[str] = Counter()
         for weight in whole.weights:
@@ -96,9 +103,15 @@ def derive_from(config: EngineConfig, header: ModelHeader) -> tuple[EngineConfig
     """Fills in the options that depend on the model or the machine; refuses an unknown family."""
     check_family(header.config)
     info = model_info(header.config, header.generation_config)
+    context_tokens = info.max_context_tokens
+    program = program_of(config, info, header)
+    if "pooled" in program.outputs:
+        context_tokens = most_tokens(header.config, program, context_tokens)
+    if reads_whole_texts(program):
+        config = for_whole_texts(config)
     derived = derive(
         config,
-        model_context_tokens=info.max_context_tokens,
+        model_context_tokens=context_tokens,
         num_threads=Machine().num_threads(),
         backend=config.backend.backend or default_backend(),
     )
@@ -109,7 +122,7 @@ def load_model(
     model: Model, report: Report, grammars: Grammars, ranks: TorchRanks | None = None
 ) -> LoadedModel:
     """Loads the whole model, or what one of several ranks computes."""
-    config, whole = model.config, model.decoder()
+    config, whole = model.config, model.program()
     own = part_of(config, model.checkpoint, whole, 0 if ranks is None else ranks.rank)
     backend = build_backend(config, ranks)
     # Everything that can be refused is refused before the first weight is read.
@@ -123,24 +136,22 @@ def load_model(
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
     with LoadBar(reader.load, len(own.weights)) as bar:
-        runnables = {"decoder": backend.prepare(own, bar.load)}
+        runnables = {own.name: backend.prepare(own, bar.load)}
     model.checkpoint.release()
-    return LoadedModel(config, {"decoder": own}, backend, rows, runnables)
+    return LoadedModel(config, {own.name: own}, backend, rows, runnables)
 
 
-def decoder_of(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Program:
-    """Builds the Program that generates; UnsupportedModel where the family has none that does."""
+def program_of(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Program:
+    """Builds the Program that the model's requests run: its decoder, or an encoder that pools;
+    UnsupportedModel where the engine runs neither.
+    """
     if info.is_encoder_decoder:
         raise UnsupportedModel(
-            f"{config.model.model}: {info.model_type} is an encoder and decoder, only decoders"
-            " generate here"
+            f"{config.model.model}: {info.model_type} is an encoder and decoder; decoders"
+            " and encoders run here"
         )
     programs = build_programs(header.config, every_key=header.has_config_file)
-    if "decoder" not in programs:
-        raise UnsupportedModel(
-            f"{config.model.model}: {info.model_type} is an encoder, only decoders generate here"
-        )
-    return programs["decoder"]
+    return programs.get("decoder") or programs["encoder"]
 
 
 def part_of(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:

@@ -14,7 +14,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.models.hf_config import ModelInfo
 from octavo.program.passes.gather_early import gather_early
 from octavo.program.work import Work, work_of
-from octavo.wiring.model import build_backend, decoder_of, derive_from, formats_of, part_of
+from octavo.wiring.model import build_backend, derive_from, formats_of, part_of, program_of
 from octavo.worker.capacity import Capacity, capacity_of
 
 
@@ -34,7 +34,7 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     """Computes what a model would take of `memory_bytes`, and how much arithmetic a token is."""
     header = open_header(resolve_header(config.model.model))
     config, info = derive_from(config, header)
-    whole = decoder_of(config, info, header)
+    whole = program_of(config, info, header)
     program = part_of(config, header, whole, 0)
     footprint = build_backend(config).footprint(program, formats_of(config, header, whole))
     return ModelPlan(

@@ -33,7 +33,7 @@ def start_other_ranks(model: Model) -> tuple[TorchRanks, OtherRanks]:
     """Starts the processes of the other ranks and meets them."""
     config, num_ranks = model.config, model.config.backend.tensor_parallel_size
     # A model that cannot be split is refused before any process is started.
-    part_of(config, model.checkpoint, model.decoder(), 0)
+    part_of(config, model.checkpoint, model.program(), 0)
     device = choose_device(config.backend.device, num_devices=num_ranks)
     options = model.options() | {"record": None}
     return start_ranks("octavo.wiring.ranks:load_rank", options, num_ranks, device)

@@ -19,6 +19,7 @@ from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.ports import ConnectorWorker, Grammars
+from octavo.program.ops import Embedding
 from octavo.program.program import Program
 from octavo.progress import Report
 from octavo.worker.block_places import (
@@ -32,6 +33,9 @@ from octavo.worker.block_places import (
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, plan_kv
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.pooling_runner import PoolingRunner
+from octavo.worker.program_runners import ProgramRunners
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 
@@ -44,7 +48,7 @@ class LoadedModel:
 
     config: EngineConfig
     programs: Mapping[str, Program]
-    """The model's Programs by name; "decoder" is the one that generates."""
+    """The model's Programs by name, the one that its requests run first."""
     backend: Backend
     rows: RequestRows
     """Arrays of the running requests, which the worker keeps."""
@@ -54,8 +58,8 @@ class LoadedModel:
 
     @property
     def program(self) -> Program:
-        """The Program that generates."""
-        return self.programs["decoder"]
+        """The Program that its requests run."""
+        return next(iter(self.programs.values()))
 
     @property
     def layouts(self) -> tuple[KvLayout, ...]:
@@ -97,12 +101,20 @@ class LoadedModel:
         ]
         is_alone = self.config.backend.tensor_parallel_size == 1
         return Worker(
-            self.runnables["decoder"],
+            ProgramRunners({name: self._runner(name, kv) for name in self.programs}),
             CacheEngine(kv, host, connector, places),
             self.rows,
             close=self.backend.close,
             is_alone=is_alone,
         )
+
+    def _runner(self, name: str, kv: KvCache) -> ModelRunner | PoolingRunner:
+        """Makes what runs a Program's steps, by what the Program makes of its rows."""
+        program, runnable = self.programs[name], self.runnables[name]
+        if "pooled" not in program.outputs:
+            return ModelRunner(runnable, kv, self.rows)
+        num_axes = 1 + max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
+        return PoolingRunner(runnable, kv, self.rows, num_position_axes=num_axes)
 
     def _kv_memory(self, num_blocks: Sequence[int], report: Report) -> tuple[KvCache, BlockPlaces]:
         """Allocates the device's memory for KV in the layout that the options name, and says where

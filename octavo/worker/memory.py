@@ -20,6 +20,7 @@ from octavo.group_life import (
     FixedLife,
     KvDemand,
     StateLife,
+    StepLife,
     blocks_for,
     life_of_window,
 )
@@ -56,6 +57,8 @@ def life_of(group: CacheGroup, *, keeps_kv: bool, max_model_len: int) -> AnyLife
     Where KV is not kept from step to step (`keeps_kv`), a step writes whole contexts again, and no
     window releases anything.
     """
+    if group.one_step:
+        return StepLife()
     if group.kind == "cross":
         return FixedLife(max_model_len)
     if group.kind == "state":

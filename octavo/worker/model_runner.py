@@ -29,12 +29,13 @@ from octavo.backends.batch import (
     StepBatch,
     sampling_records,
 )
-from octavo.backends.kv import BLOCK_SIZE, KvCache
+from octavo.backends.kv import KvCache
 from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
 from octavo.worker.checked_draws import CheckedDraws
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets
+from octavo.worker.step_arrays import Spans, gather
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class ModelRunner:
     """Runs steps of one Program over the KV of the requests that have a row."""
 
     def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows) -> None:
-        self._runnable = runnable
+        self.runnable = runnable
         self._asynchronous = runnable if isinstance(runnable, AsyncRunnable) else None
         self._checking = runnable if isinstance(runnable, CheckingRunnable) else None
         self._kv = kv
@@ -109,7 +110,7 @@ class ModelRunner:
         The rows take in their sampled tokens only once the whole step has succeeded.
         """
         if step.checks is None:
-            output = self._runnable.run(step.batch, self._kv)
+            output = self.runnable.run(step.batch, self._kv)
         else:
             assert self._checking is not None
             output = self._checking.run_checked(step.batch, self._kv, step.checks)
@@ -145,7 +146,7 @@ class ModelRunner:
 
         Ends early as `StepPlan.num_steps` says.
         """
-        assert isinstance(self._runnable, DecodingRunnable)
+        assert isinstance(self.runnable, DecodingRunnable)
         done: list[list[RowResult]] = []
 
         def take(samples: SampleResult) -> list[RowResult]:
@@ -158,7 +159,7 @@ class ModelRunner:
             return between is None or between(results)
 
         end_ids, end_starts = self._rows.end_tokens(step.layout.rows)
-        steps = self._runnable.decode(
+        steps = self.runnable.decode(
             step.batch,
             self._kv,
             DecodeSteps(num_steps, end_starts, end_ids),
@@ -182,7 +183,7 @@ class ModelRunner:
     def _layout(self, scheduled: Sequence[ScheduledRow]) -> Layout:
         rows = self._rows.indices(scheduled)
         query_starts = np.array([0, *accumulate(row.num_tokens for row in scheduled)], np.int32)
-        draws = [i for i, row in enumerate(scheduled) if row.samples]
+        draws = [i for i, row in enumerate(scheduled) if row.wants == "draw"]
         return Layout(
             rows,
             np.array([row.start + row.num_tokens for row in scheduled], np.int32),
@@ -210,27 +211,10 @@ class ModelRunner:
         num_steps: int,
     ) -> StepBatch:
         """Gathers the first of `num_steps` steps, with block tables that reach to the last."""
-        rows, ends, query_starts = layout.rows, layout.ends, layout.query_starts
-        counts = query_starts[1:] - query_starts[:-1]
-        owners = rows.repeat(counts)
-        places = np.arange(query_starts[-1], dtype=np.int32)
-        places += (ends - query_starts[1:]).repeat(counts)
-        tables = self._rows.block_tables
-        slots = tables[:, owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
-        sample_rows, sampling = self._sampling(scheduled, layout, checks)
-        return StepBatch(
-            token_ids=self._rows.token_ids[owners, places],
-            places=places,
-            positions=places[None],
-            query_starts=query_starts,
-            context_lens=ends[None].repeat(len(tables), axis=0),
-            slots=np.ascontiguousarray(slots),
-            block_tables=np.ascontiguousarray(
-                tables[:, rows, : -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)]
-            ),
-            sample_rows=sample_rows,
-            sampling=sampling,
-        )
+        spans = Spans(layout.rows, layout.ends, layout.query_starts)
+        batch = gather(self._rows, spans, num_steps)
+        batch.sample_rows, batch.sampling = self._sampling(scheduled, layout, checks)
+        return batch
 
     def _targets(
         self, scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]

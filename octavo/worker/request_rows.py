@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.pooling_params import PoolingParams
 from octavo.ports import Grammars
 from octavo.step import NewRow, ScheduledRow
 from octavo.worker.block_places import BlockPlaces
@@ -20,6 +21,9 @@ from octavo.worker.grammar_rows import GrammarRows
 from octavo.worker.sampling_rows import SamplingRows
 
 NO_TOKENS = np.zeros(0, np.int32)
+
+NO_SECOND = np.iinfo(np.int32).max
+"""Start of the second text of a row that is one text."""
 
 
 class RequestRows:
@@ -45,6 +49,10 @@ class RequestRows:
         self.sampling = SamplingRows(
             max_rows=max_rows, vocab_size=vocab_size, grammars=self.grammars
         )
+        self.pooling: dict[int, PoolingParams] = {}
+        """What is made of the pooled rows of requests that want one, by permanent row."""
+        self.second_starts = np.full(max_rows, NO_SECOND, np.int32)
+        """Index of the first token of a pair's second text, `[N]`."""
         self._num_blocks = [[0] * max_rows for _ in range(num_groups)]
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
@@ -61,6 +69,7 @@ class RequestRows:
         self.block_tables[:, row] = -1
         self.sampling.free(row)
         self.grammars.free(row)
+        self.pooling.pop(row, None)
         self._free.append(row)
 
     def add(self, new: NewRow) -> None:
@@ -72,6 +81,10 @@ class RequestRows:
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self._end_token_ids[row] = np.array(new.end_token_ids, np.int32)
+        if isinstance(new.params, PoolingParams):
+            self.pooling[row] = new.params
+            self.second_starts[row] = NO_SECOND if new.second_start is None else new.second_start
+            return
         self.grammars.add(row, new)
         self.sampling.add(row, new)
 

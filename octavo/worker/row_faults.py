@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from octavo.step import RowResult, ScheduledRow
-from octavo.worker.model_runner import PreparedStep
+from octavo.worker.program_runners import PreparedParts
 
 logger = logging.getLogger(__name__)
 
-Prepare = Callable[[Sequence[ScheduledRow]], PreparedStep]
+Prepare = Callable[[Sequence[ScheduledRow]], PreparedParts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PreparedRows:
 
     scheduled: Sequence[ScheduledRow]
     """Every row of the plan, in its order."""
-    step: PreparedStep | None
+    step: PreparedParts | None
     """Arrays of the rows without a fault; None where no row is left."""
     failed: dict[str, RowResult] = field(default_factory=dict)
     """Results of the rows left out, by request id."""

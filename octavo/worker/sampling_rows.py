@@ -163,6 +163,7 @@ class SamplingRows:
     def add(self, row: int, new: NewRow) -> None:
         """Fills a row from a request's parameters; position and mask are set with each step."""
         params = new.params
+        assert isinstance(params, SamplingParams), "a row that draws has the params of its draws"
         self._records[row : row + 1] = sampling_records(
             1,
             seed=new.seed & 0xFFFF_FFFF_FFFF_FFFF,
@@ -188,7 +189,7 @@ class SamplingRows:
             self._listed[row] = np.array(params.logprob_token_ids, np.int32)
         if params.mirostat_mode:
             self._mirostats[row] = (params.mirostat_tau, params.mirostat_eta)
-        extras = self._make_extras(new)
+        extras = self._make_extras(new, params)
         if extras is not None:
             self._extras[row] = extras
 
@@ -317,8 +318,7 @@ class SamplingRows:
             return legal if allowed is None else allowed
         return allowed & legal
 
-    def _make_extras(self, new: NewRow) -> RowExtras | None:
-        params = new.params
+    def _make_extras(self, new: NewRow, params: SamplingParams) -> RowExtras | None:
         penalised = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0

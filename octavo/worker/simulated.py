@@ -114,7 +114,7 @@ class SimulatedExecutor:
 
 
 def _result(row: ScheduledRow) -> RowResult:
-    if not row.samples:
+    if row.wants != "draw":
         return RowResult(row.request_id, num_kept=row.num_tokens)
     logprobs = [LIKELY] if row.search_of else None
     return RowResult(row.request_id, [TOKEN], logprobs, num_kept=row.num_tokens)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from octavo.backends.base import Runnable
 from octavo.outputs import Profile
 from octavo.ports import Between
 from octavo.step import BlockMove, ConnectorReport, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.cache_engine import CacheEngine
-from octavo.worker.model_runner import DecodedRows, LaunchedRows, ModelRunner
+from octavo.worker.model_runner import DecodedRows
+from octavo.worker.program_runners import LaunchedParts, ProgramRunners
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.row_faults import PreparedRows, RowFaults, describe
 
@@ -39,7 +39,7 @@ class LaunchedStepRows:
     """A plan's rows, of which the device computes those without a fault."""
 
     prepared: PreparedRows
-    launched: LaunchedRows | None
+    launched: LaunchedParts | None
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class Worker:
 
     def __init__(
         self,
-        runnable: Runnable,
+        runners: ProgramRunners,
         cache_engine: CacheEngine,
         rows: RequestRows,
         *,
@@ -69,11 +69,10 @@ class Worker:
         is_alone: bool = True,
     ) -> None:
         """`is_alone`: there are no other ranks, which would not know of a step taken apart."""
-        self._runnable = runnable
+        self._runner = runners
         self._rows = rows
         self.cache_engine = cache_engine
         """The KV cache and the places of its blocks."""
-        self._runner = ModelRunner(runnable, cache_engine.kv, rows)
         self._launched: deque[LaunchedStep] = deque()
         """Launched steps, in the order in which they are computed and taken in."""
         self._free_since = 0.0
@@ -189,7 +188,7 @@ class Worker:
 
     @property
     def progress(self) -> int:
-        return self._runnable.progress
+        return sum(runnable.progress for runnable in self._runner.runnables)
 
     def _apply(self, plan: StepPlan) -> float:
         """Brings rows and blocks to where the plan wants them; returns for how many seconds blocks
@@ -244,8 +243,10 @@ class Worker:
                 prepare = partial(self._runner.prepare, num_steps=plan.num_steps)
                 prepared = self._faults.prepare(plan.rows, prepare)
                 step = prepared.step
-                if step is not None and not prepared.failed and self._runner.can_decode(step):
-                    return self._runner.decode(step, plan.num_steps, between)
+                if step is not None and not prepared.failed:
+                    decoded = self._runner.decode(step, plan.num_steps, between)
+                    if decoded is not None:
+                        return decoded
             except Exception:
                 logger.exception(
                     "%d decode steps of %d requests failed; running one",
@@ -272,10 +273,10 @@ class Worker:
             return [RowResult(rows[0].request_id, failure=describe(error))]
 
     def start_profile(self) -> None:
-        self._runnable.start_profile()
+        self._runner.runnables[0].start_profile()
 
     def stop_profile(self) -> Profile:
-        return self._runnable.stop_profile()
+        return self._runner.runnables[0].stop_profile()
 
     def close(self) -> None:
         if self.cache_engine.connector is not None:

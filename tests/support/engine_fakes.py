@@ -114,7 +114,7 @@ class FakeExecutor:
             and (between is None or between(steps[-1]))
         ):
             further = [
-                ScheduledRow(row.request_id, row.start + len(steps), 1, [], samples=True)
+                ScheduledRow(row.request_id, row.start + len(steps), 1, [], wants="draw")
                 for row in plan.rows
             ]
             steps.append([self.run_row(row) for row in further])
@@ -166,7 +166,7 @@ class FakeExecutor:
                 row.start + 1 : min(row.start + row.num_tokens + 1, state.num_prompt_tokens)
             ]
             prompt_logprobs = [TokenLogprobs([token], [-float(token)], [1]) for token in targets]
-        if not row.samples:
+        if row.wants != "draw":
             return RowResult(
                 row.request_id, prompt_logprobs=prompt_logprobs, num_kept=row.num_tokens
             )

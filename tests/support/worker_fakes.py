@@ -13,6 +13,8 @@ from octavo.backends.batch import SampleResult, StepBatch, StepOutput
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.worker.block_places import RangeShape, VirtualPlaces
 from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.program_runners import ProgramRunners
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 from tests.support.engine_fakes import VOCAB, pseudo_token
@@ -119,4 +121,5 @@ def make_worker(
     cache_engine = CacheEngine(
         kv, [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups, places=places
     )
-    return Worker(runnable, cache_engine, rows, close=lambda: None, is_alone=is_alone)
+    runners = ProgramRunners({"decoder": ModelRunner(runnable, kv, rows)})
+    return Worker(runners, cache_engine, rows, close=lambda: None, is_alone=is_alone)

@@ -189,7 +189,7 @@ def test_memory_that_one_of_several_ranks_lacks_ends_the_step(monkeypatch):
     with pytest.raises(MemoryError):
         make_worker(FakeRunnable(), is_alone=False).execute(plan)
     alone = make_worker(FakeRunnable())
-    plan.rows = [ScheduledRow("a", 0, 3, [[0]], samples=True)]
+    plan.rows = [ScheduledRow("a", 0, 3, [[0]], wants="draw")]
     assert alone.execute(plan).rows == [RowResult("a", failure="the step ran out of memory")]
 
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import msgspec
+
 from octavo.errors import InvalidRequest, shown
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams, whole_number
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -118,6 +121,19 @@ def params_for_each(
             )
     assert items is not None, "what is no list was refused"
     return _for_each("sampling_params", items, count)
+
+
+def pooling_params_of(
+    params: PoolingParams | None, truncate_prompt_tokens: int | None
+) -> PoolingParams:
+    """Returns the params of pooled texts, with a bound on their tokens that stands beside them."""
+    if params is None:
+        params = PoolingParams()
+    if not isinstance(params, PoolingParams):
+        raise InvalidRequest(f"pooling_params: got {shown(params)}, allowed is PoolingParams")
+    if truncate_prompt_tokens is None:
+        return params
+    return msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
 
 
 def priority_for_each(priority: int | Iterable[int], count: int) -> list[int]:

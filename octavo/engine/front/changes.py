@@ -57,7 +57,7 @@ class Fork:
 
 def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) -> FrontRequest:
     """Returns the request with new values; InvalidRequest where they are out of their range."""
-    request = state.request
+    request, params = state.request, state.request.sampling_params
     fields: dict[str, Any] = {}
     if update == RequestUpdate():
         raise InvalidRequest("got no change, needed is one of max_tokens, priority, stop")
@@ -65,18 +65,18 @@ def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) 
         fields["max_tokens"] = _max_tokens(inputs, state, update.max_tokens)
     if update.stop is not None:
         fields["stop"] = update.stop
-    if request.params.beam_width is not None and fields:
+    if params.beam_width is not None and fields:
         name = next(iter(fields))
         raise InvalidRequest(
             f"{name}: got a change of a beam search, allowed is one of its priority", param=name
         )
-    params = inputs.params.resolve(_with(request.params, fields))
+    params = inputs.params.resolve(_with(params, fields))
     origin = request.origin
     if update.priority is not None:
         origin = _with_priority(inputs, origin, update.priority)
     replaced = msgspec.structs.replace
     samples = [
-        replaced(one, params=_with(one.params, fields), priority=origin.priority)
+        replaced(one, params=replaced(one.params, **fields), priority=origin.priority)
         for one in request.samples
     ]
     return replace(request, params=params, origin=origin, samples=samples)
@@ -118,8 +118,8 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequ
     Its params are the parent's with its changes; without a seed among these it draws its own. What
     it keeps, and what is put after that, is its prompt.
     """
-    parent = state.request
-    if parent.params.beam_width is not None or parent.params.is_ranked:
+    parent, params = state.request, state.request.sampling_params
+    if params.beam_width is not None or params.is_ranked:
         raise InvalidRequest(
             "fork: got a beam search, or best_of above n, whose samples are known at the end;"
             " allowed are requests whose samples grow one by one"
@@ -130,7 +130,7 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequ
     made = inputs.process(
         fork.request_id,
         {"prompt_token_ids": prompt_ids, "cache_salt": parent.samples[0].cache_salt},
-        _fork_params(parent.params, num_added, fork.changes),
+        _fork_params(params, num_added, fork.changes),
         fork.origin,
     )
     sample = parent.samples[fork.index]

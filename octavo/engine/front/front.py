@@ -27,6 +27,7 @@ from octavo.engine.front.input_processor import (
     default_sampling_params,
 )
 from octavo.engine.front.output_processor import OutputProcessor, RequestState
+from octavo.engine.front.pooling_inputs import PoolingInputs
 from octavo.engine.front.recent_requests import KEPT_S
 from octavo.engine.kv.pin import COMPUTE, check_pin, pin_of
 from octavo.engine.live.requests import LiveRequest, live_request, views_by_id
@@ -35,8 +36,12 @@ from octavo.engine.requests.changes import RequestChange
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest, RequestNotFound, Unavailable
 from octavo.outputs import RequestOutput
+from octavo.pooling_params import PoolingParams, PoolingTask, RequestParams
 from octavo.ports import DEFAULT_RENDERING, Profiler, Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
+
+TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "score texts"}
+"""What each task does, in words."""
 
 
 @dataclass(slots=True)
@@ -47,6 +52,8 @@ class Front:
     """Every option, derived ones included."""
     client: EngineClient
     inputs: InputProcessor
+    pooling: PoolingInputs | None
+    """Checks of requests that want a pooled row; None for a model that generates."""
     outputs: OutputProcessor
     generation_config: Mapping[str, Any]
     """Sampling values that the model's makers recommend; {} where they name none."""
@@ -99,13 +106,46 @@ class Front:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: RequestParams,
         origin: Origin = DEFAULT_ORIGIN,
     ) -> FrontRequest:
         """Checks and tokenizes a request; raises the error of what is wrong with it. Nothing is
         registered and nothing runs.
         """
+        if isinstance(params, PoolingParams):
+            return self.pools("embed", "classify").process(request_id, prompt, params, origin)
+        self.check_generates()
         return self.inputs.process(request_id, prompt, params, origin)
+
+    def pools(self, *tasks: PoolingTask) -> PoolingInputs:
+        """Returns the checks of requests for a pooled row; InvalidRequest where the model does
+        none of the tasks.
+        """
+        name = self.config.model.served_model_name
+        what = " or ".join(TASKS[task] for task in tasks)
+        if self.pooling is None:
+            raise InvalidRequest(
+                f"model: {name} generates text, and does not {what}",
+                hint="take an encoder, such as minilm",
+                param="model",
+            )
+        own = self.pooling.pools.task
+        if own not in tasks:
+            raise InvalidRequest(
+                f"model: {name} can {TASKS[own]}, and does not {what}", param="model"
+            )
+        return self.pooling
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest where the model generates no text."""
+        if self.pooling is not None:
+            name = self.config.model.served_model_name
+            does = TASKS[self.pooling.pools.task]
+            raise InvalidRequest(
+                f"model: {name} is an encoder: it can {does}, and generates no text",
+                hint="take a model that generates, such as smollm2",
+                param="model",
+            )
 
     def submit(self, request: FrontRequest) -> None:
         """Gives a prepared request to the core. Where the client cannot send it, the error is

@@ -22,6 +22,7 @@ from octavo.engine.front.params_resolver import ParamsResolver, need_tokenizer
 from octavo.engine.requests.request import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
+from octavo.pooling_params import RequestParams
 from octavo.ports import Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams, whole_number
 from octavo.structured_outputs import GrammarSpec, StructuredOutputs
@@ -66,10 +67,19 @@ class FrontRequest:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     samples: list[EngineRequest]
     arrival_time: float
     origin: Origin = DEFAULT_ORIGIN
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Params of a request that generates; InvalidRequest for one that wants a pooled row."""
+        if isinstance(self.params, SamplingParams):
+            return self.params
+        raise InvalidRequest(
+            f"request {self.request_id!r} wants a pooled row, allowed are requests that generate"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +132,15 @@ class InputProcessor:
     ) -> FrontRequest:
         """Checks a request and tokenizes its prompt."""
         origin = self.checked_origin(origin)
-        text, token_ids, salt = self._read_prompt(prompt)
-        self._check_prompt(token_ids)
+        text, token_ids, salt = self.read_prompt(prompt)
+        self.check_prompt(token_ids)
         self._check_beams(len(token_ids), params)
         params = self.params.resolve(params)
         _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
         grammar = self._grammar(params.structured_outputs)
         arrival_time = time.monotonic()
         first = EngineRequest(
-            str(next(self._core_ids)),
+            self.next_core_id(),
             token_ids,
             msgspec.structs.replace(params, structured_outputs=None),
             seed=self._draw_seed() if params.seed is None else params.seed,
@@ -150,6 +160,10 @@ class InputProcessor:
             arrival_time=arrival_time,
             origin=origin,
         )
+
+    def next_core_id(self) -> str:
+        """Returns a name for a request of the core, which no other one has had."""
+        return str(next(self._core_ids))
 
     def chat_prompt(
         self, messages: Messages, rendering: Rendering, truncation: Truncation | None = None
@@ -172,7 +186,7 @@ class InputProcessor:
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
         """Returns a prompt with its token ids; ContextTooLong where it cannot fit."""
-        text, token_ids, salt = self._read_prompt(
+        text, token_ids, salt = self.read_prompt(
             prompt, add_special_tokens=add_special_tokens, may_be_long=truncation is not None
         )
         cut = _truncated(token_ids, truncation)
@@ -204,7 +218,7 @@ class InputProcessor:
 
     # -- prompts -----------------------------------------------------------------------------------
 
-    def _read_prompt(
+    def read_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, may_be_long: bool = False
     ) -> tuple[str | None, list[int], str]:
         """Returns a prompt's text if it has one, its token ids and its cache salt."""
@@ -231,6 +245,10 @@ class InputProcessor:
         return tokenizer.encode(
             text, add_special_tokens=add_special_tokens, allow_special_text=True
         )
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Returns a text's tokens without the special ones that stand around it."""
+        return self._encode_prompt(text, add_special_tokens=False)
 
     def _check_length(self, text: str) -> None:
         """Refuses a long text that cannot fit, before the seconds that tokenizing it would take."""
@@ -276,10 +294,13 @@ class InputProcessor:
         check_unicode(salt, "cache_salt")
         return (None, text, salt) if token_ids is None else (text, token_ids, salt)
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def check_prompt(self, token_ids: list[int], *, num_needed: int = 1) -> None:
+        """Refuses a prompt that is empty, does not fit with `num_needed` tokens after it, or has
+        unknown ids.
+        """
         if not token_ids:
             raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
-        answer = self.limits.prompts.judge(len(token_ids))
+        answer = self.limits.prompts.judge(len(token_ids), num_needed=num_needed)
         if answer.verdict is Verdict.NEVER:
             raise ContextTooLong(answer.reason, hint=answer.hint, param="prompt")
         lowest, highest = min(token_ids), max(token_ids)

@@ -24,6 +24,7 @@ from octavo.outputs import (
     RequestOutput,
     Timings,
 )
+from octavo.pooling_params import RequestParams
 from octavo.ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
@@ -95,6 +96,8 @@ class RequestState:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    pooled: bytes | None = None
+    """The pooled row of a finished request that wanted one."""
     timings: list[Timings] = field(default_factory=list)
     """Timings of the samples that have ended."""
     ended_at: float = 0.0
@@ -257,6 +260,7 @@ class OutputProcessor:
             num_cached_tokens=state.num_cached_tokens,
             metrics=state.metrics,
             error=state.error,
+            pooled=state.pooled,
             timings=Timings.merged(state.timings) if finished and state.timings else None,
         )
         if finished:
@@ -271,13 +275,14 @@ class OutputProcessor:
         for sample in state.request.samples if state is not None else ():
             self._samples.pop(sample.request_id, None)
 
-    def _make_sample(self, params: SamplingParams, index: int) -> Sample:
-        detokenizer = (
-            Detokenizer(self._tokenizer, params)
-            if self._tokenizer is not None and params.detokenize
-            else None
-        )
-        sample = Sample(index, detokenizer)
+    def _make_detokenizer(self, params: RequestParams) -> Detokenizer | None:
+        """Returns what makes text of a sample's tokens; None where none is wanted."""
+        if self._tokenizer is None or not isinstance(params, SamplingParams):
+            return None
+        return Detokenizer(self._tokenizer, params) if params.detokenize else None
+
+    def _make_sample(self, params: RequestParams, index: int) -> Sample:
+        sample = Sample(index, self._make_detokenizer(params))
         if params.logprobs is not None:
             sample.logprobs = []
         if params.logprobs is not None or params.is_ranked:
@@ -295,7 +300,10 @@ class OutputProcessor:
         if output.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
             state.error = state.error or output.error
-        if output.beams is not None:
+        if output.pooled is not None:
+            self._take_start(state, output, now)
+            state.pooled = output.pooled
+        elif output.beams is not None:
             self._take_beams(state, output, now)
         else:
             num_kept = self._search_stop(state.request.params, sample, output, effects)
@@ -310,7 +318,7 @@ class OutputProcessor:
             state.ended_at = now
 
     def _search_stop(
-        self, params: SamplingParams, sample: Sample, output: EngineOutput, effects: StepEffects
+        self, params: RequestParams, sample: Sample, output: EngineOutput, effects: StepEffects
     ) -> int:
         """Adds the tokens to the sample, up to the one that completes a stop string, which ends it;
         returns how many were added.

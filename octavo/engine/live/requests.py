@@ -14,7 +14,7 @@ from octavo.engine.front.output_processor import RequestState, Sample
 from octavo.engine.live.view import EngineView, RequestView
 from octavo.engine.requests.timings import ON_ITS_WAY
 from octavo.outputs import FinishReason
-from octavo.sampling_params import SamplingParams
+from octavo.pooling_params import RequestParams
 
 
 class LiveSample(msgspec.Struct):
@@ -47,7 +47,7 @@ class LiveRequest(msgspec.Struct):
     """Moment on the machine's monotonic clock, in seconds."""
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     priority: int
     tenant: str
     owner: str

@@ -69,7 +69,7 @@ class EngineWatch:
 
 def mark_of(plan: StepPlan, result: StepResult, elapsed_s: float) -> StepMark:
     """Returns what is shown of a step."""
-    num_decode = sum(row.samples and row.num_tokens == 1 for row in plan.rows)
+    num_decode = sum(row.wants == "draw" and row.num_tokens == 1 for row in plan.rows)
     return StepMark(
         plan.step,
         round(1000 * elapsed_s, 3),

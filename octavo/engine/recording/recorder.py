@@ -24,7 +24,7 @@ from octavo.engine.step_costs import StepCosts
 from octavo.errors import ConfigError
 from octavo.step import RowResult, StepPlan, StepResult, TokenLogprobs
 
-FORMAT = 2
+FORMAT = 3
 """Version of the recording's lines; another one is refused."""
 
 NO_LOGPROBS = TokenLogprobs([], [], [])

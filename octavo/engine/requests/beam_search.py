@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from octavo.engine.requests.result_consumer import BeamOutput, Branch, RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, TokenLogprobs
+from octavo.step import RowResult, TokenLogprobs, Wants
 
 
 class StopTexts(Protocol):
@@ -109,6 +109,7 @@ class BeamSearch:
         not.
         """
 
+    wants: Wants = "draw"
     reads_logprobs = True
     needs_last_token = "a beam search: which beams go on is decided by what they yield"
 

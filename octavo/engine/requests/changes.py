@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.sampling_params import SamplingParams
+from octavo.pooling_params import RequestParams
 
 
 class RequestChange(msgspec.Struct):
     """New params and priority of one request. The front has checked them."""
 
     request_id: str
-    params: SamplingParams
+    params: RequestParams
     """All of its params; only what the worker does not know may differ from those before."""
     priority: int

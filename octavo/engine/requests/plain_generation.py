@@ -13,7 +13,7 @@ from octavo.engine.requests.result_consumer import RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.repetition_detection import REPETITION_FOUND, RepetitionDetection
 from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult
+from octavo.step import RowResult, Wants
 
 GRAMMAR = "a grammar: what may come next depends on the tokens before"
 
@@ -56,6 +56,7 @@ class EndRules:
 class PlainGeneration:
     """The consumer of one sampled sequence. It holds no tokens: they are the row's."""
 
+    wants: Wants = "draw"
     reads_logprobs = False
     num_seqs = 1
 

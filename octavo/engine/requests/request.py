@@ -15,11 +15,12 @@ import msgspec
 
 from octavo.engine.requests.beam_search import BeamSearch, StopTexts
 from octavo.engine.requests.plain_generation import EndRules, PlainGeneration
+from octavo.engine.requests.pooling import Pooling
 from octavo.engine.requests.result_consumer import BeamOutput, ResultConsumer
 from octavo.engine.requests.timings import Stopwatch
 from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.outputs import FinishReason, Timings
-from octavo.sampling_params import SamplingParams
+from octavo.pooling_params import PoolingParams, RequestParams
 from octavo.step import TokenLogprobs
 from octavo.structured_outputs import GrammarSpec
 
@@ -32,7 +33,7 @@ class EngineRequest(msgspec.Struct):
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     seed: int
     """Seed of its draws, 64 bits, always set."""
     eos_token_ids: list[int] = []
@@ -62,6 +63,10 @@ class EngineRequest(msgspec.Struct):
     """Grammar of its text; None: any text."""
     mirostat_mu: float | None = None
     """Bound of its mirostat after `output_token_ids`, where an earlier core told it."""
+    program: str = "decoder"
+    """Name of the model's Program that computes it."""
+    second_start: int | None = None
+    """Index of the first token of the second text, where the prompt is a pair of texts."""
     one_token: bool = False
     """Whether it ends as aborted once it has one more token, unless that one is its end anyway."""
 
@@ -88,6 +93,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     scheduled_ts: float | None = None
     mirostat_mu: float | None = None
     """Bound of mirostat after `token_ids`, for a core that may replace this one."""
+    pooled: bytes | None = None
+    """The pooled row of a request that wants one, in fp32, with the finish_reason."""
     beams: list[BeamOutput] | None = None
     """Sequences found by a beam search, all with the finish_reason; it yields no tokens before."""
     timings: Timings | None = None
@@ -158,6 +165,8 @@ class Request(TokenRow):
 
     def _make_consumer(self, stop_texts: StopTexts | None) -> ResultConsumer:
         source, params = self.source, self.params
+        if isinstance(params, PoolingParams):
+            return Pooling(params)
         if params.beam_width is not None:
             return BeamSearch(
                 self.request_id,
@@ -179,7 +188,7 @@ class Request(TokenRow):
         )
         return PlainGeneration(params, rules, has_grammar=source.grammar is not None)
 
-    def change(self, params: SamplingParams, *, max_num_tokens: int) -> None:
+    def change(self, params: RequestParams, *, max_num_tokens: int) -> None:
         """Takes over what `params` say of its end; `max_num_tokens` is the most that the context
         and the KV cache allow.
         """

@@ -1,4 +1,5 @@
-"""The protocol behind which a plain request and a beam search take what their rows yield.
+"""The protocol behind which a plain request, a beam search and a pooling request take what their
+rows yield.
 
 The scheduler gives each row's result to the request's consumer and carries out what comes of it: it
 counts tokens, branches rows, ends the request. A consumer owns the rules by which tokens end a
@@ -15,8 +16,8 @@ import msgspec
 
 from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.outputs import FinishReason
-from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, TokenLogprobs
+from octavo.pooling_params import RequestParams
+from octavo.step import RowResult, TokenLogprobs, Wants
 
 
 class BeamOutput(msgspec.Struct, omit_defaults=True):
@@ -61,10 +62,19 @@ class RequestProgress:
     """How the request ends; None where it goes on."""
     beams: list[BeamOutput] | None = None
     """Sequences that a beam search has found, with its end."""
+    pooled: bytes | None = None
+    """The row that a pooling request wanted, in fp32, with its end."""
 
 
 class ResultConsumer(Protocol):
-    """Takes the results of one request's rows. `PlainGeneration` and `BeamSearch` are two."""
+    """Takes the results of one request's rows. `PlainGeneration`, `BeamSearch` and
+    `Pooling` are three.
+    """
+
+    @property
+    def wants(self) -> Wants:
+        """What a row yields with the last of its known tokens."""
+        ...
 
     @property
     def num_seqs(self) -> int:
@@ -72,8 +82,8 @@ class ResultConsumer(Protocol):
         ...
 
     @property
-    def row_params(self) -> SamplingParams:
-        """How the worker draws each row."""
+    def row_params(self) -> RequestParams:
+        """How the worker draws or pools each row."""
         ...
 
     @property

@@ -35,7 +35,7 @@ OK = AdmissionDecision(Verdict.OK)
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
     """Limits that a prompt is checked against once. The context and the KV cache must have room for
-    one more token.
+    one more token, where one is drawn.
     """
 
     max_prompt_len: int | None
@@ -47,6 +47,12 @@ class PromptLimits:
     block_size: int = 16
     shares_blocks: bool = True
     """Whether requests may hold the same block, as beams do."""
+
+    def most_tokens(self, num_needed: int) -> int:
+        """Returns the longest prompt that `judge` takes where `num_needed` tokens come after it."""
+        most = min(self.max_model_len, self.kv_capacity_tokens) - num_needed
+        limits = (self.max_prompt_len, self.max_whole_prompt)
+        return min(most, *(limit for limit in limits if limit is not None))
 
     def max_num_tokens(self, num_prompt_tokens: int, num_seqs: int = 1) -> int:
         """Returns the most tokens of each of a request's rows, which share the full blocks of the
@@ -60,12 +66,19 @@ class PromptLimits:
         )
 
     def judge(
-        self, num_prompt_tokens: int, beam_width: int | None = None, *, at_least: bool = False
+        self,
+        num_prompt_tokens: int,
+        beam_width: int | None = None,
+        *,
+        at_least: bool = False,
+        num_needed: int = 1,
     ) -> AdmissionDecision:
         """Returns OK or NEVER for a prompt of that length, or with `at_least` of that length at
-        least; `beam_width` is None without beams.
+        least; `beam_width` is None without beams. `num_needed`: tokens that must find room after
+        the prompt.
         """
-        decision = self._judge_prompt(num_prompt_tokens, "at least " if at_least else "")
+        qualifier = "at least " if at_least else ""
+        decision = self._judge_prompt(num_prompt_tokens, qualifier, num_needed)
         if decision is OK and beam_width is not None:
             decision = self._judge_beams(num_prompt_tokens, beam_width)
         return decision
@@ -97,18 +110,19 @@ class PromptLimits:
             )
         return OK
 
-    def _judge_prompt(self, num: int, qualifier: str) -> AdmissionDecision:
+    def _judge_prompt(self, num: int, qualifier: str, num_needed: int) -> AdmissionDecision:
         """Compares a prompt with every limit; `qualifier` goes before its number of tokens."""
         got = f"{qualifier}{num}"
         if self.max_prompt_len is not None and num > self.max_prompt_len:
             limit = f"The prompt limit is {self.max_prompt_len} tokens"
             return _never(limit, got, self.max_prompt_len, "raise max_prompt_len")
-        if num + 1 > self.max_model_len:
+        if num + num_needed > self.max_model_len:
             limit = f"This model's maximum context length is {self.max_model_len} tokens"
-            return _never(limit, got, self.max_model_len - 1)
-        if num + 1 > self.kv_capacity_tokens:
+            return _never(limit, got, self.max_model_len - num_needed)
+        if num + num_needed > self.kv_capacity_tokens:
             limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
-            return _never(limit, got, self.kv_capacity_tokens - 1, "raise kv_cache_memory_bytes")
+            allowed = self.kv_capacity_tokens - num_needed
+            return _never(limit, got, allowed, "raise kv_cache_memory_bytes")
         if self.max_whole_prompt is not None and num > self.max_whole_prompt:
             limit = (
                 f"The batch limit is {self.max_whole_prompt} tokens a step, and prompts are not"

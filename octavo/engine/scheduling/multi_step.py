@@ -49,7 +49,7 @@ class MultiStepPolicy:
         if not step_s:
             return 1
         most = min(self._max_num_steps, int(MAX_CALL_S / step_s))
-        if most < 2 or not all(row.samples and row.num_tokens == 1 for row in builder.rows):
+        if most < 2 or not all(row.wants == "draw" and row.num_tokens == 1 for row in builder.rows):
             return 1
         return min(most, *(request.num_plain_draws for request, _ in builder.owners))
 

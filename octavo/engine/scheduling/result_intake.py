@@ -79,7 +79,7 @@ class ResultIntake:
             return self.finish(request, Finish("error", error=result.failure))
         if result.prompt_logprobs:
             request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
-        progress = request.consumer.take(request, row, result) if scheduled.samples else None
+        progress = request.consumer.take(request, row, result) if scheduled.wants else None
         self._advance_row(request, row, scheduled, result)
         return None if progress is None else self._advance(request, progress)
 
@@ -96,7 +96,7 @@ class ResultIntake:
                 row.num_computed_tokens,
                 in_flight=row.num_tokens_in_flight > 0,
             )
-        elif scheduled.samples:
+        elif scheduled.wants:
             row.num_computed_tokens = 0
 
     def _advance(self, request: Request, progress: RequestProgress) -> EngineOutput | None:
@@ -116,6 +116,7 @@ class ResultIntake:
             output.token_ids = progress.token_ids
             output.logprobs = progress.logprobs
             output.beams = progress.beams
+            output.pooled = progress.pooled
         elif progress.token_ids:
             output = self._output(request, progress.token_ids, progress.logprobs)
         else:

@@ -32,6 +32,7 @@ from octavo.engine.scheduling.steps_in_flight import StepsInFlight
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.outputs import Timings
+from octavo.sampling_params import SamplingParams
 from octavo.step import RowResult, StepPlan, StepResult
 
 
@@ -140,13 +141,15 @@ class Scheduler:
         num_prompt_tokens = len(source.prompt_token_ids)
         max_num_tokens = limits.max_num_tokens(num_prompt_tokens, width or 1)
         stop_texts = None
-        if self._stop_texts and width and source.params.stop_strings:
-            stop_texts = self._stop_texts(source.params)
+        params = source.params
+        if self._stop_texts and isinstance(params, SamplingParams) and width:
+            stop_texts = self._stop_texts(params) if params.stop_strings else None
         request = Request(source, max_num_tokens=max_num_tokens, stop_texts=stop_texts)
         self._stats.num_added += 1
         self._stats.num_added_tokens += num_prompt_tokens
         self._times.arrived(request.watch)
-        decision = limits.judge(num_prompt_tokens, width)
+        needed = source.params.num_needed_tokens
+        decision = limits.judge(num_prompt_tokens, width, num_needed=needed)
         if decision.verdict is Verdict.NEVER:
             finish = Finish("error", error=decision.reason)
             self._outputs.append(self._intake.final_output(request, finish))

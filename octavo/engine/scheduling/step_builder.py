@@ -86,7 +86,8 @@ class StepBuilder:
                 num_tokens=end - start,
                 new_block_ids=grant.new_block_ids,
                 replaced_blocks=grant.replaced,
-                samples=end >= num_known,
+                program=request.source.program,
+                wants=request.consumer.wants if end >= num_known else "",
                 num_prompt_logprobs=num_prompt_logprobs,
                 search_of=search_of,
                 from_device=start == num_known,
@@ -108,6 +109,7 @@ class StepBuilder:
                 end_token_ids=sorted(request.end_token_ids),
                 grammar=source.grammar,
                 mirostat_mu=row.mirostat_mu,
+                second_start=source.second_start,
             )
         )
 

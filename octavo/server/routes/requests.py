@@ -252,11 +252,12 @@ def _answer(
     made: FrontRequest,
     body: ForkBody,
 ) -> Answer:
+    params = made.sampling_params
     if issubclass(kind, ChatAnswer):
-        return ChatAnswer(body, made.params, model)
+        return ChatAnswer(body, params, model)
     fields = {name: getattr(body, name) for name in SamplingBody.model_fields}
-    plain = CompletionBody.model_construct(**fields, prompt=[], logprobs=made.params.logprobs)
-    return CompletionAnswer(plain, made.params, model)
+    plain = CompletionBody.model_construct(**fields, prompt=[], logprobs=params.logprobs)
+    return CompletionAnswer(plain, params, model)
 
 
 # -- what is shown ---------------------------------------------------------------------------------

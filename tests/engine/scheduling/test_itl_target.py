@@ -48,7 +48,7 @@ class WatchedExecutor(SimulatedExecutor):
 
     def execute(self, plan, between=None):
         result = super().execute(plan, between)
-        num_decode = sum(row.samples and row.num_tokens == 1 for row in plan.rows)
+        num_decode = sum(row.wants == "draw" and row.num_tokens == 1 for row in plan.rows)
         if plan.rows:
             step_s = result.busy_s / result.num_steps
             self.steps.append((num_decode, plan.num_tokens - num_decode, step_s))

@@ -53,7 +53,7 @@ def test_a_step_mixes_decode_and_prefill_within_the_budget():
     core.add(make_request("b", list(range(30))))
     core.step()
     plan = executor.plans[-1]
-    assert [(row.request_id, row.num_tokens, row.samples) for row in plan.rows] == [
+    assert [(row.request_id, row.num_tokens, row.wants == "draw") for row in plan.rows] == [
         ("a", 1, True),
         ("b", 9, False),
     ]

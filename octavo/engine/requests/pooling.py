@@ -1,0 +1,42 @@
+"""A request that wants one pooled row of its text, and draws no token.
+
+Implements `ResultConsumer`. It ends with the row that the step with its last token brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.engine.requests.result_consumer import RequestProgress
+from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.pooling_params import PoolingParams
+from octavo.step import RowResult, Wants
+
+
+class Pooling:
+    """The consumer of one pooled row."""
+
+    wants: Wants = "pool"
+    reads_logprobs = False
+    num_seqs = 1
+    needs_last_token = ""
+
+    def __init__(self, params: PoolingParams) -> None:
+        self.row_params = params
+
+    def set_max_num_tokens(self, max_num_tokens: int) -> None:
+        """Does nothing: no token comes after the prompt's."""
+
+    def rows(self, request: TokenRow) -> Sequence[TokenRow]:
+        return (request,)
+
+    def num_plain_draws(self, num_tokens: int) -> int:
+        return 1
+
+    def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress:
+        """Hands out the pooled row, with which the request ends."""
+        assert result.pooled is not None, "a row without a fault has what it wants"
+        return RequestProgress(0, pooled=result.pooled, is_first=True, finish=Finish("stop"))
+
+    def start_over(self, token_ids: list[int]) -> list[int]:
+        return token_ids
