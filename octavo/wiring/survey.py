@@ -23,7 +23,7 @@ from octavo.models.registry import FAMILIES, ModelFamily
 from octavo.ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.program.program import Program
 from octavo.quant.gguf import BLOCK_TYPES
-from octavo.wiring.model import build_backend, decoder_of, derive_from, formats_of
+from octavo.wiring.model import build_backend, derive_from, formats_of, program_of
 
 
 class ShortName(NamedTuple):
@@ -118,7 +118,7 @@ def report_on(name: str) -> ModelReport:
         raise ConfigError(f"{name} is not fetched yet", hint=f"octavo pull {name}")
     header = open_header(resolve_header(name))
     config, info = derive_from(EngineConfig.from_options(model=name), header)
-    program = decoder_of(config, info, header)
+    program = program_of(config, info, header)
     if isinstance(header, Checkpoint):
         check_tensors(header, [program])
     format_of = formats_of(config, header, program)

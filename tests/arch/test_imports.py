@@ -25,6 +25,8 @@ LEAVES = {
     "repetition_detection",
     "stop_patterns",
     "outputs",
+    "pooling_outputs",
+    "pooling_params",
     "errors",
     "progress",
     "version",

@@ -157,7 +157,7 @@ def test_a_kv_cache_that_was_asked_for_and_does_not_fit(octavo, config):
                 "d_kv": 12,
                 "d_ff": 64,
             },
-            "only decoders generate",
+            "an encoder and decoder",
         ),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,3 +61,30 @@ def in_float64(model: Any) -> Any:
         twin = type(model)._from_config(config, attn_implementation="eager").double().eval()
         twin.load_state_dict(model.state_dict())
     return twin
+
+
+def save_encoder(
+    path: Path,
+    family: str,
+    *,
+    mode: str = "mean",
+    normalize: bool = True,
+    limits: dict[str, Any] | None = None,
+) -> Path:
+    """Saves an encoder as sentence-transformers does; `limits` are sentence_bert_config.json."""
+    encoder(family).save_pretrained(path)
+    package = "sentence_transformers.models"
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    modules = [
+        {"idx": index, "name": str(index), "path": f"{index}_{kind}", "type": f"{package}.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+    modules[0]["path"] = ""
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir(exist_ok=True)
+    named = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
+    flags = {flag: name == mode for name, flag in named.items()}
+    pooling = {"word_embedding_dimension": SHAPE["hidden_size"], **flags}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (path / "sentence_bert_config.json").write_text(json.dumps(limits or {}))
+    return path

@@ -135,7 +135,7 @@ READ = {
         "allowed_token_ids",
         "bad_words_token_ids",
     },
-    ScheduledRow: {"samples", "start", "num_tokens", "num_prompt_logprobs"},
+    ScheduledRow: {"program", "wants", "start", "num_tokens", "num_prompt_logprobs"},
 }
 """Fields that a row's preparation reads."""
 

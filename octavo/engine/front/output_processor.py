@@ -218,7 +218,7 @@ class OutputProcessor:
         state = self._states[request.request_id]
         if request.params.stop_strings != state.request.params.stop_strings:
             for sample in state.samples:
-                sample.change_stops(request.params)
+                sample.change_stops(request.sampling_params)
         state.request = request
 
     def is_finished(self, request_id: str) -> bool:
