@@ -15,7 +15,7 @@ from octavo.pooling_params import RequestParams
 from octavo.structured_outputs import GrammarSpec
 
 Wants = Literal["", "draw", "pool"]
-"""What a row is to yield: nothing yet, a drawn token, or a pooled row."""
+"""Kind of result that a row is to yield: none yet, a drawn token, or a pooled row."""
 
 
 class NewRow(msgspec.Struct):
@@ -59,7 +59,7 @@ class ScheduledRow(msgspec.Struct):
     program: str = "decoder"
     """Name of the model's Program that computes it."""
     wants: Wants = ""
-    """What the last of its tokens yields: a draw from its logits, or the request's pooled row."""
+    """Result that comes of the last of its tokens: a draw from its logits, or a pooled row."""
     num_prompt_logprobs: int | None = None
     """Number of top alternatives wanted for each of the prompt's positions; None where the prompt's
     logprobs are not wanted.

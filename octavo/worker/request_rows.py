@@ -50,7 +50,7 @@ class RequestRows:
             max_rows=max_rows, vocab_size=vocab_size, grammars=self.grammars
         )
         self.pooling: dict[int, PoolingParams] = {}
-        """What is made of the pooled rows of requests that want one, by permanent row."""
+        """Params of the rows that want a pooled row, by permanent row."""
         self.second_starts = np.full(max_rows, NO_SECOND, np.int32)
         """Index of the first token of a pair's second text, `[N]`."""
         self._num_blocks = [[0] * max_rows for _ in range(num_groups)]

@@ -41,7 +41,7 @@ from octavo.ports import DEFAULT_RENDERING, Profiler, Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 
 TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "score texts"}
-"""What each task does, in words."""
+"""The tasks in words."""
 
 
 @dataclass(slots=True)

@@ -73,7 +73,7 @@ class ResultConsumer(Protocol):
 
     @property
     def wants(self) -> Wants:
-        """What a row yields with the last of its known tokens."""
+        """Kind of result that a row yields with the last of its known tokens."""
         ...
 
     @property
