@@ -145,7 +145,7 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
         run.partial = (int64_t)partial_floats;
         merged.push_back((int)i);
         partial_floats +=
-            (size_t)(run.last_split - run.first_split) * run.num_rows * num_heads * (2 + kv.v_padded());
+            (size_t)(run.last_split - run.first_split) * run.num_rows * num_heads * (2 + v_padded(kv));
     }
 }
 

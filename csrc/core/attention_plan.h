@@ -39,6 +39,7 @@ struct HeadWork {
 
 struct AttentionPlan {
     int group, window, num_heads;
+    int latent_width = 0;  // of values that lie in the keys; 0: there are none such
     std::vector<QueryRun> runs;
     std::vector<int> sharers;  // indices of runs, grouped by shared run
     std::vector<SharedRun> shared;
@@ -49,6 +50,9 @@ struct AttentionPlan {
     int64_t saved_keys = 0;  // keys of each kv head that need not be read since they are shared
 
     void make(const Batch& batch, const KvGroup& kv, int threads, bool share);
+    int v_padded(const KvGroup& kv) const {
+        return latent_width ? (latent_width + kTile - 1) / kTile * kTile : kv.v_padded();
+    }
 
   private:
     struct Sharer {

@@ -257,7 +257,7 @@ NB_MODULE(_native, m) {
         .def("angles", &Builder::angles, "inv_freq"_a, "mscale"_a)
         .def("rope", &Builder::rope, "x"_a, "out"_a, "num_heads"_a, "head_width"_a, "rotary_dim"_a,
              "rotary_start"_a, "interleaved"_a, "angles"_a)
-        .def("kv_write", &Builder::kv_write, "k"_a, "v"_a, "group"_a, "layer"_a)
+        .def("kv_write", &Builder::kv_write, "k_parts"_a, "v"_a.none(), "group"_a, "layer"_a)
         .def("elementwise", &Builder::elementwise, "kind"_a, "a"_a, "b"_a, "out"_a, "factor"_a, "gate"_a)
         .def("gather", &Builder::gather, "x"_a, "out"_a)
         .def("pool", &Builder::pool, "x"_a, "out"_a, "mode"_a)
@@ -278,7 +278,8 @@ NB_MODULE(_native, m) {
         .def("combine", &Builder::combine, "x"_a, "weights"_a, "out"_a, "route"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
              "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(), "distances"_a.none(),
-             "reach"_a)
+             "reach"_a, "latent_width"_a)
+        .def("heads", &Builder::heads, "x"_a, "out"_a, "tail"_a.none(), "tiles"_a)
         .def("sampling", &Builder::sampling, "logits"_a)
         .def("output", &Builder::output, "rows"_a)
         .def("finish", &Builder::finish, "token_floats"_a, "block_floats"_a, "sample_floats"_a,

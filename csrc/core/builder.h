@@ -74,8 +74,12 @@ struct Builder {
                                                .interleaved = interleaved,
                                                .angles = tables_.at(angles)}));
     }
-    void kv_write(const PlaceTuple& k, const PlaceTuple& v, int group, int layer) {
-        executor.add_row_op(make_kv_write(place_of(k), place_of(v), group, layer));
+    // v: None where the group stores no values.
+    void kv_write(const std::vector<PlaceTuple>& k_parts, const nb::object& v, int group, int layer) {
+        std::vector<Place> parts;
+        for (const PlaceTuple& part : k_parts) parts.push_back(place_of(part));
+        const Place values = v.is_none() ? Place{} : place_of(nb::cast<PlaceTuple>(v));
+        executor.add_row_op(make_kv_write(std::move(parts), values, group, layer));
     }
     void elementwise(const std::string& kind, const PlaceTuple& a, const PlaceTuple& b, const PlaceTuple& out,
                      float factor, const GateTuple& gate) {
@@ -159,9 +163,20 @@ struct Builder {
         executor.add_row_op(
             make_combine(place_of(x), place_of(weights), place_of(out), *executor.expert_plan(route)));
     }
+    // tiles: PackedTiles of each head; tail: None, or columns put behind each head's result.
+    void heads(const PlaceTuple& x, const PlaceTuple& out, const nb::object& tail, const nb::list& tiles) {
+        HeadsSpec spec{.x = place_of(x), .out = place_of(out)};
+        if (!tail.is_none()) spec.tail = place_of(nb::cast<PlaceTuple>(tail));
+        for (const auto& item : tiles) {
+            const auto packed = nb::cast<std::shared_ptr<PackedTiles>>(item);
+            spec.weights.push_back(packed->tiles);
+            spec.owners.push_back(packed->memory);
+        }
+        executor.add_heads(std::move(spec));
+    }
     void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int num_heads,
                    int window, float scale, float softcap, const nb::object& sinks, const nb::object& slopes,
-                   const nb::object& distances, int reach) {
+                   const nb::object& distances, int reach, int latent_width) {
         executor.add_attention(AttentionSpec{.q = place_of(q),
                                              .out = place_of(out),
                                              .group = group,
@@ -173,7 +188,8 @@ struct Builder {
                                              .sinks = keep(sinks),
                                              .slopes = keep(slopes),
                                              .distances = keep(distances),
-                                             .reach = reach});
+                                             .reach = reach,
+                                             .latent_width = latent_width});
     }
     void sampling(const PlaceTuple& logits) { executor.add_sampling(place_of(logits)); }
     void output(const PlaceTuple& rows) { executor.add_output(place_of(rows)); }

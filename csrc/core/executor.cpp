@@ -136,16 +136,27 @@ void Executor::add_linear(LinearSpec spec) {
     push(std::make_unique<LinearStage>(std::move(spec)));
 }
 
+void Executor::add_heads(HeadsSpec spec) {
+    require(open_.is_empty, "a product of heads in a stage with other ops");
+    for (const Tiles& tiles : spec.weights) {
+        spec.rows = new_rows(tiles, spec.x, RowArea::prepared);
+        product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(tiles));
+    }
+    has_row_blocks_ = true;
+    push(std::make_unique<HeadsStage>(std::move(spec)));
+}
+
 // The plan of all attentions that are cut alike.
 int Executor::plan_of(const AttentionSpec& spec) {
     for (int index = 0; index < (int)plans_.size(); index++)
         if (plans_[index].group == spec.group && plans_[index].window == spec.window &&
-            plans_[index].num_heads == spec.num_heads)
+            plans_[index].num_heads == spec.num_heads && plans_[index].latent_width == spec.latent_width)
             return index;
     AttentionPlan plan;
     plan.group = spec.group;
     plan.window = spec.window;
     plan.num_heads = spec.num_heads;
+    plan.latent_width = spec.latent_width;
     plans_.push_back(plan);
     return (int)plans_.size() - 1;
 }
@@ -167,6 +178,7 @@ int Executor::add_route(const RouteSpec& spec) {
     expert_rows_ = std::max(expert_rows_, ExpertPlan::most_rows(experts, spec.top_k, max_tokens_));
     num_scores_ = std::max(num_scores_, (size_t)4 * experts);
     ExpertPlan& plan = *expert_plans_.back();
+    has_row_blocks_ = true;
     push(std::make_unique<RouteStage>(spec, plan));
     push(std::make_unique<OrderStage>(plan));
     return (int)expert_plans_.size() - 1;
@@ -294,8 +306,7 @@ void Executor::group_stages() {
 void Executor::size_thread_states() {
     size_t row_bytes = 0;
     for (const auto& each : rows_)
-        row_bytes =
-            std::max(row_bytes, bytes_of_rows(each->rows, expert_plans_.empty() ? kTile : kExpertRows));
+        row_bytes = std::max(row_bytes, bytes_of_rows(each->rows, has_row_blocks_ ? kExpertRows : kTile));
     for (auto& thread : threads_) {
         for (auto& acc : thread.acc) acc.resize((size_t)kRowBlock * kTile);
         thread.group.resize((size_t)kRowBlock * kGroup);
@@ -314,7 +325,7 @@ void Executor::make_plans(const Batch& batch, const KvMemory& kv) {
         plan.make(batch, group, pool_.num_threads(), share_prefixes_);
         floats = std::max(floats, plan.partial_floats);
         attention_scratch_ =
-            std::max(attention_scratch_, attention_scratch_floats(group.k_width, group.v_padded()));
+            std::max(attention_scratch_, attention_scratch_floats(group.k_width, plan.v_padded(group)));
     }
     if (!partials_ || partials_->size() < floats * sizeof(float))
         partials_ = std::make_unique<Memory>(floats * sizeof(float));

@@ -190,7 +190,16 @@ struct AttentionSpec {
     float scale, softcap;
     const float *sinks, *slopes, *distances;
     int reach;
+    int latent_width = 0;  // where values lie in the keys
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
+};
+
+// Products of each head's columns with a matrix of its own: out[h] = weights[h] x[h], then tail[h].
+struct HeadsSpec {
+    Place x, out, tail;  // `tail` of width 0: none
+    std::vector<Tiles> weights;
+    std::vector<std::shared_ptr<void>> owners;  // keep the tiles' memory
+    const PreparedRows* rows = nullptr;  // their form; each piece converts its own
 };
 
 // How the experts of each row are chosen: octavo/program/ops.py says what the fields mean.
@@ -259,6 +268,7 @@ class Executor {
     // its out, which nothing else may read.
     PreparedRows* convert_in_last_stage(const Place& x, const Tiles& w);
     void add_linear(LinearSpec spec);
+    void add_heads(HeadsSpec spec);
     void add_attention(const AttentionSpec& spec);
     // Chooses experts; two stages. Returns the index of the choice.
     int add_route(const RouteSpec& spec);
@@ -351,6 +361,7 @@ class Executor {
     std::atomic<uint64_t> stages_done_{0};
     bool profiling_ = false, share_prefixes_ = true;
     std::map<std::string, StageTime> profiled_;
+    bool has_row_blocks_ = false;  // whether threads put up to kExpertRows rows together
     size_t expert_rows_ = 0;  // rows of the largest ExpertPlan
     // The largest that any stage needs, of rows in each area.
     size_t row_bytes_[kNumRowAreas] = {}, groups_[kNumRowAreas] = {};
@@ -381,7 +392,8 @@ struct RopeSpec {
 };
 std::unique_ptr<RowOp> make_rope(const RopeSpec& spec);
 
-std::unique_ptr<RowOp> make_kv_write(Place k, Place v, int group, int layer);
+// `v` of width 0: the group stores no values.
+std::unique_ptr<RowOp> make_kv_write(std::vector<Place> k_parts, Place v, int group, int layer);
 
 enum class Pooling { last, cls, mean };
 

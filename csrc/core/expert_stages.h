@@ -258,5 +258,68 @@ struct ExpertsStage : Stage {
     }
 };
 
+// -- products of heads --
+
+// Each head's columns times its own matrix, in pieces of a head and a block of rows, which each converts.
+struct HeadsStage : Stage {
+    HeadsSpec spec;
+    explicit HeadsStage(HeadsSpec s) : spec(std::move(s)) {}
+
+    int num_heads() const { return (int)spec.weights.size(); }
+    const Tiles& first() const { return spec.weights.front(); }
+    std::string name() const override {
+        return "heads " + std::to_string(first().num_inputs) + " to " + std::to_string(first().num_rows) +
+               " " + code();
+    }
+    const char* code() const override { return kCodeNames[(int)first().code]; }
+    bool on_samples() const override { return false; }
+    Cost cost(const View& view) const override {
+        const double weights = (double)num_heads() * first().num_tiles();
+        return {weights * first().tile_bytes,
+                2.0 * num_heads() * first().num_rows * first().num_inputs * view.batch.num_tokens};
+    }
+    static int blocks(int rows) { return (rows + kExpertRows - 1) / kExpertRows; }
+    int pieces(const View& view) const override { return num_heads() * blocks(view.batch.num_tokens); }
+    void run(const View& view, int piece, ThreadState& thread, int) const override {
+        const int row0 = piece / num_heads() * kExpertRows;
+        compute(view, thread, piece % num_heads(), row0, std::min(kExpertRows, view.batch.num_tokens - row0));
+    }
+    bool row_local() const override { return true; }
+    void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
+        for (int head = 0; head < num_heads(); head++)
+            for (int row = row0; row < row1; row += kExpertRows)
+                compute(view, thread, head, row, std::min(kExpertRows, row1 - row));
+    }
+
+    void compute(const View& view, ThreadState& thread, int head, int row0, int rows) const {
+        const KernelTable& k = view.executor.kernels();
+        const Tiles& w = spec.weights[head];
+        Rows x = spec.rows->rows;
+        place_rows_at(thread.rows->data(), kExpertRows, x);
+        thread.prepared_stage = -1;
+        const int columns = w.num_inputs, tail = spec.tail.width / num_heads();
+        const int64_t column = (int64_t)head * (w.num_rows + tail);
+        for (int i = 0; i < rows; i++) {
+            k.prepare_row(view.at(spec.x, row0 + i) + head * columns, columns, {}, x, i);
+            if (tail)
+                std::copy_n(view.at(spec.tail, row0 + i) + head * tail, tail,
+                            view.at(spec.out, row0 + i) + column + w.num_rows);
+        }
+        for (int tile = 0; tile < w.num_tiles(); tile += 2)
+            multiply(k, thread,
+                     Product{.weight = &w,
+                             .up = nullptr,
+                             .tile = tile,
+                             .count = std::min(2, w.num_tiles() - tile),
+                             .x = x,
+                             .x0 = 0,
+                             .row0 = row0,
+                             .num_rows = rows,
+                             .epilogue = {},
+                             .out = view.at(spec.out, row0) + column + tile * kTile,
+                             .stride = view.stride(spec.out)});
+    }
+};
+
 }  // namespace
 }  // namespace octavo

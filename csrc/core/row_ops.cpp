@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 #include "executor.h"
 
@@ -48,13 +49,21 @@ struct RopeOp : RowOp {
 };
 
 struct KvWriteOp : RowOp {
-    Place k, v;
+    static constexpr int kMostJoined = 1024;  // columns of parts that are put side by side
+    std::vector<Place> k_parts;
+    Place v;
     int group, layer;
     void run(const View& view, int64_t row) const override {
         const int32_t slot = view.batch.slots[(int64_t)group * view.batch.num_tokens + row];
-        if (slot >= 0)
-            view.executor.kernels().kv_store(view.kv.layer(group, layer), slot, view.at(k, row),
-                                             view.at(v, row));
+        if (slot < 0) return;
+        const float* k = view.at(k_parts.front(), row);
+        float joined[kMostJoined];
+        if (k_parts.size() > 1) {
+            float* to = joined;
+            for (const Place& part : k_parts) to = std::copy_n(view.at(part, row), part.width, to);
+            k = joined;
+        }
+        view.executor.kernels().kv_store(view.kv.layer(group, layer), slot, k, v.width ? view.at(v, row) : k);
     }
 };
 
@@ -170,9 +179,13 @@ std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width)
 
 std::unique_ptr<RowOp> make_rope(const RopeSpec& spec) { return std::make_unique<RopeOp>(spec); }
 
-std::unique_ptr<RowOp> make_kv_write(Place k, Place v, int group, int layer) {
+std::unique_ptr<RowOp> make_kv_write(std::vector<Place> k_parts, Place v, int group, int layer) {
+    int width = 0;
+    for (const Place& part : k_parts) width += part.width;
+    if (k_parts.empty() || (k_parts.size() > 1 && width > KvWriteOp::kMostJoined))
+        throw std::invalid_argument("keys in parts of " + std::to_string(width) + " columns");
     auto op = std::make_unique<KvWriteOp>();
-    op->k = k;
+    op->k_parts = std::move(k_parts);
     op->v = v;
     op->group = group;
     op->layer = layer;

@@ -263,7 +263,7 @@ struct AttentionStage : Stage {
 
     void run(const View& view, int piece, ThreadState& thread, int) const override {
         const AttentionPlan& plan = view.executor.plan(plan_index);
-        const KvLayer kv = view.kv.layer(spec.group, spec.layer);
+        const KvLayer kv = layer(view);
         const AttentionArgs args{.q = view.at(spec.q, 0),
                                  .out = view.at(spec.out, 0),
                                  .rows = spec.converts ? &spec.converts->rows : nullptr,
@@ -309,6 +309,15 @@ struct AttentionStage : Stage {
         view.executor.kernels().attention(args, work, thread.attention.data());
     }
 
+    KvLayer layer(const View& view) const {
+        KvLayer kv = view.kv.layer(spec.group, spec.layer);
+        if (spec.latent_width) {
+            kv.latent = true;
+            kv.v_width = spec.latent_width;
+            kv.v_padded = view.executor.plan(plan_index).v_padded(view.kv.group(spec.group));
+        }
+        return kv;
+    }
     void prefetch(const View& view, int piece, ThreadState& thread) const override {
         if (merges) return;
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);

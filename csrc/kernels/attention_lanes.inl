@@ -98,7 +98,9 @@ struct LaneSet {
         for (int i = 0; i < rows; i++)
             for (int h = 0; h < group; h++) add(p.rows[first_row + i].row, p.kv_head * group + h);
     }
-    bool on_tiles() const { return kHasTiles && args->kv.type != KvType::fp32 && width % 32 == 0; }
+    bool on_tiles() const {
+        return kHasTiles && args->kv.type != KvType::fp32 && width % 32 == 0 && !args->kv.latent;
+    }
 
     const uint16_t* q_bf16() const { return (const uint16_t*)q; }
     uint16_t* weights_bf16() const { return (uint16_t*)scores; }

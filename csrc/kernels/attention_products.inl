@@ -173,8 +173,39 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
         }
 }
 
+// The same where V lies in K, with 16 keys to a vector: a sum in each of these over the blocks, then over
+// them. One vector holds one dimension in fp32, two in bf16. Beyond the last key there may be anything.
+template <int N, Way way>
+OCTAVO_INLINE void weigh_latents(const LaneSet& set, int lane0, int key0, int key1, int split0) {
+    constexpr int dims = way == Way::fp32 ? 1 : 2;
+    for (int d = 0; d < set.args->kv.v_width; d += dims) {
+        vf sums[N][dims] = {};
+        for (int key = key0; key < key1; key += kTile) {
+            const vi stored = load_i(set.keys_of(key / kTile) + (size_t)d / dims * 64);
+            const vi seen = stored & (vi)(iota() < splat_i(key1 - key));
+            const vf first = way == Way::fp32 ? (vf)seen : (vf)(seen << 16);
+            const vf second = (vf)(seen & (int32_t)0xffff0000);
+            for (int n = 0; n < N; n++) {
+                const vf weights =
+                    way == Way::fp32
+                        ? load(set.scores + (lane0 + n) * kSplitKeys + key - split0)
+                        : load_bf16(set.weights_bf16() + (lane0 + n) * 2 * kSplitKeys + key - split0);
+                sums[n][0] = fma(first, weights, sums[n][0]);
+                if (dims == 2) sums[n][dims - 1] = fma(second, weights, sums[n][dims - 1]);
+            }
+        }
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < dims; i++)
+                set.split_state[(lane0 + n) * set.state_size + 2 + d + i] = sum_lanes(sums[n][i]);
+    }
+}
+
 template <Way way>
 void weigh_blocks(const LaneSet& set, int key0, int key1, int split0) {
+    if constexpr (way == Way::fp32 || way == Way::bf16)
+        if (set.args->kv.latent)
+            return in_parts<kValueLanes>(
+                set.count, [&]<int N>(int lane0) { weigh_latents<N, way>(set, lane0, key0, key1, split0); });
     in_parts<kValueLanes>(set.count, [&]<int N>(int lane0) {
         const int padded = set.args->kv.v_padded;
         int column = 0;

@@ -181,6 +181,7 @@ struct KvLayer {
     size_t v_offset, scales_offset;  // of V, and of the scales, behind K
     KvType type;
     int32_t num_heads, k_width, v_width, v_padded;
+    bool latent = false;  // V is the first v_width numbers of K, and not stored
 
     size_t block_end() const {
         return scales_offset + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);

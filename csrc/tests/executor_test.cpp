@@ -269,7 +269,7 @@ void build_layer(Stages& stages, const Layer& layer, int index, const RopeAngles
     stages.begin();
     rope(q, kHeads);
     rope(k, kKvHeads);
-    stages.rows(make_kv_write(k, v, 0, index));
+    stages.rows(make_kv_write({k}, v, 0, index));
     stages.attention(AttentionSpec{.q = q,
                                    .out = attended,
                                    .group = 0,

@@ -285,6 +285,31 @@ class Attention(Op):
     softcap: float | None = None
     sinks: Weight | None = None
     bias: T5Bias | AlibiBias | None = None
+    latent_width: int = 0
+    """Columns of a latent group's K that are V too; 0: the group stores V."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLinear(Op):
+    """Product of each head's columns with a matrix of its own: out[t, h] = W[h] x[t, h], and behind
+    it the columns tail[t, h].
+
+    `weight` has the rows of all heads' matrices; with `transposed` these are W[h]^T. `x [T, H *
+    in]`, `tail [T, H * n]`, `out [T, H * (out + n)]`. Made by the pass `absorb_latents`.
+    """
+
+    x: Value
+    out: Value
+    weight: Weight
+    num_heads: int
+    transposed: bool = False
+    tail: Value | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, outputs and inputs of a head."""
+        rows, columns = self.weight.shape[0] // self.num_heads, self.weight.shape[1]
+        return (self.num_heads, *((columns, rows) if self.transposed else (rows, columns)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +472,9 @@ class AllGather(Op):
     out: Value
     widths: tuple[int, ...]
 
+
+PRODUCTS = (Linear, GroupedLinear, HeadLinear)
+"""Ops that multiply rows with matrices."""
 
 HOST_OPS: tuple[type[Op], ...] = (AllReduce, AllGather)
 """Ops that end a segment: the host acts between what stands before and after them."""

@@ -211,6 +211,7 @@ CASES = {
         "deepseek_v3",
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     ),
+    "deepseek-many-heads": ("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}),
     "deepseek-plain": (
         "deepseek_v3",
         {

@@ -31,8 +31,9 @@ from octavo.backends.native.lower import Lowering
 from octavo.backends.native.weights import NativeWeights
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.outputs import OpProfile, Profile
-from octavo.program.ops import GroupedLinear, Linear
+from octavo.program.ops import PRODUCTS
 from octavo.program.passes.expert_gates import fold_expert_gates
+from octavo.program.passes.latents import absorb_latents
 from octavo.program.passes.optimize import optimize
 from octavo.program.program import CacheGroup, Program
 
@@ -101,7 +102,7 @@ class NativeBackend:
         executor.share_prefixes(self.options.shared_prefix_attention)
         Lowering(optimized, executor, weights).run()
         weights.pack()
-        products = [op for op in optimized.ops if isinstance(op, Linear | GroupedLinear)]
+        products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
         computes_fp32 = all(weights.reads_fp32(op) for op in products)
         return NativeProgram(
             self._device,
@@ -171,13 +172,19 @@ class NativeBackend:
         preparation.
         """
         if self._optimized is None or self._optimized[0] is not program:
-            self._optimized = (program, fold_expert_gates(optimize(program)))
+            optimized = absorb_latents(fold_expert_gates(optimize(program)))
+            self._optimized = (program, optimized)
         return self._optimized[1]
 
     def _kv_layouts(self, program: Program, *, computes_fp32: bool) -> tuple[KvLayout, ...]:
         """Returns a Program's layouts; auto follows the precision of its products."""
         asked = self.options.kv_cache_dtype
         dtype = asked if asked != "auto" else "fp32" if computes_fp32 else "bf16"
+        if dtype == "int8" and any(group.kind == "latent" for group in program.groups):
+            raise BackendUnavailable(
+                "kv_cache_dtype: the native backend keeps latents as fp32 or bf16, got int8",
+                hint="a latent takes a small part of what keys and values of all heads would",
+            )
         return tuple(layout_of(group, dtype) for group in program.groups)
 
 

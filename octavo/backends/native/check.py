@@ -23,7 +23,7 @@ MAX_KEY_WIDTH = 1024
 """Widest key whose products with an int8 cache fit 31 bits (csrc/kernels/attention_lanes.inl)."""
 
 MASKS = ("causal", "window", "full")
-GROUP_KINDS = ("full", "window")
+GROUP_KINDS = ("full", "window", "latent")
 AXES = ("tokens", "samples", "requests")
 """Rows that the executor has memory for."""
 
@@ -32,7 +32,7 @@ OUTPUTS = {"logits": "samples", "pooled": "requests"}
 
 OF_EXPERTS = (ops.Route, ops.GroupedLinear, ops.Combine)
 
-ON_TOKENS = (ops.Embedding, ops.Rope, ops.KvWrite, ops.Attention)
+ON_TOKENS = (ops.Embedding, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear)
 """Ops that read the step's arrays of tokens."""
 
 
@@ -59,7 +59,7 @@ def check(program: Program, format_of: FormatOf, row_type_of: RowTypeOf) -> None
 def check_ops(program: Program) -> None:
     """Refuses what the kernels cannot run whatever the weights' formats are."""
     for op in program.ops:
-        if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, ops.Linear)):
+        if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, ops.Linear, ops.HeadLinear)):
             raise _refusal(program, f"the op {op.kind}")
     for op in program.ops:
         _check_attributes(program, op)
@@ -81,8 +81,8 @@ def _check_attributes(program: Program, op: Op) -> None:
         raise _refusal(program, f"the op {op.kind} over {unknown[0]}")
     if isinstance(op, ops.Attention):
         _check_attention(program, op)
-    if isinstance(op, ops.KvWrite) and (len(op.k_parts) != 1 or op.v is None):
-        raise _refusal(program, "a KV write of several parts")
+    if isinstance(op, ops.KvWrite):
+        _check_write(program, op)
     if isinstance(op, ops.Embedding) and op.first_row is not None:
         raise _refusal(program, "a part of an embedding table")
     if isinstance(op, ops.Linear | ops.GroupedLinear) and op.gate is not None:
@@ -101,8 +101,18 @@ def _check_attention(program: Program, op: ops.Attention) -> None:
     group = program.group(op.group)
     if op.mask not in MASKS:
         raise _refusal(program, f"attention with the mask {op.mask}")
-    if op.num_heads // group.num_kv_heads > MAX_LANES:
+    if op.num_heads // group.num_kv_heads > MAX_LANES and not op.latent_width:
         raise _refusal(program, f"more than {MAX_LANES} query heads for one kv head")
+    if group.k_width > MAX_KEY_WIDTH:
+        raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
+
+
+def _check_write(program: Program, op: ops.KvWrite) -> None:
+    group = program.group(op.group)
+    if len(op.k_parts) > 1 and group.num_kv_heads > 1:
+        raise _refusal(program, "a KV write of several parts for several heads")
+    if (op.v is None) != (group.v_width == 0):
+        raise _refusal(program, "a KV write without values")
     if group.k_width > MAX_KEY_WIDTH:
         raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
 

@@ -14,7 +14,7 @@ from octavo.backends.base import FormatOf
 from octavo.backends.native.formats import RowTypeOf, matrices_of, tile_formats
 from octavo.backends.native.lower import GROUP
 from octavo.backends.native.stages import body_first, plan_arena, stages_of
-from octavo.program.ops import GroupedLinear, Linear, Route
+from octavo.program.ops import PRODUCTS, GroupedLinear, HeadLinear, Linear, Route
 from octavo.program.program import Program, Weight
 
 FP32_CODES = ("fp32", "fp16")
@@ -45,11 +45,10 @@ def native_footprint(
         else 4 * math.prod(weight.shape)
         for weight in optimized.weights
     }
+    of_heads = (op for op in optimized.ops if isinstance(op, HeadLinear))
+    sizes |= {op.weight: formats[op.weight].num_bytes(op.shape) for op in of_heads}
     products = {
-        weight
-        for op in optimized.ops
-        if isinstance(op, Linear | GroupedLinear)
-        for weight in matrices_of(op)
+        weight for op in optimized.ops if isinstance(op, PRODUCTS) for weight in matrices_of(op)
     }
     bytes_of_codes = Counter[str]()
     for weight, tiles in formats.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from octavo.backends.base import FormatOf
 from octavo.backends.native.extension import native_module
 from octavo.errors import UnsupportedModel
-from octavo.program.ops import Embedding, GroupedLinear, Linear
+from octavo.program.ops import Embedding, GroupedLinear, HeadLinear, Linear
 from octavo.program.program import Op, Program, Weight
 
 FP8_HINT = (
@@ -79,6 +79,8 @@ def matrices_of(op: Op) -> tuple[Weight, ...]:
         return op.weights_
     if isinstance(op, GroupedLinear):
         return op.matrices
+    if isinstance(op, HeadLinear):
+        return (op.weight,)
     return (op.table,) if isinstance(op, Embedding) else ()
 
 
@@ -89,11 +91,17 @@ def tile_formats(
     matrices = dict.fromkeys(weight for op in program.ops for weight in matrices_of(op))
     formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
     for op in program.ops:
+        if isinstance(op, HeadLinear) and op.transposed and not is_float(formats[op.weight]):
+            formats[op.weight] = TileFormat("bf16")
         if isinstance(op, Linear | GroupedLinear) and op.gate is not None:
             pair = matrices_of(op)
             if needs_widening(row_type_of(formats[weight].code) for weight in pair):
                 formats |= {weight: formats[weight].widened for weight in pair}
     return formats
+
+
+def is_float(tiles: TileFormat) -> bool:
+    return tiles.code in ("fp32", "fp16", "bf16")
 
 
 def needs_widening(row_types: Iterable[str]) -> bool:

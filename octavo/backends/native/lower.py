@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.native.check import ACTIVATIONS
+from octavo.backends.native.check import ACTIVATIONS, MAX_LANES
 from octavo.backends.native.stages import Stage, body_first, plan_arena, stages_of
 from octavo.program import ops
 from octavo.program.passes.plan import Plan
@@ -43,6 +43,7 @@ class Weights(Protocol):
     def tiles(self, weight: Weight) -> Any: ...
     def gate_and_up(self, gate: Weight, up: Weight) -> list[Any]: ...
     def experts(self, weight: Weight) -> list[Any]: ...
+    def heads(self, op: ops.HeadLinear) -> list[Any]: ...
     def experts_gate_and_up(self, gate: Weight, up: Weight) -> tuple[list[Any], list[Any]]: ...
     def floats(self, weight: Weight) -> NDArray[np.float32]: ...
 
@@ -143,10 +144,9 @@ class Lowering:
         )
 
     def _lower_KvWrite(self, op: ops.KvWrite) -> None:
-        assert op.v is not None, "check() refuses a KV write without V"
         self._builder.kv_write(
-            self._span(op.k_parts[0]),
-            self._span(op.v),
+            [self._span(part) for part in op.k_parts],
+            None if op.v is None else self._span(op.v),
             self._program.group_index(op.group),
             op.layer,
         )
@@ -246,9 +246,8 @@ class Lowering:
         if any(tiles.row_type in WHOLE_ROWS for tiles in self._product_tiles(op)):
             return False
         if isinstance(before, ops.Attention):
-            fits = (
-                self._program.groups[self._program.group_index(before.group)].v_width % GROUP == 0
-            )
+            group = self._program.group(before.group)
+            fits = group.v_width % GROUP == 0 and not before.latent_width
         elif isinstance(before, ops.Linear):
             single = len(before.outputs) == 1 and (
                 before.gate is not None or len(before.weights_) == 1
@@ -291,15 +290,29 @@ class Lowering:
         return self._weights.gate_and_up(*op.weights_)
 
     def _lower_Attention(self, op: ops.Attention) -> None:
+        if op.latent_width:
+            q, out = op.q.width // op.num_heads, op.out.width // op.num_heads
+            for first in range(0, op.num_heads, MAX_LANES):
+                heads = min(MAX_LANES, op.num_heads - first)
+                self._attention(
+                    op,
+                    heads,
+                    _cut(self._span(op.q), first * q, heads * q),
+                    _cut(self._span(op.out), first * out, heads * out),
+                )
+        else:
+            self._attention(op, op.num_heads, self._span(op.q), self._span(op.out))
+
+    def _attention(self, op: ops.Attention, num_heads: int, q: Span, out: Span) -> None:
         window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
         distances = self._distances(op.bias) if isinstance(op.bias, ops.T5Bias) else None
         self._begin()
         self._builder.attention(
-            self._span(op.q),
-            self._span(op.out),
+            q,
+            out,
             group=self._program.group_index(op.group),
             layer=op.layer,
-            num_heads=op.num_heads,
+            num_heads=num_heads,
             window=window,
             scale=op.scale,
             softcap=op.softcap or 0.0,
@@ -307,6 +320,16 @@ class Lowering:
             slopes=_slopes(op.bias),
             distances=distances,
             reach=0 if distances is None else distances.shape[1] // 2,
+            latent_width=op.latent_width,
+        )
+
+    def _lower_HeadLinear(self, op: ops.HeadLinear) -> None:
+        self._begin()
+        self._builder.heads(
+            self._span(op.x),
+            self._span(op.out),
+            None if op.tail is None else self._span(op.tail),
+            [tiles.handle for tiles in self._weights.heads(op)],
         )
 
     def _distances(self, bias: ops.T5Bias) -> NDArray[np.float32]:

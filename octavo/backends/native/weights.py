@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +17,7 @@ from octavo.backends.base import LoadWeight
 from octavo.backends.native.extension import native_module
 from octavo.backends.native.formats import RowTypeOf, needs_widening
 from octavo.errors import UnsupportedModel
-from octavo.program.ops import GroupedLinear, Linear
+from octavo.program.ops import GroupedLinear, HeadLinear, Linear
 from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
@@ -54,6 +55,7 @@ class NativeWeights:
         self._packer = native_module().Packer(device)
         self._tiles: dict[Weight, NativeTiles] = {}
         self._experts: dict[Weight, list[NativeTiles]] = {}
+        """Matrices of each expert, or of each head."""
         self._floats: dict[Weight, NDArray[np.float32]] = {}
 
     @property
@@ -118,13 +120,26 @@ class NativeWeights:
         self._experts[up] = [second for _, second in pairs]
         return self._experts[gate], self._experts[up]
 
-    def reads_fp32(self, op: Linear | GroupedLinear) -> bool:
+    def heads(self, op: HeadLinear) -> list[NativeTiles]:
+        """Returns the tiles of each head; those of a transposed matrix are floats."""
+        if op.weight not in self._experts:
+            self._pack_many()
+            stored = self._load(op.weight)
+            rows = op.weight.shape[0] // op.num_heads
+            parts = [stored.rows(slice(h * rows, (h + 1) * rows)) for h in range(op.num_heads)]
+            if op.transposed:
+                parts = [_transposed(part) for part in parts]
+            self._experts[op.weight] = [self._tiles_of(part) for part in parts]
+        return self._experts[op.weight]
+
+    def reads_fp32(self, op: Linear | GroupedLinear | HeadLinear) -> bool:
         """Whether a product reads its rows as they are."""
-        tiles = (
-            [self.tiles(weight) for weight in op.weights_]
-            if isinstance(op, Linear)
-            else [self.experts(weight)[0] for weight in op.matrices]
-        )
+        if isinstance(op, Linear):
+            tiles = [self.tiles(weight) for weight in op.weights_]
+        elif isinstance(op, GroupedLinear):
+            tiles = [self.experts(weight)[0] for weight in op.matrices]
+        else:
+            tiles = self.heads(op)
         return all(each.row_type == "fp32" for each in tiles)
 
     def _pack_many(self) -> None:
@@ -144,6 +159,14 @@ class NativeWeights:
     def _tiles_of(self, stored: StoredWeight, *, wide: bool = False) -> NativeTiles:
         handle = add_weight(self._packer, stored, self._dtype, wide=wide)
         return NativeTiles(handle, self._row_type_of(handle.code))
+
+
+def _transposed(matrix: StoredWeight) -> PackedWeight:
+    if matrix.is_float:
+        values: NDArray = matrix.packed().codes
+    else:
+        values = matrix.dequantize().astype(ml_dtypes.bfloat16)
+    return PackedWeight.plain(np.ascontiguousarray(values.T))
 
 
 def add_weight(

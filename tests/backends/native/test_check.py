@@ -60,11 +60,13 @@ REFUSED = [
         program_of(attention(), groups=(replace(KV, k_width=1026),)),
         "keys wider than 1024",
     ),
-    (program_of(ops.KvWrite((K, K), V, "kv", 0), out=Y, groups=(KV,)), "a KV write of several"),
-    (program_of(ops.KvWrite((K,), None, "kv", 0), out=Y, groups=(KV,)), "a KV write of several"),
     (
-        program_of(ops.Scale(X, Y, 2.0), groups=(replace(KV, kind="latent"),)),
-        "a cache group of kind latent",
+        program_of(ops.KvWrite((K, K), V, "kv", 0), out=Y, groups=(replace(KV, num_kv_heads=2),)),
+        "a KV write of several parts for several heads",
+    ),
+    (
+        program_of(ops.KvWrite((K,), None, "kv", 0), out=Y, groups=(KV,)),
+        "a KV write without values",
     ),
     (
         program_of(ops.Scale(X, Y, 2.0), groups=(replace(KV, kind="state"),)),

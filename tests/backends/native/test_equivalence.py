@@ -66,10 +66,12 @@ GRID = [
     *((family, precision) for family in FAMILIES for precision in PRECISIONS),
     ("bloom", "fp32"),
     ("bloom", "bf16"),
+    ("deepseek_v3", "fp32"),
+    ("deepseek_v3", "bf16"),
     *(
         pytest.param(family, precision, marks=pytest.mark.slow)
         for family in NATIVE_FAMILIES
-        if family not in (*FAMILIES, "bloom")
+        if family not in (*FAMILIES, "bloom", "deepseek_v3")
         for precision in ("fp32", "int8")
     ),
 ]
@@ -157,7 +159,7 @@ def error_of(family, found, wanted):
     """Returns the error over all logits; with experts the middle row's, for rounding sends a few
     rows to other experts.
     """
-    axis = 1 if family == "qwen2_moe" else None
+    axis = 1 if family in ("qwen2_moe", "deepseek_v3") else None
     return np.median(np.sqrt(((found - wanted) ** 2).mean(axis) / (wanted**2).mean(axis)))
 
 
@@ -170,7 +172,7 @@ def test_is_the_reference(family, precision):
     assert error_of(family, whole(family, precision), wanted) <= ERRORS[precision]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_level(level, precision, family):
     """Chunked and threaded is whole and alone, and near the best level's logits."""

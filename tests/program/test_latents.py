@@ -1,0 +1,40 @@
+"""The pass that absorbs latents, and what it makes of them on the native backend."""
+
+import pytest
+
+from octavo.backends.base import BackendOptions
+from octavo.backends.native.backend import NativeBackend
+from octavo.checkpoint.open import open_checkpoint
+from octavo.errors import BackendUnavailable
+from octavo.models.registry import build_programs
+from octavo.program import ops
+from octavo.program.passes.latents import absorb_latents
+from tests.support.native_harness import require_native
+from tests.support.tiny_models import tiny_model
+
+
+def program():
+    return build_programs(open_checkpoint(tiny_model("deepseek_v3").path).config)["decoder"]
+
+
+def test_heads_share_latents_as_one_kv_head():
+    """Each latent attention reads the columns of its keys as values, and nothing else is stored."""
+    whole = program()
+    absorbed = absorb_latents(whole)
+    count = sum(isinstance(op, ops.MlaAttention) for op in whole.ops)
+    attentions = [op for op in absorbed.ops if isinstance(op, ops.Attention)]
+    assert len(attentions) == count > 0
+    for op in attentions:
+        group = absorbed.group(op.group)
+        assert (group.num_kv_heads, group.v_width) == (1, 0)
+        assert op.q.width == op.num_heads * group.k_width
+        assert op.out.width == op.num_heads * op.latent_width < op.q.width
+    heads = [op for op in absorbed.ops if isinstance(op, ops.HeadLinear)]
+    assert [op.transposed for op in heads] == [True, False] * count
+
+
+def test_a_latent_cache_of_8_bits_is_refused_by_name():
+    require_native()
+    backend = NativeBackend(BackendOptions(kv_cache_dtype="int8"))
+    with pytest.raises(BackendUnavailable, match="latents as fp32 or bf16, got int8"):
+        backend.footprint(program(), lambda weight: "F32")
