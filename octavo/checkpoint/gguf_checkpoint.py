@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,13 @@ SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+
+
+class _Place(NamedTuple):
+    """A tensor of the file, or one of the matrices stacked in it."""
+
+    tensor: str
+    expert: int | None = None
 
 
 class GgufCheckpoint:
@@ -79,11 +86,13 @@ class GgufCheckpoint:
         return self._gguf_names.keys()
 
     def format_of(self, name: str) -> str:
-        return self._file.tensors[self._source(name)].kind.name
+        return self._file.tensors[self._source(name).tensor].kind.name
 
     def tensor(self, name: str) -> StoredWeight:
-        source = self._source(name)
+        source, expert = self._source(name)
         packed = self._file.tensor(source)
+        if expert is not None:
+            return packed.matrix(expert)
         stem = source.rpartition(".")[0].rpartition(".")[2]
         if stem in self._family.row_orders:
             packed = packed.rows(self._row_order(stem, packed.shape[0]))
@@ -92,12 +101,14 @@ class GgufCheckpoint:
         return packed
 
     def stored(self, name: str) -> StoredTensor:
-        return StoredTensor(name, self._file.tensors[self._source(name)].shape, self.path)
+        source, expert = self._source(name)
+        shape = self._file.tensors[source].shape
+        return StoredTensor(name, shape if expert is None else shape[1:], self.path)
 
     def release(self) -> None:
         self._file.mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _source(self, name: str) -> str:
+    def _source(self, name: str) -> _Place:
         source = self._gguf_names.get(name)
         if source is None:
             raise WeightMismatch(f"{self.path}: the tensor {name} is missing")
@@ -125,12 +136,12 @@ class GgufCheckpoint:
             chat_template=self._get("tokenizer.chat_template", str, None),
         )
 
-    def _names(self) -> dict[str, str]:
-        """Maps safetensors names to GGUF names; refuses a tensor that the family does not know,
+    def _names(self) -> dict[str, _Place]:
+        """Maps safetensors names to tensors of the file; refuses one that the family does not know,
         which would otherwise be left out of the computation.
         """
-        found = {}
-        for source in self._file.tensors:
+        found: dict[str, _Place] = {}
+        for source, entry in self._file.tensors.items():
             if source in IGNORED_TENSORS:
                 continue
             name = self._family.name(source)
@@ -139,7 +150,10 @@ class GgufCheckpoint:
                     f"{self.path}: the tensor {source} is unknown in the family"
                     f" {self._family.model_type}"
                 )
-            found[name] = source
+            if "{}" in name and len(entry.shape) > 2:
+                found |= {name.format(e): _Place(source, e) for e in range(entry.shape[0])}
+            else:
+                found[name] = _Place(source)
         return found
 
     def _row_order(self, stem: str, num_rows: int) -> NDArray[np.intp]:

@@ -9,6 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octavo.checkpoint.gguf_experts import (
+    EXPERTS,
+    MIXTRAL_EXPERTS,
+    SHARED_EXPERT,
+    experts_config,
+    has_experts,
+    widths,
+)
 from octavo.checkpoint.gguf_family import (
     Config,
     Family,
@@ -36,6 +44,30 @@ def _llama_config(header: Header) -> Config:
 
 def _qwen_config(header: Header) -> Config:
     return rms_config(header) | {"use_sliding_window": False}
+
+
+def _mixtral_config(header: Header) -> Config:
+    experts = experts_config(header, normalize=True)
+    return rms_config(header, experts=True) | {
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "sliding_window": None,
+    }
+
+
+def _qwen2_moe_config(header: Header) -> Config:
+    config = rms_config(header, experts=True) | widths(header)
+    config["qkv_bias"] = config.pop("attention_bias")
+    return config | experts_config(header, normalize=False) | {"use_sliding_window": False}
+
+
+def _qwen3_moe_config(header: Header) -> Config:
+    config = rms_config(header, experts=True) | widths(header)
+    return config | experts_config(header, normalize=True) | {"use_sliding_window": False}
+
+
+def _olmoe_config(header: Header) -> Config:
+    return rms_config(header, experts=True) | experts_config(header, normalize=False)
 
 
 def _gemma_config(header: Header) -> Config:
@@ -295,6 +327,7 @@ _BIGSCIENCE_BLOCK = {
 }
 
 _LLAMA = Family("llama", _llama_config, _TOP, _BLOCK, row_orders=_PAIRS)
+_MIXTRAL = Family("mixtral", _mixtral_config, _TOP, _BLOCK | MIXTRAL_EXPERTS, row_orders=_PAIRS)
 _FALCON = Family(
     "falcon",
     _falcon_config,
@@ -322,8 +355,11 @@ _CHATGLM = Family(
 _OLMO2 = Family("olmo2", rms_config, _TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER)
 
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
+    "llama": replace(_LLAMA, variants=((has_experts, _MIXTRAL),)),
     "qwen2": Family("qwen2", _qwen_config, _TOP, _BLOCK),
+    "qwen2moe": Family("qwen2_moe", _qwen2_moe_config, _TOP, _BLOCK | EXPERTS | SHARED_EXPERT),
+    "qwen3moe": Family("qwen3_moe", _qwen3_moe_config, _TOP, _BLOCK | _HEAD_NORMS | EXPERTS),
+    "olmoe": Family("olmoe", _olmoe_config, _TOP, _BLOCK | _HEAD_NORMS | EXPERTS),
     "qwen3": Family("qwen3", _qwen_config, _TOP, _BLOCK | _HEAD_NORMS),
     "gemma": Family("gemma", _gemma_config, _TOP, _BLOCK, norm_offset=1.0),
     "gemma2": Family("gemma2", _gemma2_config, _TOP, _BLOCK | _NORMS_AROUND, norm_offset=1.0),

@@ -159,8 +159,10 @@ def _heads_of(num_rows: int, heads: int) -> NDArray[np.intp]:
     return np.arange(num_rows)
 
 
-def base_config(header: Header) -> Config:
-    """Returns the config of a family with rotary positions and grouped heads."""
+def base_config(header: Header, *, experts: bool = False) -> Config:
+    """Returns the config of a family with rotary positions and grouped heads; one without
+    `experts` has no routed ones.
+    """
     heads = header.count("attention.head_count")
     hidden = header.count("embedding_length")
     head_dim = header.count("attention.key_length", hidden // heads)
@@ -179,7 +181,7 @@ def base_config(header: Header) -> Config:
     rotary_dim = header.count("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
-    if header.number("expert_count", 0):
+    if header.number("expert_count", 0) and not experts:
         raise UnsupportedModel(
             f"{header.file.path}: {header.architecture} with experts is not supported from GGUF"
         )
@@ -238,9 +240,9 @@ def _longrope(header: Header) -> Config:
     }
 
 
-def rms_config(header: Header) -> Config:
+def rms_config(header: Header, *, experts: bool = False) -> Config:
     """Returns the config of a family with RMS norms."""
-    return base_config(header) | {
+    return base_config(header, experts=experts) | {
         "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
         "attention_bias": header.has("blk.0.attn_q.bias"),
     }

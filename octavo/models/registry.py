@@ -56,7 +56,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily("Llama 2 and 3, SmolLM2, TinyLlama, Yi"),
     "ministral3": ModelFamily("Ministral 3"),
     "mistral": ModelFamily("Mistral 7B", gguf_as="llama"),
-    "mixtral": ModelFamily("Mixtral", "experts"),
+    "mixtral": ModelFamily("Mixtral", "experts", gguf_as="llama"),
     "mpnet": ModelFamily("all-mpnet", "encoder"),
     "mpt": ModelFamily("MPT"),
     "nemotron": ModelFamily("Nemotron, Minitron"),
