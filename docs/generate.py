@@ -30,8 +30,10 @@ from octavo.server.cohere.bodies import CohereChatBody
 from octavo.server.errors import TABLE
 from octavo.server.fields import described
 from octavo.server.ollama.bodies import OllamaChatBody, OllamaGenerateBody, ShowBody
+from octavo.server.ollama.embeddings import OllamaEmbedBody, OllamaEmbeddingsBody
 from octavo.server.openai.batches import BatchBody
 from octavo.server.openai.bodies import ChatBody, CompletionBody, SamplingBody
+from octavo.server.openai.embeddings import EmbeddingBody
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.routes.cache import PinBody, ResetBody
 from octavo.server.routes.jobs import GenerateBody
@@ -79,6 +81,9 @@ OTHER_BODIES = {
     "POST /v1/messages/count_tokens": CountTokensBody,
     "POST /api/chat": OllamaChatBody,
     "POST /api/generate": OllamaGenerateBody,
+    "POST /v1/embeddings": EmbeddingBody,
+    "POST /api/embed": OllamaEmbedBody,
+    "POST /api/embeddings": OllamaEmbeddingsBody,
     "POST /api/show": ShowBody,
     "POST /v2/chat": CohereChatBody,
 }

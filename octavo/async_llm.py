@@ -20,7 +20,7 @@ from octavo.engine.core import CoreOutputs
 from octavo.engine.front.arguments import Messages, Prompt, text_of
 from octavo.engine.front.changes import Fork, RequestUpdate
 from octavo.engine.front.front import Front
-from octavo.engine.front.input_processor import FrontRequest, Origin, Truncation
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin, Truncation
 from octavo.engine.front.queue_limit import QueueLimit, Size
 from octavo.engine.front.request_stream import RequestStream
 from octavo.engine.live.feed import EngineFeed, FeedReader
@@ -28,6 +28,7 @@ from octavo.engine.live.requests import LiveRequest
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, Unavailable
 from octavo.outputs import RequestOutput
+from octavo.pooling_params import PoolingTask, RequestParams
 from octavo.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.progress import Report, quiet
 from octavo.sampling_params import SamplingParams
@@ -106,7 +107,7 @@ class AsyncLLM:
     def submit(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: RequestParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -126,6 +127,32 @@ class AsyncLLM:
         request_id = request_id or f"request-{next(self._request_ids)}"
         request = self._front.prepare(request_id, prompt, params, Origin(priority, tenant, owner))
         return self.submit_prepared(request, deltas=deltas)
+
+    async def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: RequestParams,
+        origin: Origin = DEFAULT_ORIGIN,
+    ) -> FrontRequest:
+        """Checks and tokenizes a request for `submit_prepared`: a long text in a thread while the
+        event loop goes on.
+        """
+        self._check_alive()
+        if is_long(text_of(prompt)):
+            return await asyncio.to_thread(self._front.prepare, request_id, prompt, params, origin)
+        await asyncio.sleep(0)  # which lets others go on between the texts of a long list
+        return self._front.prepare(request_id, prompt, params, origin)
+
+    def check_pools(self, *tasks: PoolingTask) -> None:
+        """Raises InvalidRequest where the model does none of the tasks."""
+        self._front.pools(*tasks)
+
+    @property
+    def pools(self) -> PoolingTask | None:
+        """Task of a model that pools; None for one that generates."""
+        pooling = self._front.pooling
+        return None if pooling is None else pooling.pools.task
 
     def submit_prepared(self, request: FrontRequest, *, deltas: bool) -> RequestStream:
         """Starts a prepared request, unless too many wait."""

@@ -51,6 +51,7 @@ class PoolingParams(msgspec.Struct, kw_only=True, tag="pooling", metaclass=Check
     prompt_logprobs: ClassVar[int | None] = None
     first_prompt_logprob: ClassVar[int] = 1
     detokenize: ClassVar[bool] = False
+    bad_words: ClassVar[list[str] | None] = None
 
     def __post_init__(self) -> None:
         _check_number("dimensions", self.dimensions, 1)

@@ -16,10 +16,11 @@ from octavo.server.cohere import chat as cohere_chat
 from octavo.server.errors import add_error_handlers
 from octavo.server.head_requests import HeadAsGet
 from octavo.server.loader import ModelLoader
+from octavo.server.ollama import embeddings as ollama_embeddings
 from octavo.server.ollama import generation as ollama_generation
 from octavo.server.ollama import models as ollama_models
 from octavo.server.ollama import refusals as ollama_refusals
-from octavo.server.openai import batches, chat, completions, files, models
+from octavo.server.openai import batches, chat, completions, embeddings, files, models
 from octavo.server.openai.responses import routes as responses
 from octavo.server.openapi import describe
 from octavo.server.request_log import Reader, RequestLog, SlowLog, log_access
@@ -55,8 +56,10 @@ ROUTES = (
     model_loading,
     completions,
     chat,
+    embeddings,
     messages,
     cohere_chat,
+    ollama_embeddings,
     ollama_generation,
     ollama_models,
     ollama_refusals,

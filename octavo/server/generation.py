@@ -15,8 +15,8 @@ from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Or
 from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
+from octavo.pooling_params import RequestParams
 from octavo.ports import DEFAULT_RENDERING, Rendering
-from octavo.sampling_params import SamplingParams
 from octavo.server.state.served_model import ServedModel
 from octavo.text.unicode import LONG_TEXT_CHARACTERS
 
@@ -30,7 +30,7 @@ class Generation:
         self,
         model: ServedModel,
         prompts: Sequence[EnginePrompt],
-        params: SamplingParams,
+        params: RequestParams,
         name: str,
         *,
         origin: Origin = DEFAULT_ORIGIN,
@@ -63,9 +63,24 @@ class Generation:
     @classmethod
     def of_request(cls, model: ServedModel, request: FrontRequest, *, deltas: bool) -> Generation:
         """Submits a request that is prepared."""
-        generation = cls(model, [], request.sampling_params, request.request_id)
+        name, params = request.request_id, request.sampling_params
+        return cls.of_requests(model, [request], params, name, deltas=deltas)
+
+    @classmethod
+    def of_requests(
+        cls,
+        model: ServedModel,
+        requests: Sequence[FrontRequest],
+        params: RequestParams,
+        name: str,
+        *,
+        deltas: bool = False,
+    ) -> Generation:
+        """Submits requests that are prepared, all with these params."""
+        generation = cls(model, [], params, name)
         try:
-            generation._add(model.llm.submit_prepared(request, deltas=deltas))
+            for request in requests:
+                generation._add(model.llm.submit_prepared(request, deltas=deltas))
         except BaseException:
             generation._give_up()
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.errors import InvalidRequest
-from octavo.sampling_params import SamplingParams
+from octavo.pooling_params import RequestParams
 from octavo.server.settings import ServerSettings
 
 
@@ -34,7 +34,7 @@ class RequestLimits:
             settings.max_tool_bytes,
         )
 
-    def check(self, num_prompts: int, params: SamplingParams) -> None:
+    def check(self, num_prompts: int, params: RequestParams) -> None:
         """Raises InvalidRequest for what is beyond a limit, and names its flag."""
         stops, words = params.stop_strings, params.bad_words or []
         for param, what, got, allowed, flag in (

@@ -74,7 +74,10 @@ class Front:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Params of a request that names none: the model's own."""
+        """Params of a request that names none: the model's own; InvalidRequest where it generates
+        nothing.
+        """
+        self.check_generates()
         return default_sampling_params(self.generation_config)
 
     @property

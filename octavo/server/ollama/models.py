@@ -127,6 +127,8 @@ def _capabilities(slot: EngineSlot) -> list[str]:
     """Returns Ollama's words for what a model can do; [] before it has been loaded."""
     if slot.loaded is None:
         return []
+    if slot.loaded.pools is not None:
+        return ["embedding"] if slot.loaded.pools == "embed" else []
     has_text = not slot.loaded.config.model.skip_tokenizer_init
     infills = has_text and slot.loaded.get_tokenizer().infill_format is not None
     found = ["completion", "insert"] if infills else ["completion"]

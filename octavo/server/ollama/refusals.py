@@ -8,8 +8,6 @@ from starlette.exceptions import HTTPException
 NOT_IMPLEMENTED = 501
 
 HINTS = {
-    "/api/embed": "no model here makes embeddings",
-    "/api/embeddings": "no model here makes embeddings",
     "/api/pull": "fetch a model by `octavo pull`, and load it by POST /v1/models/load",
     "/api/push": "this server publishes no models",
     "/api/create": "load a checkpoint as it is by POST /v1/models/load",

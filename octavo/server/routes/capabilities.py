@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from octavo.sampling_limits import DRAWS_ONLY, SEARCH_VALUES
 from octavo.server.body import Body
 from octavo.server.fields import described
-from octavo.server.openai import chat, completions
+from octavo.server.openai import chat, completions, embeddings
 from octavo.server.openai.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
@@ -20,6 +20,7 @@ BODIES: dict[str, type[Body]] = {
     chat.PATH: ChatBody,
     completions.PATH: CompletionBody,
 }
+POOLING_BODIES: dict[str, type[Body]] = {embeddings.PATH: embeddings.EmbeddingBody}
 COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 LONGEST_ANSWER = ("max_tokens", "max_completion_tokens")
 
@@ -51,9 +52,10 @@ def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
     """Yields each field once, with the paths that take it; one whose meaning differs between paths
     comes once for each.
     """
-    defaults = msgspec.structs.asdict(model.llm.get_default_sampling_params())
+    pools = model.llm.pools is not None
+    defaults = {} if pools else msgspec.structs.asdict(model.llm.get_default_sampling_params())
     rows: dict[str, list[dict[str, Any]]] = {}
-    for path, kind in BODIES.items():
+    for path, kind in (POOLING_BODIES if pools else BODIES).items():
         for name, row in described(kind).items():
             row = _fitted(row, model, defaults)
             if path == completions.PATH and name == "max_tokens":
@@ -94,11 +96,11 @@ def _features(model: ServedModel, service: Service) -> dict[str, Any]:
         "infill": None if tokenizer is None else tokenizer.infill_format,
         "template_variables": sorted(variables),
         "request_chat_template": service.settings.trust_request_chat_template,
-        "beam_search": True,
+        "beam_search": model.llm.pools is None,
         "tools": tokenizer is not None and tokenizer.has_chat_template,
         "tool_call_format": model.formats.tools.name,
         "reasoning_format": None if reasoning is None else reasoning.name,
-        "structured_outputs": tokenizer is not None,
+        "structured_outputs": tokenizer is not None and model.llm.pools is None,
         "images": False,
         "priority": model.llm.config.scheduler.scheduling_policy == "priority",
     }

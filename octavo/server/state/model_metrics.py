@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client.utils import floatToGoString
 
 from octavo.outputs import RequestMetrics, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.pooling_params import RequestParams
 
 REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
@@ -83,7 +83,7 @@ class ModelMetrics:
         self.endings: Counter[str] = Counter()
         """Number of samples by finish_reason."""
 
-    def observe(self, output: RequestOutput, params: SamplingParams) -> None:
+    def observe(self, output: RequestOutput, params: RequestParams) -> None:
         """Takes in a request that has ended."""
         for sample in output.outputs:
             self.endings[sample.finish_reason or "error"] += 1
@@ -97,7 +97,7 @@ class ModelMetrics:
 
 
 def _measures(
-    output: RequestOutput, metrics: RequestMetrics, params: SamplingParams, now: float
+    output: RequestOutput, metrics: RequestMetrics, params: RequestParams, now: float
 ) -> Iterator[tuple[str, Iterable[float]]]:
     yield "e2e_request_latency_seconds", [now - metrics.arrival_time]
     yield "request_prompt_tokens", [len(output.prompt_token_ids)]

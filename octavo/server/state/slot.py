@@ -7,16 +7,20 @@ requests in between get a 503.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from octavo.async_llm import AsyncLLM
 from octavo.errors import EngineDead, OctavoError, Unavailable
+from octavo.pooling_params import PoolingTask
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.model_spec import ModelSpec
 
 SlotState = Literal["loading", "ready", "draining", "failed"]
+
+CAPABILITIES: Mapping[PoolingTask, str] = {"embed": "embeddings", "classify": "classify"}
+"""Words of a model's card for what is made of its pooled rows."""
 
 
 class EngineSlot:
@@ -97,6 +101,8 @@ class EngineSlot:
         """Kinds of requests that the model takes; [] before it has been loaded."""
         if self._llm is None:
             return []
+        if self._llm.pools is not None:
+            return [CAPABILITIES[self._llm.pools]]
         has_text = not self._llm.config.model.skip_tokenizer_init
         chats = has_text and self._llm.get_tokenizer().has_chat_template
         return ["completions", "chat"] if chats else ["completions"]

@@ -1,0 +1,106 @@
+"""POST /api/embed and POST /api/embeddings: Ollama's API over the same engine.
+
+Source: Ollama's API reference. An embedding of /api/embed has the length 1, one of the older
+/api/embeddings is as the model's checkpoint makes it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from octavo.outputs import RequestOutput
+from octavo.pooling_outputs import pooled_row
+from octavo.pooling_params import MODEL_LIMIT, PoolingParams
+from octavo.server.auth import origin_of
+from octavo.server.body import Body, body_of
+from octavo.server.fields import Whole, field, needed, taken
+from octavo.server.ollama.bodies import RunOptions
+from octavo.server.ollama.names import known_name
+from octavo.server.pooling import PoolingCall, pooled
+from octavo.server.state.service import Service, service_of
+
+router = APIRouter()
+
+
+class OllamaPoolingBody(Body):
+    """Base of the bodies that ask for embeddings."""
+
+    stream_type = None
+
+    model: str = needed("the name of a model, with or without :latest", "who answers")
+    options: RunOptions | None = taken("an object of Ollama's options")
+    keep_alive: str | int | float | None = taken("a duration; a model stays until it is unloaded")
+
+
+class OllamaEmbedBody(OllamaPoolingBody):
+    """Body of POST /api/embed."""
+
+    input: str | list[str] = needed("a text, or a list of texts", "what is embedded")
+    truncate: bool | None = field(
+        "true or false; null is true",
+        "cuts a text that is too long at its end, and does not refuse it",
+    )
+    dimensions: Whole | None = field(
+        "a width that the model declares",
+        "components of an embedding that are kept",
+        rules={"minimum": 1},
+    )
+
+
+class OllamaEmbeddingsBody(OllamaPoolingBody):
+    """Body of POST /api/embeddings."""
+
+    prompt: str = needed("a text", "what is embedded")
+
+
+@router.post("/api/embed")
+async def embed(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[OllamaEmbedBody, Depends(body_of(OllamaEmbedBody))],
+) -> dict[str, Any]:
+    began = time.monotonic_ns()
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    params = PoolingParams(
+        dimensions=body.dimensions,
+        normalize=True,
+        truncate_prompt_tokens=None if body.truncate is False else MODEL_LIMIT,
+    )
+    outputs = await _outputs(request, service, body, texts, params)
+    return {
+        "model": body.model,
+        "embeddings": list(map(pooled_row, outputs)),
+        "total_duration": time.monotonic_ns() - began,
+        "load_duration": 0,
+        "prompt_eval_count": sum(len(output.prompt_token_ids) for output in outputs),
+    }
+
+
+@router.post("/api/embeddings")
+async def embed_one(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[OllamaEmbeddingsBody, Depends(body_of(OllamaEmbeddingsBody))],
+) -> dict[str, Any]:
+    params = PoolingParams(truncate_prompt_tokens=MODEL_LIMIT)
+    (output,) = await _outputs(request, service, body, [body.prompt], params)
+    return {"embedding": pooled_row(output)}
+
+
+async def _outputs(
+    request: Request,
+    service: Service,
+    body: OllamaPoolingBody,
+    texts: Sequence[str],
+    params: PoolingParams,
+) -> list[RequestOutput]:
+    name = f"ollama-{secrets.token_hex(12)}"
+    origin = origin_of(request, None, None)
+    field_name = "input" if isinstance(body, OllamaEmbedBody) else "prompt"
+    call = PoolingCall(name, texts, params, origin, field=field_name)
+    return await pooled(request, service.model(known_name(service, body.model)), call)

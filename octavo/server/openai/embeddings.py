@@ -1,0 +1,129 @@
+"""POST /v1/embeddings: texts or token ids in; an embedding of each out, as numbers or in base64.
+
+Source: OpenAI's API reference; fields that it lacks have vLLM's names.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.outputs import RequestOutput
+from octavo.pooling_outputs import pooled_row
+from octavo.pooling_params import PoolingParams
+from octavo.server.auth import origin_of
+from octavo.server.body import Body, body_of
+from octavo.server.fields import Whole, field, needed
+from octavo.server.generation import as_prompts
+from octavo.server.openai.bodies import TokenId
+from octavo.server.pooling import PoolingCall, pooled
+from octavo.server.state.service import Service, service_of
+from octavo.server.turn import in_their_words
+
+PATH = "/v1/embeddings"
+
+router = APIRouter()
+
+
+class EmbeddingBody(Body):
+    """Body of POST /v1/embeddings."""
+
+    stream_type = None
+
+    model: str | None = field("the name of a model", "who answers; null is the only model")
+    input: str | list[str] | list[TokenId] | list[list[TokenId]] = needed(
+        "a text, token ids, or a list of either", "what is embedded"
+    )
+    encoding_format: Literal["float", "base64"] = field(
+        '"float" or "base64"',
+        "how an embedding is written: numbers, or base64 of little-endian fp32",
+        default="float",
+    )
+    dimensions: Whole | None = field(
+        "a width that the model declares",
+        "components of an embedding that are kept",
+        rules={"minimum": 1},
+    )
+    normalize: bool | None = field(
+        "true or false", "gives an embedding the length 1; null does as the checkpoint says"
+    )
+    truncate_prompt_tokens: Whole | None = field(
+        "-1, or a whole number from 1 to the model's most",
+        "cuts a text to this many tokens; -1 to as many as the model takes",
+        rules={"minimum": -1},
+    )
+    user: str | None = field(
+        "a text of at most 200 characters; a fair policy shares among them",
+        "who asks",
+        max_length=200,
+    )
+    priority: int | None = field(
+        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
+        "place in the queue",
+        ge=-(2**31),
+        lt=2**31,
+    )
+
+
+class Embedding(msgspec.Struct):
+    """One text's embedding."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    """The answer to one request."""
+
+    id: str
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+@router.post(PATH)
+async def embed(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[EmbeddingBody, Depends(body_of(EmbeddingBody))],
+) -> Response:
+    model = service.model(body.model)
+    params = PoolingParams(
+        dimensions=body.dimensions,
+        normalize=body.normalize,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+    )
+    name = f"embd-{secrets.token_hex(12)}"
+    with in_their_words({"input": "prompt"}):
+        prompts = as_prompts(body.input)
+    call = PoolingCall(name, prompts, params, origin_of(request, body.priority, body.user))
+    outputs = await pooled(request, model, call)
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    made = EmbeddingList(
+        name,
+        [
+            Embedding(index, _written(output, body.encoding_format))
+            for index, output in enumerate(outputs)
+        ],
+        model.name,
+        EmbeddingUsage(num_tokens, num_tokens),
+    )
+    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+
+
+def _written(output: RequestOutput, form: str) -> list[float] | str:
+    """Returns an embedding in the form that was asked for."""
+    if form == "base64":
+        return base64.b64encode(output.pooled or b"").decode()
+    return pooled_row(output)
