@@ -162,7 +162,7 @@ def test_a_name_that_is_gone_is_seen():
         "Scheduler.swap",
         "scheduler.Swapper",
         "ThreadPool::steal_all",
-        "/v1/embeddings",
+        "/v1/moderations",
         "--swap-speed",
     )
     assert not [

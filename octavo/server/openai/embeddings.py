@@ -69,7 +69,7 @@ class EmbeddingBody(Body):
     )
 
 
-class Embedding(msgspec.Struct):
+class EmbeddingEntry(msgspec.Struct):
     """One text's embedding."""
 
     index: int
@@ -86,7 +86,7 @@ class EmbeddingList(msgspec.Struct):
     """The answer to one request."""
 
     id: str
-    data: list[Embedding]
+    data: list[EmbeddingEntry]
     model: str
     usage: EmbeddingUsage
     object: str = "list"
@@ -113,7 +113,7 @@ async def embed(
     made = EmbeddingList(
         name,
         [
-            Embedding(index, _written(output, body.encoding_format))
+            EmbeddingEntry(index, _written(output, body.encoding_format))
             for index, output in enumerate(outputs)
         ],
         model.name,
