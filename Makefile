@@ -120,6 +120,8 @@ $(DEV_VENV)/.stamp: $(BUILT_FROM) constraints.txt | $(DEV_VENV)/bin/pip
 
 # The clients' packages want versions of their own, so that they have an environment of their own.
 $(CLIENTS_VENV)/.stamp: $(BUILT_FROM) | $(CLIENTS_VENV)/bin/pip
+	# The pip that Python 3.11 brings tries versions of these packages for a quarter of an hour.
+	$(CLIENTS_VENV)/bin/pip install --quiet --upgrade 'pip>=26'
 	$(CLIENTS_VENV)/bin/pip install --quiet --editable '.[clients]'
 	@touch $@
 
