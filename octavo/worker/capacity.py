@@ -93,8 +93,11 @@ class Capacity:
         )
 
     def max_requests(self, num_tokens: int) -> int:
-        """Returns how many requests of `num_tokens` tokens each fit at once."""
-        return self.kv_bytes // self.request_bytes(num_tokens)
+        """Returns how many requests of `num_tokens` tokens each fit at once; where none keeps any
+        KV, as many as may run.
+        """
+        request_bytes = self.request_bytes(num_tokens)
+        return self.kv_bytes // request_bytes if request_bytes else self.demand.max_num_seqs
 
     def max_context(self) -> int:
         """Returns the longest context that one request may have, at most `demand.max_model_len`; 0

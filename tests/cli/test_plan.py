@@ -276,3 +276,10 @@ def test_serve_refuses_what_does_not_fit_before_it_loads(octavo, tmp_path, monke
         and "does not fit: needed are" in ended.err
         and "MiB are missing" in ended.err
     )
+
+
+def test_an_encoder_keeps_no_kv_and_runs_as_many_texts_as_may_run(octavo):
+    ended, found = planned(octavo, "minilm", "--max-num-seqs=40")
+    assert ended.code == 0
+    assert [row["requests"] for row in found["rows"]] == [40]
+    assert "--max-num-seqs=40" in found["flags"]

@@ -110,6 +110,8 @@ def test_normalizing_follows_the_checkpoint_and_the_request(bert: LLM, tmp_path:
 def test_an_encoder_generates_nothing_and_says_so(bert: LLM) -> None:
     with pytest.raises(InvalidRequest, match="is an encoder: it can make embeddings"):
         bert.generate([[5, 6]], SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidRequest, match="generates no text"):
+        bert.chat([{"role": "user", "content": "hello"}])
 
 
 def test_a_decoder_embeds_nothing_and_says_so() -> None:

@@ -250,6 +250,7 @@ class Front:
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
         """Renders a conversation through the model's chat template, as a prompt of token ids."""
+        self.check_generates()
         return self.inputs.chat_prompt(messages, rendering, truncation)
 
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
