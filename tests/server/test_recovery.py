@@ -102,12 +102,14 @@ def check_go_on(outcomes, undisturbed):
     assert any("the engine was replaced" in each for each in waits), "the engine was at work"
 
 
+@pytest.mark.alone  # the new engine compiles the forms within its stall timeout
 def test_streams_go_on_after_the_engine_is_killed(server, undisturbed):
     disturb, _ = hurt_once(server, signal.SIGKILL)
     check_go_on(run_streams(server, BODIES, disturb), undisturbed)
     check_nothing_is_left(server)
 
 
+@pytest.mark.alone  # the new engine compiles the forms within its stall timeout
 def test_streams_go_on_after_the_engine_hangs(server, undisturbed):
     """An engine that is stopped amid a step counts as one that hangs."""
     disturb, _ = hurt_once(server, signal.SIGSTOP)

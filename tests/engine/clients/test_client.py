@@ -141,8 +141,9 @@ def test_abort_ends_in_one_final_output(client):
     assert collect(client, 1)[1] == {"a": "abort"}
 
 
-def test_a_query_that_takes_a_command_first_does_not_keep_the_core_asleep(client):
+def test_a_query_that_takes_a_command_first_does_not_keep_the_core_asleep():
     """A view asked for right after a request does not leave it waiting for the next command."""
+    client = InProcessClient(build({}, print)[0], INFO)
     ended = queue.SimpleQueue()
 
     def receive():
@@ -156,6 +157,7 @@ def test_a_query_that_takes_a_command_first_does_not_keep_the_core_asleep(client
         client.view(with_blocks=False)
         assert ended.get(timeout=10) == {str(number): "length"}
     thread.join()
+    client.close()
 
 
 def test_without_work_receive_waits_its_time(client):
