@@ -8,22 +8,31 @@ The text is tests/data/opticks.txt (Newton's Opticks), the recipe opticks.json b
 that transformers gives SmolLM2 in fp32, against which the rise is printed; of another model give
 --reference float32, to measure it in that precision first. Takes minutes: the logits of every
 position are computed.
+
+    python benchmarks/perplexity.py --windows 4 --generated \
+        --activation-sparsity 0.25 --calibration FILE
+
+With --generated the second half of each window is generated, token by token as the text has it, so
+that options which change generated tokens alone are seen; the value is that of the second halves,
+and so is the one it is compared with, which the same engine gives without these options.
 """
 
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
 from octavo import LLM, SamplingParams
+from octavo.cli.perplexity import perplexity
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 
 
-def perplexity(llm: LLM, window: int, num_windows: int | None) -> float:
-    """Returns exp of the mean negative logprob of each token after a window's first, given the
-    tokens before it in the window.
+def generated_perplexity(llm: LLM, window: int, num_windows: int | None) -> float:
+    """Returns exp of the mean negative logprob of the second half of each window, where the first
+    half is the prompt and the model generates what the text has.
     """
     tokenizer = llm.get_tokenizer()
     token_ids = tokenizer.encode(
@@ -31,20 +40,61 @@ def perplexity(llm: LLM, window: int, num_windows: int | None) -> float:
     )
     first = tokenizer.encode("")
     windows = [
-        token_ids[start : start + window] for start in range(0, len(token_ids) - window + 1, window)
+        first + token_ids[start : start + window]
+        for start in range(0, len(token_ids) - window + 1, window)
     ][:num_windows]
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    half = len(first) + window // 2
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=window - window // 2,
+        ignore_eos=True,
+        logprobs=0,
+        logits_processors=["follow"],
+    )
+    import forced_text
+
+    for ids in windows:
+        forced_text.learn(ids)
     total, count = 0.0, 0
-    for output in llm.generate([{"prompt_token_ids": first + ids} for ids in windows], params):
-        if output.error or output.prompt_logprobs is None:
-            raise SystemExit(f"a window failed: {output.error}")
-        for token_id, logprobs in list(
-            zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-        )[len(first) + 1 :]:
-            assert logprobs is not None
+    outputs = llm.generate([{"prompt_token_ids": ids[:half]} for ids in windows], params)
+    for ids, output in zip(windows, outputs, strict=True):
+        sample = output.outputs[0]
+        if output.error or sample.token_ids != ids[half:] or sample.logprobs is None:
+            raise SystemExit(f"a window was not followed: {output.error}")
+        for token_id, logprobs in zip(sample.token_ids, sample.logprobs, strict=True):
             total -= logprobs[token_id].logprob
             count += 1
     return math.exp(total / count)
+
+
+def measure_generated(num_windows: int | None = None, **options: object) -> dict[str, object]:
+    """Measures one set of engine options on generated tokens, and the rise over the same engine
+    that leaves nothing out.
+    """
+    window = json.loads((DATA / "opticks.json").read_text())["window"]
+    dense = {name: value for name, value in options.items() if name not in SPARSITY}
+    sys.path.append(str(Path(__file__).parent))
+    found = []
+    for each in (dense, options):
+        with LLM(
+            enable_prefix_caching=False,
+            max_model_len=2 * window,
+            report=lambda text: None,
+            logits_processors=["forced_text:follow"],
+            logits_processor_timeout=60,
+            **each,
+        ) as llm:
+            found.append(generated_perplexity(llm, window, num_windows))
+    return {
+        **options,
+        "perplexity": round(found[1], 4),
+        "dense": round(found[0], 4),
+        "rise_percent": round(100 * (found[1] / found[0] - 1), 4),
+    }
+
+
+SPARSITY = ("activation_sparsity", "activation_sparsity_plan", "ffn_sparsity", "calibration")
+"""Options that change generated tokens alone."""
 
 
 def measure(
@@ -76,7 +126,8 @@ def _run(window: int, num_windows: int | None, options: dict[str, object]) -> fl
     with LLM(
         enable_prefix_caching=False, max_model_len=2 * window, report=lambda text: None, **options
     ) as llm:
-        return perplexity(llm, window, num_windows)
+        text = (DATA / "opticks.txt").read_text(encoding="utf-8")
+        return perplexity(llm, text, window, num_windows)
 
 
 def main() -> None:
@@ -92,6 +143,9 @@ def main() -> None:
     )
     parser.add_argument("--backend")
     parser.add_argument("--windows", type=int, help="only the first so many of the 20 windows")
+    parser.add_argument("--generated", action="store_true", help="second halves are generated")
+    for name in SPARSITY:
+        parser.add_argument(f"--{name.replace('_', '-')}")
     args = parser.parse_args()
     options = {
         "model": args.model,
@@ -100,7 +154,11 @@ def main() -> None:
         "kv_cache_dtype": args.kv_cache_dtype,
         "backend": args.backend,
     }
-    print(json.dumps(measure(args.windows, reference=args.reference, **options)))
+    options |= {name: value for name in SPARSITY if (value := getattr(args, name)) is not None}
+    if args.generated:
+        print(json.dumps(measure_generated(args.windows, **options)))
+    else:
+        print(json.dumps(measure(args.windows, reference=args.reference, **options)))
 
 
 if __name__ == "__main__":

@@ -97,11 +97,21 @@ def bounded(
             )
 
 
+def read_bounded(
+    path: Path, scale: Fraction, inputs: Lengths, outputs: Lengths
+) -> tuple[TrafficRequest, ...]:
+    """Returns a trace's requests within the bounds; ends with a sentence where it is unfit."""
+    try:
+        return tuple(bounded(path, scale, inputs, outputs))
+    except OctavoError as error:
+        raise SystemExit(str(error)) from error
+
+
 def main() -> None:
     args = arguments()
     inputs = Lengths(*args.input_len)
     outputs = Lengths(*args.output_len)
-    trace = tuple(bounded(args.trace, args.scale, inputs, outputs)) if args.trace else ()
+    trace = read_bounded(args.trace, args.scale, inputs, outputs) if args.trace else ()
     kinds = args.traffic or ["poisson", "bursty", *(["trace"] if trace else [])]
     if "trace" in kinds and not trace:
         raise SystemExit("--traffic trace: needs --trace with prompts within --input-len")

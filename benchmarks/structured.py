@@ -1,23 +1,39 @@
-"""Throughput of answers that have a form, against the same requests without one.
+"""Speed and memory of answers that have a form, against the same requests without one.
 
-    python benchmarks/structured.py [--model smollm2] [--rounds 5] [--tokens 96]
+    python benchmarks/structured.py [--model smollm2] [--rounds 5] [--tokens 96] [--schemas 100]
 
-Every request has a schema of its own, with an array that is longer than its answer, so that both
-sides compute as many tokens. Rounds with and without a form take turns. Prints one JSON line for
-each case (a batch of 32 greedy, at T = 1 and with top_p 0.9; one stream greedy and at T = 1): the
-medians of tokens per second, and their ratio. The last line is what a schema that was never seen
-adds to the time to the first token, in milliseconds.
+Every request of a batch has a schema of its own, which only the first round has not seen. Rounds
+with and without a form take turns. Prints one JSON line for each of these, the medians of rounds:
+
+- throughput of a batch of 32 greedy, at T = 1 and with top_p 0.9, and of one stream greedy and at
+  T = 1, and their ratio: the schemas have an array that is longer than an answer, so that both
+  sides compute as many tokens;
+- throughput of one stream whose schemas have long keys, as it is and with forced text guessed
+  (`spec_method` grammar), against as many tokens without a form;
+- milliseconds that a schema which was never seen adds to the time to the first token;
+- the 99th percentile of the time between tokens of 8 streams while such schemas come ten a second,
+  against as many requests without a form;
+- bytes of a running answer beside its compiled grammar, and of all the compiled ones that a worker
+  keeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import json
 import statistics
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from octavo import LLM, SamplingParams, StructuredOutputs
+from octavo import LLM, AsyncLLM, SamplingParams, StructuredOutputs
+from octavo.config.engine_config import EngineConfig
+from octavo.text.grammar.lazy import LazyGrammars
+from octavo.wiring.model import build_tokenizer, lazy_grammars, open_model
+from octavo.worker.grammar_rows import CompiledGrammars
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "32 greedy": (32, {"temperature": 0}),
@@ -26,22 +42,42 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 greedy": (1, {"temperature": 0}),
     "1 T=1": (1, {}),
 }
+NUM_STREAMS = 8
+ARRIVALS_A_S = 10
+"""Rate of requests with schemas never seen beside the streams."""
 
 
 def schema(number: int) -> dict[str, Any]:
-    """Returns a schema with names of its own."""
+    """Returns a schema with names of its own, whose answers do not end soon."""
     names = [f"name{number}", f"age{number}", f"notes{number}"]
     kinds = [
         {"type": "string", "maxLength": 20},
         {"type": "integer"},
         {"type": "array", "items": {"type": "string"}, "minItems": 100},
     ]
+    return closed_object(dict(zip(names, kinds, strict=True)))
+
+
+def long_keys(number: int) -> dict[str, Any]:
+    """Returns a schema of which most of an answer is forced."""
+    names = [
+        f"measurement_number_{number}_of_the_{nth}_sensor_in_degrees_celsius"
+        for nth in ("first", "second", "third", "fourth")
+    ]
+    number_kind = {"type": "integer", "minimum": 0, "maximum": 99}
+    return closed_object(dict.fromkeys(names, number_kind))
+
+
+def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": dict(zip(names, kinds, strict=True)),
-        "required": names,
+        "properties": properties,
+        "required": list(properties),
         "additionalProperties": False,
     }
+
+
+# -- throughput ------------------------------------------------------------------------------------
 
 
 def rate(llm: LLM, num: int, tokens: int, *, formed: bool, **options: Any) -> float:
@@ -57,10 +93,64 @@ def rate(llm: LLM, num: int, tokens: int, *, formed: bool, **options: Any) -> fl
         )
         for i in range(num)
     ]
+    return timed(llm, prompts, params)
+
+
+def timed(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> float:
+    """Returns tokens per second of some requests."""
     began = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - began
     return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+
+
+def forced_rates(llm: LLM, number: int) -> tuple[float, float]:
+    """Returns tokens per second of an answer whose keys are forced, and of as many free tokens."""
+    form = StructuredOutputs(json=long_keys(number), disable_any_whitespace=True)
+    prompt = "A JSON object of measurements:"
+    wanted = SamplingParams(temperature=0, max_tokens=400, structured_outputs=form)
+    began = time.perf_counter()
+    (output,) = llm.generate([prompt], wanted, use_tqdm=False)
+    num_tokens = len(output.outputs[0].token_ids)
+    formed = num_tokens / (time.perf_counter() - began)
+    free = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    return formed, timed(llm, [prompt], [free])
+
+
+def ratio_line(case: str, formed: list[float], plain: list[float]) -> dict[str, Any]:
+    with_form, without = statistics.median(formed), statistics.median(plain)
+    return {
+        "case": case,
+        "form": round(with_form, 3),
+        "none": round(without, 3),
+        "ratio": round(with_form / without, 3),
+    }
+
+
+def throughput(llm: LLM, num_rounds: int, tokens: int) -> Iterable[dict[str, Any]]:
+    """Yields a line for each case."""
+    for name, (num, options) in CASES.items():
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(num_rounds):
+            for formed, found in rates.items():
+                found.append(rate(llm, num, tokens, formed=formed, **options))
+        yield ratio_line(name, rates[True], rates[False])
+
+
+def long_forced_keys(model: str, num_rounds: int) -> Iterable[dict[str, Any]]:
+    """Yields a line for an engine as it is, and for one that guesses forced text."""
+    for case, options in (
+        ("1 long keys", {}),
+        ("1 long keys, guessed", {"spec_method": "grammar"}),
+    ):
+        llm = LLM(model, max_model_len=2048, report=lambda text: None, **options)
+        forced_rates(llm, 0)
+        found = [forced_rates(llm, 1 + number) for number in range(num_rounds)]
+        yield ratio_line(case, [formed for formed, _ in found], [plain for _, plain in found])
+        llm.close()
+
+
+# -- what a new schema costs -----------------------------------------------------------------------
 
 
 def first_token_s(llm: LLM, form: StructuredOutputs | None) -> float:
@@ -74,8 +164,98 @@ def first_token_s(llm: LLM, form: StructuredOutputs | None) -> float:
 def added_ms(llm: LLM, num: int) -> dict[str, float]:
     """Returns what schemas that were never seen add to the time to the first token."""
     forms = [StructuredOutputs(json=schema(1000 + i)) for i in range(num)]
-    added = sorted(1e3 * (first_token_s(llm, form) - first_token_s(llm, None)) for form in forms)
-    return {"median_ms": round(statistics.median(added), 2), "p99_ms": round(added[-1], 2)}
+    added = [1e3 * (first_token_s(llm, form) - first_token_s(llm, None)) for form in forms]
+    return {"median_ms": round(statistics.median(added), 2), "p99_ms": round(high(added), 2)}
+
+
+def high(values: list[float]) -> float:
+    """Returns the 99th of a hundred values, or the largest of fewer."""
+    return sorted(values)[int(0.99 * (len(values) - 1) + 0.5)]
+
+
+async def gaps_ms(llm: AsyncLLM, num: int, tokens: int, *, formed: bool, first: int) -> float:
+    """Returns the 99th percentile of the time between tokens of streams, beside requests for one
+    token each of which `formed` ones have schemas that were never seen.
+    """
+    gaps: list[float] = []
+
+    async def stream(index: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        last = None
+        async for _ in llm.generate(f"Story {index}:", params):
+            now = time.perf_counter()
+            if last is not None:
+                gaps.append(1e3 * (now - last))
+            last = now
+
+    async def arrive() -> None:
+        for number in range(num):
+            form = StructuredOutputs(json=schema(first + number)) if formed else None
+            params = SamplingParams(max_tokens=1, temperature=0, structured_outputs=form)
+            async for _ in llm.generate("A JSON object:", params):
+                pass
+            await asyncio.sleep(1 / ARRIVALS_A_S)
+
+    streams = [asyncio.create_task(stream(index)) for index in range(NUM_STREAMS)]
+    arrivals = asyncio.create_task(arrive())
+    await asyncio.gather(*streams)
+    arrivals.cancel()
+    return high(gaps)
+
+
+async def others_p99(model: str, num_rounds: int, num: int, tokens: int) -> dict[str, Any]:
+    """Returns the streams' percentiles with forms beside them and without."""
+    llm = AsyncLLM.from_options(model=model, max_model_len=2048)
+    await gaps_ms(llm, 1, 16, formed=True, first=5_000)
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for index in range(num_rounds):
+        for formed, gaps in found.items():
+            first = 10_000 * (index + 1)
+            gaps.append(await gaps_ms(llm, num, tokens, formed=formed, first=first))
+    llm.close()
+    return ratio_line("p99 between tokens of others, ms", found[True], found[False])
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def memory(grammars: LazyGrammars, tokens: list[int], num: int) -> dict[str, Any]:
+    """Returns the memory of `num` answers of one schema after so many tokens, and that of compiled
+    grammars up to the worker's bound, as it is counted and as the process grows.
+    """
+    spec = grammars.admit(StructuredOutputs(json={"type": "array", "items": {"type": "string"}}))
+    compiled = grammars.compile(spec)
+    before = resident_bytes()
+    matchers = [compiled.copy() for _ in range(num)]
+    for matcher in matchers:
+        matcher.take(tokens)
+    a_row = (resident_bytes() - before) / num
+    del matchers
+    kept = CompiledGrammars(grammars)
+    before = resident_bytes()
+    for number in range(2 * num):
+        kept.matcher(grammars.admit(StructuredOutputs(json=schema(number))))
+    return {
+        "case": "memory",
+        "tokens of an answer": len(tokens),
+        "bytes an answer": round(a_row),
+        "compiled grammars": 2 * num,
+        "bytes of the compiled": resident_bytes() - before,
+    }
+
+
+def memory_line(model: str, num: int) -> dict[str, Any]:
+    opened = open_model(EngineConfig.from_options(model=model))
+    tokenizer = build_tokenizer(opened)
+    assert tokenizer is not None
+    text = json.dumps(["Notes that are of no use to the others."] * 40)
+    tokens = tokenizer.encode(text, add_special_tokens=False)[:500]
+    return memory(lazy_grammars(opened, lambda: tokenizer), tokens, num)
 
 
 def main() -> None:
@@ -83,19 +263,18 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--schemas", type=int, default=100, help="schemas that were never seen")
     given = parser.parse_args()
+    print(json.dumps(memory_line(given.model, given.schemas)), flush=True)
     llm = LLM(given.model, max_model_len=2048, report=lambda text: None)
-    for name, (num, options) in CASES.items():
-        rates: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(given.rounds):
-            for formed, found in rates.items():
-                found.append(rate(llm, num, given.tokens, formed=formed, **options))
-        formed, plain = (statistics.median(rates[formed]) for formed in (True, False))
-        line = {"case": name, "form": formed, "none": plain, "ratio": formed / plain}
-        print(
-            json.dumps({key: one if key == "case" else round(one, 3) for key, one in line.items()})
-        )
-    print(json.dumps({"case": "a new schema"} | added_ms(llm, 100)))
+    for line in throughput(llm, given.rounds, given.tokens):
+        print(json.dumps(line), flush=True)
+    print(json.dumps({"case": "a new schema"} | added_ms(llm, given.schemas)), flush=True)
+    llm.close()
+    for line in long_forced_keys(given.model, given.rounds):
+        print(json.dumps(line), flush=True)
+    beside = others_p99(given.model, given.rounds, given.schemas, 2 * given.tokens)
+    print(json.dumps(asyncio.run(beside)))
 
 
 if __name__ == "__main__":

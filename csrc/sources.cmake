@@ -3,12 +3,16 @@ set(OCTAVO_CORE
     attention_plan.cpp
     ceilings.cpp
     decode_batch.cpp
+    disk_rate.cpp
     executor.cpp
     experts.cpp
     levels.cpp
     memory.cpp
+    mixers.cpp
     packing.cpp
     row_ops.cpp
+    shared_ranks.cpp
     step.cpp
-    thread_pool.cpp)
+    thread_pool.cpp
+    weight_stream.cpp)
 list(TRANSFORM OCTAVO_CORE PREPEND "${CMAKE_CURRENT_LIST_DIR}/core/")

@@ -18,12 +18,14 @@ from typing import Any
 import typer
 from model_tables import GUIDE, guide
 from sampling_page import sampling
+from schema_page import json_schema
 from tables import table
 
 from octavo import errors
 from octavo.cli.app import build_app
 from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
-from octavo.config.engine_config import OptionField, option_fields, options_of
+from octavo.config.engine_config import option_fields
+from octavo.config.option import OptionField, options_of
 from octavo.server.anthropic.bodies import CountTokensBody, MessagesBody
 from octavo.server.app import create_app
 from octavo.server.cohere.bodies import CohereChatBody
@@ -35,19 +37,21 @@ from octavo.server.openai.batches import BatchBody
 from octavo.server.openai.bodies import ChatBody, CompletionBody, SamplingBody
 from octavo.server.openai.embeddings import EmbeddingBody
 from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.router.metrics import COUNTERS as ROUTER_COUNTERS
+from octavo.server.router.metrics import GAUGES as ROUTER_GAUGES
+from octavo.server.router.metrics import LABELS as ROUTER_LABELS
+from octavo.server.router.settings import RouterSettings
+from octavo.server.routes.adapters import LoadAdapterBody, UnloadAdapterBody
 from octavo.server.routes.cache import PinBody, ResetBody
 from octavo.server.routes.jobs import GenerateBody
 from octavo.server.routes.model_loading import OPTIONS, LoadBody, UnloadBody
 from octavo.server.routes.requests import ChangeBody, ForkBody
 from octavo.server.routes.tokenize import ApplyTemplateBody, DetokenizeBody, TokenizeBody
+from octavo.server.scoring.bodies import ClassifyBody, CohereRerankBody, RerankBody, ScoreBody
 from octavo.server.settings import ServerSettings
-from octavo.server.state.metrics import COUNTERS, GAUGES, READINESS
+from octavo.server.state.metrics import COUNTERS, GAUGES, READINESS, REJECTIONS
 from octavo.server.state.model_metrics import HISTOGRAMS
 from octavo.server.state.slot import EngineSlot
-from octavo.structured_outputs import StructuredOutputs
-from octavo.text.grammar.admission import fault_of, json_options
-from octavo.text.grammar.schema import OPTIONS as OPTIONS_KEY
-from octavo.text.grammar.schema import prepared
 from octavo.text.parsers.formats import DEFAULT_TOOL_FORMAT, REASONING_FORMATS, TOOL_FORMATS
 
 FOLDER = Path(__file__).parent / "reference"
@@ -56,8 +60,14 @@ NOTICE = "<!-- Written by docs/generate.py from the code. Do not edit. -->"
 SECTIONS = {
     "model": "Model",
     "cache": "KV cache",
+    "transfer": "Blocks from engine to engine",
     "scheduler": "Scheduler",
     "backend": "Backend",
+    "fleet": "Several engines",
+    "offload": "Weights larger than memory",
+    "draws": "Draws",
+    "lora": "Adapters",
+    "media": "Images",
     "observe": "Observing",
 }
 BODIES = {
@@ -77,11 +87,17 @@ OTHER_BODIES = {
     "PATCH /v1/requests/{request_id}": ChangeBody,
     "POST /v1/models/load": LoadBody,
     "POST /v1/models/unload": UnloadBody,
+    "POST /v1/load_lora_adapter": LoadAdapterBody,
+    "POST /v1/unload_lora_adapter": UnloadAdapterBody,
     "POST /v1/messages": MessagesBody,
     "POST /v1/messages/count_tokens": CountTokensBody,
     "POST /api/chat": OllamaChatBody,
     "POST /api/generate": OllamaGenerateBody,
     "POST /v1/embeddings": EmbeddingBody,
+    "POST /classify": ClassifyBody,
+    "POST /score": ScoreBody,
+    "POST /rerank": RerankBody,
+    "POST /v2/rerank": CohereRerankBody,
     "POST /api/embed": OllamaEmbedBody,
     "POST /api/embeddings": OllamaEmbeddingsBody,
     "POST /api/show": ShowBody,
@@ -168,6 +184,9 @@ def options() -> str:
         "## Server",
         "Flags of `octavo serve` only.",
         option_table(options_of(ServerSettings)),
+        "## Router",
+        "Flags of `octavo route` only.",
+        option_table(options_of(RouterSettings)),
     ]
     return "\n\n".join(parts)
 
@@ -237,11 +256,15 @@ def commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def describe(path: str, command: Any) -> Iterator[str]:
-    """Describes a command's own arguments and flags; the engine's and the server's have a page of
-    their own.
+    """Describes a command's own arguments and flags; the engine's, the server's and the router's
+    have a page of their own.
     """
-    shared = option_fields() | options_of(ServerSettings)
-    own = [param for param in command.params if not is_made_of(shared.get(param.name), param.help)]
+    shared = (option_fields(), options_of(ServerSettings), options_of(RouterSettings))
+    own = [
+        param
+        for param in command.params
+        if not any(is_made_of(specs.get(param.name), param.help) for specs in shared)
+    ]
     yield f"## {path}"
     yield command.help
     if own:
@@ -250,7 +273,11 @@ def describe(path: str, command: Any) -> Iterator[str]:
             ((f"`{', '.join(param.opts)}`", param.help) for param in own),
         )
     if len(own) < len(command.params):
-        serves = any(param.name == "port" for param in command.params)
+        names = {param.name for param in command.params}
+        if "health_interval_s" in names:
+            yield "And the [options](options.md) of the router."
+            return
+        serves = "port" in names
         yield f"And the [options](options.md) of the engine{' and the server' if serves else ''}."
 
 
@@ -383,109 +410,27 @@ def metrics() -> str:
             "Requests by how they ended (label `finished_reason`).",
         )
     ]
+    rows += [(f"`{REJECTIONS[0]}_total`", "counter", f"{REJECTIONS[1]} (label `reason`)")]
     rows += [(f"`{name}`", "histogram", text) for name, (text, _) in HISTOGRAMS.items()]
-    return "\n\n".join(["# Metrics", intro, table(("series", "kind", "what it counts"), rows)])
+    head = ("series", "kind", "what it counts")
+    return "\n\n".join(["# Metrics", intro, table(head, rows), *router_metrics()])
 
 
-NUMBER, TEXT, LIST, OBJECT = ({"type": kind} for kind in ("number", "string", "array", "object"))
-NAMED = OBJECT | {"properties": {"a": NUMBER}}
-TWO = [{"type": "string"}, {"type": "null"}]
-
-KEYWORDS: dict[str, dict[str, Any]] = {
-    "type": NUMBER,
-    "enum": {"enum": [1, "a", None, [1]]},
-    "const": {"const": {"a": 1}},
-    "$ref": {"$ref": "#/$defs/a", "$defs": {"a": NUMBER}},
-    "$defs": {"$ref": "#/$defs/a", "$defs": {"a": NUMBER}},
-    "definitions": {"$ref": "#/definitions/a", "definitions": {"a": NUMBER}},
-    "$anchor": {"$ref": "#a", "$defs": {"a": {"$anchor": "a"} | NUMBER}},
-    "$dynamicRef": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a"}}},
-    "allOf": {"allOf": [NUMBER, {"minimum": 1}]},
-    "anyOf": {"anyOf": TWO},
-    "oneOf": {"oneOf": TWO},
-    "not": {"not": TEXT},
-    "if": {"if": TEXT, "then": TEXT},
-    "properties": NAMED,
-    "required": NAMED | {"required": ["a"]},
-    "additionalProperties": NAMED | {"additionalProperties": TEXT},
-    "patternProperties": OBJECT | {"patternProperties": {"^a": NUMBER}},
-    "propertyNames": OBJECT | {"propertyNames": {"pattern": "^a"}},
-    "minProperties": NAMED | {"minProperties": 1, "additionalProperties": False},
-    "maxProperties": NAMED | {"maxProperties": 1, "additionalProperties": False},
-    "dependentRequired": OBJECT | {"dependentRequired": {"a": ["b"]}},
-    "dependentSchemas": OBJECT | {"dependentSchemas": {"a": NAMED}},
-    "dependencies": OBJECT | {"dependencies": {"a": ["b"]}},
-    "unevaluatedProperties": OBJECT | {"unevaluatedProperties": False},
-    "items": LIST | {"items": NUMBER},
-    "prefixItems": LIST | {"prefixItems": [NUMBER]},
-    "additionalItems": LIST | {"items": [NUMBER], "additionalItems": False},
-    "minItems": LIST | {"minItems": 1},
-    "maxItems": LIST | {"maxItems": 2},
-    "uniqueItems": LIST | {"uniqueItems": True},
-    "contains": LIST | {"contains": NUMBER},
-    "unevaluatedItems": LIST | {"unevaluatedItems": False},
-    "minLength": TEXT | {"minLength": 1},
-    "maxLength": TEXT | {"maxLength": 2},
-    "pattern": TEXT | {"pattern": "^[a-z]+$"},
-    "minimum": NUMBER | {"minimum": 1},
-    "maximum": NUMBER | {"maximum": 2},
-    "exclusiveMinimum": NUMBER | {"exclusiveMinimum": 1},
-    "exclusiveMaximum": NUMBER | {"exclusiveMaximum": 2},
-    "multipleOf": {"type": "integer", "multipleOf": 3},
-}
-"""A schema that uses each keyword."""
-
-FORMATS = (
-    "date date-time time duration email hostname ipv4 ipv6 uuid uri uri-reference iri regex"
-    " idn-email idn-hostname uri-template byte binary int32 int64 float double password"
-)
-"""Values of `format` that schemas have."""
-
-
-def json_schema() -> str:
-    """Returns the keywords of JSON schema that answers are held to, found by compiling each."""
-    kept = {
-        name: not fault_of({"name": "a", "json_schema": _with_options(schema)})
-        for name, schema in KEYWORDS.items()
-    }
-    formats = {
-        name: not fault_of({"name": "a", "json_schema": _with_options(TEXT | {"format": name})})
-        for name in FORMATS.split()
-    }
-    rows = [
-        (f"`{name}`", "yes" if holds else "refused", NOTES.get(name, ""))
-        for name, holds in kept.items()
-    ]
-    known = ", ".join(f"`{name}`" for name, holds in formats.items() if holds)
-    others = ", ".join(f"`{name}`" for name, holds in formats.items() if not holds)
-    return "\n\n".join(
-        (
-            "# JSON schema",
-            "The keywords that an answer is held to. A schema with one that is refused is answered"
-            " with 400 and the place of the keyword; none is passed over. Words that hold no answer"
-            " to anything (`title`, `description`, `default`, `examples` ...) are taken.",
-            table(("keyword", "kept", ""), rows),
-            f"Values of `format` that are kept: {known}. Refused, with every other: {others}.",
-        )
+def router_metrics() -> list[str]:
+    intro = (
+        "`octavo route` has series of its own at `GET /metrics`, with the prefix `octavo:router_`."
     )
-
-
-NOTES = {
-    "properties": "written in the order of the schema",
-    "oneOf": "where types or constants tell the branches apart",
-    "pattern": "without look-around and back-references",
-    "patternProperties": "where no two patterns match the same name",
-    "minProperties": "where all names are listed",
-    "maxProperties": "where all names are listed",
-    "enum": "numbers as the schema spells them",
-    "const": "numbers as the schema spells them",
-}
-"""Limits of a keyword."""
-
-
-def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
-    form = StructuredOutputs(json=schema)
-    return prepared(schema, closes_objects=False) | {OPTIONS_KEY: json_options(form)}
+    rows = [(f"`{name}`", "gauge", "`server`", text) for name, (text, _) in ROUTER_GAUGES.items()]
+    rows += [
+        (
+            f"`{name}_total`",
+            "counter",
+            ", ".join(f"`{label}`" for label in ROUTER_LABELS.get(name, ())),
+            text,
+        )
+        for name, text in ROUTER_COUNTERS.items()
+    ]
+    return ["## Router", intro, table(("series", "kind", "labels", "what it counts"), rows)]
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from octavo.server.openai.bodies import ChatBody, CompletionBody
 
 STEPS = {
     "Logits are changed": (
+        "logits_processors",
         "logit_bias",
         "allowed_token_ids",
         "bad_words",

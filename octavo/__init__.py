@@ -12,21 +12,31 @@ from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.async_llm import AsyncLLM
+    from octavo.beam_search_params import BeamSearchParams
     from octavo.llm import LLM
+    from octavo.lora_request import LoRARequest
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.pooling_outputs import EmbeddingRequestOutput
-    from octavo.pooling_params import PoolingParams
+    from octavo.pooling_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from octavo.pooling_params import PoolingParams, TextPair
     from octavo.repetition_detection import RepetitionDetection
-    from octavo.sampling_params import BeamSearchParams, SamplingParams
+    from octavo.sampling_params import SamplingParams
     from octavo.structured_outputs import StructuredOutputs
 
 _HOMES = {
     "LLM": "octavo.llm",
     "AsyncLLM": "octavo.async_llm",
+    "LoRARequest": "octavo.lora_request",
     "PoolingParams": "octavo.pooling_params",
+    "TextPair": "octavo.pooling_params",
+    "ClassificationRequestOutput": "octavo.pooling_outputs",
     "EmbeddingRequestOutput": "octavo.pooling_outputs",
+    "ScoringRequestOutput": "octavo.pooling_outputs",
     "SamplingParams": "octavo.sampling_params",
-    "BeamSearchParams": "octavo.sampling_params",
+    "BeamSearchParams": "octavo.beam_search_params",
     "RepetitionDetection": "octavo.repetition_detection",
     "StructuredOutputs": "octavo.structured_outputs",
     "RequestOutput": "octavo.outputs",
@@ -38,14 +48,18 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputs",
+    "TextPair",
     "__version__",
 ]
 

@@ -10,29 +10,46 @@ import asyncio
 import contextlib
 import itertools
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.core import CoreOutputs
-from octavo.engine.front.arguments import Messages, Prompt, text_of
+from octavo.engine.front.admission_limits import AdmissionLimits
+from octavo.engine.front.arguments import Messages, PoolingPrompt, Prompt, text_of
 from octavo.engine.front.changes import Fork, RequestUpdate
 from octavo.engine.front.front import Front
 from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin, Truncation
-from octavo.engine.front.queue_limit import QueueLimit, Size
+from octavo.engine.front.pooling_jobs import OutputT, PoolingJob, PoolingJobs, PoolingPrompts, Texts
 from octavo.engine.front.request_stream import RequestStream
+from octavo.engine.front.transcriptions import MOST_WINDOWS, SoundWindow, SpeechOptions
+from octavo.engine.front.transfers import Transfers
+from octavo.engine.kv.pin import COMPUTE
 from octavo.engine.live.feed import EngineFeed, FeedReader
 from octavo.engine.live.requests import LiveRequest
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, Unavailable
+from octavo.lora_request import LoRARequest
 from octavo.outputs import RequestOutput
-from octavo.pooling_params import PoolingTask, RequestParams
+from octavo.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+)
+from octavo.pooling_params import PoolingParams, PoolingTask, RequestParams
 from octavo.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.progress import Report, quiet
 from octavo.sampling_params import SamplingParams
+from octavo.step import AdapterRef
 from octavo.text.unicode import is_long
+from octavo.transcription import Transcription
+from octavo.transfer.block_events import BlocksCleared
+from octavo.transfer.messages import Prefill
 from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
 
 
@@ -48,7 +65,14 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}
         """Streams whose final output has not come, by request id; touched in the loop's thread."""
         self._request_ids = itertools.count()
-        self._queue = QueueLimit(front.config.scheduler)
+        self.limits = AdmissionLimits(front.config)
+        """Limits of what it takes in."""
+        self._transfers = Transfers(
+            front.config.transfer,
+            front.info.transfer,
+            compute=self._compute_for_peer,
+            compute_here=front.compute_here,
+        )
         self._feed = EngineFeed(front.client.watch, front.outputs.name_of)
         self._dead: EngineDead | None = None
         """Error that ended the engine, once it has ended; set by any thread."""
@@ -89,6 +113,11 @@ class AsyncLLM:
         """Number of samples (n of a request) that wait or run."""
         return self._front.num_unfinished
 
+    @property
+    def prefill_peers(self) -> list[str]:
+        """Addresses of the engines that compute prompts for this one now."""
+        return self._transfers.peers
+
     def start(self) -> None:
         """Listens to the core from now on, in this event loop, so that its death is known even
         while no request runs. InvalidRequest where another loop, still open, does.
@@ -103,6 +132,7 @@ class AsyncLLM:
         if self._reader is None:
             self._reader = threading.Thread(target=self._read, name="octavo-reader", daemon=True)
             self._reader.start()
+            self._transfers.start()
 
     def submit(
         self,
@@ -113,25 +143,44 @@ class AsyncLLM:
         priority: int = 0,
         tenant: str = "",
         owner: str = "",
+        adapter: AdapterRef | None = None,
         deltas: bool = False,
     ) -> RequestStream:
         """Starts a request; a user's fault is raised here, before anything runs, and Overloaded
-        where too many wait already.
+        where too many wait already or it would be too late.
 
         With `deltas` each output holds what is new since the one before, else all so far. A long
-        text holds up the event loop while it is tokenized: `tokenize` it first.
+        text holds up the event loop while it is tokenized, and a new form while it is compiled:
+        `tokenize` and `check_form` first.
         """
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        self._check_queue(Size(params.num_samples))
+        self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
         request_id = request_id or f"request-{next(self._request_ids)}"
-        request = self._front.prepare(request_id, prompt, params, Origin(priority, tenant, owner))
+        origin = Origin(priority, tenant, owner)
+        request = self._front.prepare(request_id, prompt, params, origin, adapter=adapter)
         return self.submit_prepared(request, deltas=deltas)
+
+    async def check_form(self, params: RequestParams) -> None:
+        """Compiles the form of a request's answer for `submit`: one that is not known in a thread,
+        while the event loop goes on. InvalidRequest where it cannot be kept.
+        """
+        if not isinstance(params, SamplingParams) or self._front.inputs.knows_form(params):
+            return
+        self._check_alive()
+        self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
+        await asyncio.to_thread(self._front.inputs.check_form, params)
+
+    def adapter(self, request: LoRARequest) -> AdapterRef:
+        """Returns the adapter that a request names, for `submit`: its files are read and checked,
+        which may take a while. InvalidRequest where they are not sound. Any thread may call it.
+        """
+        return self._front.adapter(request)
 
     async def prepare(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PoolingPrompt,
         params: RequestParams,
         origin: Origin = DEFAULT_ORIGIN,
     ) -> FrontRequest:
@@ -144,9 +193,32 @@ class AsyncLLM:
         await asyncio.sleep(0)  # which lets others go on between the texts of a long list
         return self._front.prepare(request_id, prompt, params, origin)
 
-    def check_pools(self, *tasks: PoolingTask) -> None:
-        """Raises InvalidRequest where the model does none of the tasks."""
-        self._front.pools(*tasks)
+    async def embed(
+        self, prompts: Texts, params: PoolingParams | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Computes the embeddings of texts and returns them in the texts' order."""
+        return await self._pool(self.pooling_jobs.embedding(prompts, params))
+
+    async def classify(
+        self, prompts: PoolingPrompts, params: PoolingParams | None = None
+    ) -> list[ClassificationRequestOutput]:
+        """Classifies texts, or pairs of them (TextPair), and returns what the model says of each,
+        in their order.
+        """
+        return await self._pool(self.pooling_jobs.classification(prompts, params))
+
+    async def score(
+        self, data_1: Texts, data_2: Texts, params: PoolingParams | None = None
+    ) -> list[ScoringRequestOutput]:
+        """Scores each text of `data_2` with the text of `data_1`, or with the one at the same
+        place.
+        """
+        return await self._pool(self.pooling_jobs.scoring(data_1, data_2, params))
+
+    @property
+    def pooling_jobs(self) -> PoolingJobs:
+        """Maker of what may be asked of a model that pools."""
+        return self._front.pooling_jobs
 
     @property
     def pools(self) -> PoolingTask | None:
@@ -154,13 +226,56 @@ class AsyncLLM:
         pooling = self._front.pooling
         return None if pooling is None else pooling.pools.task
 
+    async def transcribe(self, data: bytes, options: SpeechOptions) -> Transcription:
+        """Returns the text of a WAV file; cancelling it aborts what is computed of it."""
+        self._check_alive()
+        hearing = self._front.hearing
+        hearing.check(options)
+        windows = await asyncio.to_thread(hearing.windows, data)
+        if hearing.asks_language(options):
+            first = hearing.language_request(self._next_id(), windows[0])
+            (found,) = await self._all([first])
+            options = replace(options, language=hearing.language_of(found))
+        outputs: list[RequestOutput] = []
+        for start in range(0, len(windows), MOST_WINDOWS):
+            some = windows[start : start + MOST_WINDOWS]
+            made = partial(self._sound_requests, some, options)
+            outputs += await self._all(await asyncio.to_thread(made))
+        return hearing.joined(windows, outputs, options)
+
+    def _sound_requests(
+        self, windows: Sequence[SoundWindow], options: SpeechOptions
+    ) -> list[FrontRequest]:
+        return [self._front.hearing.request(self._next_id(), one, options) for one in windows]
+
+    def _next_id(self) -> str:
+        return f"request-{next(self._request_ids)}"
+
+    async def _all(self, requests: Sequence[FrontRequest]) -> list[RequestOutput]:
+        """Computes requests together and returns their outputs; cancelling it aborts them."""
+        streams: list[RequestStream] = []
+        try:
+            for request in requests:
+                streams.append(self.submit_prepared(request, deltas=False))
+            return [await stream.final() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abandon()
+
+    async def _pool(self, job: PoolingJob[OutputT]) -> list[OutputT]:
+        """Computes a job's prompts together; cancelling it aborts them."""
+        prepared = [
+            await self.prepare(self._next_id(), prompt, job.params) for prompt in job.prompts
+        ]
+        return job.read(await self._all(prepared))
+
     def submit_prepared(self, request: FrontRequest, *, deltas: bool) -> RequestStream:
         """Starts a prepared request, unless too many wait."""
-        size = Size(len(request.samples), len(request.samples) * len(request.prompt_token_ids))
-        self._check_queue(size)
+        self.limits.check(request, num_unfinished=self.num_unfinished)
         self.start()
+        self._transfers.place(request)
         self._front.submit(request)
-        self._queue.sent(size)
+        self.limits.sent(request)
         stream = RequestStream(self._front, request.request_id, self._drop, deltas=deltas)
         stream.num_prompt_tokens = len(request.prompt_token_ids)
         self._streams[request.request_id] = stream
@@ -172,6 +287,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         tenant: str = "",
     ) -> AsyncIterator[RequestOutput]:
@@ -179,7 +295,18 @@ class AsyncLLM:
         aborts the request.
         """
         prompt = await self.tokenize(prompt)
-        stream = self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
+        await self.check_form(sampling_params or self.get_default_sampling_params())
+        adapter = None
+        if lora_request is not None:
+            adapter = await asyncio.to_thread(self.adapter, lora_request)
+        stream = self.submit(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            tenant=tenant,
+            adapter=adapter,
+        )
         try:
             async for output in stream:
                 yield output
@@ -307,9 +434,13 @@ class AsyncLLM:
         returns False, and does nothing, while requests run.
         """
         self.start()
-        return await asyncio.to_thread(
+        done = await asyncio.to_thread(
             self._front.reset_prefix_cache, reset_connector=reset_connector
         )
+        if done:
+            # The core's own event may come later than the next request.
+            self._transfers.note_blocks([BlocksCleared()])
+        return done
 
     async def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
         """Computes a prompt and keeps its whole blocks in `prefix_cache_dir` for `ttl_s` seconds
@@ -322,9 +453,26 @@ class AsyncLLM:
     def close(self) -> None:
         """Ends the core; streams that still run get EngineDead at once. Any thread may call it."""
         self._end(EngineDead("the engine was closed"))
+        if self._loop is None or self._loop.is_closed():
+            self._transfers.close()
+        else:
+            self._call(self._transfers.close)
         self._front.close()
         if self._reader is not None:
             self._reader.join()
+
+    def _compute_for_peer(self, asked: Prefill) -> Awaitable[RequestOutput]:
+        """Queues a prompt whose blocks another engine fetches."""
+        self._check_alive()
+        is_ranked = self.config.scheduler.scheduling_policy == "priority"
+        request = self._front.prepare(
+            f"prefill-{next(self._request_ids)}",
+            {"prompt_token_ids": asked.token_ids, "cache_salt": asked.cache_salt},
+            COMPUTE,
+            Origin(asked.priority if is_ranked else 0, asked.tenant),
+        )
+        request.samples[0] = msgspec.structs.replace(request.samples[0], sends_kv=True)
+        return self.submit_prepared(request, deltas=False).final_or_abandoned()
 
     # -- from the core -----------------------------------------------------------------------------
 
@@ -361,7 +509,8 @@ class AsyncLLM:
 
     def _take(self, step: CoreOutputs) -> None:
         """Wakes the streams of the requests to which a step gave something."""
-        self._queue.take(step.stats, time.monotonic())
+        self.limits.take(step)
+        self._transfers.note_blocks(step.block_events)
         if step.view is not None:
             self._feed.offer(step.view, step.stats)
         for request_id in self._front.take(step):
@@ -371,6 +520,7 @@ class AsyncLLM:
                 stream.wake()
                 if self._front.is_finished(request_id):
                     del self._streams[request_id]
+                    self._transfers.ended(request_id)
 
     def _end_streams(self) -> None:
         """Wakes every stream with the error that ended the engine."""
@@ -385,11 +535,9 @@ class AsyncLLM:
     def _drop(self, request_id: str) -> None:
         """Aborts and forgets a request whose stream was abandoned."""
         self._streams.pop(request_id, None)
+        self._transfers.ended(request_id)
         self._front.drop(request_id)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise EngineDead(self._dead.message, hint=self._dead.hint)
-
-    def _check_queue(self, more: Size) -> None:
-        self._queue.check(more, num_unfinished=self.num_unfinished, now=time.monotonic())

@@ -25,6 +25,8 @@ class KvDemand(NamedTuple):
     """Requests that run at once."""
     max_step_tokens: int
     """Tokens that one step computes, of all requests together."""
+    max_encoder_len: int = 0
+    """Rows of the longest encoder's input."""
 
 
 class Extent(NamedTuple):
@@ -58,6 +60,17 @@ class GroupLife(msgspec.Struct, frozen=True):
     """Whether a request's table gets longer with its tokens."""
     outlives_step: ClassVar[bool] = True
     """Whether the blocks that a step has written are read by later steps."""
+    keeps_parts: ClassVar[bool] = True
+    """Whether the first of a step's tokens hold where the others do not, and those of a block."""
+    is_rewritten: ClassVar[bool] = False
+    """Whether a request has one block, which stands for all tokens so far and which every step
+    writes again; under a name it stands for the tokens up to the end of the block of that name.
+    """
+
+    @property
+    def checkpoint_tokens(self) -> int:
+        """Tokens from one named block to the next, where not every block gets a name; else 0."""
+        return 0
 
     @property
     def window_tokens(self) -> int | None:
@@ -87,6 +100,12 @@ class GroupLife(msgspec.Struct, frozen=True):
         earlier steps have written.
         """
         return 0
+
+    def first_found(self, num_blocks: int, block_size: int) -> int:
+        """Returns the index of the first block that must be found, of the names of `num_blocks`
+        blocks, for a request to go on behind them.
+        """
+        return self.first_read(num_blocks * block_size, block_size)
 
     def num_released(
         self, num_tokens: int, num_blocks: int, block_size: int, *, in_flight: bool
@@ -205,13 +224,30 @@ class FixedLife(GroupLife, frozen=True, tag="fixed"):
 class StateLife(GroupLife, frozen=True, tag="state"):
     """One block, which every step writes again: a recurrent state.
 
-    It stands for all tokens so far and for no shorter prefix, so it is neither found nor shared.
+    It stands for all tokens so far and for no shorter prefix. Where a checkpoint is due, the block
+    gets a name and is written no more: the request goes on with a copy. Beside the state lies the
+    one before the last step, to which a request returns that keeps only a part of the step's
+    tokens.
     """
 
-    is_named: ClassVar[bool] = False
-    allows_hits: ClassVar[bool] = False
     allows_forks: ClassVar[bool] = False
     grows: ClassVar[bool] = False
+    keeps_parts: ClassVar[bool] = False
+    is_rewritten: ClassVar[bool] = True
+
+    interval_tokens: int = 0
+    """Tokens from one checkpoint to the next, whole blocks; 0 where none is kept."""
+
+    @property
+    def checkpoint_tokens(self) -> int:
+        return self.interval_tokens
+
+    def first_found(self, num_blocks: int, block_size: int) -> int:
+        return max(0, num_blocks - 1)
+
+    def num_checkpoints(self, num_tokens: int) -> int:
+        """Counts the checkpoints of so many tokens of a request."""
+        return -(-num_tokens // self.interval_tokens) if self.interval_tokens else 0
 
     def blocks_at_start(self, extent: Extent, block_size: int) -> int:
         return 1
@@ -234,7 +270,7 @@ class StateLife(GroupLife, frozen=True, tag="state"):
         return 1
 
     def most_blocks(self, demand: KvDemand, block_size: int) -> int:
-        return demand.max_num_seqs
+        return demand.max_num_seqs * (1 + self.num_checkpoints(demand.max_model_len))
 
 
 class StepLife(GroupLife, frozen=True, tag="step"):
@@ -278,7 +314,50 @@ class StepLife(GroupLife, frozen=True, tag="step"):
         return blocks_for(demand.max_step_tokens, block_size) + 2 * demand.max_num_seqs
 
 
-AnyLife = GrowingLife | WindowLife | FixedLife | StateLife | StepLife
+class EncodeLife(GroupLife, frozen=True, tag="encode"):
+    """The blocks of the encoder's input, released at the end of the one step that encodes it: the
+    encoder's own attention, beside a decoder.
+    """
+
+    is_named: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+    outlives_step: ClassVar[bool] = False
+
+    max_tokens: int
+    """Length of the longest input."""
+
+    def blocks_at_start(self, extent: Extent, block_size: int) -> int:
+        return blocks_for(extent.num_fixed_tokens, block_size)
+
+    def blocks_held(self, num_tokens: int, block_size: int) -> int:
+        return 0
+
+    def blocks_written(self, num_tokens: int, num_blocks: int, block_size: int) -> int:
+        return 0
+
+    def blocks_final(self, num_tokens: int, num_blocks: int, block_size: int) -> int:
+        return 0
+
+    def num_released(
+        self, num_tokens: int, num_blocks: int, block_size: int, *, in_flight: bool
+    ) -> int:
+        return num_blocks
+
+    def capacity_tokens(
+        self, num_blocks: int, num_rows: int, max_step_tokens: int, block_size: int
+    ) -> int:
+        return UNBOUNDED if num_blocks >= blocks_for(self.max_tokens, block_size) else 0
+
+    def least_blocks(self, demand: KvDemand, block_size: int) -> int:
+        return blocks_for(self.max_tokens, block_size)
+
+    def most_blocks(self, demand: KvDemand, block_size: int) -> int:
+        # The inputs of a step end inside a block each.
+        step = blocks_for(demand.max_step_tokens, block_size) + demand.max_num_seqs
+        return max(step, self.least_blocks(demand, block_size))
+
+
+AnyLife = GrowingLife | WindowLife | FixedLife | StateLife | StepLife | EncodeLife
 """Any of the kinds, as messages and recordings spell them."""
 
 

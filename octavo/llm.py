@@ -10,14 +10,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
+from octavo.beam_search_params import BeamSearchParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.core import CoreOutputs
 from octavo.engine.front.arguments import (
     Messages,
     Prompt,
+    adapter_for_each,
     conversation_list,
     params_for_each,
     pooling_params_of,
@@ -25,14 +29,28 @@ from octavo.engine.front.arguments import (
     prompt_list,
 )
 from octavo.engine.front.input_processor import FrontRequest, Origin
+from octavo.engine.front.pooling_jobs import OutputT, PoolingJob, PoolingPrompts, Texts
+from octavo.engine.front.transcriptions import (
+    MOST_WINDOWS,
+    Sound,
+    SpeechOptions,
+    SpeechTask,
+    sound_bytes,
+)
 from octavo.engine.stats import EngineStats
 from octavo.errors import EngineDead, InvalidRequest, shown
+from octavo.lora_request import LoRARequest
 from octavo.outputs import Profile, RequestOutput
-from octavo.pooling_outputs import EmbeddingRequestOutput
+from octavo.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+)
 from octavo.pooling_params import PoolingParams
 from octavo.ports import Profiler, Rendering, Tokenizer
 from octavo.progress import Bar, Report, to_stderr
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import SamplingParams
+from octavo.transcription import Transcription
 from octavo.wiring.engine import build_in_process
 
 
@@ -84,15 +102,17 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         priority: int | Iterable[int] = 0,
     ) -> list[RequestOutput]:
         """Computes the prompts together and returns their final outputs, in the prompts' order.
 
-        `sampling_params` and `priority` are one for all, or one for each; without params the
-        model's own defaults hold. All prompts are checked before any is computed. A request that
-        fails while it is computed has an output with `error` set; the others are not touched.
+        `sampling_params`, `lora_request` and `priority` are one for all, or one for each; without
+        params the model's own defaults hold. All prompts are checked before any is computed. A
+        request that fails while it is computed has an output with `error` set; the others are not
+        touched.
         """
-        requests = self._requests(prompt_list(prompts), sampling_params, priority)
+        requests = self._requests(prompt_list(prompts), sampling_params, priority, lora_request)
         return self._finals("prompts", requests, use_tqdm=use_tqdm)
 
     def embed(
@@ -109,19 +129,90 @@ class LLM:
         is refused without it.
         """
         params = pooling_params_of(pooling_params, truncate_prompt_tokens)
-        self.front.pools("embed")
+        return self._pool(self.front.pooling_jobs.embedding(prompts, params), use_tqdm=use_tqdm)
+
+    def classify(
+        self,
+        prompts: PoolingPrompts,
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Classifies texts, or pairs of them (TextPair), together and returns what the model says
+        of each, in their order.
+        """
+        params = pooling_params_of(pooling_params, truncate_prompt_tokens)
+        return self._pool(
+            self.front.pooling_jobs.classification(prompts, params), use_tqdm=use_tqdm
+        )
+
+    def score(
+        self,
+        data_1: Texts,
+        data_2: Texts,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Scores each text of `data_2` with the text of `data_1`, or with the one at the same
+        place: a cross-encoder reads both together, embeddings are compared by their cosine.
+        """
+        params = pooling_params_of(pooling_params, truncate_prompt_tokens)
+        return self._pool(
+            self.front.pooling_jobs.scoring(data_1, data_2, params), use_tqdm=use_tqdm
+        )
+
+    def transcribe(
+        self,
+        sounds: Sound | Iterable[Sound],
+        *,
+        language: str | None = None,
+        task: SpeechTask = "transcribe",
+        temperature: float = 0.0,
+        use_tqdm: bool = True,
+    ) -> list[Transcription]:
+        """Turns the sounds of WAV files, given as bytes or paths, into text, in their order.
+
+        `language` is a code such as "en"; without it a multilingual model finds it. `translate` as
+        the `task` gives English.
+        """
+        hearing = self.front.hearing
+        options = SpeechOptions(language, task, temperature)
+        hearing.check(options)
+        files = [sounds] if isinstance(sounds, bytes | str | Path) else list(sounds)
+        heard = [hearing.windows(one) for one in map(sound_bytes, files)]
+        asked = [options] * len(files)
+        if hearing.asks_language(options):
+            first = [
+                hearing.language_request(str(next(self._request_ids)), windows[0])
+                for windows in heard
+            ]
+            found = self._finals("languages", first, use_tqdm=False)
+            asked = [replace(options, language=hearing.language_of(one)) for one in found]
+        parts = [
+            (window, own) for windows, own in zip(heard, asked, strict=True) for window in windows
+        ]
+        finals: list[RequestOutput] = []
+        for start in range(0, len(parts), MOST_WINDOWS):
+            requests = [
+                hearing.request(str(next(self._request_ids)), window, own)
+                for window, own in parts[start : start + MOST_WINDOWS]
+            ]
+            finals += self._finals("windows", requests, use_tqdm=use_tqdm)
+        outputs = iter(finals)
         return [
-            EmbeddingRequestOutput.of(output)
-            for output in self._pool(prompt_list(prompts), params, use_tqdm=use_tqdm)
+            hearing.joined(windows, [next(outputs) for _ in windows], own)
+            for windows, own in zip(heard, asked, strict=True)
         ]
 
-    def _pool(
-        self, prompts: list[Prompt], params: PoolingParams, *, use_tqdm: bool
-    ) -> list[RequestOutput]:
+    def _pool(self, job: PoolingJob[OutputT], *, use_tqdm: bool) -> list[OutputT]:
         requests = [
-            self.front.prepare(str(next(self._request_ids)), prompt, params) for prompt in prompts
+            self.front.prepare(str(next(self._request_ids)), prompt, job.params)
+            for prompt in job.prompts
         ]
-        return self._finals("texts", requests, use_tqdm=use_tqdm)
+        return job.read(self._finals("texts", requests, use_tqdm=use_tqdm))
 
     def _finals(
         self, what: str, requests: list[FrontRequest], *, use_tqdm: bool
@@ -153,6 +244,7 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         **rendering: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template; `rendering` as in
@@ -162,7 +254,7 @@ class LLM:
             self.chat_prompt(conversation, **rendering)
             for conversation in conversation_list(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompt(
         self,
@@ -188,12 +280,17 @@ class LLM:
         return self.front.chat_prompt(messages, rendering)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Yields one request's outputs as they grow, each with all of it so far; leaving the loop
         aborts the request.
         """
-        return self._run(self._requests([prompt], sampling_params), streaming=True)
+        requests = self._requests([prompt], sampling_params, lora_request=lora_request)
+        return self._run(requests, streaming=True)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer; InvalidRequest where the engine runs without one."""
@@ -232,7 +329,10 @@ class LLM:
         return self._profiler().stop_profile()
 
     def _profiler(self) -> Profiler:
-        assert self.front.profiler is not None, "LLM's core runs in this process"
+        if self.front.profiler is None:
+            raise InvalidRequest(
+                "several engines cannot be profiled at once", hint="set data_parallel_size to 1"
+            )
         return self.front.profiler
 
     def close(self) -> None:
@@ -253,16 +353,29 @@ class LLM:
         prompts: list[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
         priority: int | Iterable[int] = 0,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
     ) -> list[FrontRequest]:
         """Checks and tokenizes all prompts of one call."""
         of_each = params_for_each(
             self.get_default_sampling_params() if params is None else params, len(prompts)
         )
         origins = map(Origin, priority_for_each(priority, len(prompts)))
+        adapters = adapter_for_each(lora_request, len(prompts))
         return [
-            self.front.prepare(str(next(self._request_ids)), *one)
-            for one in zip(prompts, of_each, origins, strict=True)
+            self._request(adapter, prompt, one, origin)
+            for adapter, prompt, one, origin in zip(
+                adapters, prompts, of_each, origins, strict=True
+            )
         ]
+
+    def _request(
+        self, named: LoRARequest | None, prompt: Prompt, params: SamplingParams, origin: Origin
+    ) -> FrontRequest:
+        adapter = None if named is None else self.front.adapter(named)
+        request_id = str(next(self._request_ids))
+        request = self.front.prepare(request_id, prompt, params, origin, adapter=adapter)
+        request.lora_request = named
+        return request
 
     def _run(self, requests: list[FrontRequest], *, streaming: bool) -> Iterator[RequestOutput]:
         """Yields outputs as they change (`streaming`) or as they finish; leaving it early aborts

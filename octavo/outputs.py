@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from octavo.lora_request import LoRARequest
+
 SHORT_S = 0.001
 """Wait below which nothing is said of it, in seconds."""
 
@@ -170,6 +172,8 @@ class RequestOutput:
     """The pooled row of a request that wanted one, in fp32, little-endian."""
     timings: Timings | None = None
     """Account of a finished request's time; None before its end."""
+    lora_request: LoRARequest | None = None
+    """Adapter that the request named; None for the plain model."""
 
 
 @dataclass(frozen=True, slots=True)

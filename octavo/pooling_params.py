@@ -6,7 +6,8 @@ checked when a request is admitted.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
@@ -18,6 +19,31 @@ MODEL_LIMIT = -1
 """Value of `truncate_prompt_tokens` that stands for as many tokens as the model takes."""
 
 PoolingTask = Literal["embed", "classify"]
+
+PoolingActivation = Literal["none", "sigmoid", "softmax"]
+"""Function that turns a classifier's scores into probabilities; "none" leaves them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that a classifier reads together, as a question and a passage. Text in them that
+    spells a special token stays text.
+    """
+
+    first: str
+    second: str
+    max_second_tokens: int | None = None
+    """Most tokens of the second text, beyond which its end is cut off; None: all."""
+
+
+class PairIds(NamedTuple):
+    """The tokens of two texts."""
+
+    token_ids: list[int]
+    type_ids: list[int]
+    """Segment of each token: 0, or 1 for those of the second text where the tokenizer marks it."""
+    num_fixed: int
+    """Number of the tokens that no cut removes: the special ones, or those of a template."""
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, tag="pooling", metaclass=CheckedCall):
@@ -31,7 +57,7 @@ class PoolingParams(msgspec.Struct, kw_only=True, tag="pooling", metaclass=Check
     """Most tokens of a text, special ones included, beyond which its end is cut off; -1: as many as
     the model takes; None: a longer text is refused.
     """
-    activation: Literal["none", "sigmoid", "softmax"] | None = None
+    activation: PoolingActivation | None = None
     """Function that turns a classifier's scores into probabilities; None: as the checkpoint says.
     """
 
@@ -59,8 +85,8 @@ class PoolingParams(msgspec.Struct, kw_only=True, tag="pooling", metaclass=Check
             _check_number("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, " or -1")
         if self.normalize is not None and not isinstance(self.normalize, bool):
             raise _refused("normalize", self.normalize, "True or False")
-        if self.activation not in (None, "none", "sigmoid", "softmax"):
-            raise _refused("activation", self.activation, "none, sigmoid, softmax")
+        if self.activation not in (None, *get_args(PoolingActivation)):
+            raise _refused("activation", self.activation, ", ".join(get_args(PoolingActivation)))
 
 
 RequestParams: TypeAlias = SamplingParams | PoolingParams

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from octavo.errors import OctavoError
 from octavo.outputs import Profile
+from octavo.pooling_params import PairIds, TextPair
 from octavo.step import (
     BlockKey,
     BlockMove,
@@ -16,6 +17,7 @@ from octavo.step import (
     ConnectorPlan,
     ConnectorReport,
     ConnectorStats,
+    MediaPixels,
     RowResult,
     StepPlan,
     StepResult,
@@ -114,13 +116,15 @@ class Connector(Protocol):
         """Returns whether the next step can load the block."""
         ...
 
-    def can_fetch(self, group: int, key: BlockKey) -> bool:
-        """Returns whether the block is near or can be brought near in some steps, which may
-        fail.
+    def can_fetch(self, group: int, key: BlockKey, source: str = "") -> bool:
+        """Returns whether the block is near or can be brought near in some steps, which may fail.
+        `source` is the address of an engine that computes it; "" where there is none.
         """
         ...
 
-    def fetch(self, request_id: str, wanted: Iterable[tuple[int, BlockKey]]) -> bool:
+    def fetch(
+        self, request_id: str, wanted: Iterable[tuple[int, BlockKey]], source: str = ""
+    ) -> bool:
         """Prefetches blocks in this order and holds them for the request; returns False where none
         has to be waited for.
         """
@@ -153,6 +157,12 @@ class Connector(Protocol):
     def offer(self, group: int, key: BlockKey) -> None:
         """Notes that the device has a full block of that name; the connector chooses whether to
         save it.
+        """
+        ...
+
+    def complete(self, names: Iterable[BlockName]) -> None:
+        """Notes that a prompt which was computed for another engine has ended: of these blocks
+        those that the device has are saved, and the others never will be.
         """
         ...
 
@@ -227,9 +237,45 @@ class Rendering:
     """Jinja text in place of the model's template."""
     add_special_tokens: bool = False
     """Whether the tokenizer's own first and last tokens are added to what the template writes."""
+    replacements: Mapping[str, str] = field(default_factory=dict)
+    """Texts that the template writes, and those that take their places (an image's)."""
 
 
 DEFAULT_RENDERING = Rendering()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImage:
+    """An image as the model reads it, and the tokens that stand for it."""
+
+    pixels: MediaPixels
+    num_tokens: int
+    grid: tuple[int, int]
+    """Rows and columns in which the tokens lie on the image."""
+    is_whole: bool
+    """Whether the tokens see one another."""
+
+
+class ImageReader(Protocol):
+    """Reads the images that users send. `media/reader.py` implements it."""
+
+    @property
+    def token_id(self) -> int:
+        """Token that stands for each row of an image."""
+        ...
+
+    @property
+    def replacements(self) -> Mapping[str, str]:
+        """Texts that stand for an image in a prompt, and what is written in their places, which
+        holds the token once.
+        """
+        ...
+
+    def read(self, sources: Sequence[Any]) -> list[ReadImage]:
+        """Returns images from where users say that they are; InvalidRequest names what is wrong
+        with one.
+        """
+        ...
 
 
 class Matcher(Protocol):
@@ -253,6 +299,24 @@ class Matcher(Protocol):
         """
         ...
 
+    def only_token(self) -> int | None:
+        """Returns the one token that may come next; None where several may, or where that would
+        take a mask to tell.
+        """
+        ...
+
+    def closing(self, most: int) -> list[int] | None:
+        """Returns at most `most` tokens, an end token the last, that complete the text by a short
+        way; None where none is found.
+        """
+        ...
+
+    def likely_tokens(self) -> list[int]:
+        """Returns tokens that spell the text that alone may come next, as a tokenizer would; other
+        tokens may spell it too. None where several texts may come.
+        """
+        ...
+
     @property
     def is_complete(self) -> bool:
         """Whether nothing but an end token may come next."""
@@ -268,6 +332,12 @@ class Grammars(Protocol):
 
     def num_bytes(self, spec: GrammarSpec) -> int:
         """Returns about how much memory a compiled grammar takes."""
+        ...
+
+    def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
+        """Returns the masks of several of its matchers, made on threads that leave the interpreter
+        to others; None for one whose own `mask` tells the fault.
+        """
         ...
 
 
@@ -290,6 +360,17 @@ class Tokenizer(Protocol):
         """Returns the ids of a text. Where `allow_special_text` is False, text that spells a
         special token stays text. Threads may encode at the same time; a long text does not keep
         others from running.
+        """
+        ...
+
+    def encode_pair(
+        self, pair: TextPair, *, max_tokens: int | None = None, template: str | None = None
+    ) -> PairIds:
+        """Returns the ids of two texts: as the chat template writes a query and a document, where
+        it knows these roles, else as `template` does, else with the tokenizer's special tokens
+        around them. Text that spells a special token stays text.
+
+        Beyond `max_tokens` a template's document is cut, else the longer text first.
         """
         ...
 
@@ -396,6 +477,8 @@ class TokenizerSource:
     """Whether a text begins with bos_token; None leaves it to tokenizer.json's own
     post-processor.
     """
+    has_type_ids: bool = True
+    """Whether the model is told which of two texts a token belongs to."""
     chat_template: str | None = None
 
 
@@ -422,6 +505,8 @@ class StoredTensor(NamedTuple):
     """Name among `Checkpoint.names()`."""
     shape: tuple[int, ...]
     file: Path
+    num_stacked: int = 0
+    """Number of experts in the tensor where this is a matrix of one of them."""
 
 
 @runtime_checkable

@@ -21,6 +21,8 @@ MAX_BREAKER = 64
 MAX_LISTED = 128
 """Most tokens whose logprobs a request may ask for by their ids."""
 MAX_BIAS = 100.0
+MAX_PROCESSORS = 8
+"""Most logits processors of a request."""
 MAX_LENGTH_PENALTY = 10.0
 """Bound on length_penalty either way: a length to a higher power overflows a float, or is 0."""
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -132,7 +134,7 @@ SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None,),
     "allowed_token_ids": (None,),
     "bad_words": (None,),
-    "structured_outputs": (None,),
+    "logits_processors": (None,),
     "stop_regex": (None,),
     "repetition_detection": (None,),
     "logprob_token_ids": (None,),
@@ -141,6 +143,9 @@ SEARCH_VALUES: dict[str, tuple[Any, ...]] = {
 for ends that it does not look for.
 """
 
+
+FORM_VALUES: dict[str, tuple[Any, ...]] = {"ignore_eos": (False,)}
+"""Values that fields may have beside a form of the answer, whose end tells that it is complete."""
 
 DRAWS_ONLY: dict[str, float] = {
     "typical_p": 1.0,

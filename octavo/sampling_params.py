@@ -24,13 +24,13 @@ from octavo.sampling_limits import (
     FLAGS,
     GREEDY_EPS,
     INT32_MAX,
-    MAX_BEAMS,
     MAX_BIAS,
     MAX_BREAKER,
     MAX_BREAKERS,
     MAX_LENGTH_PENALTY,
     MAX_LISTED,
     MAX_N,
+    MAX_PROCESSORS,
     NUMBERS,
     SEARCH_VALUES,
     WHOLE_NUMBERS,
@@ -130,6 +130,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     """Form that the answer has; None: any text."""
+    logits_processors: list[str] | None = None
+    """Names of the engine's logits processors that change the logits of each draw, in order."""
     beam_width: int | None = None
     """Number of beams of a beam search, of which the n best are returned; None: no search."""
     length_penalty: float = 1.0
@@ -297,6 +299,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
         form: object = self.structured_outputs
         if isinstance(form, Mapping):
             form = self.structured_outputs = StructuredOutputs(**form)
+        if self.logits_processors is not None:
+            self.logits_processors = self._processors(self.logits_processors)
         ok = form is None or isinstance(form, StructuredOutputs)
         _check("structured_outputs", form, ok, "None, or StructuredOutputs")
         if form is not None and self.ignore_eos:
@@ -306,6 +310,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
                 param="ignore_eos",
                 hint="leave ignore_eos out; max_tokens bounds the length",
             )
+
+    def _processors(self, given: object) -> list[str] | None:
+        """Returns the names of logits processors, None where there are none."""
+        name = "logits_processors"
+        names = _texts(name, given, f"a list of at most {MAX_PROCESSORS} names")
+        _check(name, names, len(names) <= MAX_PROCESSORS, f"at most {MAX_PROCESSORS} names")
+        for other in ("prompt_logprobs", "logprob_token_ids"):
+            if names and getattr(self, other) is not None:
+                raise InvalidRequest(
+                    f"{name}: got {shown(names)} with {other}, allowed is one of them",
+                    param=name,
+                    hint=f"leave {other} out; logprobs gives those of the model's own logits",
+                )
+        return names or None
 
     def _make_search(self, width: int) -> None:
         """Refuses what a beam search cannot honour: it draws nothing, and looks at the model's own
@@ -357,38 +375,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             )
         self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         self.top_n_sigma = 0.0
-
-
-class BeamSearchParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
-    """A beam search, as `LLM.beam_search` takes it; checked when made. Everywhere else the same
-    fields of SamplingParams ask for one.
-    """
-
-    beam_width: int
-    max_tokens: int | None
-    n: int | None = None
-    """Number of the best sequences that are returned; None: beam_width."""
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    """A search draws nothing; allowed are 0 and 1, which mean the same."""
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int = 0
-    logprobs: int | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        if self.beam_width is None:  # SamplingParams would take it for "no search"
-            _check("beam_width", None, False, f"a whole number from 1 to {MAX_BEAMS}")
-        self.sampling_params()
-
-    def sampling_params(self) -> SamplingParams:
-        """Returns the SamplingParams that ask for this search."""
-        fields = msgspec.structs.asdict(self)
-        return SamplingParams(**fields | {"n": self.beam_width if self.n is None else self.n})
 
 
 def whole_number(value: object) -> int | None:

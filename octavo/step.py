@@ -18,6 +18,77 @@ Wants = Literal["", "draw", "pool"]
 """Kind of result that a row is to yield: none yet, a drawn token, or a pooled row."""
 
 
+class AdapterRef(msgspec.Struct, frozen=True):
+    """An adapter: the digest of its content, and where it is read from."""
+
+    digest: bytes
+    path: str
+    name: str = ""
+    """Name for messages."""
+
+
+class AdapterLoad(msgspec.Struct):
+    """An adapter that takes a slot of the device, in place of what is there."""
+
+    slot: int
+    ref: AdapterRef
+
+
+class AdapterLoaded(msgspec.Struct):
+    """Outcome of an AdapterLoad: rows may have the adapter from now on, or why not."""
+
+    digest: bytes
+    fault: str | None = None
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """An image within a request: which one, and the tokens that stand for it."""
+
+    digest: bytes
+    """Digest of its pixels and of how they are read."""
+    place: int
+    """Index of its first token."""
+    num_tokens: int
+    grid: tuple[int, int]
+    """Rows and columns in which its tokens lie on the image."""
+    is_whole: bool = False
+    """Whether its tokens see one another, and are computed in one step."""
+
+    @property
+    def end(self) -> int:
+        """One past the index of its last token."""
+        return self.place + self.num_tokens
+
+
+class MediaPixels(msgspec.Struct, frozen=True):
+    """The pixels of an image, in the size that the model reads."""
+
+    digest: bytes
+    height: int
+    width: int
+    data: bytes
+    """Rows of pixels, three bytes each: red, green, blue."""
+
+
+class EncoderInput(msgspec.Struct, frozen=True):
+    """The input of a request's encoder, whose keys its decoder attends to: a text's tokens, or rows
+    of numbers such as a sound's.
+    """
+
+    digest: bytes
+    """Digest of the content."""
+    token_ids: list[int] = []
+    rows: bytes = b""
+    """Rows `[T, W]` in fp32, little-endian; empty where it is a text."""
+    num_rows: int = 0
+    """Number of `rows`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that the encoder computes."""
+        return self.num_rows or len(self.token_ids)
+
+
 class NewRow(msgspec.Struct):
     """A row that the worker does not have: of a new request, or of one that returns after a
     preemption. It gets a permanent place.
@@ -42,6 +113,12 @@ class NewRow(msgspec.Struct):
     """Bound of mirostat after the last of `token_ids`; None: its first one, 2 * mirostat_tau."""
     second_start: int | None = None
     """Index of the first token of the pair's second text, where the row is a pair of texts."""
+    adapter_slot: int = -1
+    """Slot of its adapter; -1: none."""
+    media: list[MediaItem] = []
+    """Images among its tokens, in their order."""
+    encoder_input: EncoderInput | None = None
+    """Input of its encoder; None for a decoder alone."""
 
 
 class ScheduledRow(msgspec.Struct):
@@ -71,6 +148,21 @@ class ScheduledRow(msgspec.Struct):
     from_device: bool = False
     """Whether its one token is still unknown here: it is drawn in the step before, and the device
     has it.
+    """
+
+    draft_ids: list[int] = []
+    """Guesses of the tokens after the last known one, computed with it: a draw is made after it and
+    after each guess, and holds as far as the guesses before it are what was drawn.
+    """
+
+    propose: int = 0
+    """Most tokens that a draft model guesses of what follows the step's draws."""
+    max_num_tokens: int | None = None
+    """Most tokens that a row with a grammar may come to, the prompt's included; None without one.
+    """
+    num_encoded: int = 0
+    """Rows of its encoder's input, where the step computes them before the row's own tokens; 0
+    where it has none, or an earlier step has computed it.
     """
 
     @property
@@ -124,6 +216,8 @@ class SlotBlock(msgspec.Struct):
     group: int
     slot: int
     key: BlockKey
+    source: str = ""
+    """Address of the engine that it is fetched from; "" where it lies behind the own slots."""
 
     @property
     def name(self) -> BlockName:
@@ -153,6 +247,12 @@ class ConnectorPlan(msgspec.Struct):
     """
     forget: list[BlockName] = []
     """Blocks to be removed now."""
+    cancel: list[BlockName] = []
+    """Fetches that no request waits for any more."""
+    complete: list[BlockName] = []
+    """Blocks of prompts that were computed to be sent: those that are not kept by now never will
+    be.
+    """
 
 
 class ConnectorReport(msgspec.Struct):
@@ -228,10 +328,17 @@ class StepPlan(msgspec.Struct):
     """
     compiles: list[GrammarSpec] = []
     """Grammars that the worker begins to compile, beside the steps."""
+    adapters: list[AdapterLoad] = []
+    """Adapters that the worker begins to read, beside the steps."""
+    encodes: list[MediaPixels] = []
+    """Images that are encoded before the step's rows, which read some of them, are computed."""
+    dropped_media: list[bytes] = []
+    """Digests of the images whose rows are dropped, before others are encoded."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        """Tokens that the step computes, those of encoders included."""
+        return sum(row.num_tokens + row.num_encoded for row in self.rows)
 
 
 class TokenLogprobs(msgspec.Struct):
@@ -266,6 +373,30 @@ class RowResult(msgspec.Struct):
     """Bound of mirostat after `token_ids`, which no tokens tell; None without mirostat."""
     pooled: bytes | None = None
     """The pooled row in fp32, little-endian; None where none was wanted."""
+    draft_ids: list[int] = []
+    """A draft model's guess of what follows `token_ids`."""
+
+
+class WeightArrivals(msgspec.Struct, frozen=True):
+    """Sums over the weights that were read from a file while steps were computed, since the
+    engine's start.
+    """
+
+    num_bytes: int = 0
+    num_found: int = 0
+    """Pieces of the weights that had arrived when a product asked for them."""
+    num_waited: int = 0
+    """Pieces of the weights that a product waited for."""
+    wait_s: float = 0.0
+    """Seconds in which products waited."""
+
+    def __add__(self, other: WeightArrivals) -> WeightArrivals:
+        return WeightArrivals(
+            self.num_bytes + other.num_bytes,
+            self.num_found + other.num_found,
+            self.num_waited + other.num_waited,
+            self.wait_s + other.wait_s,
+        )
 
 
 class StepResult(msgspec.Struct):
@@ -284,7 +415,13 @@ class StepResult(msgspec.Struct):
     """
     compiled: list[bytes] = []
     """Digests of the grammars whose compiling has ended since the last result."""
+    adapters: list[AdapterLoaded] = []
+    """Adapters whose reading has ended since the last result."""
+    not_encoded: list[bytes] = []
+    """Digests of images of the plan that could not be encoded."""
     num_steps: int = 1
     """Decode steps computed, at most as many as the plan holds; each row has a token from every
     one.
     """
+    weights: WeightArrivals | None = None
+    """Weights read from a file so far; None where all are in memory."""

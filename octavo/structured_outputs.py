@@ -37,6 +37,27 @@ ALLOWED: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+class MessageFrame(msgspec.Struct, kw_only=True, frozen=True):
+    """How an answer of several messages is written: each has a header and a text, and structures
+    stand in place of whole messages.
+    """
+
+    opening: str
+    """Text that begins a message's header."""
+    text: str
+    """Text between a header and the message's text."""
+    between: str
+    """Text between two messages."""
+    unlike: tuple[str, ...]
+    """Texts that stand in the headers of structures alone."""
+    thought: str = ""
+    """Header of reasoning before the first message; "": there is none."""
+    has_begun: bool = False
+    """Whether the prompt has begun the reasoning."""
+    most_tokens: int | None = None
+    """Most tokens of the reasoning; None: no limit."""
+
+
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=CheckedCall):
     """The form of an answer: exactly one of json, json_object, regex, choice, grammar and
     structural_tag.
@@ -58,6 +79,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
     """Structures that the answer may be instead of JSON, a regex, a choice or a grammar, such as
     calls of functions.
     """
+    frame: MessageFrame | None = None
+    """Messages around the structures of a structural tag; None: free text."""
     disable_any_whitespace: bool = False
     """Whether JSON is written without whitespace between its parts."""
     whitespace_pattern: str | None = None
@@ -119,6 +142,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
         self._check("whitespace_pattern", pattern is None or _is_text(pattern), "a regex or None")
         for name in ("starts_after", "begins_with"):
             self._check(name, isinstance(getattr(self, name), str), "a text")
+        frame = self.frame
+        self._check("frame", frame is None or isinstance(frame, MessageFrame), "None")
         most = self.most_tokens_before
         self._check("most_tokens_before", most is None or _is_count(most), "None, or a count")
         if pattern is not None and self.disable_any_whitespace:

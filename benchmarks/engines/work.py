@@ -50,4 +50,7 @@ def _timed(run: Run, prompts: list[list[int]], num_output: int) -> float:
 
 
 def report(work: str, rate: float) -> None:
-    print("RESULT " + json.dumps({"work": work, "tokens_per_second": round(rate, 1)}), flush=True)
+    print(
+        "RESULT " + json.dumps({"work": work, "tokens_per_second": float(f"{rate:.4g}")}),
+        flush=True,
+    )

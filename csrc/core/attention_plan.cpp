@@ -33,6 +33,13 @@ int AttentionPlan::choose_rows_a_run(const Batch& batch, const KvGroup& kv, int 
     return pieces * kv.num_heads < (int64_t)kPiecesAThread * threads ? rows_a_set : rows;
 }
 
+// Returns one past the last key that any of the rows sees under a causal mask.
+int AttentionPlan::last_limit(const Batch& batch, int row, int last_row) {
+    int limit = batch.limit(last_row);
+    for (; batch.limits && row < last_row; row++) limit = std::max(limit, batch.limit(row));
+    return limit;
+}
+
 void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
     runs.clear();
     for (int r = 0; r < batch.num_requests; r++) {
@@ -40,7 +47,7 @@ void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
         for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row += rows_a_run) {
             const int last_row = std::min(row + rows_a_run, batch.query_starts[r + 1]) - 1;
             if (context <= 0 || batch.places[last_row] < 0) continue;
-            const int last_key = window < 0 ? context : std::min(context, batch.places[last_row] + 1);
+            const int last_key = window < 0 ? context : std::min(context, last_limit(batch, row, last_row));
             const int first_key = window > 0 ? std::max(0, batch.places[row] - window + 1) : 0;
             const int first_split = first_key / kSplitKeys;
             runs.push_back(QueryRun{r, row, last_row - row + 1, first_key, last_key, first_split, first_split,

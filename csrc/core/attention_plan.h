@@ -63,6 +63,7 @@ struct AttentionPlan {
         size_t first, last;
         int splits;
     };
+    static int last_limit(const Batch& batch, int row, int last_row);
     void make_runs(const Batch& batch, int rows_a_run);
     void share_prefixes(const Batch& batch, int rows_a_run);
     void pack(const std::vector<Sharer>& sharers, const Division& division, int rows_a_run);

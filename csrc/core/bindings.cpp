@@ -4,6 +4,7 @@
 #include "arrays.h"
 #include "builder.h"
 #include "ceilings.h"
+#include "disk_rate.h"
 #include "packing.h"
 
 namespace octavo {
@@ -58,11 +59,19 @@ KvType kv_type_of(const std::string& name) {
     throw std::invalid_argument("KV type " + name + ": allowed are fp32, bf16, int8");
 }
 
+// "states": as KvGroup says.
+KvGroup kv_group_of(int layers, int heads, int k_width, int v_width, const std::string& type, int blocks) {
+    const bool holds_states = type == "states";
+    const KvType kept = holds_states ? KvType::fp32 : kv_type_of(type);
+    return KvGroup{layers, heads, k_width, v_width, kept, blocks, holds_states};
+}
+
 // A packer with the NumPy arrays that it reads, which it keeps alive until they are packed.
 class ArrayPacker {
   public:
-    explicit ArrayPacker(std::shared_ptr<Device> device)
-        : device_(std::move(device)), packer_(device_->weights) {}
+    // apart: in memory of its own, which goes with the tiles, instead of the device's.
+    ArrayPacker(std::shared_ptr<Device> device, bool apart)
+        : device_(std::move(device)), packer_(apart ? own_ : device_->weights) {}
 
     // codes [rows][bytes], block (inputs, bytes), planes (start, bits, run) each; scales, mins, and those of
     // the second level as pairs (array, its type's name).
@@ -70,8 +79,8 @@ class ArrayPacker {
                                        const std::vector<std::tuple<int, int, int>>& planes, bool is_signed,
                                        const nb::tuple& scales, const nb::object& mins,
                                        const nb::object& super_scales, const nb::object& super_mins,
-                                       int group, int zero_point, int num_inputs, bool wide,
-                                       bool whole_rows) {
+                                       const nb::object& zeros, int group, int zero_point, int num_inputs,
+                                       bool wide, bool whole_rows, bool by_columns) {
         const auto bytes = nb::cast<ByteRows>(codes);
         CodeRows rows{.data = bytes.data(),
                       .rows = (int64_t)bytes.shape(0),
@@ -89,9 +98,11 @@ class ArrayPacker {
                                      .mins = matrix_or_none(mins),
                                      .super_scales = matrix_or_none(super_scales),
                                      .super_mins = matrix_or_none(super_mins),
+                                     .zeros = matrix_or_none(zeros),
                                      .wide = wide,
-                                     .whole_rows = whole_rows};
-        sources_.push_back(nb::make_tuple(codes, scales, mins, super_scales, super_mins));
+                                     .whole_rows = whole_rows,
+                                     .by_columns = by_columns};
+        sources_.push_back(nb::make_tuple(codes, scales, mins, super_scales, super_mins, zeros));
         return std::make_shared<PackedTiles>(packer_.add(source));
     }
     std::shared_ptr<PackedTiles> values(const nb::tuple& values, const std::string& code) {
@@ -110,6 +121,7 @@ class ArrayPacker {
 
   private:
     std::shared_ptr<Device> device_;
+    WeightMemory own_;
     Packer packer_;
     std::vector<nb::object> sources_;
 };
@@ -119,6 +131,52 @@ nb::bytes copy_tiles(const PackedTiles& packed) {
     for (int i = 0; i < packed.tiles.num_tiles(); i++)
         bytes.append((const char*)packed.tiles.tile(i), packed.tiles.tile_bytes);
     return nb::bytes(bytes.data(), bytes.size());
+}
+
+Low low_of(const std::string& name) {
+    for (int i = 0; i < kNumLows; i++)
+        if (name == kLowNames[i]) return (Low)i;
+    throw std::invalid_argument("unknown numbers behind scales: " + name);
+}
+
+// How a weight lies in tiles, and the bytes from a tile to the next one, as `WeightStream.tiles` takes them.
+using TileTuple = std::tuple<std::string, std::string, std::string, bool, int, int, int, size_t>;
+
+TileTuple layout_of(const PackedTiles& packed) {
+    const Tiles& t = packed.tiles;
+    return {kCodeNames[(int)t.code],
+            t.scale_type == ScaleType::fp16 ? "fp16" : "fp32",
+            kLowNames[(int)t.low],
+            t.half_groups,
+            t.zero_point,
+            t.num_rows,
+            t.num_inputs,
+            t.tile_stride};
+}
+
+std::shared_ptr<PackedTiles> tiles_in(const std::shared_ptr<WeightStream>& stream, size_t offset,
+                                      const TileTuple& layout) {
+    const auto& [code, scale_type, low, half_groups, zero_point, num_rows, num_inputs, stride] = layout;
+    const TileFormat format{code_of(code), scale_type == "fp16" ? ScaleType::fp16 : ScaleType::fp32,
+                            low_of(low), half_groups};
+    auto packed = std::make_shared<PackedTiles>();
+    packed->tiles = tiles_of(format, num_rows, num_inputs);
+    packed->tiles.zero_point = zero_point;
+    packed->tiles.tile_stride = stride;
+    const Tiles& t = packed->tiles;
+    if (stride < t.tile_bytes ||
+        offset + (t.num_tiles() - 1) * stride + t.tile_bytes > stream->memory_bytes())
+        throw std::invalid_argument("tiles outside the memory of weights");
+    packed->memory = {stream, stream->memory() + offset};
+    packed->tiles.data = packed->memory.get();
+    return packed;
+}
+
+std::vector<WeightChunk> chunks_of(const std::vector<std::tuple<int64_t, size_t, size_t>>& tuples) {
+    std::vector<WeightChunk> chunks;
+    for (const auto& [file_offset, bytes, memory_offset] : tuples)
+        chunks.push_back({file_offset, bytes, memory_offset});
+    return chunks;
 }
 
 void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
@@ -142,6 +200,7 @@ void check_blocks(const KvMemory& kv, int group, int first, int count) {
 NB_MODULE(_native, m) {
     m.def("supported_levels", &supported_levels, "Instruction-set levels that this machine runs, best last.");
     m.attr("SAMPLE_CHUNK") = kSampleChunk;
+    m.attr("MOST_CANDIDATES") = kMostCandidates;
     m.attr("SAMPLING_RECORD") = sampling_record();
 
     nb::class_<Device>(m, "Device")
@@ -163,6 +222,10 @@ NB_MODULE(_native, m) {
             "How products of weights in that code read their rows, at this level: int8, two_terms, whole, "
             "outliers, bf16 or fp32.")
         .def(
+            "skips_zeros",
+            [](const Device& d, const std::string& code) { return d.kernels.skips_zeros(code_of(code)); },
+            "code"_a, "Whether products with weights in that code can skip zeros, at this level.")
+        .def(
             "product_rate",
             [](Device& d, const std::string& code, int rows) {
                 return product_rate(d.pool, d.kernels, code_of(code), rows);
@@ -171,10 +234,10 @@ NB_MODULE(_native, m) {
             "Operations per second with operands in the nearest cache; rows: at most 32.");
 
     nb::class_<ArrayPacker>(m, "Packer")
-        .def(nb::init<std::shared_ptr<Device>>(), "device"_a)
+        .def(nb::init<std::shared_ptr<Device>, bool>(), "device"_a, "apart"_a = false)
         .def("codes", &ArrayPacker::codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a,
-             "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "group"_a, "zero_point"_a,
-             "num_inputs"_a, "wide"_a, "whole_rows"_a)
+             "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "zeros"_a.none(), "group"_a,
+             "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a, "by_columns"_a)
         .def("values", &ArrayPacker::values, "values"_a, "code"_a)
         .def("interleave", &ArrayPacker::interleave, "first"_a, "second"_a,
              "Lets the last two weights lie tile by tile in turns; whether they fit.")
@@ -185,6 +248,11 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_bytes", &PackedTiles::num_bytes)
         .def_prop_ro("is_interleaved",
                      [](const PackedTiles& p) { return p.tiles.tile_stride != p.tiles.tile_bytes; })
+        .def_prop_ro("layout", &layout_of, "As `WeightStream.tiles` takes it.")
+        .def(
+            "raw",
+            [](const PackedTiles& p, size_t bytes) { return nb::bytes((const char*)p.tiles.data, bytes); },
+            "num_bytes"_a, "Bytes of memory from the first tile on, at most those that were packed with it.")
         .def("copy", &copy_tiles, "The tiles, one behind the other (csrc/kernels/table.h).")
         .def_prop_ro(
             "code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; },
@@ -192,15 +260,15 @@ NB_MODULE(_native, m) {
 
     m.def(
         "tile_bytes",
-        [](const std::string& code, const std::string& scale_type, bool has_min, bool half_groups,
+        [](const std::string& code, const std::string& scale_type, const std::string& low, bool half_groups,
            int64_t num_rows, int num_inputs) {
             const TileFormat format{.code = code_of(code),
                                     .scale_type = scale_type == "fp16" ? ScaleType::fp16 : ScaleType::fp32,
-                                    .has_min = has_min,
+                                    .low = low_of(low),
                                     .half_groups = half_groups};
             return total_bytes(tiles_of(format, num_rows, num_inputs));
         },
-        "code"_a, "scale_type"_a, "has_min"_a, "half_groups"_a, "num_rows"_a, "num_inputs"_a,
+        "code"_a, "scale_type"_a, "low"_a, "half_groups"_a, "num_rows"_a, "num_inputs"_a,
         "Bytes of all tiles of a weight [num_rows, num_inputs], as the packer takes them.");
 
     nb::class_<KvMemory>(m, "KvMemory")
@@ -209,7 +277,7 @@ NB_MODULE(_native, m) {
             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups) {
                 std::vector<KvGroup> list;
                 for (const auto& [layers, heads, k_width, v_width, type, num_blocks] : groups)
-                    list.push_back(KvGroup{layers, heads, k_width, v_width, kv_type_of(type), num_blocks});
+                    list.push_back(kv_group_of(layers, heads, k_width, v_width, type, num_blocks));
                 new (self) KvMemory(std::move(list));
             },
             "groups"_a)
@@ -243,35 +311,131 @@ NB_MODULE(_native, m) {
             },
             "group"_a);
 
+    nb::exception<WeightReadError>(m, "WeightReadError", PyExc_OSError);
+    nb::exception<WeightFileTruncated>(m, "WeightFileTruncated", PyExc_OSError);
+    using ChunkTuples = std::vector<std::tuple<int64_t, size_t, size_t>>;
+    nb::class_<WeightStream>(m, "WeightStream")
+        .def(
+            "__init__",
+            [](WeightStream* self, const std::string& path, const ChunkTuples& resident,
+               const ChunkTuples& streamed, size_t memory_bytes, int num_threads, size_t block_bytes) {
+                nb::gil_scoped_release release;
+                new (self) WeightStream({path, num_threads, block_bytes}, chunks_of(resident),
+                                        chunks_of(streamed), memory_bytes);
+            },
+            "path"_a, "resident"_a, "streamed"_a, "memory_bytes"_a, "num_threads"_a, "block_bytes"_a,
+            "Chunks are (offset in the file, bytes, offset in memory), multiples of 4096.")
+        .def(
+            "tiles",
+            [](const std::shared_ptr<WeightStream>& stream, size_t offset, const TileTuple& layout) {
+                return tiles_in(stream, offset, layout);
+            },
+            "offset"_a, "layout"_a, "Returns the PackedTiles that lie at a place in memory.")
+        .def_prop_ro("is_direct", &WeightStream::is_direct)
+        .def_prop_ro("bytes_read", &WeightStream::bytes_read, "Bytes read since all was opened.")
+        .def_prop_ro("num_found", &WeightStream::num_found,
+                     "Chunks that were in memory when a stage asked for them.")
+        .def_prop_ro("num_waited", &WeightStream::num_waited, "Chunks that a stage waited for.")
+        .def_prop_ro("wait_seconds", &WeightStream::wait_seconds,
+                     "Time that stages have waited for weights.");
+
+    m.def(
+        "disk_rate",
+        [](const std::string& path, size_t block_bytes, int num_threads, bool in_order, double seconds) {
+            try {
+                nb::gil_scoped_release release;
+                return disk_rate(path, {block_bytes, num_threads, in_order, seconds});
+            } catch (const std::system_error& error) {
+                errno = error.code().value();
+                PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+                throw nb::python_error();
+            }
+        },
+        "path"_a, "block_bytes"_a, "num_threads"_a, "in_order"_a, "seconds"_a,
+        "Bytes per second read from a file past the system's cache; 0 where there is no such reading.");
+
+    nb::exception<RanksAborted>(m, "RanksAborted", PyExc_ConnectionError);
+    nb::class_<SharedRanks>(m, "SharedRanks")
+        .def(nb::init<int, int, int>(), "file"_a, "rank"_a, "num_ranks"_a,
+             "file: a descriptor of a file in memory, empty at first, that all ranks have.")
+        .def_prop_ro("rank", &SharedRanks::rank)
+        .def_prop_ro("num_ranks", &SharedRanks::num_ranks)
+        .def(
+            "all_reduce",
+            [](SharedRanks& ranks, const Array<float>& x, const Out<float>& out) {
+                if (x.size() != out.size()) throw std::invalid_argument("out: not as large as x");
+                nb::gil_scoped_release release;
+                ranks.all_reduce(x.data(), out.data(), x.size());
+            },
+            "x"_a, "out"_a, "Writes the sum of all ranks' x, added in rank order.")
+        .def(
+            "all_gather",
+            [](SharedRanks& ranks, const Array<float, nb::ndim<2>>& x, const Out<float, nb::ndim<2>>& out,
+               const std::vector<int>& widths) {
+                size_t width = 0;
+                for (const int w : widths) width += (size_t)std::max(w, 0);
+                if ((int)widths.size() != ranks.num_ranks() || (int)x.shape(1) != widths.at(ranks.rank()) ||
+                    out.shape(1) != width || x.shape(0) != out.shape(0))
+                    throw std::invalid_argument("out: not the columns of all ranks");
+                nb::gil_scoped_release release;
+                ranks.all_gather(x.data(), out.data(), x.shape(0), widths);
+            },
+            "x"_a, "out"_a, "widths"_a, "Writes the columns of all ranks' x side by side.")
+        .def(
+            "from_first",
+            [](SharedRanks& ranks, const Out<uint8_t>& bytes) {
+                nb::gil_scoped_release release;
+                ranks.from_first(bytes.data(), bytes.size());
+            },
+            "bytes"_a, "Replaces the other ranks' bytes by the first rank's.")
+        .def("abort", &SharedRanks::abort, "Ends all collectives, now and later, with RanksAborted.");
+
     m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, const std::string& type) {
-        return KvGroup{1, heads, k_width, v_width, kv_type_of(type), 0}.block_bytes();
+        return kv_group_of(1, heads, k_width, v_width, type, 0).block_bytes();
     });
 
     nb::class_<Builder>(m, "Executor")
         .def(nb::init<std::shared_ptr<Device>, int, int>(), "device"_a, "max_tokens"_a, "vocab"_a)
+        .def("stream", &Builder::stream, "weights"_a)
+        .def("meet", &Builder::meet, "ranks"_a, "Lets it be one of several ranks'.")
+        .def("all_reduce", &Builder::all_reduce, "x"_a, "out"_a)
+        .def("all_gather", &Builder::all_gather, "x"_a, "out"_a, "widths"_a)
+        .def("await_chunk", &Builder::await_chunk, "chunk"_a, "The next product waits for it.")
         .def("begin_stage", &Builder::begin_stage, "axis"_a, "range"_a,
              "Opens the next stage: row ops that follow one another, or one product, attention or draw.")
         .def("embedding", &Builder::embedding, "table"_a, "out"_a, "scale"_a, "by_position"_a, "offset"_a,
-             "axis"_a)
-        .def("norm", &Builder::norm, "x"_a, "out"_a, "norm"_a, "group_width"_a)
+             "axis"_a, "first_row"_a, "site"_a)
+        .def("table_site", &Builder::table_site, "Returns a new site of a table.")
+        .def("shrink", &Builder::shrink, "x"_a, "norm"_a.none(), "num_sites"_a,
+             "Computes what adapters make of the rows of the next product. Returns its sites.")
+        .def("put_adapter", &Builder::put_adapter, "slot"_a, "updates"_a,
+             "Puts an adapter's matrices in a slot; by site None, or (A, B, scale, gain, bias).")
+        .def("drop_adapter", &Builder::drop_adapter, "slot"_a)
+        .def("norm", &Builder::norm, "x"_a, "out"_a, "norm"_a, "group_width"_a, "each_group"_a)
         .def("angles", &Builder::angles, "inv_freq"_a, "mscale"_a)
         .def("rope", &Builder::rope, "x"_a, "out"_a, "num_heads"_a, "head_width"_a, "rotary_dim"_a,
-             "rotary_start"_a, "interleaved"_a, "angles"_a)
+             "rotary_start"_a, "interleaved"_a, "angles"_a, "axes"_a)
+        .def("given", &Builder::given, "base"_a.none(), "out"_a,
+             "A row op: the step's given row in place of base, where the step has one.")
         .def("kv_write", &Builder::kv_write, "k_parts"_a, "v"_a.none(), "group"_a, "layer"_a)
         .def("elementwise", &Builder::elementwise, "kind"_a, "a"_a, "b"_a, "out"_a, "factor"_a, "gate"_a)
         .def("gather", &Builder::gather, "x"_a, "out"_a)
         .def("pool", &Builder::pool, "x"_a, "out"_a, "mode"_a)
-        .def("conversion", &Builder::conversion, "x"_a, "norm"_a.none(), "tiles"_a,
-             "A row op: converts x for the product of the next stage. Returns the rows.")
-        .def("convert_in_last_stage", &Builder::convert_in_last_stage, "x"_a, "tiles"_a,
+        .def("conversion", &Builder::conversion, "x"_a, "norm"_a.none(), "tiles"_a, "permutation"_a,
+             "threshold"_a,
+             "A row op: converts x for the product of the next stage; of sparse rows, numbers below the "
+             "threshold become zeros. Returns the rows.")
+        .def("observe", &Builder::observe, "rows"_a, "copies"_a,
+             "Has the numbers of converted rows copied to `copies` [max_tokens, width] in each step.")
+        .def("convert_in_last_stage", &Builder::convert_in_last_stage, "x"_a, "tiles"_a, "keeps_out"_a,
              "Lets the last stage write x, its out, as the next product reads it. Returns the rows.")
-        .def("linear", &Builder::linear, "rows"_a, "parts"_a, "gated"_a, "gate"_a)
+        .def("linear", &Builder::linear, "rows"_a, "parts"_a, "gated"_a, "gate"_a, "skips_zeros"_a)
         .def("route", &Builder::route, "logits"_a, "weights"_a, "top_k"_a, "score"_a, "bias"_a.none(),
-             "num_groups"_a, "top_groups"_a, "normalize"_a, "scale"_a,
-             "Chooses each row's experts. Returns the choice.")
+             "num_groups"_a, "top_groups"_a, "group_rank"_a, "normalize"_a, "scale"_a, "scales_rows"_a,
+             "jitter"_a, "Chooses each row's experts. Returns the choice.")
         .def("convert_in_route", &Builder::convert_in_route, "x"_a, "tiles"_a,
              "Lets the last stage, a choice, write x as its experts' product reads it. Returns the rows.")
-        .def("expert_conversion", &Builder::expert_conversion, "x"_a, "route"_a, "tiles"_a,
+        .def("expert_conversion", &Builder::expert_conversion, "x"_a, "route"_a, "tiles"_a, "by"_a.none(),
              "Converts the experts' rows x for their next product, in the same range. Returns the rows.")
         .def("experts", &Builder::experts, "route"_a, "rows"_a, "tiles"_a, "ups"_a, "out"_a, "bias"_a.none(),
              "up_bias"_a.none(), "gate"_a)
@@ -279,16 +443,23 @@ NB_MODULE(_native, m) {
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
              "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(), "distances"_a.none(),
              "reach"_a, "latent_width"_a)
+        .def("short_conv", &Builder::short_conv, "x"_a, "out"_a, "group"_a, "layer"_a, "weight"_a,
+             "bias"_a.none(), "activation"_a)
+        .def("selective_scan", &Builder::selective_scan, "x"_a, "dt"_a, "b"_a, "c"_a, "out"_a,
+             "beta"_a.none(), "group"_a, "layer"_a, "state_size"_a, "head_width"_a, "decay"_a, "skip"_a,
+             "bias"_a.none(), "low"_a, "high"_a)
         .def("heads", &Builder::heads, "x"_a, "out"_a, "tail"_a.none(), "tiles"_a)
         .def("sampling", &Builder::sampling, "logits"_a)
         .def("output", &Builder::output, "rows"_a)
+        .def("hidden_in", &Builder::hidden_in, "out"_a, "Takes the rows of a StepBatch's hidden.")
+        .def("hidden_out", &Builder::hidden_out, "x"_a, "Copies rows of tokens to the step's output.")
         .def("finish", &Builder::finish, "token_floats"_a, "block_floats"_a, "sample_floats"_a,
-             "expert_floats"_a)
+             "expert_floats"_a, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)
         .def_prop_ro(
-            "stages_done", [](const Builder& b) { return b.executor.stages_done(); },
-            "Ever; may be read while a step runs.")
+            "progress", [](const Builder& b) { return b.executor.progress(); },
+            "Grows while a step computes or weights arrive; may be read meanwhile.")
         .def(
             "profile", [](Builder& b, bool on) { b.executor.profile(on); }, "on"_a)
         .def("profiled", &Builder::profiled,
@@ -297,6 +468,8 @@ NB_MODULE(_native, m) {
             "run", &Builder::run, "batch"_a, "output"_a, "kv"_a, "check"_a.none(),
             "Computes a StepBatch into the arrays of a StepOutput. Rows that check(0) returns, a Redraw, are "
             "drawn again.")
+        .def("copy_logits", &Builder::copy_logits, "sample"_a, "out"_a,
+             "Copies the logits of a sampled row of the step that was just run, which kept them.")
         .def(
             "decode", &Builder::decode, "batch"_a, "output"_a, "kv"_a, "steps"_a, "goes_on"_a,
             "check"_a.none(),

@@ -2,13 +2,16 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -17,6 +20,7 @@
 #include "arrays.h"
 #include "executor.h"
 #include "levels.h"
+#include "mixers.h"
 #include "read_batch.h"
 
 namespace octavo {
@@ -33,7 +37,8 @@ struct Device {
 };
 
 using PlaceTuple = std::tuple<std::string, int64_t, int>;  // (axis, offset, width)
-using GateTuple = std::tuple<int, float, float, float>;  // (activation or -1, clamp or 0, alpha, up_offset)
+// (activation or -1, clamp or 0, alpha, up_offset, threshold)
+using GateTuple = std::tuple<int, float, float, float, float>;
 
 struct Builder {
     std::shared_ptr<Device> device;
@@ -44,8 +49,24 @@ struct Builder {
 
     void begin_stage(const std::string& axis, int range) { executor.begin_stage(axis == "samples", range); }
 
+    // The next product waits for a chunk of `stream`; set before the first one.
+    void stream(std::shared_ptr<WeightStream> weights) { executor.stream(std::move(weights)); }
+    void await_chunk(int chunk) { executor.await_chunk(chunk); }
+
+    // Lets this executor be one of several ranks'.
+    void meet(std::shared_ptr<SharedRanks> ranks) { executor.meet(std::move(ranks)); }
+    void all_reduce(const PlaceTuple& x, const PlaceTuple& out) {
+        executor.add_collective(CollectiveSpec{place_of(x), place_of(out)});
+    }
+    // widths: of each rank's x.
+    void all_gather(const PlaceTuple& x, const PlaceTuple& out, const std::vector<int>& widths) {
+        executor.add_collective(CollectiveSpec{place_of(x), place_of(out), widths});
+    }
+
+    // first_row: the token of the table's first row, where it is a part; else -1.
+    // site: where adapters update the table; -1: nowhere.
     void embedding(const std::shared_ptr<PackedTiles>& table, const PlaceTuple& out, float scale,
-                   bool by_position, int offset, int axis) {
+                   bool by_position, int offset, int axis, int first_row, int site) {
         if (by_position) executor.read_axis(axis);
         executor.add_row_op(make_embedding(EmbeddingSpec{.table = table->tiles,
                                                          .owner = table->memory,
@@ -53,10 +74,19 @@ struct Builder {
                                                          .scale = scale,
                                                          .by_position = by_position,
                                                          .offset = offset,
-                                                         .axis = axis}));
+                                                         .axis = axis,
+                                                         .first_row = first_row,
+                                                         .site = site}));
     }
-    void norm(const PlaceTuple& x, const PlaceTuple& out, const nb::object& norm, int group_width) {
-        executor.add_row_op(make_norm(place_of(x), place_of(out), norm_of(norm), group_width));
+    // base: what a row is where none is given; None: zeros.
+    void given(const std::optional<PlaceTuple>& base, const PlaceTuple& out) {
+        executor.take_given(place_of(out).width);
+        executor.add_row_op(make_given(base ? place_of(*base) : Place{}, place_of(out)));
+    }
+    // each_group: whether every group of columns has weights of its own.
+    void norm(const PlaceTuple& x, const PlaceTuple& out, const nb::object& norm, int group_width,
+              bool each_group) {
+        executor.add_row_op(make_norm(place_of(x), place_of(out), norm_of(norm), group_width, each_group));
     }
     // Returns the index that `rope` takes.
     int angles(const std::vector<double>& inv_freq, double mscale) {
@@ -64,7 +94,8 @@ struct Builder {
         return (int)tables_.size() - 1;
     }
     void rope(const PlaceTuple& x, const PlaceTuple& out, int num_heads, int head_width, int rotary_dim,
-              int rotary_start, bool interleaved, int angles) {
+              int rotary_start, bool interleaved, int angles, const std::vector<int>& axes) {
+        for (const int axis : axes) executor.read_axis(axis);
         executor.add_row_op(make_rope(RopeSpec{.x = place_of(x),
                                                .out = place_of(out),
                                                .num_heads = num_heads,
@@ -72,7 +103,8 @@ struct Builder {
                                                .rotary_dim = rotary_dim,
                                                .rotary_start = rotary_start,
                                                .interleaved = interleaved,
-                                               .angles = tables_.at(angles)}));
+                                               .angles = tables_.at(angles),
+                                               .axes = axes}));
     }
     // v: None where the group stores no values.
     void kv_write(const std::vector<PlaceTuple>& k_parts, const nb::object& v, int group, int layer) {
@@ -99,26 +131,102 @@ struct Builder {
     }
 
     // A row op: converts x for the product of `tiles` in the next stage. Returns the index that `linear`
-    // takes.
-    int conversion(const PlaceTuple& x, const nb::object& norm, const PackedTiles& tiles) {
-        rows_.push_back(executor.add_conversion(place_of(x), norm_of(norm), tiles.tiles));
+    // takes. With a permutation of its inputs, the norm's numbers are permuted too.
+    int conversion(const PlaceTuple& x, const nb::object& norm, const PackedTiles& tiles,
+                   std::vector<int32_t> permutation, float threshold) {
+        rows_.push_back(executor.add_conversion(place_of(x), norm_of(norm), tiles.tiles,
+                                                std::move(permutation), threshold));
         return (int)rows_.size() - 1;
+    }
+    // Has the numbers of converted rows copied to `copies` [max_tokens][width] in each step.
+    void observe(int rows, const Out<float>& copies) {
+        PreparedRows& of = *rows_.at(rows);
+        if ((int64_t)copies.size() < (int64_t)executor.max_tokens() * of.x.width)
+            throw nb::value_error("an array smaller than the rows that are copied to it");
+        executor.observe(of, copies.data());
+        observed_.push_back(copies);
     }
     // Lets the last stage write x, its out, as the product of `tiles` reads it.
-    int convert_in_last_stage(const PlaceTuple& x, const PackedTiles& tiles) {
-        rows_.push_back(executor.convert_in_last_stage(place_of(x), tiles.tiles));
+    int convert_in_last_stage(const PlaceTuple& x, const PackedTiles& tiles, bool keeps_out) {
+        rows_.push_back(executor.convert_in_last_stage(place_of(x), tiles.tiles, keeps_out));
         return (int)rows_.size() - 1;
     }
-    // parts: (tiles, out, bias or None, residual or None) each.
-    void linear(int rows, const nb::list& parts, bool gated, const GateTuple& gate) {
+    // Returns a new site of a table.
+    int table_site() { return executor.adapters().add_site(-1); }
+    // A stage that computes what adapters make of the rows of the next product. Returns its sites.
+    std::vector<int> shrink(const PlaceTuple& x, const nb::object& norm, int num_sites) {
+        Adapters& adapters = executor.adapters();
+        const int group = adapters.add_group();
+        std::vector<int> sites;
+        for (int i = 0; i < num_sites; i++) sites.push_back(adapters.add_site(group));
+        executor.add_shrink(place_of(x), norm_of(norm), sites);
+        return sites;
+    }
+    // updates: by site None, or (A, B, scale, gain or None, bias or None), whose arrays are kept.
+    void put_adapter(int slot, const nb::list& updates) {
+        std::vector<SiteUpdate> sites;
+        for (const auto& item : updates) sites.push_back(update_of(nb::borrow(item)));
+        executor.adapters().put(slot, std::move(sites), executor.adapter_rows());
+        if (slot >= (int)adapter_arrays_.size()) adapter_arrays_.resize(slot + 1);
+        adapter_arrays_[slot] = updates;
+    }
+    void drop_adapter(int slot) {
+        executor.adapters().drop(slot);
+        if (slot >= 0 && slot < (int)adapter_arrays_.size()) adapter_arrays_[slot] = nb::none();
+    }
+    // parts: (tiles, out, bias or None, residual or None, site or -1) each.
+    // skips_zeros: whether most of the rows' numbers are zeros.
+    void linear(int rows, const nb::list& parts, bool gated, const GateTuple& gate, bool skips_zeros) {
+        rows_.at(rows)->rows.skips_zeros = skips_zeros;
         LinearSpec spec{.rows = rows_.at(rows), .epilogue = epilogue_of(gate, gated)};
         for (const auto& item : parts) spec.parts.push_back(part_of(nb::cast<nb::tuple>(item)));
         executor.add_linear(std::move(spec));
     }
+    // weight [taps][width], the oldest first.
+    void short_conv(const PlaceTuple& x, const PlaceTuple& out, int group, int layer,
+                    const nb::object& weight, const nb::object& bias, int activation) {
+        const Place row = place_of(x);
+        executor.add_stage(make_short_conv(
+            ShortConvSpec{.x = row,
+                          .out = place_of(out),
+                          .group = group,
+                          .layer = layer,
+                          .taps = (int)(nb::cast<Array<float>>(weight).size() / (size_t)row.width),
+                          .weight = keep(weight),
+                          .bias = keep(bias),
+                          .activation = activation}));
+    }
+    // Arrays in blocks of lanes: decay [blocks][state_size or 1][16], skip and bias [blocks][16].
+    void selective_scan(const PlaceTuple& x, const PlaceTuple& dt, const PlaceTuple& b, const PlaceTuple& c,
+                        const PlaceTuple& out, const nb::object& beta, int group, int layer, int state_size,
+                        int head_width, const nb::object& decay, const nb::object& skip,
+                        const nb::object& bias, float low, float high) {
+        const size_t lanes = nb::cast<Array<float>>(skip).size();
+        executor.add_stage(make_selective_scan(ScanSpec{
+            .x = place_of(x),
+            .dt = place_of(dt),
+            .b = place_of(b),
+            .c = place_of(c),
+            .out = place_of(out),
+            .beta = beta.is_none() ? std::nullopt : std::optional(place_of(nb::cast<PlaceTuple>(beta))),
+            .group = group,
+            .layer = layer,
+            .state_size = state_size,
+            .head_width = head_width,
+            .num_blocks = (int)(lanes / kTile),
+            .by_state = nb::cast<Array<float>>(decay).size() > lanes,
+            .decay = keep(decay),
+            .skip = keep(skip),
+            .bias = keep(bias),
+            .low = low,
+            .high = high}));
+    }
     // Returns the index that the methods of experts take.
     int route(const PlaceTuple& logits, const PlaceTuple& weights, int top_k, const std::string& score,
-              const nb::object& bias, int num_groups, int top_groups, bool normalize, float scale) {
-        const char* scores[] = {"softmax", "sigmoid", "softmax_top_k"};
+              const nb::object& bias, int num_groups, int top_groups, const std::string& group_rank,
+              bool normalize, float scale, bool scales_rows, float jitter) {
+        const char* scores[] = {"softmax", "sigmoid", "softmax_top_k", "sigmoid_top_k", "sparsemixer"};
+        const char* ranks[] = {"two_best", "best"};
         return executor.add_route(
             RouteSpec{.logits = place_of(logits),
                       .weights = place_of(weights),
@@ -127,16 +235,23 @@ struct Builder {
                       .bias = keep(bias),
                       .num_groups = num_groups,
                       .top_groups = top_groups,
+                      .group_rank = (RouteSpec::GroupRank)index_of(group_rank, ranks, "rank of groups"),
                       .normalize = normalize,
-                      .scale = scale});
+                      .scales_rows = scales_rows,
+                      .scale = scale,
+                      .jitter = jitter});
     }
     // Lets the last stage, a choice of experts, write x as their product of `tiles` reads it.
     int convert_in_route(const PlaceTuple& x, const PackedTiles& tiles) {
         rows_.push_back(executor.convert_in_route(place_of(x), tiles.tiles));
         return (int)rows_.size() - 1;
     }
-    int expert_conversion(const PlaceTuple& x, int route, const PackedTiles& tiles) {
-        rows_.push_back(executor.add_expert_conversion(place_of(x), route, tiles.tiles));
+    // by: None, or the weights with which the tokens' rows x are multiplied.
+    int expert_conversion(const PlaceTuple& x, int route, const PackedTiles& tiles, const nb::object& by) {
+        Place weights;
+        if (!by.is_none()) weights = place_of(nb::cast<PlaceTuple>(by));
+        rows_.push_back(executor.add_expert_conversion(place_of(x), route, tiles.tiles,
+                                                       by.is_none() ? nullptr : &weights));
         return (int)rows_.size() - 1;
     }
     // tiles, ups: PackedTiles of each expert; `ups` is empty but where gated.
@@ -192,6 +307,9 @@ struct Builder {
                                              .latent_width = latent_width});
     }
     void sampling(const PlaceTuple& logits) { executor.add_sampling(place_of(logits)); }
+    // Row ops: take the rows of the stage of the model before, and hand over those for the one behind.
+    void hidden_in(const PlaceTuple& out) { executor.add_hidden_input(place_of(out)); }
+    void hidden_out(const PlaceTuple& x) { executor.add_row_op(make_hidden_out(place_of(x))); }
     void output(const PlaceTuple& rows) { executor.add_output(place_of(rows)); }
     void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats, int64_t expert_floats) {
         const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats, expert_floats};
@@ -201,7 +319,8 @@ struct Builder {
     }
 
     // batch: StepBatch; output: StepOutput, whose arrays are filled in; check: None, or a function that is
-    // given the step's index once it is drawn, and returns None or a Redraw.
+    // given the step's index once it is drawn, and returns None or a Redraw; it is asked again behind one that
+    // is not the last.
     void run(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
              const nb::object& check) {
         const Batch step = read_batch(batch, output);
@@ -213,15 +332,56 @@ struct Builder {
     }
 
     void check_draws(const Batch& step, const KvMemory& kv, const nb::object& check, int index) {
-        const nb::object found = check.is_none() ? nb::none() : check(index);
-        if (found.is_none()) return;
+        if (check.is_none()) return;
+        std::vector<SamplingRecord> records(step.sampling.records, step.sampling.records + step.num_samples);
+        for (nb::object found = check(index); !found.is_none();) {
+            draw_again(step, kv, found, records);
+            if (nb::cast<bool>(found.attr("is_last"))) return;
+            found = check(index);
+        }
+    }
+
+    // Changes the records of a Redraw's rows, and draws from them again.
+    void draw_again(const Batch& step, const KvMemory& kv, const nb::object& found,
+                    std::vector<SamplingRecord>& records) {
         const auto samples = array_of<Array<int32_t, nb::ndim<1>>>(found, "samples");
         const auto masks = array_of<Array<uint32_t, nb::ndim<2>>>(found, "masks");
         if (masks.shape(0) != samples.size() || (int)masks.shape(1) != (executor.vocab() + 31) / 32)
             throw std::invalid_argument("masks: not one for each row that is drawn again");
         const std::vector<int32_t> rows(samples.data(), samples.data() + samples.size());
+        if (!found.attr("mirostat_mus").is_none()) {
+            const auto mus = array_of<Array<float, nb::ndim<1>>>(found, "mirostat_mus");
+            if (mus.size() != samples.size())
+                throw std::invalid_argument("mirostat_mus: not one for each row that is drawn again");
+            for (size_t i = 0; i < rows.size(); i++)
+                if (rows[i] >= 0 && rows[i] < step.num_samples && !std::isnan(mus.data()[i]))
+                    records[rows[i]].mirostat_mu = mus.data()[i];
+        }
+        const auto replaced = replaced_logits(found, rows.size());
         nb::gil_scoped_release release;
-        executor.redraw(step, kv, rows, masks.data());
+        executor.redraw(step, kv, rows, records, masks.data(), replaced);
+    }
+
+    // Returns the logits that each of a Redraw's rows is drawn from, null where these are its own.
+    std::vector<const float*> replaced_logits(const nb::object& redraw, size_t num_rows) const {
+        std::vector<const float*> found(num_rows);
+        if (redraw.attr("logits").is_none()) return found;
+        const auto logits = array_of<Array<float, nb::ndim<2>>>(redraw, "logits");
+        const auto places = array_of<Array<int32_t, nb::ndim<1>>>(redraw, "places");
+        if (places.size() != num_rows || (int)logits.shape(1) != executor.vocab())
+            throw std::invalid_argument("logits: not a row of the vocabulary for each that is drawn again");
+        for (size_t i = 0; i < num_rows; i++) {
+            if (places.data()[i] >= (int)logits.shape(0))
+                throw std::invalid_argument("places: behind the logits");
+            if (places.data()[i] >= 0) found[i] = logits.data() + places.data()[i] * logits.shape(1);
+        }
+        return found;
+    }
+
+    // Copies the logits of a sampled row of the last step, which kept them, to `out` [V].
+    void copy_logits(int sample, const Out<float>& out) const {
+        if ((int)out.size() != executor.vocab()) throw std::invalid_argument("logits: not the vocabulary");
+        std::memcpy(out.data(), executor.kept_logits(sample), sizeof(float) * executor.vocab());
     }
 
     // Returns how many steps were computed. An exception in any but the first ends them instead: the caller
@@ -284,12 +444,30 @@ struct Builder {
                         .bias = keep(t[2])};
         part.has_residual = !t[3].is_none();
         if (part.has_residual) part.residual = place_of(nb::cast<PlaceTuple>(t[3]));
+        part.site = nb::cast<int>(t[4]);
         return part;
     }
+    static SiteUpdate update_of(const nb::object& item) {
+        if (item.is_none()) return {};
+        const auto t = nb::cast<nb::tuple>(item);
+        const auto b = nb::cast<nb::ndarray<nb::ro, nb::ndim<3>, nb::c_contig, nb::device::cpu>>(t[1]);
+        const int rank = (int)b.shape(1);
+        SiteUpdate update{
+            .b = {b.data(), b.itemsize() == 2, rank, 0}, .scale = nb::cast<float>(t[2]), .is_set = true};
+        const auto a = nb::cast<nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(t[0]);
+        update.a = {a.data(), a.itemsize() == 2, rank, (int32_t)a.shape(1)};
+        if (!t[3].is_none()) update.gain = nb::cast<Array<float>>(t[3]).data();
+        if (!t[4].is_none()) update.bias = nb::cast<Array<float>>(t[4]).data();
+        return update;
+    }
     static Epilogue epilogue_of(const GateTuple& gate, bool gated) {
-        const auto& [activation, clamp, alpha, up_offset] = gate;
-        return Epilogue{
-            .activation = activation, .gated = gated, .clamp = clamp, .alpha = alpha, .up_offset = up_offset};
+        const auto& [activation, clamp, alpha, up_offset, threshold] = gate;
+        return Epilogue{.activation = activation,
+                        .gated = gated,
+                        .clamp = clamp,
+                        .alpha = alpha,
+                        .up_offset = up_offset,
+                        .threshold = threshold};
     }
     static Elementwise elementwise_of(const std::string& kind) {
         const char* names[] = {"add", "mul", "scale", "activate", "softcap", "gate"};
@@ -307,8 +485,10 @@ struct Builder {
         return (int)(found - std::begin(names));
     }
 
+    std::vector<nb::object> adapter_arrays_;  // by slot: what its adapter's matrices lie in
     std::vector<RopeAngles*> tables_;
-    std::vector<const PreparedRows*> rows_;
+    std::vector<PreparedRows*> rows_;
+    std::vector<Out<float>> observed_;  // arrays that steps write, kept alive
     int64_t ends_[kNumAxes] = {};  // behind the last float that any Value has in a row
 };
 

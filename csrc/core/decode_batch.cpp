@@ -16,11 +16,12 @@ void check(const Batch& b, int num_groups, int num_steps) {
     const auto fail = [](const char* what) { throw std::invalid_argument(what); };
     if (!b.draws || b.num_tokens != b.num_requests || b.num_samples != b.num_requests)
         fail("decode steps: a request has other than one row, or does not draw");
+    if (b.given || b.limits) fail("decode steps: rows from outside, or rows that see later keys");
     for (int r = 0; r < b.num_requests; r++)
         if (b.query_starts[r] != r || b.sample_rows[r] != r)
             fail("decode steps: the rows do not stand in the order of the requests");
     for (int i = 0; i < num_groups * b.num_requests; i++)
-        if (b.context_lens[i] + num_steps - 1 > b.table_width * kTile)
+        if (b.slots[i] >= 0 && b.context_lens[i] + num_steps - 1 > b.table_width * kTile)
             fail("decode steps: a block table ends before the last step");
 }
 
@@ -72,13 +73,15 @@ bool DecodeBatch::any_ended() const {
     return false;
 }
 
-// Moves a request one place further in every group, and one position on every axis, as generated text is.
+// Moves a request one place further in every group that it writes, and one position on every axis, as
+// generated text is.
 void DecodeBatch::place(int request) {
     const int num = batch_.num_requests;
     for (int axis = 0; axis < batch_.num_axes; axis++) positions_[axis * num + request]++;
     const int place = ++places_[request];
     for (int group = 0; group < num_groups_; group++) {
         const int i = group * num + request;
+        if (slots_[i] < 0) continue;
         context_lens_[i]++;
         slots_[i] =
             batch_.block_tables[(int64_t)i * batch_.table_width + place / kTile] * kTile + place % kTile;
@@ -105,6 +108,7 @@ void DecodeBatch::next_results() {
     const int num = batch_.num_requests;
     s.out_ids += num;
     s.out_failed += num;
+    if (s.out_candidates) s.out_candidates += (int64_t)num * s.num_candidates;
     if (!s.out_logprobs) return;
     s.out_logprobs += num;
     s.out_ranks += num;

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
+#include "collectives.h"
 #include "expert_stages.h"
 #include "stages.h"
 #include "walk.h"
@@ -14,6 +16,10 @@ namespace octavo {
 float* View::at(const Place& p, int64_t row) const {
     const int64_t place = p.axis == Axis::block ? row - shift : row;
     return executor.arena(p.axis) + place * executor.row_floats(p.axis) + p.offset;
+}
+
+const uint8_t* View::sparse_rows(bool samples) const {
+    return executor.sparse_rows(samples) + (samples ? first_sample : 0);
 }
 
 int64_t View::stride(const Place& p) const { return executor.row_floats(p.axis); }
@@ -68,6 +74,7 @@ void Executor::push(std::unique_ptr<Stage> stage) {
                 "an attention that shares its range");
         body_ranges_.push_back(open_.range);
     }
+    stage->chunk = std::exchange(open_.chunk, -1);
     open_list().push_back(std::move(stage));
     open_.is_empty = false;
 }
@@ -93,19 +100,32 @@ PreparedRows* Executor::new_rows(const Tiles& w, const Place& x, RowArea area) {
     return rows_.back().get();
 }
 
-PreparedRows* Executor::add_conversion(const Place& x, const Norm& norm, const Tiles& w) {
+PreparedRows* Executor::add_conversion(const Place& x, const Norm& norm, const Tiles& w,
+                                       std::vector<int32_t> permutation, float threshold) {
+    const bool fits = std::all_of(permutation.begin(), permutation.end(),
+                                  [&](int32_t input) { return input >= 0 && input < x.width; });
+    require(fits && (permutation.empty() || (int64_t)permutation.size() == x.width),
+            "a permutation of other inputs than the rows have");
     PreparedRows* rows = new_rows(w, x, RowArea::prepared);
     rows->norm = norm;
+    rows->permutation = std::move(permutation);
+    rows->threshold = threshold;
     add_row_op(std::make_unique<PrepareOp>(rows));
     return rows;
 }
 
-PreparedRows* Executor::convert_in_last_stage(const Place& x, const Tiles& w) {
+void Executor::observe(PreparedRows& rows, float* copies) {
+    require(rows.area == RowArea::prepared, "observed rows that no row op converts");
+    rows.observed = copies;
+}
+
+PreparedRows* Executor::convert_in_last_stage(const Place& x, const Tiles& w, bool keeps_out) {
     Stages& list = open_list();
     require(!list.empty(), "rows that no stage converts");
     if (auto* linear = dynamic_cast<LinearStage*>(list.back().get())) {
         PreparedRows* rows = new_rows(w, x, RowArea::converted);
         linear->spec.converts = rows;
+        linear->spec.keeps_out = keeps_out;
         return rows;
     }
     if (auto* experts = dynamic_cast<ExpertsStage*>(list.back().get())) {
@@ -115,9 +135,18 @@ PreparedRows* Executor::convert_in_last_stage(const Place& x, const Tiles& w) {
     }
     require(dynamic_cast<AttentionStage*>(list.back().get()), "rows that no product or attention converts");
     PreparedRows* rows = new_rows(w, x, RowArea::attended);
-    for (size_t i = list.size() - 2; i < list.size(); i++)
-        dynamic_cast<AttentionStage&>(*list[i]).spec.converts = rows;
+    for (size_t i = list.size() - 2; i < list.size(); i++) {
+        auto& attention = dynamic_cast<AttentionStage&>(*list[i]);
+        attention.spec.converts = rows;
+        attention.spec.keeps_out = keeps_out;
+    }
     return rows;
+}
+
+void Executor::add_shrink(const Place& x, const Norm& norm, std::vector<int> sites) {
+    require(open_.is_empty, "adapters in a stage with other ops");
+    adapted_width_ = std::max(adapted_width_, x.width);
+    push(std::make_unique<ShrinkStage>(x, norm, std::move(sites)));
 }
 
 void Executor::add_linear(LinearSpec spec) {
@@ -178,6 +207,7 @@ int Executor::add_route(const RouteSpec& spec) {
     expert_rows_ = std::max(expert_rows_, ExpertPlan::most_rows(experts, spec.top_k, max_tokens_));
     num_scores_ = std::max(num_scores_, (size_t)4 * experts);
     ExpertPlan& plan = *expert_plans_.back();
+    plan.scales_rows = spec.scales_rows;
     has_row_blocks_ = true;
     push(std::make_unique<RouteStage>(spec, plan));
     push(std::make_unique<OrderStage>(plan));
@@ -191,9 +221,10 @@ PreparedRows* Executor::convert_in_route(const Place& x, const Tiles& w) {
     return route->converts = new_rows(w, x, RowArea::attended);
 }
 
-PreparedRows* Executor::add_expert_conversion(const Place& x, int route, const Tiles& w) {
+PreparedRows* Executor::add_expert_conversion(const Place& x, int route, const Tiles& w, const Place* by) {
     PreparedRows* rows = new_rows(w, x, RowArea::experts);
-    push(std::make_unique<ExpertRowsStage>(*rows, *expert_plan(route)));
+    if (by) num_scores_ = std::max(num_scores_, (size_t)(x.width + kGroup - 1) / kGroup * kGroup);
+    push(std::make_unique<ExpertRowsStage>(*rows, *expert_plan(route), by ? *by : Place{}));
     return rows;
 }
 
@@ -208,6 +239,36 @@ void Executor::add_experts(ExpertsSpec spec) {
     push(std::make_unique<ExpertsStage>(std::move(spec)));
 }
 
+void Executor::add_collective(const CollectiveSpec& spec) {
+    require(ranks_ != nullptr, "a collective of a single rank");
+    require(open_.is_empty, "a collective in a stage with other ops");
+    const int width = std::accumulate(spec.widths.begin(), spec.widths.end(), 0);
+    const bool joins = !spec.widths.empty();
+    require(!joins || ((int)spec.widths.size() == ranks_->num_ranks() && width == spec.out.width &&
+                       spec.widths[ranks_->rank()] == spec.x.width),
+            "columns of other ranks than there are");
+    require(joins || spec.x.width == spec.out.width, "a sum of another width");
+    const int widest = joins ? *std::max_element(spec.widths.begin(), spec.widths.end()) : spec.x.width;
+    const int rows = open_.samples ? kSampleChunk : max_tokens_;
+    slot_bytes_ = std::max(slot_bytes_, sizeof(float) * (size_t)widest * (size_t)rows);
+    const int index = num_collectives_[open_.samples]++;
+    push(std::make_unique<CollectiveStage>(spec, *ranks_, index, false));
+    push(std::make_unique<CollectiveStage>(spec, *ranks_, index, true));
+}
+
+uint32_t Executor::collective(int index, const View& view) const {
+    // The head's collectives come again with each chunk of sampled rows; no rows, no chunk.
+    const bool samples = view.num_samples > 0;
+    const int before =
+        samples ? num_collectives_[0] + view.first_sample / kSampleChunk * num_collectives_[1] : 0;
+    return first_collective_ + (uint32_t)(before + index);
+}
+
+int Executor::count_collectives(const Batch& batch) const {
+    const int chunks = (batch.num_samples + kSampleChunk - 1) / kSampleChunk;
+    return num_collectives_[0] + chunks * num_collectives_[1];
+}
+
 void Executor::add_sampling(const Place& logits) {
     require(open_.is_empty && !head_.empty(),
             "a draw without a stage of its own, behind one that makes logits");
@@ -215,8 +276,14 @@ void Executor::add_sampling(const Place& logits) {
     if (linear && linear->writes_only(logits)) logits_product_ = linear;
     push(std::make_unique<SampleStage>(logits, vocab_));
     sampling_ = head_.back().get();
+    logits_ = logits;
     push(std::make_unique<RowStage>(true));
     add_row_op(make_rows_out(logits));
+}
+
+void Executor::add_hidden_input(const Place& out) {
+    hidden_width_ = out.width;
+    add_row_op(make_hidden_in(out));
 }
 
 void Executor::add_output(const Place& rows) {
@@ -271,8 +338,10 @@ void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample
         row_floats_[axis] = odd_lines(floats[axis], sizeof(float));
         arenas_[axis] = std::make_unique<Memory>(row_floats_[axis] * rows[axis] * sizeof(float));
     }
+    if (ranks_) ranks_->reserve(slot_bytes_);
     place_rows();
     group_stages();
+    order_chunks();
     size_thread_states();
 }
 
@@ -296,11 +365,46 @@ void Executor::place_rows() {
 void Executor::group_stages() {
     for (int i = 0; i < (int)body_.size(); i++) {
         each_.push_back({i, i + 1});
+        if (!body_[i]->only_adapters()) plain_.push_back({i, i + 1});
         if (i > 0 && body_ranges_[i] == body_ranges_[i - 1] && body_[i]->row_local())
             ranges_.back().last = i + 1;
         else
             ranges_.push_back({i, i + 1});
     }
+}
+
+// Chunks arrive in the order of the stages, and those of a range, which are all waited for at once, or of the
+// head, which may run several times, lie in memory together.
+void Executor::order_chunks() {
+    if (!stream_) return;
+    int last = -1;
+    for (const auto* list : {&body_, &head_})
+        for (const auto& stage : *list) {
+            if (stage->chunk < 0) continue;
+            require(stage->chunk == last || stage->chunk == last + 1, "chunks of weights out of order");
+            last = stage->chunk;
+        }
+    require(last + 1 == (int)stream_->streamed().size(), "a chunk of weights that no stage reads");
+    // A stage releases the chunks before its own, the last one of a chunk that one too.
+    released_.assign(body_.size(), 0);
+    int next = (int)stream_->streamed().size();
+    for (const auto& stage : head_)
+        if (stage->chunk >= 0) next = std::min(next, stage->chunk);
+    const int head_first = next;
+    for (int i = (int)body_.size() - 1; i >= 0; i--) {
+        released_[i] = next;
+        if (body_[i]->chunk >= 0) next = body_[i]->chunk;
+    }
+    for (const StageRange& range : ranges_)
+        check_places(range.first ? released_[range.first - 1] : 0, released_[range.last - 1]);
+    check_places(head_first, (int)stream_->streamed().size());
+}
+
+void Executor::check_places(int first, int end) const {
+    const auto& chunks = stream_->streamed();
+    for (int a = first; a < end; a++)
+        for (int b = a + 1; b < end; b++)
+            require(!chunks[a].overlaps(chunks[b]), "chunks of one range in one place");
 }
 
 void Executor::size_thread_states() {
@@ -309,10 +413,14 @@ void Executor::size_thread_states() {
         row_bytes = std::max(row_bytes, bytes_of_rows(each->rows, has_row_blocks_ ? kExpertRows : kTile));
     for (auto& thread : threads_) {
         for (auto& acc : thread.acc) acc.resize((size_t)kRowBlock * kTile);
+        for (auto& sums : thread.columns)
+            sums.resize((size_t)kTile * std::max(kColumnTiles * kColumnRows, kGatheredTiles * kRowBlock));
         thread.group.resize((size_t)kRowBlock * kGroup);
         thread.product = std::make_unique<Memory>(product_scratch_);
         thread.rows = std::make_unique<Memory>(row_bytes);
         thread.scores.resize(num_scores_);
+        thread.adapted =
+            std::make_unique<Memory>(sizeof(float) * AdapterRows::kTogether * padded_width(adapted_width_));
         thread.seconds.resize(body_.size());
         thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));
     }
@@ -340,6 +448,16 @@ void Executor::check(const Batch& batch, const KvMemory& kv) const {
     if (batch.num_axes < num_axes_)
         fail("positions on " + std::to_string(batch.num_axes) + " axes, the program reads " +
              std::to_string(num_axes_));
+    if (batch.given && given_width_ && batch.given_width != given_width_)
+        fail("given rows of width " + std::to_string(batch.given_width) + ", the program takes " +
+             std::to_string(given_width_));
+    for (int t = 0; batch.limits && t < batch.num_tokens; t++)
+        if (batch.limits[t] <= batch.places[t])
+            fail("row " + std::to_string(t) + " sees keys up to " + std::to_string(batch.limits[t]) +
+                 ", not its own at " + std::to_string(batch.places[t]));
+    if (batch.hidden_width != hidden_width_)
+        fail("rows of " + std::to_string(batch.hidden_width) + " numbers come from the stage before, not " +
+             std::to_string(hidden_width_));
     if (batch.num_tokens > max_tokens_)
         fail("a step of " + std::to_string(batch.num_tokens) + " tokens, prepared for " +
              std::to_string(max_tokens_));
@@ -347,6 +465,11 @@ void Executor::check(const Batch& batch, const KvMemory& kv) const {
         if (batch.slots[i] < -1 || batch.slots[i] >= kv.group(i / batch.num_tokens).num_blocks * kTile)
             fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
     for (const auto& plan : plans_) check_tables(plan, batch, kv);
+    for (const auto& stage : body_) stage->check(batch, kv);
+    for (int t = 0; batch.adapters && t < batch.num_tokens; t++)
+        if (batch.adapters[t] >= 0 && !adapters_.has(batch.adapters[t]))
+            fail("row " + std::to_string(t) + " has the adapter of slot " +
+                 std::to_string(batch.adapters[t]) + ", which is empty");
     for (int s = 0; s < batch.num_samples; s++)
         if (batch.sample_rows[s] < 0 || batch.sample_rows[s] >= batch.num_tokens)
             fail("sampled row " + std::to_string(batch.sample_rows[s]) + " of " +
@@ -376,10 +499,33 @@ void Executor::profile(bool on) {
     profiled_.clear();
 }
 
+void Executor::sort_adapters(const Batch& batch) {
+    if (!batch.adapters) return;
+    adapted_.sort(batch.adapters, batch.num_tokens);
+    std::vector<int32_t> slots(batch.num_samples);
+    for (int s = 0; s < batch.num_samples; s++) slots[s] = batch.adapters[batch.sample_rows[s]];
+    adapted_samples_.resize((batch.num_samples + kSampleChunk - 1) / kSampleChunk);
+    for (int first = 0; first < batch.num_samples; first += kSampleChunk)
+        adapted_samples_[first / kSampleChunk].sort(slots.data() + first,
+                                                    std::min(kSampleChunk, batch.num_samples - first));
+}
+
+void Executor::mark_sparse(const Batch& batch) {
+    sparse_rows_.assign(batch.num_tokens, 0);
+    sparse_samples_.assign(batch.num_samples, 0);
+    for (int r = 0; batch.sparse_from && r < batch.num_requests; r++)
+        for (int t = batch.query_starts[r]; t < batch.query_starts[r + 1]; t++)
+            sparse_rows_[t] = batch.places[t] >= batch.sparse_from[r];
+    for (int s = 0; s < batch.num_samples; s++) sparse_samples_[s] = sparse_rows_[batch.sample_rows[s]];
+}
+
 void Executor::run(const Batch& batch, const KvMemory& kv) {
     check(batch, kv);
+    mark_sparse(batch);
+    num_kept_ = batch.keeps_logits ? batch.num_samples : 0;
+    sort_adapters(batch);
     int last = 0;
-    for (int t = 0; t < batch.num_tokens; t++) last = std::max(last, batch.positions[t]);
+    for (int t = 0; t < num_axes_ * batch.num_tokens; t++) last = std::max(last, batch.positions[t]);
     for (auto& angles : angles_) angles->ensure(last + 1);
     make_plans(batch, kv);
     for (auto& thread : threads_) {
@@ -387,24 +533,36 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
         thread.best.assign(batch.num_samples, Best{});
     }
     kernels_.begin_step();
+    if (ranks_) first_collective_ = ranks_->next();
     Walk walk(*this, batch, kv);
     pool_.walk(walk);
+    if (ranks_) {
+        ranks_->advance(count_collectives(batch));
+        if (ranks_->aborted()) throw RanksAborted();
+    }
+    if (stream_) stream_->end_step();
+}
+
+const float* Executor::kept_logits(int sample) const {
+    if (sample < 0 || sample >= num_kept_ || num_kept_ > kSampleChunk)
+        fail("sampled row " + std::to_string(sample) + " has no logits any more, of " +
+             std::to_string(num_kept_));
+    return arena(Axis::samples) + sample * row_floats(Axis::samples) + logits_.offset;
 }
 
 void Executor::redraw(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
-                      const uint32_t* masks) {
-    if (!batch.keeps_logits || batch.num_samples > kSampleChunk)
-        fail("rows drawn again without their logits");
-    std::vector<SamplingRecord> records(batch.sampling.records, batch.sampling.records + batch.num_samples);
+                      std::vector<SamplingRecord> records, const uint32_t* masks,
+                      const std::vector<const float*>& replaced) {
+    std::vector<const float*> given(batch.num_samples);
     for (size_t i = 0; i < samples.size(); i++) {
-        if (samples[i] < 0 || samples[i] >= batch.num_samples)
-            fail("sampled row " + std::to_string(samples[i]) + " drawn again, of " +
-                 std::to_string(batch.num_samples));
+        kept_logits(samples[i]);
         records[samples[i]].allowed_mask = (int32_t)i;
+        given[samples[i]] = replaced[i];
     }
     Batch masked = batch;
     masked.sampling.records = records.data();
     masked.sampling.allowed_masks = masks;
+    masked.sampling.replaced = given.data();
     const View view{.executor = *this, .batch = masked, .kv = kv, .num_samples = batch.num_samples};
     pool_.parallel_for((int)samples.size(), [&](int piece, int thread) {
         sampling_->run(view, samples[piece], threads_[thread], 0);

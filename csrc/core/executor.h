@@ -18,10 +18,13 @@
 #include <vector>
 
 #include "../kernels/table.h"
+#include "adapters.h"
 #include "attention_plan.h"
 #include "packing.h"
+#include "shared_ranks.h"
 #include "step.h"
 #include "thread_pool.h"
+#include "weight_stream.h"
 
 namespace octavo {
 
@@ -64,6 +67,13 @@ struct View {
     const Stage* best_only = nullptr;
 
     int rows(bool samples) const { return samples ? num_samples : batch.num_tokens; }
+    // The slot of a row's adapter; -1: none.
+    int adapter(bool samples, int64_t row) const {
+        if (!batch.adapters) return -1;
+        return batch.adapters[samples ? batch.sample_rows[first_sample + row] : row];
+    }
+    // Whether thresholds hold for each row, from this chunk's first one on.
+    const uint8_t* sparse_rows(bool samples) const;
     float* at(const Place& place, int64_t row) const;
     // Floats from one row of a Value to the next.
     int64_t stride(const Place& place) const;
@@ -72,6 +82,7 @@ struct View {
 // Memory of one compute thread.
 struct ThreadState {
     std::vector<float> acc[2];  // sums of two tiles
+    std::vector<float> columns[2];  // sums of a run of tiles that lies by columns, and of its up projection
     std::vector<float> group;  // a group of 32 columns before its conversion
     std::vector<float> attention;  // scratch of an attention
     std::unique_ptr<Memory> product;  // scratch of products
@@ -83,6 +94,7 @@ struct ThreadState {
     const Stage* prefetched_stage = nullptr;  // the stage and the piece that were prefetched last
     int prefetched_piece = -1;
     std::vector<Best> best;  // for each sampled row, the best logit that this thread has made
+    std::unique_ptr<Memory> adapted;  // rows of a product that adapters read
     std::vector<double> seconds;  // by stage of the range that is walked, while profiling
 };
 
@@ -100,6 +112,7 @@ struct StageTime {
 };
 
 struct Stage {
+    int chunk = -1;  // of streamed weights, which it waits for; -1: none
     virtual ~Stage() = default;
     virtual std::string name() const = 0;
     virtual const char* code() const { return ""; }
@@ -114,6 +127,10 @@ struct Stage {
     // Whether no row needs what another one computes in this stage, so that run_rows may do all of it for
     // rows row0 .. row1 - 1 (whole blocks of 16, but for the last).
     virtual bool row_local() const { return false; }
+    // Whether a step without adapters goes without it.
+    virtual bool only_adapters() const { return false; }
+    // Throws invalid_argument where the batch lets the stage read outside the KV memory.
+    virtual void check(const Batch&, const KvMemory&) const {}
     virtual void run_rows(const View&, int /*row0*/, int /*row1*/, ThreadState&) const {}
     // The weights that this thread will read first, to be fetched while it waits for the stage to begin.
     virtual Span reads_first(const View&, int /*thread*/) const { return {}; }
@@ -158,6 +175,13 @@ struct PreparedRows {
     Norm norm{};
     RowArea area = RowArea::prepared;
     Rows rows{};
+    std::vector<int32_t> permutation{};  // the input of x for each that the product reads; empty: its own
+    // Numbers of smaller magnitude become zeros in sparse rows, after the norm; 0: none.
+    float threshold = 0;
+    float* observed = nullptr;  // where each token's numbers are copied to, after the norm alone; or null
+
+    // Converts a row of x to row `index` of `to`. The norm's numbers lie in the order of the permutation.
+    void convert(const View& view, int64_t row, const Rows& to, int64_t index) const;
     int64_t at(const View& view, int64_t row) const {
         return area == RowArea::prepared || area == RowArea::converted ? row - view.shift : row;
     }
@@ -175,12 +199,14 @@ struct LinearPart {
     const float* bias = nullptr;
     bool has_residual = false;
     Place residual{};
+    int site = -1;  // where adapters update it; -1: nowhere
 };
 
 struct LinearSpec {
     const PreparedRows* rows = nullptr;
     std::vector<LinearPart> parts;  // gated: gate, then up, into parts[0].out
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
+    bool keeps_out = false;  // whether rows with an adapter are written there too
     Epilogue epilogue{};  // without what differs from part to part: biases and the residual
 };
 
@@ -192,6 +218,7 @@ struct AttentionSpec {
     int reach;
     int latent_width = 0;  // where values lie in the keys
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
+    bool keeps_out = false;  // whether the out is written too in steps with adapters
 };
 
 // Products of each head's columns with a matrix of its own: out[h] = weights[h] x[h], then tail[h].
@@ -204,14 +231,16 @@ struct HeadsSpec {
 
 // How the experts of each row are chosen: octavo/program/ops.py says what the fields mean.
 struct RouteSpec {
-    enum class Score { softmax, sigmoid, softmax_top_k };
+    enum class Score { softmax, sigmoid, softmax_top_k, sigmoid_top_k, sparsemixer };
+    enum class GroupRank { two_best, best };
     Place logits, weights;
     int top_k;
     Score score;
     const float* bias;  // [E] or null
     int num_groups, top_groups;
-    bool normalize;
-    float scale;
+    GroupRank group_rank;
+    bool normalize, scales_rows;
+    float scale, jitter;
     int num_experts() const { return logits.width; }
 };
 
@@ -224,6 +253,7 @@ struct ExpertPlan {
         int expert, row0, num_rows;
     };
     int num_experts, top_k;
+    bool scales_rows = false;  // whether the weights are in the rows, and none in their sum
     std::vector<int32_t> ids;  // [T * k]: the expert of choice t * k + j
     std::vector<int32_t> rows;  // [T * k]: the row that the choice has
     std::vector<int32_t> tokens;  // by row: the token that chose it
@@ -249,6 +279,13 @@ struct ExpertsSpec {
     Epilogue epilogue{};
 };
 
+// A collective over the ranks: the sum of their x, or with the width of each rank's x their columns side by
+// side.
+struct CollectiveSpec {
+    Place x, out;
+    std::vector<int> widths{};
+};
+
 class Executor {
   public:
     Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens, int vocab);
@@ -263,45 +300,79 @@ class Executor {
     void begin_stage(bool samples, int range);
     void add_row_op(std::unique_ptr<RowOp> op);
     // A row op: converts x, with the norm where there is one, for the product of `w` in the next stage.
-    PreparedRows* add_conversion(const Place& x, const Norm& norm, const Tiles& w);
+    PreparedRows* add_conversion(const Place& x, const Norm& norm, const Tiles& w,
+                                 std::vector<int32_t> permutation = {}, float threshold = 0);
+    // Has what a product multiplies, before a threshold, copied to [max_tokens][width of x] in each step;
+    // where the rows are the sampled ones, there are no more of them.
+    void observe(PreparedRows& rows, float* copies);
     // Lets the product or the attention of the last stage write the rows of the product of `w` in place of x,
     // its out, which nothing else may read.
-    PreparedRows* convert_in_last_stage(const Place& x, const Tiles& w);
+    // With `keeps_out`, rows with an adapter are written there too.
+    PreparedRows* convert_in_last_stage(const Place& x, const Tiles& w, bool keeps_out = false);
+    // A stage: computes what adapters make of the rows of the next product, x with the norm where there is
+    // one. `sites`: those of the product.
+    void add_shrink(const Place& x, const Norm& norm, std::vector<int> sites);
     void add_linear(LinearSpec spec);
+    Adapters& adapters() { return adapters_; }
+    const Adapters& adapters() const { return adapters_; }
+    // Rows of the h of adapters.
+    int adapter_rows() const { return std::max(max_tokens_, kSampleChunk); }
     void add_heads(HeadsSpec spec);
     void add_attention(const AttentionSpec& spec);
+    // Adds a stage over tokens that shares its range with no other.
+    void add_stage(std::unique_ptr<Stage> stage) { push(std::move(stage)); }
+    // Lets this executor be one of several ranks', before the first collective.
+    void meet(std::shared_ptr<SharedRanks> ranks) { ranks_ = std::move(ranks); }
+    // Two stages, which have a range of their own.
+    void add_collective(const CollectiveSpec& spec);
     // Chooses experts; two stages. Returns the index of the choice.
     int add_route(const RouteSpec& spec);
     // Lets the last stage, a choice of experts, write the tokens' rows x for the experts' product of `w`.
     PreparedRows* convert_in_route(const Place& x, const Tiles& w);
-    // A stage: converts experts' rows for their next product, which reads them as `w` does.
-    PreparedRows* add_expert_conversion(const Place& x, int route, const Tiles& w);
+    // A stage: converts experts' rows for their next product, which reads them as `w` does. With `by`, the
+    // weights of a choice that scales rows, x is the tokens', and each choice's row its product with a weight.
+    PreparedRows* add_expert_conversion(const Place& x, int route, const Tiles& w, const Place* by = nullptr);
     void add_experts(ExpertsSpec spec);
     const ExpertPlan* expert_plan(int route) const { return expert_plans_.at(route).get(); }
     // Draws from the logits of the stage before, or copies them to where the batch wants them.
     void add_sampling(const Place& logits);
     // Notes that a step needs positions on this axis.
     void read_axis(int axis) { num_axes_ = std::max(num_axes_, axis + 1); }
+    // A row op: takes the rows that the stage of the model before has made.
+    void add_hidden_input(const Place& out);
     // Copies the head's rows to where the batch wants them.
     void add_output(const Place& rows);
+    // Lets weights be read from a file while steps run; the next stage that is added waits for a chunk of it.
+    void stream(std::shared_ptr<WeightStream> weights) { stream_ = std::move(weights); }
+    void await_chunk(int chunk) { open_.chunk = chunk; }
     // Whether requests that begin with the same blocks read them together; true unless said otherwise.
     void share_prefixes(bool share) { share_prefixes_ = share; }
     RopeAngles* add_angles(std::vector<double> inv_freq, double mscale);
     // Copies parameters, to live as long as the executor.
     const float* keep(std::vector<float> values);
+    // Notes that rows of this width may be given.
+    void take_given(int width) { given_width_ = width; }
+
     // Takes the memory; the arguments are the floats of a row of each axis.
     void finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats, int64_t expert_floats = 0);
 
     // -- running --
     void run(const Batch& batch, const KvMemory& kv);
-    // Draws some sampled rows of the step that was just run again, each under its mask of masks
-    // [samples][mask_words]. The step kept its logits, and they are those of all its sampled rows: at most
+    // Draws some sampled rows of the step that was just run again, by these records of all sampled rows: each
+    // under its mask of masks [samples][mask_words] and from its logits of replaced [samples], its own where
+    // these are null. The step kept its logits, and they are those of all its sampled rows: at most
     // kSampleChunk.
     void redraw(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
-                const uint32_t* masks);
+                std::vector<SamplingRecord> records, const uint32_t* masks,
+                const std::vector<const float*>& replaced);
+    // The logits [V] of a sampled row of the step that was just run, which kept them.
+    const float* kept_logits(int sample) const;
 
-    // Stages computed, ever: grows while a step runs, and any thread may look.
-    uint64_t stages_done() const { return stages_done_.load(std::memory_order_relaxed); }
+    // Stages computed and bytes of weights read, ever: grows while a step runs or waits for a disk that is only
+    // slow, and any thread may look.
+    uint64_t progress() const {
+        return stages_done_.load(std::memory_order_relaxed) + (stream_ ? (uint64_t)stream_->bytes_read() : 0);
+    }
 
     // Times each stage of the steps from now on, from zero.
     void profile(bool on);
@@ -309,12 +380,23 @@ class Executor {
 
     ThreadPool& pool() const { return pool_; }
     int vocab() const { return vocab_; }
+    int max_tokens() const { return max_tokens_; }
     const KernelTable& kernels() const { return kernels_; }
     float* arena(Axis axis) const { return (float*)arenas_[(int)axis]->data(); }
     int64_t row_floats(Axis axis) const { return row_floats_[(int)axis]; }
     const AttentionPlan& plan(int index) const { return plans_[index]; }
+    // The step's rows with adapters: all, or those of a chunk of samples.
+    const AdapterRows& adapted(bool samples, int first_sample) const {
+        return samples ? adapted_samples_[first_sample / kSampleChunk] : adapted_;
+    }
+    // Whether thresholds hold for each row of the step, or for each sampled one.
+    const uint8_t* sparse_rows(bool samples) const {
+        return samples ? sparse_samples_.data() : sparse_rows_.data();
+    }
     // The best logit of a sampled row, where its logits were not written.
     Best best(int sample) const;
+    // The number that a collective has in the running step; `index`: among those of the body or the head.
+    uint32_t collective(int index, const View& view) const;
     float* partials() const { return (float*)partials_->data(); }
 
   private:
@@ -323,6 +405,7 @@ class Executor {
         bool samples = false;
         int range = -1;
         bool is_empty = true;
+        int chunk = -1;
     };
     using Stages = std::vector<std::unique_ptr<Stage>>;
 
@@ -334,9 +417,15 @@ class Executor {
     void place_rows();
     void group_stages();
     void size_thread_states();
+    void order_chunks();
+    // Returns how many collectives a step has.
+    int count_collectives(const Batch& batch) const;
+    void check_places(int first, int end) const;
     void check(const Batch& batch, const KvMemory& kv) const;
     void check_tables(const AttentionPlan& plan, const Batch& batch, const KvMemory& kv) const;
     void make_plans(const Batch& batch, const KvMemory& kv);
+    void sort_adapters(const Batch& batch);
+    void mark_sparse(const Batch& batch);
 
     ThreadPool& pool_;
     const KernelTable& kernels_;
@@ -345,9 +434,25 @@ class Executor {
     Stages body_, head_;
     std::vector<int> body_ranges_;  // the range of each stage of the body, as it was told
     std::vector<StageRange> each_;  // every stage of the body alone
+    std::vector<StageRange> plain_;  // and without those that only adapters need
+    Adapters adapters_;
+    AdapterRows adapted_;
+    std::vector<AdapterRows> adapted_samples_;
+    std::vector<uint8_t> sparse_rows_, sparse_samples_;
+    std::shared_ptr<WeightStream> stream_;  // null where all weights are in memory
+    std::vector<int> released_;  // by stage of the body: the streamed chunks that are done with after it
+    std::shared_ptr<SharedRanks> ranks_;  // null where this is the only one
+    int num_collectives_[2] = {};  // of the body and the head
+    size_t slot_bytes_ = 0;  // that the largest collective needs
+    uint32_t first_collective_ = 0;  // the number of the step's first one
+    int adapted_width_ = 0;  // numbers of the widest row that adapters read
     std::vector<StageRange> ranges_;  // the stages of a range together
     const Stage* sampling_ = nullptr;  // the stage of draws
+    Place logits_{};  // what it draws from
+    int num_kept_ = 0;  // sampled rows of the last step, where it kept their logits
+    int hidden_width_ = 0;  // of the rows that the batch has to bring; 0: none
     int num_axes_ = 1;  // axes of positions that the program reads
+    int given_width_ = 0;  // width of the rows that may be given; 0: none
     const Stage* logits_product_ = nullptr;  // the product that writes just the logits, if one does
     int64_t row_floats_[kNumAxes] = {};
     int least_rows_ = 0;  // for each thread, from which on the threads go by ranges
@@ -378,10 +483,16 @@ struct EmbeddingSpec {
     bool by_position = false;  // row `position + offset` of the table, not the token's
     int offset = 0;
     int axis = 0;  // of the positions
+    int first_row = -1;  // the token of the table's first row, others have zeros; -1: it has all
+    int site = -1;  // where adapters update it; -1: nowhere
 };
 std::unique_ptr<RowOp> make_embedding(EmbeddingSpec spec);
 
-std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width);
+// `base`: what a row is where none is given, zeros where its width is 0.
+std::unique_ptr<RowOp> make_given(Place base, Place out);
+
+// each_group: whether the weights are those of a whole row, not of each group of columns.
+std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width, bool each_group = false);
 
 struct RopeSpec {
     Place x, out;
@@ -389,6 +500,7 @@ struct RopeSpec {
     int rotary_dim, rotary_start;  // the part of each head that is rotated
     bool interleaved;
     const RopeAngles* angles;
+    std::vector<int> axes = {};  // of positions that each frequency reads; empty: the first
 };
 std::unique_ptr<RowOp> make_rope(const RopeSpec& spec);
 
@@ -410,5 +522,7 @@ std::unique_ptr<RowOp> make_gather(Place x, Place out);
 std::unique_ptr<RowOp> make_combine(Place x, Place weights, Place out, const ExpertPlan& plan);
 std::unique_ptr<RowOp> make_pool(Place x, Place out, Pooling mode);
 std::unique_ptr<RowOp> make_rows_out(Place rows);
+std::unique_ptr<RowOp> make_hidden_in(Place out);
+std::unique_ptr<RowOp> make_hidden_out(Place x);
 
 }  // namespace octavo

@@ -53,6 +53,8 @@ struct RouteStage : Stage {
         for (int j = 0; j < spec.top_k; j++) {
             ids[j] = largest(choice, taken, experts);
             weights[j] = scores[ids[j]];
+            if (spec.score == RouteSpec::Score::sigmoid_top_k) weights[j] = sigmoid(weights[j]);
+            if (spec.score == RouteSpec::Score::sparsemixer) weights[j] = mixed(logits, taken, ids[j]);
         }
         if (spec.score == RouteSpec::Score::softmax_top_k) softmax(weights, spec.top_k, weights);
         float sum = 0;
@@ -67,16 +69,27 @@ struct RouteStage : Stage {
         switch (spec.score) {
             case RouteSpec::Score::softmax: return softmax(logits, experts, scores);
             case RouteSpec::Score::sigmoid:
-                for (int e = 0; e < experts; e++) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+                for (int e = 0; e < experts; e++) scores[e] = sigmoid(logits[e]);
                 return;
             default: std::copy_n(logits, experts, scores);
         }
     }
+    static float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
     static void softmax(const float* x, int count, float* out) {
         float most = x[0], sum = 0;
         for (int i = 1; i < count; i++) most = std::max(most, x[i]);
         for (int i = 0; i < count; i++) sum += out[i] = std::exp(x[i] - most);
         for (int i = 0; i < count; i++) out[i] /= sum;
+    }
+    // Returns an expert's weight among itself and those not taken that come near it.
+    float mixed(const float* logits, const float* taken, int chosen) const {
+        const float best = logits[chosen];
+        float sum = 0;
+        for (int e = 0; e < spec.num_experts(); e++) {
+            const bool far = best - logits[e] > 2 * spec.jitter * std::max(std::fabs(logits[e]), best);
+            if (e == chosen || (!taken[e] && !far)) sum += std::exp(logits[e] - best);
+        }
+        return 1 / sum;
     }
     // Returns the place of the largest number that is not taken, of equals the first, and takes it.
     static int largest(const float* x, float* taken, int count) {
@@ -90,11 +103,15 @@ struct RouteStage : Stage {
     void keep_best_groups(float* choice, float* memory) const {
         const int size = spec.num_experts() / spec.num_groups;
         float* taken = memory + spec.num_groups;
-        for (int g = 0; g < spec.num_groups; g++) memory[g] = two_best(choice + g * size, size);
+        for (int g = 0; g < spec.num_groups; g++) memory[g] = rank(choice + g * size, size);
         std::fill_n(taken, spec.num_groups, 0.0f);
         for (int i = 0; i < spec.top_groups; i++) largest(memory, taken, spec.num_groups);
         for (int g = 0; g < spec.num_groups; g++)
             if (!taken[g]) std::fill_n(choice + g * size, size, -INFINITY);
+    }
+    float rank(const float* x, int count) const {
+        if (spec.group_rank == RouteSpec::GroupRank::best) return *std::max_element(x, x + count);
+        return two_best(x, count);
     }
     static float two_best(const float* x, int count) {
         float first = -INFINITY, second = -INFINITY;
@@ -124,18 +141,29 @@ struct OrderStage : Stage {
 struct ExpertRowsStage : Stage {
     const PreparedRows& rows;
     const ExpertPlan& plan;
-    ExpertRowsStage(const PreparedRows& r, const ExpertPlan& p) : rows(r), plan(p) {}
+    Place by;  // weights of the tokens that the rows are made of; of width 0: rows as they are
+    ExpertRowsStage(const PreparedRows& r, const ExpertPlan& p, const Place& b) : rows(r), plan(p), by(b) {}
     std::string name() const override { return "rows of experts"; }
     bool on_samples() const override { return false; }
     bool depends_on_data() const override { return true; }
     int pieces(const View& view) const override {
         return view.batch.num_tokens ? (int)plan.blocks.size() : 0;
     }
-    void run(const View& view, int piece, ThreadState&, int) const override {
+    void run(const View& view, int piece, ThreadState& thread, int) const override {
         const ExpertPlan::Block& block = plan.blocks[piece];
-        for (int row = block.row0; row < block.row0 + block.num_rows; row++)
-            view.executor.kernels().prepare_row(view.at(rows.x, row), rows.x.width, rows.norm, rows.rows,
-                                                row);
+        for (int row = block.row0; row < block.row0 + block.num_rows; row++) {
+            const float* x = by.width ? scaled(view, row, thread.scores.data()) : view.at(rows.x, row);
+            view.executor.kernels().prepare_row(x, rows.x.width, rows.norm, rows.rows, row);
+        }
+    }
+    // Writes the row's token times the weight of this choice.
+    const float* scaled(const View& view, int row, float* out) const {
+        const int token = plan.tokens[row];
+        const int32_t* choices = plan.rows.data() + (size_t)token * plan.top_k;
+        const float weight = view.at(by, token)[std::find(choices, choices + plan.top_k, row) - choices];
+        const float* x = view.at(rows.x, token);
+        for (int i = 0; i < rows.x.width; i++) out[i] = x[i] * weight;
+        return out;
     }
 };
 

@@ -13,10 +13,10 @@ namespace octavo {
 #ifdef __SANITIZE_ADDRESS__
 // The sanitizer sees a step over the end of a heap block, but not over that of mapped pages.
 Memory::Memory(size_t bytes, bool)
-    : data_((uint8_t*)::operator new(bytes, std::align_val_t(64))), size_(bytes) {
+    : data_((uint8_t*)::operator new(bytes, std::align_val_t(4096))), size_(bytes) {
     std::memset(data_, 0, size_);
 }
-Memory::~Memory() { ::operator delete(data_, std::align_val_t(64)); }
+Memory::~Memory() { ::operator delete(data_, std::align_val_t(4096)); }
 #else
 Memory::Memory(size_t bytes, bool small_pages) : size_(bytes < 64 ? 64 : bytes) {
     void* p =

@@ -193,8 +193,8 @@ struct GroupLayout {
     size_t codes_bytes;  // of all 16 outputs
     size_t scale_bytes = 0;  // one scale for each of the 16 outputs
     int parts = 0;  // scales of one output
-    bool has_min = false;
-    size_t bytes() const { return codes_bytes + scale_bytes * parts * (has_min ? 2 : 1); }
+    size_t low_bytes = 0;  // of the mins or zeros of all 16 outputs
+    size_t bytes() const { return codes_bytes + scale_bytes * parts + low_bytes; }
 };
 
 GroupLayout group_of(const Tiles& t) {
@@ -207,7 +207,8 @@ GroupLayout group_of(const Tiles& t) {
         default: {
             const size_t codes = t.code == Code::u4 ? kCodes / 2 : kCodes;
             const size_t scale = kTile * (t.scale_type == ScaleType::fp16 ? 2 : 4);
-            return {codes, scale, t.half_groups ? 2 : 1, t.has_min};
+            const size_t low = t.low == Low::none ? 0 : t.low == Low::zero ? (size_t)kTile : scale;
+            return {codes, scale, t.half_groups ? 2 : 1, low};
         }
     }
 }
@@ -251,8 +252,10 @@ void check(const QuantisedSource& s) {
                                     std::to_string(s.group));
     if (half_groups && s.codes.bits() == 4)
         throw std::invalid_argument("4-bit weights are packed in groups of a multiple of 32, got 16");
-    if (half_groups && s.mins.data)
-        throw std::invalid_argument("weights in groups of 16 are packed without mins");
+    if (half_groups && (s.mins.data || s.zeros.data))
+        throw std::invalid_argument("weights in groups of 16 are packed without mins and zeros");
+    if (s.zeros.data && (s.mins.data || s.zeros.kind != Matrix::Kind::i8))
+        throw std::invalid_argument("zeros of groups are signed bytes, without mins beside them");
 }
 
 // Calls to(i, value) for each of some numbers that lie side by side.
@@ -292,7 +295,7 @@ Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs) {
     Tiles t{};
     t.code = format.code;
     t.scale_type = format.scale_type;
-    t.has_min = format.has_min;
+    t.low = format.low;
     t.half_groups = format.half_groups;
     t.num_rows = (int32_t)num_rows;
     t.num_inputs = num_inputs;
@@ -327,7 +330,7 @@ PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
     PackedTiles packed{tiles, nullptr};
     packed.memory = memory_.take(packed.num_bytes());
     packed.tiles.data = packed.memory.get();
-    packed.tiles.tile_stride = tiles.tile_bytes;
+    packed.tiles.tile_stride = tiles.column_stride ? kTile : tiles.tile_bytes;
     jobs_.push_back({packed, std::move(pack), num_tiles_});
     num_tiles_ += tiles.num_tiles();
     num_waiting_bytes_ += packed.num_bytes();
@@ -377,10 +380,10 @@ PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
     if (s.codes.bits() != 8 || !s.codes.is_signed || s.zero_point || s.mins.data || s.super_scales.data)
         throw std::invalid_argument(
             "weights with one scale an output have signed codes of 8 bits, no zero point and no mins");
-    const Tiles t = tiles_of({Code::i8}, s.codes.rows, s.num_inputs);
+    Tiles t = tiles_of({Code::i8}, s.codes.rows, s.num_inputs);
     const size_t codes_bytes = t.tile_bytes - kTile * sizeof(float);
-    return add(t, [t, codes_bytes, codes = CodeReader(s.codes, s.num_inputs, 0), scales = s.scales](
-                      int tile, uint8_t* data) {
+    const auto pack_tile = [t, codes_bytes, codes = CodeReader(s.codes, s.num_inputs, 0), scales = s.scales](
+                               int tile, uint8_t* data) {
         pack_groups(t, kGroup * kTile, tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
             Bytes found[2];
             codes.read(row, g, found);
@@ -389,7 +392,45 @@ PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
         for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++)
             ((float*)(data + codes_bytes))[lane] =
                 number_at(scales.kind, scales.data + ((int64_t)tile * kTile + lane) * scales.row_stride, 0);
+    };
+    if (!s.by_columns) return add(t, pack_tile);
+    t.column_stride = t.num_tiles() * kTile;
+    return add(t, [t, codes_bytes, pack_tile](int tile, uint8_t* to) {
+        std::vector<uint8_t> packed(t.tile_bytes);
+        pack_tile(tile, packed.data());
+        for (size_t at = 0; at < codes_bytes; at++) {  // quads [16 outputs][4 inputs]
+            const size_t output = at / 4 % kTile, input = at / (4 * kTile) * 4 + at % 4;
+            to[input * t.column_stride + output] = packed[at];
+        }
+        uint8_t* const scales_of_all = to - (size_t)tile * kTile + codes_bytes / kTile * t.column_stride;
+        std::memcpy(scales_of_all + tile * kTile * sizeof(float), packed.data() + codes_bytes,
+                    kTile * sizeof(float));
     });
+}
+
+// Lays two tiles of 4-bit codes, from `tile` on, by columns: `to` is where the weight begins.
+void put_columns(const Tiles& t, const GroupLayout& layout, int tile, const std::vector<uint8_t> (&packed)[2],
+                 uint8_t* to) {
+    const auto code = [&](const uint8_t* group, int output, int input) {
+        const uint8_t byte = group[64 * (input / 8) + 4 * output + input % 4];
+        return input % 8 < 4 ? byte & 15 : byte >> 4;
+    };
+    for (int g = 0; g < t.num_groups; g++) {
+        uint8_t* const group = to + g * t.num_tiles() * layout.bytes();
+        uint8_t* const scales = group + (size_t)kGroup * t.column_stride;
+        uint8_t* const lows = scales + t.num_tiles() * layout.scale_bytes;
+        const uint8_t* from[2];
+        for (int i = 0; i < 2; i++) from[i] = packed[i].data() + g * layout.bytes();
+        for (int input = 0; input < kGroup; input++)
+            for (int output = 0; output < kTile; output++)
+                group[input * t.column_stride + tile * (kTile / 2) + output] =
+                    (uint8_t)(code(from[0], output, input) | code(from[1], output, input) << 4);
+        for (int i = 0; i < 2; i++) {
+            const uint8_t* levels = from[i] + layout.codes_bytes;
+            std::memcpy(scales + (tile + i) * layout.scale_bytes, levels, layout.scale_bytes);
+            std::memcpy(lows + (tile + i) * layout.low_bytes, levels + layout.scale_bytes, layout.low_bytes);
+        }
+    }
 }
 
 PackedTiles Packer::add(const QuantisedSource& s) {
@@ -399,7 +440,9 @@ PackedTiles Packer::add(const QuantisedSource& s) {
                       (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
     const TileFormat format{.code = s.codes.bits() == 4 && !s.wide ? Code::u4 : Code::u8,
                             .scale_type = fp16 ? ScaleType::fp16 : ScaleType::fp32,
-                            .has_min = s.mins.data != nullptr,
+                            .low = s.zeros.data  ? Low::zero
+                                   : s.mins.data ? Low::min
+                                                 : Low::none,
                             .half_groups = s.group == 16};
     Tiles t = tiles_of(format, s.codes.rows, s.num_inputs);
     t.zero_point = s.zero_point + (s.codes.is_signed ? 128 : 0);
@@ -408,9 +451,9 @@ PackedTiles Packer::add(const QuantisedSource& s) {
     const auto levels = [&](const Matrix& values, const Matrix& supers) {
         return LevelReader(values, supers, fp16, kGroup / group.parts, s.group, s.num_inputs);
     };
-    return add(t, [t, group, flipped, codes = CodeReader(s.codes, s.num_inputs, s.zero_point),
-                   scales = levels(s.scales, s.super_scales),
-                   mins = levels(s.mins, s.super_mins)](int tile, uint8_t* data) {
+    const auto pack_tile = [t, group, flipped, codes = CodeReader(s.codes, s.num_inputs, s.zero_point),
+                            scales = levels(s.scales, s.super_scales), mins = levels(s.mins, s.super_mins),
+                            zeros = s.zeros, per = s.group / kGroup](int tile, uint8_t* data) {
         pack_groups(t, group.bytes(), tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
             Bytes found[2];
             codes.read(row, g, found);
@@ -422,7 +465,22 @@ PackedTiles Packer::add(const QuantisedSource& s) {
                 scales.write(row, g * group.parts + part, level);
                 mins.write(row, g * group.parts + part, level + group.parts * group.scale_bytes);
             }
+            if (zeros.data)
+                to[group.codes_bytes + group.scale_bytes + lane] =
+                    zeros.data[row * zeros.row_stride + g / per * zeros.column_stride];
         });
+    };
+    const bool in_pairs = t.code == Code::u4 && !t.half_groups && t.num_tiles() % 2 == 0;
+    if (!s.by_columns || !in_pairs) return add(t, pack_tile);
+    t.column_stride = t.num_tiles() * kTile / 2;
+    return add(t, [t, group, pack_tile](int tile, uint8_t* to) {
+        if (tile % 2) return;  // two tiles share bytes
+        std::vector<uint8_t> packed[2];
+        for (int i = 0; i < 2; i++) {
+            packed[i].resize(t.tile_bytes);
+            pack_tile(tile + i, packed[i].data());
+        }
+        put_columns(t, group, tile, packed, to - (size_t)tile * kTile);
     });
 }
 

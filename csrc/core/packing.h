@@ -17,7 +17,8 @@ namespace octavo {
 struct TileFormat {
     Code code;
     ScaleType scale_type = ScaleType::fp32;
-    bool has_min = false, half_groups = false;
+    Low low = Low::none;
+    bool half_groups = false;
 };
 
 // The tiles of a weight of `num_rows` outputs and `num_inputs` inputs, without memory.
@@ -72,8 +73,10 @@ struct QuantisedSource {
     CodeRows codes;
     int group, zero_point, num_inputs;
     Matrix scales, mins, super_scales, super_mins;  // `data` null where there is none
+    Matrix zeros{};  // i8, of groups, beyond the zero point; never beside mins
     bool wide = false;  // lays 4-bit codes in bytes, for a product beside a weight of 8 bits
     bool whole_rows = false;  // signed codes of 8 bits with one scale for each output, scales [rows][1]
+    bool by_columns = false;  // lays whole rows, and codes of 4 bits in an even number of tiles, by columns
 };
 
 // Weights to be packed. `add` decides where each will lie, `run` writes their bytes; sources must live until

@@ -49,6 +49,13 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
     a.out_ranks = out_numbers<int32_t>(result, "ranks");
     a.out_top_logprobs = out_numbers<float>(result, "top_logprobs");
     a.out_surprises = out_numbers<float>(result, "surprises");
+    if (!result.attr("candidates").is_none()) {
+        const auto candidates = array_of<Out<int32_t, nb::ndim<2>>>(result, "candidates");
+        a.out_candidates = candidates.data();
+        a.num_candidates = (int)candidates.shape(1);
+        if (a.num_candidates < 1 || a.num_candidates > kMostCandidates)
+            throw std::invalid_argument("candidates: not 1 to 8 of each row");
+    }
     if (result.attr("top_ids").is_none()) return;
     const auto top_ids = array_of<Out<int32_t, nb::ndim<2>>>(result, "top_ids");
     a.out_top_ids = top_ids.data();
@@ -97,6 +104,18 @@ void check_rows(const Ints& query_starts, size_t num_tokens) {
     expect((size_t)starts[num_requests] <= num_tokens, "query_starts: ends behind the rows of the step");
 }
 
+// Reads the rows from outside, where a step has any.
+void read_given(Batch& b, const nb::object& batch) {
+    if (batch.attr("given").is_none()) return;
+    const auto given = array_of<Array<float, nb::ndim<2>>>(batch, "given");
+    b.given = given.data();
+    b.num_given = (int)given.shape(0);
+    b.given_width = (int)given.shape(1);
+    b.given_rows = numbers<int32_t>(batch, "given_rows", b.num_tokens);
+    for (int t = 0; t < b.num_tokens; t++)
+        expect(b.given_rows[t] < b.num_given, "given_rows: a row that is not among the given ones");
+}
+
 }  // namespace
 
 Batch read_batch(const nb::object& batch, const nb::object& output, int num_steps) {
@@ -123,6 +142,18 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     b.slots = numbers<int32_t>(batch, "slots", num_groups * num_tokens);
     b.block_tables = block_tables.data();
     b.sample_rows = sample_rows.data();
+    if (!batch.attr("adapter_rows").is_none())
+        b.adapters = numbers<int32_t>(batch, "adapter_rows", num_tokens);
+    if (!batch.attr("sparse_from").is_none())
+        b.sparse_from = numbers<int32_t>(batch, "sparse_from", b.num_requests);
+    read_given(b, batch);
+    if (!batch.attr("limits").is_none()) b.limits = numbers<int32_t>(batch, "limits", num_tokens);
+    if (!batch.attr("hidden").is_none()) {
+        const auto hidden = array_of<Array<float, nb::ndim<2>>>(batch, "hidden");
+        expect(hidden.shape(0) == num_tokens, "hidden: not one row for each of the step");
+        b.hidden = hidden.data();
+        b.hidden_width = (int)hidden.shape(1);
+    }
     const nb::object sampling = batch.attr("sampling");
     b.draws = !sampling.is_none();
     if (b.draws) {

@@ -8,6 +8,21 @@
 
 namespace octavo {
 
+void PreparedRows::convert(const View& view, int64_t row, const Rows& to, int64_t index) const {
+    const float* from = view.at(x, row);
+    std::vector<float> permuted(permutation.size());
+    for (size_t i = 0; i < permuted.size(); i++) permuted[i] = from[permutation[i]];
+    const float* ordered = permuted.empty() ? from : permuted.data();
+    Norm first = norm;
+    first.threshold = threshold > 0 && view.sparse_rows(x.on_samples())[row] ? threshold : 0;
+    view.executor.kernels().prepare_row(ordered, x.width, first, to, index);
+    if (!observed) return;
+    float* copy = observed + (row + (x.on_samples() ? view.first_sample : 0)) * x.width;
+    std::vector<float> numbers(ordered, ordered + x.width);
+    if (norm.weight) view.executor.kernels().norm_row(ordered, x.width, norm, numbers.data());
+    for (int i = 0; i < x.width; i++) copy[permutation.empty() ? i : permutation[i]] = numbers[i];
+}
+
 namespace {
 
 struct EmbeddingOp : RowOp {
@@ -17,8 +32,32 @@ struct EmbeddingOp : RowOp {
         const Batch& b = view.batch;
         const int id = spec.by_position ? b.positions[(int64_t)spec.axis * b.num_tokens + row] + spec.offset
                                         : b.token_ids[row];
+        if (spec.first_row >= 0) return run_part(view, row, id - spec.first_row);
         const int safe = id < 0 || id >= spec.table.num_rows ? 0 : id;  // padded rows may hold anything
         view.executor.kernels().read_row(spec.table, safe, spec.scale, view.at(spec.out, row));
+        adapt(view, row, safe);
+    }
+    // Reads a row of this rank's part of the table; zeros where another rank has it.
+    void run_part(const View& view, int64_t row, int id) const {
+        float* to = view.at(spec.out, row);
+        if (id < 0 || id >= spec.table.num_rows) return std::fill_n(to, spec.out.width, 0.0f), void();
+        view.executor.kernels().read_row(spec.table, id, spec.scale, to);
+    }
+    // Adds what the row's adapter says; its h lies where a product's would.
+    void adapt(const View& view, int64_t row, int id) const {
+        const Adapters& adapters = view.executor.adapters();
+        const SiteUpdate* update = adapters.update(view.adapter(false, row), spec.site);
+        if (!update) return;
+        const KernelTable& k = view.executor.kernels();
+        float *h = adapters.h(row), *to = view.at(spec.out, row);
+        k.read_ranks(update->a, id, update->scale * spec.scale, h);
+        for (int column = 0; column < spec.out.width; column += kTile) {
+            const int width = std::min(kTile, spec.out.width - column);
+            float acc[kTile] = {};
+            std::copy_n(to + column, width, acc);
+            k.expand(update->b, column / kTile, h, update->gain, update->bias, acc);
+            std::copy_n(acc, width, to + column);
+        }
     }
 };
 
@@ -26,10 +65,30 @@ struct NormOp : RowOp {
     Place x, out;
     Norm norm;
     int group_width;
+    bool each_group;
     void run(const View& view, int64_t row) const override {
-        for (int start = 0; start < x.width; start += group_width)
-            view.executor.kernels().norm_row(view.at(x, row) + start, group_width, norm,
+        Norm own = norm;
+        for (int start = 0; start < x.width; start += group_width) {
+            if (each_group) own.weight = norm.weight + start;
+            view.executor.kernels().norm_row(view.at(x, row) + start, group_width, own,
                                              view.at(out, row) + start);
+        }
+    }
+};
+
+struct GivenOp : RowOp {
+    Place base, out;
+    GivenOp(Place b, Place o) : base(b), out(o) {}
+    void run(const View& view, int64_t row) const override {
+        const Batch& b = view.batch;
+        float* to = view.at(out, row);
+        const int at = b.given ? b.given_rows[row] : -1;
+        if (at >= 0)
+            std::copy_n(b.given + (int64_t)at * b.given_width, out.width, to);
+        else if (!base.width)
+            std::fill_n(to, out.width, 0.0f);
+        else if (const float* from = view.at(base, row); from != to)
+            std::copy_n(from, out.width, to);
     }
 };
 
@@ -40,11 +99,26 @@ struct RopeOp : RowOp {
         float* to = view.at(spec.out, row);
         const float* from = view.at(spec.x, row);
         if (to != from) std::memcpy(to, from, sizeof(float) * spec.num_heads * spec.head_width);
-        const int position = std::max(view.batch.positions[row], 0);  // padded rows may have any
-        const float *cos = spec.angles->cos(position), *sin = spec.angles->sin(position);
+        const float *cos = spec.angles->cos(position(view, 0, row)),
+                    *sin = spec.angles->sin(position(view, 0, row));
+        std::vector<float> mixed;
+        if (!spec.axes.empty()) {
+            const int n = (int)spec.axes.size();
+            mixed.resize(2 * n);
+            for (int i = 0; i < n; i++) {
+                const int at = position(view, spec.axes[i], row);
+                mixed[i] = spec.angles->cos(at)[i];
+                mixed[n + i] = spec.angles->sin(at)[i];
+            }
+            cos = mixed.data(), sin = cos + n;
+        }
         for (int h = 0; h < spec.num_heads; h++)
             view.executor.kernels().rope_head(to + h * spec.head_width + spec.rotary_start, cos, sin,
                                               spec.rotary_dim, spec.interleaved);
+    }
+    static int position(const View& view, int axis, int64_t row) {
+        const Batch& b = view.batch;
+        return std::max(b.positions[(int64_t)axis * b.num_tokens + row], 0);  // padded rows may have any
     }
 };
 
@@ -91,17 +165,19 @@ struct ElementwiseOp : RowOp {
             case Elementwise::softcap:
                 for (int i = 0; i < width; i++) to[i] = factor * std::tanh(x[i] / factor);
                 return;
-            case Elementwise::gate: return open_gate(view, x, y, to);
+            case Elementwise::gate: return open_gate(view, row, x, y, to);
         }
     }
     // The products' epilogue opens the gate, 16 columns at a time, so that it means the same there and here.
-    void open_gate(const View& view, const float* x, const float* y, float* to) const {
+    void open_gate(const View& view, int64_t row, const float* x, const float* y, float* to) const {
+        Epilogue gate = spec.gate;
+        if (gate.threshold > 0) gate.is_sparse = view.sparse_rows(spec.a.on_samples()) + row;
         for (int i = 0; i < spec.out.width; i += kTile) {
             const int n = std::min(spec.out.width - i, kTile);
             float g[kTile] = {}, up[kTile] = {};
             std::memcpy(g, x + i, sizeof(float) * n);
             std::memcpy(up, y + i, sizeof(float) * n);
-            view.executor.kernels().write_tile(spec.gate, g, up, 0, 1, i, n, to + i, 0);
+            view.executor.kernels().write_tile(gate, g, up, 0, 1, i, n, to + i, 0);
         }
     }
 };
@@ -134,6 +210,22 @@ struct PoolOp : RowOp {
     }
 };
 
+struct HiddenInOp : RowOp {
+    Place out;
+    explicit HiddenInOp(Place p) : out(p) {}
+    void run(const View& view, int64_t row) const override {
+        std::memcpy(view.at(out, row), view.batch.hidden + row * out.width, sizeof(float) * out.width);
+    }
+};
+
+struct HiddenOutOp : RowOp {
+    Place x;
+    explicit HiddenOutOp(Place p) : x(p) {}
+    void run(const View& view, int64_t row) const override {
+        std::memcpy(view.batch.out_rows + row * x.width, view.at(x, row), sizeof(float) * x.width);
+    }
+};
+
 struct RowsOutOp : RowOp {
     Place rows;
     void run(const View& view, int64_t row) const override {
@@ -149,11 +241,11 @@ struct CombineOp : RowOp {
     CombineOp(Place x, Place w, Place o, const ExpertPlan& p) : x(x), weights(w), out(o), plan(p) {}
     void run(const View& view, int64_t row) const override {
         const int32_t* rows = plan.rows.data() + row * plan.top_k;
-        const float* by = view.at(weights, row);
         float* to = view.at(out, row);
         for (int j = 0; j < plan.top_k; j++) {
             const float* from = view.at(x, rows[j]);
-            for (int i = 0; i < out.width; i++) to[i] = j ? to[i] + by[j] * from[i] : by[j] * from[i];
+            const float by = plan.scales_rows ? 1 : view.at(weights, row)[j];
+            for (int i = 0; i < out.width; i++) to[i] = j ? to[i] + by * from[i] : by * from[i];
         }
     }
 };
@@ -168,14 +260,17 @@ std::unique_ptr<RowOp> make_embedding(EmbeddingSpec spec) {
     return std::make_unique<EmbeddingOp>(std::move(spec));
 }
 
-std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width) {
+std::unique_ptr<RowOp> make_norm(Place x, Place out, Norm norm, int group_width, bool each_group) {
     auto op = std::make_unique<NormOp>();
     op->x = x;
     op->out = out;
     op->norm = norm;
     op->group_width = group_width ? group_width : x.width;
+    op->each_group = each_group;
     return op;
 }
+
+std::unique_ptr<RowOp> make_given(Place base, Place out) { return std::make_unique<GivenOp>(base, out); }
 
 std::unique_ptr<RowOp> make_rope(const RopeSpec& spec) { return std::make_unique<RopeOp>(spec); }
 
@@ -216,5 +311,9 @@ std::unique_ptr<RowOp> make_rows_out(Place rows) {
     op->rows = rows;
     return op;
 }
+
+std::unique_ptr<RowOp> make_hidden_in(Place out) { return std::make_unique<HiddenInOp>(out); }
+
+std::unique_ptr<RowOp> make_hidden_out(Place x) { return std::make_unique<HiddenOutOp>(x); }
 
 }  // namespace octavo

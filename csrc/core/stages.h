@@ -46,8 +46,7 @@ struct PrepareOp : RowOp {
     explicit PrepareOp(const PreparedRows* r) : rows(r) {}
     bool needed(int count) const override { return count > kFewRows; }
     void run(const View& view, int64_t row) const override {
-        const float* x = view.at(rows->x, row);
-        view.executor.kernels().prepare_row(x, rows->x.width, rows->norm, rows->rows, rows->at(view, row));
+        rows->convert(view, row, rows->rows, rows->at(view, row));
     }
 };
 
@@ -63,28 +62,115 @@ struct Product {
     Epilogue epilogue;
     float* out;
     int64_t stride;
+    // Sums that are there already, [count][num_rows][16], or null: they are to be computed.
+    float *sums = nullptr, *up_sums = nullptr;
     int column() const { return tile * kTile; }
     int width() const { return std::min(count * kTile, weight->num_rows - column()); }
 };
 
-void multiply(const KernelTable& k, ThreadState& thread, const Product& p) {
+// `update` is called with each tile of sums before it is finished; `of_up`: of the up projection.
+template <typename Update>
+void multiply(const KernelTable& k, ThreadState& thread, const Product& p, const Update& update) {
     float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
-    const auto finish = [&](int i, const float* sums) {
-        k.write_tile(p.epilogue, sums, other, p.row0, p.num_rows, p.column() + i * kTile,
+    const auto finish = [&](int i, const float* sums, const float* of_up) {
+        k.write_tile(p.epilogue, sums, of_up, p.row0, p.num_rows, p.column() + i * kTile,
                      std::min(kTile, p.width() - i * kTile), p.out + i * kTile, p.stride);
     };
-    if (p.up) {
+    if (p.sums) {
+        for (int i = 0; i < p.count; i++) {
+            const int64_t at = (int64_t)i * p.num_rows * kTile;
+            update(p.tile + i, p.sums + at, false);
+            if (p.up) update(p.tile + i, p.up_sums + at, true);
+            finish(i, p.sums + at, p.up_sums + at);
+        }
+    } else if (p.up) {
         for (int i = 0; i < p.count; i++) {
             const TileRef refs[2] = {{p.weight, p.tile + i, acc}, {p.up, p.tile + i, other}};
             k.tile_products(refs, 2, p.x, p.x0, p.num_rows, thread.product->data());
-            finish(i, acc);
+            update(p.tile + i, acc, false);
+            update(p.tile + i, other, true);
+            finish(i, acc, other);
         }
     } else {
         const TileRef refs[2] = {{p.weight, p.tile, acc}, {p.weight, p.tile + 1, other}};
         k.tile_products(refs, p.count, p.x, p.x0, p.num_rows, thread.product->data());
-        for (int i = 0; i < p.count; i++) finish(i, refs[i].acc);
+        for (int i = 0; i < p.count; i++) {
+            update(p.tile + i, refs[i].acc, false);
+            finish(i, refs[i].acc, nullptr);
+        }
     }
 }
+
+void multiply(const KernelTable& k, ThreadState& thread, const Product& p) {
+    multiply(k, thread, p, [](int, float*, bool) {});
+}
+
+// Numbers of a row as adapters read it, with zeros behind the last.
+inline int64_t padded_width(int width) { return (int64_t)(width + kTile - 1) / kTile * kTile; }
+
+// Shrinks a product's rows for adapters: h = scale * A x for each of its sites. Rows of one adapter are taken
+// together.
+struct ShrinkStage : Stage {
+    Place x;
+    Norm norm;
+    std::vector<int> sites;
+
+    ShrinkStage(const Place& p, const Norm& n, std::vector<int> s) : x(p), norm(n), sites(std::move(s)) {}
+    std::string name() const override { return "adapters"; }
+    bool on_samples() const override { return x.on_samples(); }
+    bool row_local() const override { return true; }
+    bool only_adapters() const override { return true; }
+    int pieces(const View& view) const override {
+        return view.batch.adapters ? (int)view.executor.adapted(on_samples(), view.first_sample).runs.size()
+                                   : 0;
+    }
+    void run(const View& view, int piece, ThreadState& thread, int) const override {
+        const AdapterRows& adapted = view.executor.adapted(on_samples(), view.first_sample);
+        const AdapterRows::Run& run = adapted.runs[piece];
+        shrink(view, thread, run.slot, adapted.rows.data() + run.first, run.count);
+    }
+    void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
+        if (!view.batch.adapters) return;
+        int32_t rows[AdapterRows::kTogether];
+        int count = 0, slot = -1;
+        const auto flush = [&] {
+            if (count && slot >= 0) shrink(view, thread, slot, rows, count);
+            count = 0;
+        };
+        for (int row = row0; row < row1; row++) {
+            const int next = view.adapter(on_samples(), row);
+            if (next != slot || count == AdapterRows::kTogether) flush();
+            slot = next;
+            rows[count++] = row;
+        }
+        flush();
+    }
+    void shrink(const View& view, ThreadState& thread, int slot, const int32_t* rows, int count) const {
+        const Adapters& adapters = view.executor.adapters();
+        const KernelTable& k = view.executor.kernels();
+        const int64_t stride = padded_width(x.width);
+        float* to = (float*)thread.adapted->data();
+        bool is_read = false;
+        for (const int site : sites) {
+            const SiteUpdate* update = adapters.update(slot, site);
+            if (!update || update->a.rank == 0) continue;
+            if (!is_read)
+                for (int i = 0; i < count; i++) read(view, k, rows[i], to + i * stride, stride);
+            is_read = true;
+            float* h[AdapterRows::kTogether];
+            for (int i = 0; i < count; i++) h[i] = adapters.h(rows[i]) + update->offset;
+            k.shrink(update->a, to, count, update->scale, h);
+        }
+    }
+    void read(const View& view, const KernelTable& k, int row, float* to, int64_t stride) const {
+        const float* from = view.at(x, row);
+        if (norm.weight)
+            k.norm_row(from, x.width, norm, to);
+        else
+            std::copy_n(from, x.width, to);
+        std::fill(to + x.width, to + stride, 0.0f);
+    }
+};
 
 struct LinearStage : Stage {
     LinearSpec spec;
@@ -121,10 +207,16 @@ struct LinearStage : Stage {
                first.width == out.width;
     }
     int row_blocks(int rows) const { return (rows + kRowBlock - 1) / kRowBlock; }
+    // Whether any of the weights lies by columns; a thread then takes as long parts of these as it can.
+    bool lies_by_columns() const {
+        return std::any_of(spec.parts.begin(), spec.parts.end(),
+                           [](const LinearPart& part) { return part.tiles.column_stride > 0; });
+    }
     // Four pieces a thread, so that all have as many where the tiles allow it; an even number of tiles, which
     // are taken two at a time.
     int tiles_a_piece(int threads) const {
         const int each = (num_tiles + threads - 1) / threads;
+        if (lies_by_columns()) return std::max((each + 3) / 4 * 4, 4);
         return std::clamp(((each + 3) / 4 + 1) / 2 * 2, 2, 16);
     }
     int pieces(const View& view) const override {
@@ -134,6 +226,7 @@ struct LinearStage : Stage {
     Span reads_first(const View& view, int thread) const override {
         const ThreadPool& pool = view.executor.pool();
         const int threads = pool.num_threads(), chunk = tiles_a_piece(threads);
+        if (lies_by_columns()) return {};
         const int tile = std::min(num_tiles, pool.first_piece(pieces(view), thread) * chunk),
                   end = std::min(num_tiles, tile + num_tiles / threads);
         size_t part = 0;
@@ -167,8 +260,11 @@ struct LinearStage : Stage {
         for (int tile = output.tile0; tile < output.tile1;) {
             while (part + 1 < first.size() && tile >= first[part + 1]) part++;
             const int end = part + 1 < first.size() ? std::min(output.tile1, first[part + 1]) : output.tile1;
-            const TilePair tiles{tile - first[part], std::min(2, end - tile), output.row0, output.num_rows};
-            write(view, thread, x, spec.parts[part], tiles);
+            const bool by_columns = spec.parts[part].tiles.column_stride > 0;
+            const int most = !by_columns ? 2 : output.num_rows <= kColumnRows ? kColumnTiles : kGatheredTiles;
+            const TileRun tiles{tile - first[part], std::min(most, end - tile), output.row0, output.num_rows};
+            by_columns ? write_columns(view, thread, x, spec.parts[part], tiles)
+                       : write(view, thread, x, spec.parts[part], tiles);
             tile += tiles.count;
         }
     }
@@ -177,21 +273,36 @@ struct LinearStage : Stage {
         Rows own = spec.rows->rows;
         place_rows_at(thread.rows->data(), kTile, own);
         if (thread.prepared_stage != stage) {
-            const Place& x = spec.rows->x;
-            for (int row = 0; row < rows; row++)
-                view.executor.kernels().prepare_row(view.at(x, row), x.width, spec.rows->norm, own, row);
+            for (int row = 0; row < rows; row++) spec.rows->convert(view, row, own, row);
             thread.prepared_stage = stage;
         }
         return own;
     }
 
-    // One tile of a part, or two neighbours, for rows row0 and on.
-    struct TilePair {
+    // Neighbouring tiles of a part, for rows row0 and on.
+    struct TileRun {
         int tile, count, row0, num_rows;
     };
-    // Sums go to the out, to the next product's rows, or to the best logit of each row.
+    // Multiplies a run of tiles that lies by columns, and writes their sums two by two.
+    void write_columns(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part,
+                       const TileRun& tiles) const {
+        float *sums = thread.columns[0].data(), *up_sums = thread.columns[1].data();
+        const auto multiply = [&](const Tiles& w, float* to) {
+            view.executor.kernels().column_products(w, tiles.tile, tiles.count, x,
+                                                    spec.rows->at(view, tiles.row0), tiles.num_rows, to,
+                                                    thread.product->data());
+        };
+        multiply(part.tiles, sums);
+        if (is_gated()) multiply(spec.parts[1].tiles, up_sums);
+        for (int i = 0; i < tiles.count; i += 2) {
+            const int64_t at = (int64_t)i * tiles.num_rows * kTile;
+            const TileRun pair{tiles.tile + i, std::min(2, tiles.count - i), tiles.row0, tiles.num_rows};
+            write(view, thread, x, part, pair, sums + at, up_sums + at);
+        }
+    }
+    // Sums of one tile or two go to the out, to the next product's rows, or to the best logit of each row.
     void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part,
-               const TilePair& tiles) const {
+               const TileRun& tiles, float* sums = nullptr, float* up_sums = nullptr) const {
         const KernelTable& k = view.executor.kernels();
         const int row0 = tiles.row0, rows = tiles.num_rows, column = tiles.tile * kTile;
         const bool keeps_best = view.best_only == this, passes_on = spec.converts || keeps_best;
@@ -206,12 +317,37 @@ struct LinearStage : Stage {
                               .num_rows = rows,
                               .epilogue = epilogue(view, part),
                               .out = out,
-                              .stride = passes_on ? kGroup : view.stride(part.out)};
-        multiply(k, thread, product);
+                              .stride = passes_on ? kGroup : view.stride(part.out),
+                              .sums = sums,
+                              .up_sums = up_sums};
+        const int up_site = is_gated() ? spec.parts[1].site : -1;
+        multiply(k, thread, product, [&](int tile, float* acc, bool of_up) {
+            if (view.batch.adapters) adapt(view, of_up ? up_site : part.site, tile, row0, rows, acc);
+        });
         const int width = product.width();
+        if (spec.converts && spec.keeps_out && view.batch.adapters)
+            keep_out(view, part.out, tiles, width, out);
         if (spec.converts)
             k.put_rows(out, spec.converts->rows, spec.converts->at(view, row0), rows, column / kGroup, width);
         if (keeps_best) k.keep_best(out, rows, column, width, thread.best.data() + view.first_sample + row0);
+    }
+
+    // Adds to a tile of sums what the rows' adapters say.
+    void adapt(const View& view, int site, int tile, int row0, int rows, float* acc) const {
+        const Adapters& adapters = view.executor.adapters();
+        for (int i = 0; i < rows; i++) {
+            const SiteUpdate* update = adapters.update(view.adapter(on_samples(), row0 + i), site);
+            if (update)
+                view.executor.kernels().expand(update->b, tile, adapters.h(row0 + i) + update->offset,
+                                               update->gain, update->bias, acc + i * kTile);
+        }
+    }
+    // Writes rows with an adapter to the out, which the next product's adapters read.
+    void keep_out(const View& view, const Place& out, const TileRun& tiles, int width,
+                  const float* from) const {
+        for (int i = 0; i < tiles.num_rows; i++)
+            if (view.adapter(on_samples(), tiles.row0 + i) >= 0)
+                std::copy_n(from + i * kGroup, width, view.at(out, tiles.row0 + i) + tiles.tile * kTile);
     }
 
     Epilogue epilogue(const View& view, const LinearPart& part) const {
@@ -222,6 +358,7 @@ struct LinearStage : Stage {
             e.residual = view.at(part.residual, 0);
             e.residual_stride = view.stride(part.residual);
         }
+        if (e.threshold > 0) e.is_sparse = view.sparse_rows(on_samples());
         return e;
     }
 };
@@ -245,7 +382,7 @@ struct AttentionStage : Stage {
             const int context = b.context_lens[(int64_t)spec.group * b.num_requests + r];
             int longest = 0;
             for (int row = b.query_starts[r]; row < b.query_starts[r + 1]; row++) {
-                const int last = spec.window < 0 ? context : std::min(context, b.places[row] + 1);
+                const int last = spec.window < 0 ? context : std::min(context, b.limit(row));
                 const int keys = spec.window > 0 ? std::min(last, spec.window) : last;
                 longest = std::max(longest, keys);
                 sum.operations += 2.0 * keys * spec.num_heads * (kv.k_width + kv.v_width);
@@ -267,6 +404,7 @@ struct AttentionStage : Stage {
         const AttentionArgs args{.q = view.at(spec.q, 0),
                                  .out = view.at(spec.out, 0),
                                  .rows = spec.converts ? &spec.converts->rows : nullptr,
+                                 .keeps_out = spec.keeps_out && view.batch.adapters,
                                  .q_stride = view.stride(spec.q),
                                  .out_stride = view.stride(spec.out),
                                  .kv = kv,
@@ -280,6 +418,7 @@ struct AttentionStage : Stage {
                                  .reach = spec.reach};
         AttentionPiece work;  // not zeroed: it has room for many rows, and most pieces have few
         work.places = view.batch.places;
+        work.limits = view.batch.limits;
         work.num_rows = 0;
         if (merges) {
             const QueryRun& run = plan.runs[plan.merged[piece / kv.num_heads]];

@@ -10,15 +10,26 @@
 
 namespace octavo {
 
+constexpr int kStates = 2;  // states in a block: the one that a step reads, and the one that it writes
+constexpr size_t kCountBytes = 64;  // of their counts, which lie on a cache line of their own
+
+// A group of states has, in place of keys and values, two states of k_width fp32 numbers in each head, and
+// behind them the counts of tokens that they stand for, int32: at v_offset.
 struct KvGroup {
     int num_layers, num_heads, k_width, v_width;
     KvType type;
     int num_blocks;
+    bool holds_states = false;
 
     int v_padded() const { return (v_width + 15) / 16 * 16; }
     size_t element() const { return type == KvType::fp32 ? 4 : type == KvType::bf16 ? 2 : 1; }
-    size_t v_offset() const { return (size_t)((k_width + 1) / 2 * 2) * kTile * element(); }
-    size_t scales_offset() const { return v_offset() + (size_t)v_padded() * kTile * element(); }
+    size_t v_offset() const {
+        if (holds_states) return (size_t)kStates * k_width * sizeof(float);
+        return (size_t)((k_width + 1) / 2 * 2) * kTile * element();
+    }
+    size_t scales_offset() const {
+        return v_offset() + (holds_states ? kCountBytes : (size_t)v_padded() * kTile * element());
+    }
     // Bytes of a block: one head of one layer, and one layer.
     size_t head_bytes() const {
         return scales_offset() + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);
@@ -62,13 +73,30 @@ struct Batch {
     int num_tokens, num_requests, num_samples, table_width;
     int num_axes;  // axes of `positions` [num_axes][num_tokens]
     // `places` [num_tokens]: each row's index among its request's keys, for masks. Rope and learned
-    // embeddings read the first axis of `positions`.
+    // embeddings read `positions`.
     const int32_t *token_ids, *places, *positions, *query_starts, *context_lens, *slots, *block_tables,
         *sample_rows;
-    bool draws;  // whether `sampling` is set; otherwise the head's rows go to out_rows [S][width]
+    const int32_t* adapters = nullptr;  // slot of each row's adapter [num_tokens], -1: none; or null
+    // Place [num_requests] from which on a request's rows are sparse; null: all rows are dense.
+    const int32_t* sparse_from = nullptr;
+    // Rows from outside [num_given][given_width], and which of them each row of the step is [num_tokens], -1:
+    // none; or null.
+    const float* given = nullptr;
+    const int32_t* given_rows = nullptr;
+    int num_given = 0, given_width = 0;
+    // One past the last key that each row sees under a causal mask or a window's [num_tokens]; null: its place
+    // + 1.
+    const int32_t* limits = nullptr;
+    // Rows that the stage of the model before has made [num_tokens][hidden_width], or null.
+    const float* hidden = nullptr;
+    int hidden_width = 0;
+    bool draws;  // whether `sampling` is set; otherwise the rows that are made go to out_rows [rows][width]
     SampleArgs sampling;  // all but logits, stride, vocab and first, which the stage of draws knows
     float* out_rows;
     bool keeps_logits = false;  // whether rows may be drawn again once all are drawn
+
+    // Returns one past the last key that a row sees under a causal mask.
+    int limit(int row) const { return limits ? limits[row] : places[row] + 1; }
 
     // Whether each draw is its row's best logit and no other logit is needed.
     bool draws_best() const {

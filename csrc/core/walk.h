@@ -24,7 +24,9 @@ struct Walk : ThreadPool::Work {
           batch(b),
           kv(k),
           block(row_block(b.num_tokens, e.pool().num_threads(), e.least_rows_, e.kernels().row_block)),
-          body(block ? e.ranges_ : e.each_),
+          body(block        ? e.ranges_
+               : b.adapters ? e.each_
+                            : e.plain_),
           head((int)e.head_.size()),
           chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk),
           best_only(b.draws_best() ? e.logits_product_ : nullptr) {}
@@ -69,10 +71,21 @@ struct Walk : ThreadPool::Work {
         return by_rows(index) ? (batch.num_tokens + block - 1) / block : stage(index).pieces(view(index));
     }
     void run(int index, int piece, int thread) override {
+        if (executor.stream_ && !weights_arrive(index)) return;
         if (by_rows(index))
             run_block(body[index], piece * block, std::min(batch.num_tokens, (piece + 1) * block), thread);
         else
             stage(index).run(view(index), piece, executor.threads_[thread], index);
+    }
+    // Waits for the weights of a stage, or of all stages of a range; false where they cannot be read, and then
+    // no stage computes any more.
+    bool weights_arrive(int index) const {
+        WeightStream& stream = *executor.stream_;
+        int chunk = stage(index).chunk;
+        if (by_rows(index))
+            for (int i = body[index].first; i < body[index].last; i++)
+                chunk = std::max(chunk, executor.body_[i]->chunk);
+        return (chunk < 0 || stream.await(chunk)) && !stream.failed();
     }
     Span waits(int index, int thread) override {
         prefetch_next(index, thread);
@@ -109,6 +122,8 @@ struct Walk : ThreadPool::Work {
     }
     void finished(int index) override {
         executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
+        if (executor.stream_ && index < (int)body.size())
+            executor.stream_->release(executor.released_[body[index].last - 1]);
         if (!executor.profiling_) return;
         if (by_rows(index)) {
             for (int i = body[index].first; i < body[index].last; i++)

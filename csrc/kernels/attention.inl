@@ -97,11 +97,10 @@ void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
     }
     float* acc = state + 2;
     for (int d = 0; d < args.kv.v_padded; d += kLanes) store(acc + d, load(acc + d) / splat(state[1]));
-    if (!args.rows) {
+    if (!args.rows || args.keeps_out)
         std::memcpy(args.out + lane.row * args.out_stride + (int64_t)lane.head * args.kv.v_width, acc,
                     sizeof(float) * args.kv.v_width);
-        return;
-    }
+    if (!args.rows) return;
     const int first_group = lane.head * args.kv.v_width / kGroup;
     for (int g = 0; g < args.kv.v_width / kGroup; g++)
         put_rows(acc + g * kGroup, *args.rows, lane.row, 1, first_group + g, kGroup);

@@ -127,6 +127,22 @@ OCTAVO_INLINE vi load_int16(const void* p) {
 #endif
 }
 
+// Loads sixteen int8.
+OCTAVO_INLINE vi load_int8(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    const auto half = [](const int8_t* at) {
+        return (RegisterI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
+    };
+    return {half(p), half(p + 8)};
+#else
+    int32_t wide[kLanes];
+    for (int i = 0; i < kLanes; i++) wide[i] = p[i];
+    return load_i(wide);
+#endif
+}
+
 // Loads thirty-two int8 as pairs of int16.
 OCTAVO_INLINE vi int8_to_int16(const int8_t* p) {
 #if defined(__AVX512BW__)

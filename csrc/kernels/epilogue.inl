@@ -32,13 +32,13 @@ void activate(int kind, float* x, int n) {
     }
 }
 
-OCTAVO_INLINE vf gate(const Epilogue& e, vf g, vf up) {
+OCTAVO_INLINE vf gate(const Epilogue& e, vf g, vf up, float threshold) {
     if (e.clamp > 0) {
         g = min(g, splat(e.clamp));
         up = max(min(up, splat(e.clamp)), splat(-e.clamp));
     }
     const vf opened = e.alpha == 1.0f ? activated(e.activation, g) : g * sigmoid(splat(e.alpha) * g);
-    return opened * (up + e.up_offset);
+    return without_small(opened, opened * (up + e.up_offset), threshold);
 }
 
 void write_tile(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows, int column,
@@ -48,7 +48,8 @@ void write_tile(const Epilogue& e, const float* acc, const float* up, int64_t ro
     for (int m = 0; m < num_rows; m++, out += out_stride) {
         vf v = load(acc + 16 * m) + bias;
         if (e.gated)
-            v = gate(e, v, load(up + 16 * m) + up_bias);
+            v = gate(e, v, load(up + 16 * m) + up_bias,
+                     e.is_sparse && e.is_sparse[row0 + m] ? e.threshold : 0);
         else if (e.activation >= 0)
             v = activated(e.activation, v);
         if (e.residual) v += load_first(e.residual + (row0 + m) * e.residual_stride + column, width);

@@ -2,7 +2,8 @@
 //
 // One rule holds in every variant, so that a row's result never depends on its neighbours: over the groups g
 // of 32 inputs, in order, acc = fma(float(isum), scale * d, acc), then acc = fma(min, d * sum, acc), where
-// isum is the exact int32 sum of (code - zero_point) * q and sum that of q. Rows beside codes with one scale
+// isum is the exact int32 sum of (code - zero_point) * q and sum that of q; a zero of its group stands for
+// the min -zero * scale. Rows beside codes with one scale
 // an output have one d, so that exact sums run over all inputs and are scaled once; their numbers have two
 // int8 terms where the level has the tile unit (`scale_whole`), elsewhere most have one (`product_outliers`).
 // Rows beside 4-bit codes have two terms with the tile unit. fp32 and fp16 run in four chains over k mod 4,
@@ -24,6 +25,17 @@ OCTAVO_INLINE vf load_scale(const uint8_t* p) {
 template <ScaleType S>
 constexpr size_t scale_bytes() {
     return S == ScaleType::fp16 ? 32 : 64;
+}
+
+template <ScaleType S, Low L>
+constexpr size_t low_bytes() {
+    return L == Low::none ? 0 : L == Low::zero ? (size_t)kTile : scale_bytes<S>();
+}
+// Returns a group's mins, those that its zeros stand for where it has zeros.
+template <ScaleType S, Low L>
+OCTAVO_INLINE vf load_min(const uint8_t* p, vf scale) {
+    if (L == Low::none) return vf{};
+    return L == Low::zero ? to_float(load_int8((const int8_t*)p)) * (-scale) : load_scale<S>(p);
 }
 
 // Weights stream through once a step; the hardware's prefetcher stops at each page, so a product prefetches.
@@ -91,9 +103,9 @@ constexpr bool kTwoTerms = false;
 
 // -- 4-bit --
 
-template <int M, ScaleType S, bool kMin>
+template <int M, ScaleType S, Low L>
 void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
-    constexpr size_t kCodes = 256, kStep = kCodes + scale_bytes<S>() * (kMin ? 2 : 1);
+    constexpr size_t kCodes = 256, kStep = kCodes + scale_bytes<S>() + low_bytes<S, L>();
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
@@ -113,6 +125,7 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
             high[v] = high_nibbles(both);
         }
         const vf scale = load_scale<S>(tile + kCodes);
+        const vf least = load_min<S, L>(tile + kCodes + scale_bytes<S>(), scale);
         for (int m = 0; m < M; m++) {
             const int8_t* terms = q[m] + (kTwoTerms ? 2 : 1) * kGroup * g;
             const vi zeros = splat_i(-w.zero_point * (first[m] + second[m]));
@@ -131,9 +144,7 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
             }
             add_terms();
             acc[m] = fma(to_float(a + high_sum(b)), scale * d[m], acc[m]);
-            if (kMin)
-                acc[m] = fma(load_scale<S>(tile + kCodes + scale_bytes<S>()),
-                             splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
+            if (L != Low::none) acc[m] = fma(least, splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
         }
     }
     for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
@@ -142,11 +153,11 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
 // -- 8-bit --
 
 // kHalves: scales change every 16 inputs (Q6_K); the two halves are two steps of the same rule, without mins.
-template <int M, ScaleType S, bool kMin, bool kHalves>
+template <int M, ScaleType S, Low L, bool kHalves>
 void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts;
     constexpr size_t kCodes = 512, kScales = scale_bytes<S>() * kParts,
-                     kStep = kCodes + kScales * (kMin ? 2 : 1);
+                     kStep = kCodes + kScales + low_bytes<S, L>();
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
@@ -163,6 +174,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
             vi codes[kVectors];
             for (int v = 0; v < kVectors; v++) codes[v] = load_i(tile + 64 * (part * kVectors + v));
             const vf scale = load_scale<S>(tile + kCodes + part * scale_bytes<S>());
+            const vf least = load_min<S, L>(tile + kCodes + kScales, scale);
             for (int m = 0; m < M; m++) {
                 const int32_t sum = kHalves ? (part ? second : first)[m] : first[m] + second[m];
                 const int8_t* at = q[m] + 32 * g + 16 * part;
@@ -172,9 +184,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
                     b = dot4(b, codes[v + 1], broadcast4(at + 4 * v + 4));
                 }
                 acc[m] = fma(to_float(a + b), scale * d[m], acc[m]);
-                if (kMin)
-                    acc[m] = fma(load_scale<S>(tile + kCodes + kScales),
-                                 splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
+                if (L != Low::none) acc[m] = fma(least, splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
             }
         }
     }
@@ -359,11 +369,16 @@ void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
 // Multiplies M rows, from `row` on, with T tiles, into rows `turn.done` and on of their `acc`.
 using Product = void (*)(const TileRef* tiles, const Rows& x, int64_t row, const Turn& turn);
 
+template <int M, ScaleType S, Low L>
+Product choose_low(const Tiles& w) {
+    return w.code == Code::u4 ? product_u4<M, S, L> : product_u8<M, S, L, false>;
+}
+
 template <int M, ScaleType S>
 Product choose_scaled(const Tiles& w) {
-    if (w.code == Code::u4) return w.has_min ? product_u4<M, S, true> : product_u4<M, S, false>;
-    if (w.half_groups) return product_u8<M, S, false, true>;
-    return w.has_min ? product_u8<M, S, true, false> : product_u8<M, S, false, false>;
+    if (w.half_groups) return product_u8<M, S, Low::none, true>;
+    if (w.low == Low::zero) return choose_low<M, S, Low::zero>(w);
+    return w.low == Low::min ? choose_low<M, S, Low::min>(w) : choose_low<M, S, Low::none>(w);
 }
 
 template <int M, int T>
@@ -441,7 +456,8 @@ float scale_at(const Tiles& w, const uint8_t* p, int lane) {
 float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     const int parts = w.half_groups ? 2 : 1, g = k / kGroup, in = k % kGroup;
     const size_t scale = w.scale_type == ScaleType::fp16 ? 32 : 64, codes = w.code == Code::u4 ? 256 : 512;
-    const uint8_t* group = tile + g * (codes + scale * parts * (w.has_min ? 2 : 1));
+    const size_t low = w.low == Low::none ? 0 : w.low == Low::zero ? kTile : scale;
+    const uint8_t* group = tile + g * (codes + scale * parts + low);
     int code;
     if (w.code == Code::u4) {
         const uint8_t byte = group[64 * (in / 8) + 4 * lane + in % 4];
@@ -450,8 +466,10 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
         code = group[64 * (in / 4) + 4 * lane + in % 4];
     }
     const uint8_t* scales = group + codes + (parts == 2 ? in / 16 : 0) * scale;
-    const float value = (float)(code - w.zero_point) * scale_at(w, scales, lane);
-    return w.has_min ? value + scale_at(w, scales + scale * parts, lane) : value;
+    const uint8_t* lows = group + codes + scale * parts;
+    const int zero = w.low == Low::zero ? ((const int8_t*)lows)[lane] : 0;
+    const float value = (float)(code - w.zero_point - zero) * scale_at(w, scales, lane);
+    return w.low == Low::min ? value + scale_at(w, lows, lane) : value;
 }
 
 // Writes row `row` of w times `factor` to out [K], as an embedding table is read.

@@ -50,17 +50,17 @@ void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) 
 OCTAVO_INLINE bool fits_signed(const Tiles& w) { return w.code == Code::u4 || w.zero_point != 0; }
 
 // Adds the scaled sums [R][16 o] of one group to the R rows' accumulators, which are all in registers.
-template <int R, ScaleType S, bool kMin>
+template <int R, ScaleType S, Low L>
 OCTAVO_INLINE void scale_group(const uint8_t* scales, const Rows& x, int64_t row, int g, const int32_t* sums,
                                vf (&acc)[R]) {
     const vf scale = load_scale<S>(scales);
-    const vf least = kMin ? load_scale<S>(scales + scale_bytes<S>()) : vf{};
+    const vf least = load_min<S, L>(scales + scale_bytes<S>(), scale);
     const float* d = x.scales + x.at(row, g);
     const float* sum = x.scaled_sums + x.at(row, g);
 #pragma GCC unroll 16
     for (int m = 0; m < R; m++) {
         acc[m] = fma(to_float(load_i(sums + m * 16)), scale * d[m], acc[m]);
-        if (kMin) acc[m] = fma(least, splat(sum[m]), acc[m]);
+        if (L != Low::none) acc[m] = fma(least, splat(sum[m]), acc[m]);
     }
 }
 
@@ -90,7 +90,7 @@ OCTAVO_MULTIPLY_PAIR(multiply_odd, 2, 3)
 
 // One tile's product with R rows, for R of 16, 8, 4, 2 or 1. While the tile unit multiplies a pair of groups,
 // the vector unit scales the pair before it.
-template <int R, int kDepth, ScaleType S, bool kMin>
+template <int R, int kDepth, ScaleType S, Low L>
 void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* codes, const Rows& x,
                int64_t row, float* out) {
     alignas(64) int32_t sums[2][2 * R * 16];
@@ -100,9 +100,8 @@ void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* c
     configure_product(R, kDepth);
     vf acc[R] = {};
     const auto scale = [&](int g, const int32_t* from) {
-        if (g < groups) scale_group<R, S, kMin>(scales + g * step, x, row, g, from, acc);
-        if (g + 1 < groups)
-            scale_group<R, S, kMin>(scales + (g + 1) * step, x, row, g + 1, from + R * 16, acc);
+        if (g < groups) scale_group<R, S, L>(scales + g * step, x, row, g, from, acc);
+        if (g + 1 < groups) scale_group<R, S, L>(scales + (g + 1) * step, x, row, g + 1, from + R * 16, acc);
     };
     multiply_even<R, kDepth>(q, x.stride, codes, groups > 1, sums[0]);
     for (int g = 0; g < groups; g += 4, q += 4 * kDepth, codes += 4 * 16 * kDepth) {
@@ -118,7 +117,7 @@ void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* c
     for (int m = 0; m < R; m++) store(out + 16 * m, acc[m]);
 }
 
-template <int kDepth, ScaleType S, bool kMin>
+template <int kDepth, ScaleType S, Low L>
 void int8_all_rows(const Tiles& w, const uint8_t* data, const int8_t* codes, const Rows& x, int64_t row0,
                    int num_rows, float* acc) {
     const size_t step = w.tile_bytes / w.num_groups;
@@ -127,20 +126,23 @@ void int8_all_rows(const Tiles& w, const uint8_t* data, const int8_t* codes, con
         for (; num_rows - done >= rows; done += rows)
             rows_of(w, data, step, codes, x, row0 + done, acc + 16 * done);
     };
-    run(int8_rows<16, kDepth, S, kMin>, 16);
-    run(int8_rows<8, kDepth, S, kMin>, 8);
-    run(int8_rows<4, kDepth, S, kMin>, 4);
-    run(int8_rows<2, kDepth, S, kMin>, 2);
-    run(int8_rows<1, kDepth, S, kMin>, 1);
+    run(int8_rows<16, kDepth, S, L>, 16);
+    run(int8_rows<8, kDepth, S, L>, 8);
+    run(int8_rows<4, kDepth, S, L>, 4);
+    run(int8_rows<2, kDepth, S, L>, 2);
+    run(int8_rows<1, kDepth, S, L>, 1);
+}
+
+template <int kDepth, ScaleType S>
+auto choose_all_rows(const Tiles& w) {
+    if (w.low == Low::zero) return int8_all_rows<kDepth, S, Low::zero>;
+    return w.low == Low::min ? int8_all_rows<kDepth, S, Low::min> : int8_all_rows<kDepth, S, Low::none>;
 }
 
 template <int kDepth>
 auto choose_all_rows(const Tiles& w) {
-    if (w.scale_type == ScaleType::fp16)
-        return w.has_min ? int8_all_rows<kDepth, ScaleType::fp16, true>
-                         : int8_all_rows<kDepth, ScaleType::fp16, false>;
-    return w.has_min ? int8_all_rows<kDepth, ScaleType::fp32, true>
-                     : int8_all_rows<kDepth, ScaleType::fp32, false>;
+    return w.scale_type == ScaleType::fp16 ? choose_all_rows<kDepth, ScaleType::fp16>(w)
+                                           : choose_all_rows<kDepth, ScaleType::fp32>(w);
 }
 
 void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc,

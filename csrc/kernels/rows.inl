@@ -42,12 +42,13 @@ struct Normalizer {
     // Lanes i .. i + n - 1 of the result, n <= 16; zero beyond.
     OCTAVO_INLINE vf at(const float* x, int i, int n) const {
         const vf v = n == kLanes ? load(x + i) : load_first(x + i, n);
-        if (!norm.weight) return v;
+        if (!norm.weight) return without_small(v, v, norm.threshold);
         const vf w =
             (n == kLanes ? load(norm.weight + i) : load_first(norm.weight + i, n)) + norm.weight_offset;
         vf y = (v - mean) * inverse * w;
         if (norm.bias) y += n == kLanes ? load(norm.bias + i) : load_first(norm.bias + i, n);
-        return n == kLanes ? y : select((vi)(iota() < n), y, vf{});
+        if (n < kLanes) y = select((vi)(iota() < n), y, vf{});
+        return without_small(y, y, norm.threshold);
     }
 };
 

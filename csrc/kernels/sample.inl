@@ -92,18 +92,22 @@ void change_logits(const SampleArgs& a, int at, float* z) {
 
 // -- the draw --
 
-// The token with the largest sum of distance and noise so far, and what another needs to come before it.
-class Leader {
+// The tokens with the largest sums of distance and noise so far, best first, and what another needs to come
+// among them.
+class Leaders {
   public:
-    Leader(const Row& row, Candidate last)
+    Leaders(const Row& row, Candidate last, int wanted)
         : row_(row),
           last_(last),
+          wanted_(wanted),
           largest_(row.z[row.best]),
           slope_((float)std::min(kOctave / (row.record.temperature * std::log(2.0)), (double)FLT_MAX)) {
         lead(row.best, gumbel(noise_word(row.record, row.best)));
     }
 
-    int id() const { return id_; }
+    int id() const { return ids_[0]; }
+    int count() const { return count_; }
+    const int32_t* ids() const { return ids_; }
 
     // A logit below it cannot lead, whatever its noise.
     float least_logit() const { return least_logit_; }
@@ -119,17 +123,35 @@ class Leader {
 
     void see(int id, uint32_t word) {
         const float logit = row_.z[id];
-        if (better(last_, Candidate{logit, id}) || row_.weight(logit) < row_.record.min_p) return;
+        if (id == row_.best || better(last_, Candidate{logit, id}) || row_.weight(logit) < row_.record.min_p)
+            return;
         const double score = row_.distance(logit) + gumbel(word);
-        if (score > score_ || (score == score_ && id < id_)) lead(id, score);
+        if (count_ < wanted_ || comes_before(score, id, count_ - 1)) lead(id, score);
     }
 
   private:
     static constexpr double kOctave = 1 << 23;
 
+    bool comes_before(double score, int id, int place) const {
+        return score > scores_[place] || (score == scores_[place] && id < ids_[place]);
+    }
+
     void lead(int id, double score) {
-        id_ = id;
-        score_ = score;
+        int place = count_ < wanted_ ? count_++ : wanted_ - 1;
+        for (; place > 0 && comes_before(score, id, place - 1); place--) {
+            ids_[place] = ids_[place - 1];
+            scores_[place] = scores_[place - 1];
+        }
+        ids_[place] = id;
+        scores_[place] = score;
+        bound();
+    }
+
+    void bound() {
+        limit_ = FLT_MAX;
+        least_logit_ = last_.logit;
+        if (count_ < wanted_) return;
+        const double score = scores_[count_ - 1];
         // `rest` is (1 - u) * 2^31, rounded down; a float's exponent counts from -127. The last term is more
         // than what rounding takes.
         limit_ = (float)((31 + 127 - score / std::log(2.0) + 0x1p-10) * kOctave);
@@ -139,16 +161,18 @@ class Leader {
 
     const Row& row_;
     const Candidate last_;
+    const int wanted_;
     const float largest_, slope_;
-    int id_;
-    double score_;
+    int count_ = 0;
+    int32_t ids_[kMostCandidates];
+    double scores_[kMostCandidates];
     float limit_, least_logit_;
 };
 
 // Tokens `from` and on, RowNoise::kTokens of them, whose logits are z.
-OCTAVO_INLINE void see_tokens(const RowNoise& noise, Leader& leader, const float* z, int from) {
+OCTAVO_INLINE void see_tokens(const RowNoise& noise, Leaders& leaders, const float* z, int from) {
     constexpr int kTokens = RowNoise::kTokens;
-    const vf least = splat(leader.least_logit());
+    const vf least = splat(leaders.least_logit());
     vi any = {};
     for (int i = 0; i < kTokens; i += kLanes) any |= (vi)(load(z + i) >= least);
     if (!any_lane(any)) return;
@@ -157,28 +181,28 @@ OCTAVO_INLINE void see_tokens(const RowNoise& noise, Leader& leader, const float
     int32_t leads[kTokens];
     any = vi{};
     for (int i = 0; i < kTokens; i += kLanes) {
-        const vi some = leader.may_lead(load(z + i), load_i(words + i));
+        const vi some = leaders.may_lead(load(z + i), load_i(words + i));
         store_i(leads + i, some);
         any |= some;
     }
     if (!any_lane(any)) return;
     for (int i = 0; i < kTokens; i++)
-        if (leads[i]) leader.see(from + i, words[i]);
+        if (leads[i]) leaders.see(from + i, words[i]);
 }
 
-int draw(const Row& row, Candidate* space) {
+Leaders draw(const Row& row, Candidate* space, int wanted) {
     constexpr int kTokens = RowNoise::kTokens;
     const RowNoise noise(row.record);
-    Leader leader(row, last_kept(row, space));
+    Leaders leaders(row, last_kept(row, space), wanted);
     int from = 0;
-    for (; from + kTokens <= row.vocab; from += kTokens) see_tokens(noise, leader, row.z + from, from);
+    for (; from + kTokens <= row.vocab; from += kTokens) see_tokens(noise, leaders, row.z + from, from);
     if (from < row.vocab) {
         float rest[kTokens];
         std::fill(rest, rest + kTokens, -INFINITY);
         std::memcpy(rest, row.z + from, sizeof(float) * (row.vocab - from));
-        see_tokens(noise, leader, rest, from);
+        see_tokens(noise, leaders, rest, from);
     }
-    return leader.id();
+    return leaders;
 }
 
 // Draws like `draw` where a filter looks at the whole distribution; z is overwritten.
@@ -187,7 +211,7 @@ int draw_filtered(const SampleArgs& a, int at, float* z, Candidate* space) {
     filter_whole(record, z, a.vocab, space);
     if (record.looks_at_kept()) filter_kept(record, z, a.vocab, space);
     const Row row{record, z, a.vocab, best_id(z, a.vocab)};
-    const int token = draw(row, space);
+    const int token = draw(row, space, 1).id();
     if (record.mirostat_mode) a.out_surprises[at] = (float)surprise_of(row, token);
     return token;
 }
@@ -203,24 +227,54 @@ void keep_best(const float* logits, int num_rows, int column, int width, Best* b
     }
 }
 
+// Writes the tokens of the largest logits, as draws at temperature 0 take them; returns how many there are.
+int best_tokens(const float* z, int vocab, int wanted, Candidate* space, int32_t* ids) {
+    const int found = best_of(z, vocab, std::min(wanted, vocab), space);
+    std::sort(space, space + found, better);
+    int count = 0;
+    while (count < found && space[count].logit > -INFINITY) {
+        ids[count] = space[count].id;
+        count++;
+    }
+    return count;
+}
+
+// Draws the row at `at` from z, whose best logit is that of `best`, and writes its candidates where they are
+// wanted.
+int draw_in_order(const SampleArgs& a, int at, const float* z, int best, Candidate* space) {
+    const SamplingRecord& record = a.records[at];
+    const Row row{record, z, a.vocab, best};
+    if (!a.out_candidates) return record.temperature == 0 ? best : draw(row, space, 1).id();
+    int32_t* ids = a.out_candidates + (int64_t)at * a.num_candidates;
+    std::fill(ids, ids + a.num_candidates, -1);
+    if (record.temperature == 0) {
+        best_tokens(z, a.vocab, a.num_candidates, space, ids);
+        return best;
+    }
+    const Leaders leaders = draw(row, space, a.num_candidates);
+    std::copy(leaders.ids(), leaders.ids() + leaders.count(), ids);
+    return leaders.id();
+}
+
 void sample_row(const SampleArgs& a, int row, void* scratch) {
     const float* x = a.logits + row * a.stride;
     const int at = a.first + row;
     const SamplingRecord& record = a.records[at];
     float* z = (float*)scratch;
     Candidate* space = (Candidate*)(z + padded_vocab(a.vocab));
+    const float* given = a.replaced && a.replaced[at] ? a.replaced[at] : x;
     int token = record.target_id;
-    bool failed = holds_nan(x, a.vocab);
+    bool failed = holds_nan(given, a.vocab);
     if (token < 0 && !failed) {
-        const bool changed = a.changes_logits(at), filtered = record.looks_at_all();
-        if (changed || filtered) std::memcpy(z, x, sizeof(float) * a.vocab);
+        const bool changed = a.changes_logits(at),
+                   filtered = record.temperature != 0 && record.looks_at_all();
+        if (changed || filtered) std::memcpy(z, given, sizeof(float) * a.vocab);
         if (changed) change_logits(a, at, z);
-        const float* logits = changed ? z : x;
+        const float* logits = changed ? z : given;
         token = best_id(logits, a.vocab);
         failed = !std::isfinite(logits[token]) || (changed && holds_nan(z, a.vocab));
-        if (!failed && record.temperature != 0)
-            token =
-                filtered ? draw_filtered(a, at, z, space) : draw(Row{record, logits, a.vocab, token}, space);
+        if (!failed)
+            token = filtered ? draw_filtered(a, at, z, space) : draw_in_order(a, at, logits, token, space);
     }
     a.out_failed[at] = failed;
     a.out_ids[at] = failed ? 0 : token;

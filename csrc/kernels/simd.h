@@ -46,6 +46,14 @@ OCTAVO_INLINE vi iota() {
 OCTAVO_INLINE vf select(vi mask, vf yes, vf no) {
     return each([](RegisterI m, RegisterF a, RegisterF b) { return m ? a : b; }, mask, yes, no);
 }
+// Returns y, with zeros where x is smaller than a threshold in magnitude. Magnitudes have the same order as
+// integers, and a NaN is above all of them, so that it shows.
+OCTAVO_INLINE vf without_small(vf x, vf y, float threshold) {
+    if (threshold == 0) return y;
+    int32_t least;
+    std::memcpy(&least, &threshold, 4);
+    return select((vi)(((vi)x & 0x7fffffff) < splat_i(least)), vf{}, y);
+}
 OCTAVO_INLINE vf bits_to_float(vi v) { return (vf)v; }
 
 // Load and store the first `n` lanes (the others are loaded as 0). Nothing behind the n-th is touched.
@@ -158,6 +166,23 @@ OCTAVO_INLINE bool any_lane(vi mask) {
     return !_mm256_testz_si256(both, both);
 #else
     return max_lanes_i(mask & 1) != 0;
+#endif
+}
+// Returns a bit for each lane that is not zero, the first lane's lowest.
+OCTAVO_INLINE uint32_t nonzero_lanes(vi v) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v);
+#elif defined(__AVX2__)
+    const auto zeros = [](RegisterI half) {
+        return (uint32_t)_mm256_movemask_ps((__m256)_mm256_cmpeq_epi32((__m256i)half, __m256i{}));
+    };
+    return ~(zeros(v.low) | zeros(v.high) << 8) & 0xffff;
+#else
+    alignas(64) int32_t lanes[kLanes];
+    store_i(lanes, v);
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; i++) bits |= (uint32_t)(lanes[i] != 0) << i;
+    return bits;
 #endif
 }
 // Returns the sum of sixteen int8.

@@ -20,24 +20,33 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 // How a tile of 16 outputs lies in memory (k runs over inputs, o over the 16 outputs). Inputs are padded to a
 // multiple of 32 with codes whose activations are zero, outputs to a multiple of 16 with zero scales.
 //   u4          for each group of 32 inputs 4 vectors of [16 o][4 bytes], byte b of vector v =
-//               code(k = 8v + b) | code(k = 8v + 4 + b) << 4; then scales [16 o]; then mins [16 o], if any
+//               code(k = 8v + b) | code(k = 8v + 4 + b) << 4; then scales [16 o]; then mins [16 o], of the
+//               scales' type, or zeros [16 o], signed bytes, if any
 //   u8          for each group of 32 inputs 8 vectors of [16 o][4 bytes], byte b of vector v =
 //               code(k = 4v + b); then scales [16 o], or two rows of them where they change every 16 inputs;
-//               then mins [16 o], if any (never with two rows of scales)
+//               then mins or zeros [16 o], if any (never with two rows of scales)
 //   i8          signed codes alone, in u8's order, of inputs padded to a multiple of 64; at the end of the
 //               tile scales [16 o], fp32, one for each output
+// Or by columns (`column_stride`), of all tiles:
+//   i8          codes [inputs][outputs], then scales [outputs]
+//   u4          an even number of tiles; for each group of 32 inputs codes [32][outputs / 2], byte j of sixteen
+//               = code(o = j) | code(o = 16 + j) << 4 of two tiles; then scales and mins or zeros [outputs]
 //   bf16        [K/2][16 o][2]
 //   fp16, fp32  [K][16 o]
-// value = (code - zero_point) * scale + min.
+// value = (code - zero_point - zero) * scale + min.
 enum class Code : int32_t { u4, u8, i8, bf16, fp16, fp32 };
 constexpr int kNumCodes = 6;
 constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "i8", "bf16", "fp16", "fp32"};
 enum class ScaleType : int32_t { fp16, fp32 };
+// The numbers behind a group's scales.
+enum class Low : int32_t { none, min, zero };
+constexpr int kNumLows = 3;
+constexpr const char* kLowNames[kNumLows] = {"none", "min", "zero"};
 
 struct Tiles {
     Code code;
     ScaleType scale_type;
-    bool has_min;
+    Low low;
     bool half_groups;  // scales every 16 inputs instead of every 32
     int32_t zero_point;
     int32_t num_rows;  // N, outputs
@@ -47,14 +56,21 @@ struct Tiles {
     size_t
         tile_stride;  // bytes to the next tile: twice tile_bytes where two weights lie tile by tile in turns
     const uint8_t* data;  // [ceil(N / 16)] tiles
+    // Bytes from an input's codes to the next one's where a weight lies by columns, and then tile_stride is 16:
+    // a tile begins at the codes of its outputs. 0: in tiles.
+    int32_t column_stride = 0;
 
     bool is_laid_out_as(const Tiles& w) const {
-        return code == w.code && scale_type == w.scale_type && has_min == w.has_min &&
-               half_groups == w.half_groups && num_groups == w.num_groups;
+        return code == w.code && scale_type == w.scale_type && low == w.low && half_groups == w.half_groups &&
+               num_groups == w.num_groups && column_stride == w.column_stride;
     }
     int num_tiles() const { return (num_rows + kTile - 1) / kTile; }
     const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }
 };
+
+constexpr int kColumnRows = 4;  // rows up to which a product reads the columns of their numbers alone
+// Tiles that a product by columns takes at most, with as few rows and with more.
+constexpr int kColumnTiles = 128, kGatheredTiles = 4;
 
 // One tile of a weight, and the memory for its product. Two tiles that are laid out alike (neighbours, or a
 // gate and its up projection) are multiplied together where that loads the rows once instead of twice.
@@ -104,6 +120,7 @@ struct Rows {
     float* scaled_sums;
     int32_t num_groups;  // groups of a row
     int32_t group_stride;  // groups from one block of 16 rows to the next
+    bool skips_zeros = false;  // whether weights whose input is zero need not be read
 
     size_t at(int64_t row, int g) const {
         return ((size_t)(row / kTile) * group_stride + g) * kTile + row % kTile;
@@ -148,6 +165,7 @@ struct Norm {
     float eps;
     float weight_offset;
     bool is_layer_norm;
+    float threshold = 0;  // numbers of smaller magnitude become zeros, after the norm
 };
 
 // The operations on a tile of sums on its way to memory, in this order: bias, activation (or gate), residual.
@@ -160,6 +178,9 @@ struct Epilogue {
     bool gated = false;
     float clamp = 0;  // 0: none
     float alpha = 1, up_offset = 0;
+    // The out of sparse rows is zero where f of the gate is smaller in magnitude; 0: nowhere.
+    float threshold = 0;
+    const uint8_t* is_sparse = nullptr;  // by row, as `residual`; null: no row is
     const float* residual = nullptr;  // row t at residual + t * residual_stride, or null
     int64_t residual_stride = 0;
 };
@@ -192,6 +213,7 @@ struct AttentionArgs {
     const float* q;  // row t, head h at q + t * q_stride + h * k_width
     float* out;  // row t at out + t * out_stride
     const Rows* rows;  // or, where not null, the next product's rows (v_width a multiple of 32)
+    bool keeps_out;  // whether both are written
     int64_t q_stride, out_stride;
     KvLayer kv;
     int32_t num_heads;
@@ -226,6 +248,7 @@ struct BlockRange {
 // splits first_split .. last_split - 1.
 struct AttentionPiece {
     const int32_t* places;  // [T]
+    const int32_t* limits;  // [T], one past the last key under a causal mask, or null: place + 1
     const int32_t* block_table;  // of the request
     int32_t context_len, kv_head, first_split, last_split, num_rows;
     bool is_prefetched;  // whether what its first split reads has been prefetched
@@ -245,6 +268,48 @@ inline void prefetch_blocks(const KvLayer& kv, const BlockRange& range, size_t f
                     kv.base + range.kv_head * kv.head_stride + range.block_table[b] * kv.block_stride + line,
                     0, 2);
 }
+
+// -- convolutions and recurrences
+
+// out = activation(bias + sum over taps of weight * row, the oldest first); a row that is null adds nothing.
+struct ShortConvArgs {
+    int32_t taps, width;
+    const float* weight;  // [taps][width]
+    const float* bias;  // [width] or null
+    int32_t activation;  // -1: none; else as `activate`
+};
+
+// The rows of one request in a scan; SelectiveScan in octavo/program/mixers.py is the formula.
+struct ScanArgs {
+    // Row t at its pointer + t * its stride.
+    const float *x, *dt, *b, *c;
+    const float* beta;  // null: not the delta rule
+    float* out;
+    int64_t x_stride, dt_stride, b_stride, c_stride, beta_stride, out_stride;
+    int32_t num_rows, state_size;
+    bool by_state;  // whether each number of the state has a decay of its own
+    bool by_lane;  // whether each column is a head, with a step width of its own
+    float low, high;  // bounds of the step width
+};
+
+// A block of up to 16 columns: of one head, or of heads of one column each. A state is [state_size][16].
+struct ScanLanes {
+    int32_t column, count, head;
+    const float* decay;  // [state_size or 1][16], exp(a_log)
+    const float *skip, *bias;  // [16]; bias may be null
+    const float* b;  // of the first row, for these columns
+    const float* c;
+    const float* from;  // the state before the rows; null: zeros
+    float* to;  // the state behind them
+};
+
+// A matrix of an adapter: A [rank][stride], its rows padded with zeros; B [tiles][rank][16]; or a table's A
+// [rows][rank].
+struct LowRankMatrix {
+    const void* numbers;
+    bool is_bf16;  // else fp32
+    int32_t rank, stride;
+};
 
 struct SampleArgs;
 struct Best;
@@ -267,6 +332,10 @@ struct KernelTable {
     void (*tile_products)(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows,
                           uint8_t* scratch);
     size_t (*scratch_bytes)(const Tiles& w);
+    // Multiplies rows by tiles tile .. tile + count - 1 of a weight that lies by columns, into acc
+    // [count][num_rows][16]: up to kColumnTiles tiles with up to kColumnRows rows, else up to kGatheredTiles.
+    void (*column_products)(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, int num_rows,
+                            float* acc, uint8_t* scratch);
     // Takes acc [num_rows][16] (and `up` where gated), the sums of rows row0 and on in columns column ..
     // column + width - 1, width <= 16, through the epilogue to out [num_rows][out_stride].
     void (*write_tile)(const Epilogue& e, const float* acc, const float* up, int64_t row0, int num_rows,
@@ -275,6 +344,8 @@ struct KernelTable {
     // prepare_row does without a norm.
     void (*put_rows)(const float* from, const Rows& rows, int64_t row0, int num_rows, int g, int width);
     RowType (*row_type)(Code code);
+    // Whether products with weights of this code skip zeros where rows say so.
+    bool (*skips_zeros)(Code code);
     // out [K] = row `row` of w, times scale.
     void (*read_row)(const Tiles& w, int row, float scale, float* out);
     void (*norm_row)(const float* x, int k, const Norm& norm, float* out);
@@ -286,6 +357,16 @@ struct KernelTable {
     void (*kv_store)(const KvLayer& kv, int32_t slot, const float* k, const float* v);
     void (*attention)(const AttentionArgs& args, const AttentionPiece& piece, float* scratch);
     void (*attention_merge)(const AttentionArgs& args, const AttentionPiece& piece);
+    void (*short_conv)(const ShortConvArgs& args, const float* const* rows, float* out);
+    // Takes a block of up to 16 columns through all rows of a scan.
+    void (*scan_lanes)(const ScanArgs& args, const ScanLanes& lanes);
+    // h[i][..] = scale * A x[i] for rows x [num_rows][a.stride], zeros behind their last number.
+    void (*shrink)(const LowRankMatrix& a, const float* x, int num_rows, float scale, float* const* h);
+    // acc [16] = gain * (acc + B h) + bias, in the columns of a tile; gain and bias [tiles * 16] or null.
+    void (*expand)(const LowRankMatrix& b, int tile, const float* h, const float* gain, const float* bias,
+                   float* acc);
+    // h = scale times a row of a table.
+    void (*read_ranks)(const LowRankMatrix& table, int row, float scale, float* h);
     // Updates each row's best logit by logits [num_rows][32], whose first `width` are the outputs column and
     // on.
     void (*keep_best)(const float* logits, int num_rows, int column, int width, Best* best);
@@ -330,6 +411,9 @@ static_assert(sizeof(SamplingRecord) == 88 && offsetof(SamplingRecord, position)
               offsetof(SamplingRecord, repetition_penalty) == 28 && offsetof(SamplingRecord, top_k) == 40 &&
               offsetof(SamplingRecord, allowed_mask) == 52 && offsetof(SamplingRecord, mirostat_mode) == 84);
 
+// Most tokens that a draw keeps in their order.
+constexpr int kMostCandidates = 8;
+
 // SamplingBatch and SampleResult of backends/batch.py; the rules are in backends/sampling.py.
 struct SampleArgs {
     const float* logits;  // [rows of this chunk][V]
@@ -346,6 +430,9 @@ struct SampleArgs {
     float *out_logprobs, *out_top_logprobs;
     int32_t max_top;  // columns of out_top_*
     float* out_surprises;
+    const float* const* replaced;  // logits that a row is drawn from in place of its own [S], or null
+    int32_t* out_candidates;  // [S][num_candidates], the drawn token first, -1 behind the last; or null
+    int32_t num_candidates;  // at most kMostCandidates
 
     int mask_words() const { return (vocab + 31) / 32; }
 

@@ -37,7 +37,10 @@ inline bool same_bits(const Floats& a, const Floats& b) {
 }
 
 void test_thread_pool();
+void test_weight_stream(const std::string& directory);
+void test_shared_ranks(const std::string& directory);
 void test_packing(const KernelTable& kernels);
 void test_executor(const KernelTable& kernels);
+void test_experts(const KernelTable& kernels);
 
 }  // namespace octavo::test

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "check.h"
+#include "matrices.h"
 
 namespace octavo::test {
 
@@ -15,60 +15,6 @@ namespace {
 constexpr int kVocab = 50, kHidden = 48, kHeads = 4, kKvHeads = 2, kWidth = 32, kInner = 70, kLayers = 2,
               kBlocks = 64;
 constexpr int kQ = kHeads * kWidth, kKv = kKvHeads * kWidth;
-
-enum class Format { fp32, bf16, int8, int4 };
-const char* kFormatNames[] = {"fp32", "bf16", "int8", "int4"};
-
-// A matrix [rows][columns] in a format; `values` are the drawn numbers as the format rounds them.
-struct TestMatrix {
-    int rows, columns;
-    Floats values;
-    PackedTiles packed;
-
-    TestMatrix(int n, int k, uint32_t seed, Format format, ThreadPool& pool)
-        : rows(n), columns(k), values(normal((size_t)n * k, seed, 1 / std::sqrt((float)k))) {
-        WeightMemory memory;
-        if (format == Format::fp32 || format == Format::bf16) {
-            packed =
-                pack(pool, memory, Matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4},
-                     format == Format::fp32 ? Code::fp32 : Code::bf16);
-            return;
-        }
-        const int levels = format == Format::int8 ? 127 : 7, groups = (k + kGroup - 1) / kGroup;
-        Floats scales((size_t)n * groups);
-        std::vector<int8_t> codes((size_t)n * k);
-        for (int r = 0; r < n; r++)
-            for (int i = 0; i < k; i++) {
-                float& scale = scales[(size_t)r * groups + i / kGroup];
-                if (i % kGroup == 0)
-                    for (int j = i; j < std::min(k, i + kGroup); j++)
-                        scale = std::max(scale, std::fabs(values[(size_t)r * k + j]) / (float)levels);
-                const int code = (int)std::lround(values[(size_t)r * k + i] / scale);
-                codes[(size_t)r * k + i] = (int8_t)code;
-                values[(size_t)r * k + i] = (float)code * scale;
-            }
-        QuantisedSource source{};
-        source.num_inputs = k;
-        source.group = kGroup;
-        source.scales = Matrix{Matrix::Kind::fp32, (const uint8_t*)scales.data(), n, groups, groups * 4, 4};
-        std::vector<uint8_t> nibbles((size_t)n * k / 2);
-        if (format == Format::int8) {
-            source.codes = CodeRows::plain((const uint8_t*)codes.data(), n, k, 8, true);
-        } else {
-            for (size_t i = 0; i < nibbles.size(); i++)
-                nibbles[i] = (uint8_t)((codes[2 * i] + 8) | (codes[2 * i + 1] + 8) << 4);
-            source.zero_point = 8;
-            source.codes = CodeRows::plain(nibbles.data(), n, k, 4, false);
-        }
-        packed = pack(pool, memory, source);
-    }
-    std::vector<double> times(const std::vector<double>& x) const {
-        std::vector<double> y(rows, 0);
-        for (int r = 0; r < rows; r++)
-            for (int k = 0; k < columns; k++) y[r] += (double)values[(size_t)r * columns + k] * x[k];
-        return y;
-    }
-};
 
 struct Layer {
     TestMatrix q, k, v, o, gate, up, down;
@@ -107,8 +53,6 @@ struct Model {
 };
 
 // -- plain loops --
-
-using Row = std::vector<double>;
 
 Row normed(const Row& x, const Floats& weight) {
     double squares = 0;
@@ -179,26 +123,8 @@ std::vector<Row> plain_logits(const Model& model, const std::vector<int>& tokens
 
 // -- the executor --
 
-struct Arena {
-    Axis axis;
-    int64_t used = 0;
-    Place place(int width) {
-        const int stride = (width + 15) / 16 * 16;
-        const Place p{axis, used, width};
-        used += stride;
-        return p;
-    }
-};
-
 Place columns(const Place& whole, int first, int width) {
     return Place{whole.axis, whole.offset + first, width};
-}
-
-LinearPart part(const TestMatrix& m, const Place& out, const Place* residual = nullptr) {
-    LinearPart p{m.packed.tiles, m.packed.memory, out};
-    p.has_residual = residual != nullptr;
-    if (residual) p.residual = *residual;
-    return p;
 }
 
 // An executor under construction, its stages opened one after another in one range or the next.
@@ -505,7 +431,7 @@ struct Draws {
         for (int i = 0; i < n; i++) {
             SamplingRecord& r = records[i];
             r.seed = 1000 + i;
-            r.top_p = r.repetition_penalty = 1;
+            r.top_p = r.typical_p = r.repetition_penalty = 1;
             r.target_id = r.allowed_mask = -1;
             r.num_logprobs = 3;
             if (i % 2) r.temperature = 0.8f;

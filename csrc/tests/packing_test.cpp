@@ -125,6 +125,44 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
     }
 }
 
+// Checks that products which skip zeros have the bits of those that do not, for one row and two.
+void check_skipping(const KernelTable& kernels, const PackedTiles& packed, int inputs) {
+    const RowType type = kernels.row_type(packed.tiles.code);
+    const int stride = (int)row_elements(type, packed.tiles.num_groups);
+    Memory values((size_t)kTile * stride * 4), scales((size_t)kTile * packed.tiles.num_groups * 4),
+        sums(scales.size() * 2), scaled(scales.size()), scratch(kernels.scratch_bytes(packed.tiles));
+    Rows rows{.type = type,
+              .values = values.data(),
+              .stride = stride,
+              .scales = (float*)scales.data(),
+              .sums = (int32_t*)sums.data(),
+              .scaled_sums = (float*)scaled.data(),
+              .num_groups = packed.tiles.num_groups,
+              .group_stride = packed.tiles.num_groups};
+    for (const double kept : {0.0, 0.03, 0.3, 1.0}) {
+        for (int r = 0; r < 2; r++) {
+            Floats x = normal(inputs, 7 + r);
+            std::mt19937 generator(r);
+            for (float& value : x)
+                if (generator() % 1000 >= 1000 * kept) value = generator() % 2 ? 0.0f : -0.0f;
+            if (kept > 0.1) x[3] = 40;  // a number that needs a second term
+            kernels.prepare_row(x.data(), inputs, Norm{}, rows, r);
+        }
+        for (int tile = 0; tile < packed.tiles.num_tiles(); tile++)
+            for (const int num_rows : {1, 2}) {
+                Floats dense((size_t)num_rows * kTile, 1), skipping(dense);
+                const TileRef plain{&packed.tiles, tile, dense.data()};
+                kernels.tile_products(&plain, 1, rows, 0, num_rows, scratch.data());
+                Rows marked = rows;
+                marked.skips_zeros = true;
+                const TileRef ref{&packed.tiles, tile, skipping.data()};
+                kernels.tile_products(&ref, 1, marked, 0, num_rows, scratch.data());
+                CHECK(same_bits(dense, skipping), "%s, %g kept, tile %d", kCodeNames[(int)packed.tiles.code],
+                      kept, tile);
+            }
+    }
+}
+
 void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     const int n = 21, k = 45;
     WeightMemory memory;
@@ -145,6 +183,95 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     const PackedTiles packed = pack(pool, memory, half, Code::fp16);
     kernels.read_row(packed.tiles, 0, 1, row.data());
     CHECK(row[0] == 1 && row[1] == -2 && row[2] == std::ldexp(1.0f, -24) && row[3] == 65504);
+}
+
+void test_skipping(const KernelTable& kernels, ThreadPool& pool) {
+    const int n = 21, k = 1100;
+    WeightMemory memory;
+    const Floats values = normal((size_t)n * k, 11);
+    std::vector<uint16_t> halves(values.size());
+    for (uint16_t& half : halves) half = (uint16_t)(0x3000 + (&half - halves.data()) * 2654435761u % 0x800);
+    const Matrix floats{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4};
+    const Matrix half{Matrix::Kind::fp16, (const uint8_t*)halves.data(), n, k, k * 2, 2};
+    check_skipping(kernels, pack(pool, memory, floats, Code::fp32), k);
+    check_skipping(kernels, pack(pool, memory, floats, Code::bf16), k);
+    check_skipping(kernels, pack(pool, memory, half, Code::fp16), k);
+    for (const Example& e : {Example(n, k, 8, k, 0, false, true, false, false),
+                             Example(n, k, 8, 32, 0, false, true, false, false)}) {
+        Packer packer(memory);
+        const PackedTiles packed = packer.add(e.source());
+        packer.run(pool);
+        check_skipping(kernels, packed, k);
+    }
+    for (const Code code : {Code::i8, Code::fp16, Code::fp32}) CHECK(kernels.skips_zeros(code));
+    CHECK(!kernels.skips_zeros(Code::u4) && !kernels.skips_zeros(Code::u8));
+}
+
+// Products with a weight that lies by columns have the bits of those with its tiles, whatever the number of
+// rows and of zeros in them.
+void check_columns(const KernelTable& kernels, const PackedTiles& tiles, const PackedTiles& columns,
+                   int inputs) {
+    constexpr int kRows = 21;
+    const Tiles& w = columns.tiles;
+    const RowType type = kernels.row_type(w.code);
+    const int stride = (int)row_elements(type, w.num_groups);
+    Memory values((size_t)2 * kTile * stride), scales((size_t)2 * kTile * w.num_groups * 4),
+        sums(scales.size() * 2), scaled(scales.size()), scratch(kernels.scratch_bytes(tiles.tiles)),
+        own_scratch(kernels.scratch_bytes(w));
+    const Rows rows{.type = type,
+                    .values = values.data(),
+                    .stride = stride,
+                    .scales = (float*)scales.data(),
+                    .sums = (int32_t*)sums.data(),
+                    .scaled_sums = (float*)scaled.data(),
+                    .num_groups = w.num_groups,
+                    .group_stride = w.num_groups};
+    for (const double kept : {0.0, 0.02, 0.5, 1.0}) {
+        for (int r = 0; r < kRows; r++) {
+            Floats x = normal(inputs, 70 + r);
+            std::mt19937 generator(r);
+            for (float& value : x)
+                if (generator() % 1000 >= 1000 * kept) value = 0;
+            if (kept > 0.1) x[r % inputs] = 40, x[inputs - 1] = -30;  // numbers that need a second term
+            kernels.prepare_row(x.data(), inputs, Norm{}, rows, r);
+        }
+        for (const int num_rows : {1, 2, 3, 4, 5, 16})
+            for (int tile = 0; tile < w.num_tiles();) {
+                const int most = num_rows <= kColumnRows ? 5 : 3;
+                const int count = std::min(most, w.num_tiles() - tile);
+                const size_t each = (size_t)num_rows * kTile;
+                Floats expected(count * each), found(count * each, 1);
+                for (int t = 0; t < count; t++) {
+                    const TileRef ref{&tiles.tiles, tile + t, expected.data() + t * each};
+                    kernels.tile_products(&ref, 1, rows, 5, num_rows, scratch.data());
+                }
+                kernels.column_products(w, tile, count, rows, 5, num_rows, found.data(), own_scratch.data());
+                CHECK(same_bits(expected, found), "%g kept, %d rows, %d tiles from %d", kept, num_rows, count,
+                      tile);
+                tile += count;
+            }
+    }
+}
+
+void test_columns(const KernelTable& kernels, ThreadPool& pool) {
+    const Example examples[] = {Example(149, 1100, 8, 1100, 0, false, true, false, false),
+                                Example(16, 64, 8, 64, 0, false, true, false, false),
+                                Example(7, 3, 8, 3, 0, false, true, false, false),
+                                Example(2600, 96, 8, 96, 0, false, true, false, false),
+                                Example(155, 1120, 4, 32, 8, true, false, false, false),
+                                Example(32, 64, 4, 32, 0, true, false, true, false),
+                                Example(2600, 96, 4, 32, 8, false, false, true, false)};
+    for (const Example& e : examples) {
+        QuantisedSource by_columns = e.source();
+        by_columns.by_columns = true;
+        WeightMemory memory;
+        Packer packer(memory);
+        const PackedTiles tiles = packer.add(e.source()), columns = packer.add(by_columns);
+        packer.run(pool);
+        const bool in_pairs = e.bits == 8 || tiles.tiles.num_tiles() % 2 == 0;
+        CHECK(columns.num_bytes() == tiles.num_bytes() && (columns.tiles.column_stride > 0) == in_pairs);
+        if (in_pairs) check_columns(kernels, tiles, columns, e.inputs);
+    }
 }
 
 Example other_codes(Example e) {
@@ -234,6 +361,8 @@ void test_packing(const KernelTable& kernels) {
         check_products(kernels, packed[i], examples[i]);
     }
     test_floats(kernels, pool);
+    test_skipping(kernels, pool);
+    test_columns(kernels, pool);
     test_interleaved(kernels, pool);
     test_interleaved_in_two_pieces(kernels, pool);
 }

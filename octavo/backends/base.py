@@ -7,19 +7,38 @@ KV memory in `kv.py`. Knows Programs and packed weights, and nothing of requests
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.backends.batch import Check, DecodeSteps, GoesOn, SampleResult, StepBatch, StepOutput
 from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
 from octavo.outputs import Profile
+from octavo.program.low_rank import Updates
 from octavo.program.program import Program, Weight
 from octavo.quant.blocks import StoredWeight
+from octavo.step import WeightArrivals
 
 LoadWeight = Callable[[Weight], StoredWeight]
 
 FormatOf = Callable[[Weight], str]
 """Tells how a weight is stored once it is loaded, by GGUF's names: F32, BF16, Q8_0, Q4_K ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsOffDevice:
+    """Weights that are streamed from a file while steps are computed."""
+
+    memory_bytes: int
+    """Most bytes of weights in memory."""
+    directory: Path
+    schedule: Literal["pinned", "layers"] = "pinned"
+    fingerprint: str = ""
+    """Name of the weights and of all that decides how they are packed; files of others are never
+    read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +65,10 @@ class BackendOptions:
     torch_kernels: str = "auto"
     enforce_eager: bool = False
     """Whether decode steps are never captured as CUDA graphs."""
+    skips_zeros: bool = False
+    """Whether weights of feed-forward products are not read whose inputs are zeros after a relu."""
+    offload: WeightsOffDevice | None = None
+    """Place of the weights that are not all in memory; None: all are."""
     batch_invariant: bool = False
     """Whether a row's bits never depend on its batch, on backends where that costs speed."""
 
@@ -67,6 +90,16 @@ class Footprint:
     """Layout of each cache group."""
     code: str
     """Code that most of the weights are packed in, for `Backend.measure`."""
+    memory_bytes: int | None = None
+    """Bytes of weights in memory where the others are streamed; None: all are in memory."""
+    streamed_bytes: int = 0
+    """Bytes of weights that each step reads from a file."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights in memory."""
+        whole = sum(self.weight_bytes.values())
+        return whole if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +110,9 @@ class Ceilings:
 
     bandwidth: float
     operations: float
+    disk: float | None = None
+    """Bytes a second read from the disk of streamed weights; None where none are streamed or the
+    rate is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +124,16 @@ class DeviceMemory:
     total_bytes: int
     parts: Mapping[str, int]
     kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedInputs:
+    """Inputs of a Program's products over tokens, after their norms, as the last step had them."""
+
+    num_rows: int
+    """Most rows of a step."""
+    inputs: dict[Weight, NDArray[np.float32]] = field(default_factory=dict)
+    """Rows that are multiplied with each weight, `[num_rows, in]`; a step writes its first ones."""
 
 
 class Runnable(Protocol):
@@ -140,6 +186,53 @@ class AsyncRunnable(Protocol):
         of `kv` between them too.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAdapter:
+    """An adapter in a backend's own layout, in host memory."""
+
+    num_bytes: int
+    parts: Any
+
+
+class AdapterSlots(Protocol):
+    """The adapters that a prepared Program's rows may have (`StepBatch.adapter_rows`), by slot."""
+
+    def pack(self, updates: Updates) -> PackedAdapter:
+        """Lays an adapter out as the backend reads it; may be called in any thread."""
+        ...
+
+    def put(self, slot: int, adapter: PackedAdapter) -> None:
+        """Takes an adapter into a slot, in place of what is there; no step is being computed."""
+        ...
+
+    def drop(self, slot: int) -> None:
+        """Frees a slot; no step is being computed."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the adapters in slots."""
+        ...
+
+
+@runtime_checkable
+class StreamingRunnable(Protocol):
+    """A Runnable that may read weights from a file while it computes."""
+
+    @property
+    def arrivals(self) -> WeightArrivals | None:
+        """Weights read so far; None where all are in memory."""
+        ...
+
+
+@runtime_checkable
+class AdapterRunnable(Protocol):
+    """A Runnable whose Program has sites, which adapters may update."""
+
+    @property
+    def adapters(self) -> AdapterSlots: ...
 
 
 @runtime_checkable
@@ -216,6 +309,17 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ObservingBackend(Protocol):
+    """A backend that can show what its products multiply."""
+
+    def prepare_observed(
+        self, program: Program, load: LoadWeight
+    ) -> tuple[Runnable, ObservedInputs]:
+        """Does what `prepare` does, and has each step of more than a few rows fill the inputs."""
+        ...
 
 
 @runtime_checkable

@@ -47,6 +47,9 @@ all tokens. `target_id` >= 0 asks for that token's logprob instead of a draw (pr
 `top_n_sigma`, `dynatemp_range`, `xtc_probability` and `mirostat_mode` 0 are off.
 """
 
+MOST_CANDIDATES = 8
+"""Tokens that a checked draw keeps in their order."""
+
 _NEUTRAL = {
     "top_p": 1.0,
     "repetition_penalty": 1.0,
@@ -114,7 +117,9 @@ class SamplingBatch:
     allowed_masks: Bits
     """[A, ceil(V / 32)]: bit i % 32 of word i // 32 says whether token i is allowed."""
     keeps_logits: bool = False
-    """Whether rows may be drawn again under masks once all are drawn, as a Check says."""
+    """Whether rows may be drawn again once all are drawn, as a Check says. Draws then keep their
+    candidates, too.
+    """
 
     def __len__(self) -> int:
         return len(self.records)
@@ -132,6 +137,10 @@ class SamplingBatch:
             bias_values=self.bias_values[bias[0] : bias[-1]],
             allowed_masks=self.allowed_masks,
         )
+
+
+ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises", "candidates")
+"""Arrays of a SampleResult that a step may do without."""
 
 
 @dataclass(slots=True)
@@ -158,14 +167,25 @@ class SampleResult:
     """Surprises of drawn tokens among those that could be drawn, in bits, `[S]`; None where no row
     has a mirostat. Without meaning in a row without one.
     """
+    candidates: NDArray[np.int32] | None = None
+    """Tokens that a draw without filters would take one after another if those before were masked,
+    the drawn one first, `[S, MOST_CANDIDATES]`, -1 behind the last. None where no draw is checked.
+    """
 
     def part(self, first: int, end: int) -> SampleResult:
         """Returns a view of the entries `first` to `end - 1`."""
         part = SampleResult(self.token_ids[first:end], self.failed[first:end])
-        for name in ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises"):
+        for name in ROW_ARRAYS:
             array = getattr(self, name)
             setattr(part, name, None if array is None else array[first:end])
         return part
+
+    def take(self, other: SampleResult, rows: NDArray[np.int32]) -> None:
+        """Takes over some rows of another result of the same step."""
+        for name in ("token_ids", "failed", *ROW_ARRAYS):
+            array = getattr(self, name)
+            if array is not None:
+                array[rows] = getattr(other, name)[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +232,18 @@ class StepBatch:
     """Parameters of the draws; None: the outputs come back as arrays, and nothing is drawn."""
     hidden: NDArray[np.float32] | None = None
     """Rows `[T, W]` for a Program whose input is "hidden"."""
+    given: NDArray[np.floating] | None = None
+    """Rows from outside that take the places of the step's own, `[N, W]`; None: there are none."""
+    given_rows: NDArray[np.int32] | None = None
+    """Row of `given` that stands at each row, `[T]`, -1: none; set wherever `given` is."""
+    limits: NDArray[np.int32] | None = None
+    """One past the last key that each row sees under a causal mask or a window's, `[T]`, beyond its
+    own place; None: its place + 1."""
     adapter_rows: NDArray[np.int32] | None = None
     """Adapter slot of each row, `[T]`, -1: none; None: no row has one."""
+    sparse_from: NDArray[np.int32] | None = None
+    """Place from which on the rows of each request are sparse, `[R]`: the length of its prompt.
+    Programs without thresholds do not read it; None: all rows are dense."""
     last_tokens: LastTokens | None = None
     """Sources and targets of tokens that are known on the device alone; None: every id is known
     here."""
@@ -231,16 +261,33 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Redraw:
-    """Rows of a step that are drawn again, since what they drew is not allowed."""
+    """Rows of a step that are drawn again: what they drew is not allowed, or follows from what an
+    earlier row drew.
+    """
 
     samples: NDArray[np.int32]
     """Indices of the rows among the sampled ones, `[N]`."""
     masks: Bits
     """Tokens that each of them may draw, `[N, ceil(V / 32)]`."""
+    logits: NDArray[np.float32] | None = None
+    """Logits that some of them are drawn from in place of their own, `[M, V]`. Logprobs are of
+    their own.
+    """
+    places: NDArray[np.int32] | None = None
+    """Index of each of the rows in `logits`, `[N]`, -1: its own logits."""
+    mirostat_mus: NDArray[np.float32] | None = None
+    """Bounds of their mirostat, `[N]`; NaN, or None for all of them: those of the step."""
+    is_last: bool = True
+    """Whether the draws hold then, and are not looked at once more."""
 
 
-Check = Callable[[SampleResult], Redraw | None]
-"""Looks at the draws of a step; None where all of them hold."""
+ReadLogits = Callable[[int], NDArray[np.float32]]
+"""Returns the logits `[V]` of a sampled row, before anything changes them; valid until the next
+step.
+"""
+
+Check = Callable[[SampleResult, ReadLogits], Redraw | None]
+"""Looks at the draws of a step, and may set them; None where all of them hold."""
 
 GoesOn = Callable[[SampleResult], bool]
 """Takes the draws of a decode step and says whether there is to be another one."""

@@ -23,6 +23,10 @@ BLOCK_SIZE = 16
 SPLIT_KEYS = 256
 """Number of keys in a split of the attention's definition (`ops.Attention`)."""
 
+STATES_A_BLOCK = 2
+"""States in the one block of a request in a group of kind `state`: the one that a step reads, and
+the one that it writes."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:

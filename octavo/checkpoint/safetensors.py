@@ -10,33 +10,47 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.checkpoint.formats.format import Described, QuantizedFormat
+from octavo.checkpoint.formats.table import quantized_format
+from octavo.checkpoint.fused_experts import FusedPart, fused_parts, newer_names
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.json_file import read_json, read_json_if_there
+from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.sentence_modules import with_pooling
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import StoredTensor, TokenizerSource
-from octavo.quant.fp8 import FP8, SCALE_SUFFIXES, Fp8Scheme, fp8_scheme, fp8_weight
+from octavo.quant.fp8 import FP8
 from octavo.quant.packed import PackedWeight
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    FP8: np.dtype(ml_dtypes.float8_e4m3fn),
 }
+PART_DTYPES: dict[str, np.dtype] = DTYPES | {
+    FP8: np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+"""Types of the tensors of which quantised matrices are made."""
 
 INDEX = "model.safetensors.index.json"
 
-BASE_PREFIXES = ("model.", "transformer.")
+BASE_PREFIXES = ("model.", "transformer.", "backbone.", "gpt_neox.")
 """Prefixes that base models are saved without."""
 
 WRAPPER_PREFIXES = ("language_model.", "model.language_model.")
@@ -48,11 +62,69 @@ class _Entry:
     """A tensor's place: `start` in bytes from its file's beginning."""
 
     file: Path
-    buffer: mmap.mmap
+    buffer: mmap.mmap | bytes
     dtype: str
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    num_stacked: int = 0
+    """Number of experts in the tensor of which this is a part."""
+
+    @property
+    def format_name(self) -> str:
+        return self.dtype
+
+    def weight(self, name: str) -> PackedWeight:
+        return PackedWeight.plain(_array(self, name))
+
+    def part(self, part: FusedPart) -> _Entry | None:
+        """Returns the place of an expert's matrix; None where the tensor has none such."""
+        rows = part.rows(self.shape)
+        if rows is None:
+            return None
+        first, count = rows
+        num_bytes = self.num_bytes // (self.shape[0] * self.shape[1])
+        return replace(
+            self,
+            shape=(count, self.shape[2]),
+            start=self.start + first * num_bytes,
+            num_bytes=count * num_bytes,
+            num_stacked=self.shape[0],
+        )
+
+
+class _Quantized:
+    """A quantised matrix: the tensors of its module."""
+
+    num_stacked = 0
+
+    def __init__(self, module: str, read: QuantizedFormat, entries: Mapping[str, _Entry]) -> None:
+        self._module = module
+        self._format = read
+        self._entries = entries
+        self.file = next(iter(entries.values())).file
+
+    @cached_property
+    def described(self) -> Described:
+        return self._format.describe(self._module, self._tensors)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.described.shape
+
+    @property
+    def format_name(self) -> str:
+        return self.described.format_name
+
+    def weight(self, name: str) -> PackedWeight:
+        return self._format.weight(self._module, self._tensors)
+
+    @property
+    def _tensors(self) -> dict[str, NDArray]:
+        return {
+            rest: _array(entry, f"{self._module}.{rest}", PART_DTYPES)
+            for rest, entry in self._entries.items()
+        }
 
 
 class SafetensorsCheckpoint:
@@ -63,56 +135,71 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict[str, Any] = with_pooling(read_json(path / "config.json"), path)
+        self.config: dict[str, Any] = with_pooling(
+            with_text_config(read_json(path / "config.json")), path
+        )
         self.generation_config: dict[str, Any] = read_json_if_there(path / "generation_config.json")
-        self._fp8: Fp8Scheme | None = fp8_scheme(self.config)
-        self._entries: dict[str, _Entry] = {}
+        quantized = quantized_format(self.config)
+        self._is_quantized = quantized is not None
         self.weight_files: Sequence[Path] = _weight_files(path)
+        entries: dict[str, _Entry] = {}
         for file in self.weight_files:
-            self._entries |= _read_header(file)
-        self._check_index()
+            entries |= _read_header(file)
+        self._buffers = {id(entry.buffer): entry.buffer for entry in entries.values()}
+        self._check_index(entries)
+        self._entries = entries if quantized is None else _by_matrix(entries, quantized)
 
     def names(self) -> Collection[str]:
         return self._entries.keys()
 
     def format_of(self, name: str) -> str:
-        dtype = self._find(name)[1].dtype
-        return self._fp8.format_name if dtype == FP8 and self._fp8 is not None else dtype
+        return self._find(name)[1].format_name
 
     def tensor(self, name: str) -> PackedWeight:
-        """Returns a view into the mapped file."""
+        """Returns a view into the mapped file, but for codes that are stored in another order."""
         found, entry = self._find(name)
-        array = _array(entry, found)
-        return self._fp8_weight(array, found) if entry.dtype == FP8 else PackedWeight.plain(array)
+        if entry.format_name == FP8 and isinstance(entry, _Entry):
+            missing = (
+                "no scales stand beside it"
+                if self._is_quantized
+                else "config.json has no quantization_config"
+            )
+            raise WeightMismatch(f"{self.path}: {found} is stored as {FP8}, but {missing}")
+        return entry.weight(found)
 
     def stored(self, name: str) -> StoredTensor:
         found, entry = self._find(name)
-        return StoredTensor(found, entry.shape, entry.file)
+        return StoredTensor(found, entry.shape, entry.file, entry.num_stacked)
 
     def release(self) -> None:
-        for buffer in {id(entry.buffer): entry.buffer for entry in self._entries.values()}.values():
-            buffer.madvise(mmap.MADV_DONTNEED)
-
-    def _fp8_weight(self, codes: NDArray, name: str) -> PackedWeight:
-        scales = next(
-            (name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self._entries), None
-        )
-        if self._fp8 is None or scales is None:
-            missing = (
-                "config.json has no quantization_config"
-                if self._fp8 is None
-                else "no scales stand beside it"
-            )
-            raise WeightMismatch(f"{self.path}: {name} is stored as {FP8}, but {missing}")
-        return fp8_weight(codes, _array(self._entries[scales], scales), self._fp8, name)
+        for buffer in self._buffers.values():
+            if isinstance(buffer, mmap.mmap):
+                buffer.madvise(mmap.MADV_DONTNEED)
 
     def tokenizer_source(self) -> TokenizerSource | None:
         return tokenizer_source(self.path, self.config, self.generation_config)
 
-    def _find(self, name: str) -> tuple[str, _Entry]:
-        """Finds a tensor by its name, or by its name in a base model or inside a wrapper; returns
-        that name and its place.
+    def _find(self, name: str) -> tuple[str, _Entry | _Quantized]:
+        """Finds a tensor by its name, by a newer one, or within the tensor of a layer's experts;
+        returns the name in the files and its place.
         """
+        for each in (name, *newer_names(name)):
+            found = self._stored_name(each)
+            if found is not None:
+                return found, self._entries[found]
+        for part in fused_parts(name):
+            found = self._stored_name(part.tensor)
+            whole = self._entries[found] if found else None
+            entry = whole.part(part) if isinstance(whole, _Entry) else None
+            if found and entry:
+                return found, entry
+        raise WeightMismatch(
+            f"{self.path}: the tensor {name} is missing",
+            hint=f"the files hold {len(self._entries)} tensors",
+        )
+
+    def _stored_name(self, name: str) -> str | None:
+        """Returns a tensor's name here, in a base model or inside a wrapper."""
         bare = next(
             (name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)), name
         )
@@ -121,31 +208,51 @@ class SafetensorsCheckpoint:
             bare,
             *(prefix + part for prefix in WRAPPER_PREFIXES for part in (name, bare)),
         ]
-        found = next((candidate for candidate in candidates if candidate in self._entries), None)
-        if found is None:
-            raise WeightMismatch(
-                f"{self.path}: the tensor {name} is missing",
-                hint=f"the files hold {len(self._entries)} tensors",
-            )
-        return found, self._entries[found]
+        candidates += [f"model.{each}" for each in (name, tower_name(name))] + [tower_name(name)]
+        return next((candidate for candidate in candidates if candidate in self._entries), None)
 
-    def _check_index(self) -> None:
+    def _check_index(self, entries: Mapping[str, _Entry]) -> None:
         """Checks that each tensor of the index stands in its shard."""
         index = self.path / INDEX
         if not index.exists():
             return
-        missing = [name for name in read_json(index)["weight_map"] if name not in self._entries]
+        missing = [name for name in read_json(index)["weight_map"] if name not in entries]
         if missing:
             raise WeightMismatch(
                 f"{index}: {len(missing)} tensors are in no shard, the first is {missing[0]}"
             )
 
 
-def _array(entry: _Entry, name: str) -> NDArray:
-    dtype = DTYPES.get(entry.dtype)
+def tower_name(name: str) -> str:
+    """Returns the name of an image tower's tensor where the tower is a model within a module."""
+    return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+
+
+def read_tensors(file: Path) -> dict[str, NDArray]:
+    """Reads all tensors of a file into memory; they outlive whatever is written over it."""
+    return {name: _array(entry, name) for name, entry in _read_header(file, mapped=False).items()}
+
+
+def _by_matrix(
+    entries: Mapping[str, _Entry], quantized: QuantizedFormat
+) -> dict[str, _Entry | _Quantized]:
+    """Returns the places with the tensors of each quantised module as one matrix, "...weight"."""
+    found: dict[str, _Entry | _Quantized] = dict(entries)
+    for module, rests in quantized.parts(entries.keys()).items():
+        parts = {rest: entries[f"{module}.{rest}"] for rest in rests}
+        for rest in rests:
+            del found[f"{module}.{rest}"]
+        found[f"{module}.weight"] = _Quantized(module, quantized, parts)
+    return found
+
+
+def _array(
+    entry: _Entry, name: str, allowed: Mapping[str, np.dtype] = MappingProxyType(DTYPES)
+) -> NDArray:
+    dtype = allowed.get(entry.dtype)
     if dtype is None:
         raise UnsupportedModel(
-            f"{entry.file}: {name} has dtype {entry.dtype}, supported are {', '.join(DTYPES)}"
+            f"{entry.file}: {name} has dtype {entry.dtype}, supported are {', '.join(allowed)}"
         )
     found: NDArray = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
     return found.reshape(entry.shape)
@@ -179,13 +286,14 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path, *, mapped: bool = True) -> dict[str, _Entry]:
     """Reads a header: 8 bytes of length, then JSON of name -> dtype, shape, data_offsets."""
     size = path.stat().st_size
     if size < 8:
         raise _corrupt(path, f"it has {size} bytes")
     with path.open("rb") as file:
-        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if mapped else file.read()
+    size = len(buffer)
     length = int.from_bytes(buffer[:8], "little")
     if length > size - 8:
         raise _corrupt(path, f"its header should have {length:,} bytes, the file has {size:,}")
@@ -202,7 +310,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _entry(path: Path, buffer: mmap.mmap, data_start: int, fields: dict[str, Any]) -> _Entry:
+def _entry(
+    path: Path, buffer: mmap.mmap | bytes, data_start: int, fields: dict[str, Any]
+) -> _Entry:
     begin, end = _whole_numbers(fields["data_offsets"])
     return _Entry(
         path,
@@ -229,7 +339,7 @@ def _check_place(entry: _Entry, name: str, size: int) -> None:
             entry.file,
             f"{name} should end at byte {entry.start + num_bytes:,}, the file has {size:,}",
         )
-    dtype = DTYPES.get(entry.dtype)
+    dtype = PART_DTYPES.get(entry.dtype)
     if dtype is not None and num_bytes != math.prod(entry.shape) * dtype.itemsize:
         raise _corrupt(
             entry.file,

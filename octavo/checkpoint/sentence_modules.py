@@ -1,5 +1,6 @@
-"""How a checkpoint makes embeddings, as sentence-transformers saves it: modules.json, the folder of
-the pooling (usually 1_Pooling) and sentence_bert_config.json.
+"""How a checkpoint makes embeddings or scores, as sentence-transformers saves it: modules.json, the
+folder of the pooling (usually 1_Pooling) or of the score (1_LogitScore), sentence_bert_config.json
+and, for a cross-encoder's activation, config_sentence_transformers.json.
 
 Says what the files say; which poolings can be computed is known to `octavo/models`. Source of the
 format: `SentenceTransformer.save` and `Pooling` of sentence-transformers.
@@ -15,12 +16,16 @@ from octavo.checkpoint.json_file import read_json, read_json_if_there, read_json
 from octavo.errors import WeightMismatch, shown
 
 MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
 
 TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 """Names under which the limits of the transformer have been saved; the first is today's."""
+
+SCORES = ("LogitScore", "CausalScoreHead")
+"""Modules that make a score of the logits of one or two tokens; the second is an older name."""
 
 MODES = {
     "pooling_mode_cls_token": "cls",
@@ -37,15 +42,24 @@ NEW_NAMES = {"lasttoken": "last"}
 
 def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns config.json's object with `pooling`, where the folder's modules.json has one: `mode`,
-    `normalize`, `do_lower_case`, and `max_seq_length` where it is given.
+    `normalize`, `do_lower_case`, and `max_seq_length` where it is given. A cross-encoder's has
+    `activation_fn`; one that compares the logits of tokens has `score_tokens`, the id whose logit
+    counts and, where there is one, the id whose logit is subtracted.
 
     A mode of several parts, or one that other modules follow, is spelled out, as "cls + mean" or
     "mean, then Dense".
     """
+    saved = read_json_if_there(folder / SETTINGS).get("activation_fn")
+    if saved is not None:
+        config = config | {"pooling": {"activation_fn": saved}}
     if not (folder / MODULES).exists():
         return config
     modules = list(_modules(folder))
     kinds = [kind for kind, _ in modules]
+    scores = [place for kind, place in modules if kind in SCORES]
+    if scores:
+        tokens = {"mode": "last", "score_tokens": _score_tokens(scores[0] / "config.json")}
+        return config | {"pooling": config.get("pooling", {}) | tokens | _limits(folder)}
     if "Pooling" not in kinds:
         return config
     at = kinds.index("Pooling")
@@ -84,6 +98,20 @@ def _mode(path: Path) -> str:
     if not modes:
         raise WeightMismatch(f"{path}: names no pooling", hint="set pooling_mode_mean_tokens, say")
     return " + ".join(modes)
+
+
+def _score_tokens(path: Path) -> list[int]:
+    """Returns the ids of the tokens of which a score is made."""
+    config = read_json(path)
+    ids: list[int] = []
+    for name in ("true_token_id", "false_token_id"):
+        token_id = config.get(name)
+        if token_id is None and ids:
+            break  # a score is the logit of one token
+        if type(token_id) is not int or token_id < 0:
+            raise WeightMismatch(f"{path}: {name} should be 0 or more, is {shown(token_id)}")
+        ids.append(token_id)
+    return ids
 
 
 def _limits(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from octavo.errors import WeightMismatch
 from octavo.ports import Checkpoint
 from octavo.program.program import Program, Weight
-from octavo.quant.fp8 import SCALE_SUFFIXES
 
 LEFT_OUT = re.compile(
     "|".join(
@@ -20,7 +19,7 @@ LEFT_OUT = re.compile(
             r"\.(attn|attention|self_attention)\.bias$",
             r"(^|\.)(lm_head|output_layer|embed_out)\.weight$",
             r"(^|\.)(lm_head|cls|predictions|vocab_\w+|qa_outputs|pooler)\.",
-            r"^(encoder|decoder)\.embed_tokens\.weight$",
+            r"^(model\.)?(encoder|decoder)\.(embed_tokens\.weight|embed_positions\.weights?|version)$",
             r"(^|\.)(mtp|vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.",
             r"\.([kv]_scale|input_scale|activation_scale|output_scale)$",
         )
@@ -41,7 +40,8 @@ def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
     for program in programs:
         for weight in program.weights:
             if weight.fill is None:
-                read.update(_checked(checkpoint, weight))
+                for part in weight.stored_parts:
+                    read.update(_checked(checkpoint, part))
     left = sorted(left_over(checkpoint.names(), read, checkpoint.config))
     if left:
         more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
@@ -58,8 +58,6 @@ def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -
     num_layers = config.get("num_hidden_layers")
     for name in names:
         if name in read or LEFT_OUT.search(name):
-            continue
-        if any(name.removesuffix(suffix) in read for suffix in SCALE_SUFFIXES):
             continue
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
         # Layers beyond the last are heads that draft tokens (DeepSeek's multi-token prediction).
@@ -80,6 +78,11 @@ def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
                 hint="config.json and the weights belong to different models, or the file is"
                 " damaged",
             )
+        if stored.num_stacked not in (0, len(weight.tensor_names)):
+            raise WeightMismatch(
+                f"{stored.file}: {stored.name} holds {stored.num_stacked} experts, expected"
+                f" {len(weight.tensor_names)}"
+            )
         yield stored.name
 
 
@@ -87,6 +90,8 @@ def _shapes(weight: Weight, *, output_major: bool) -> list[tuple[int, ...]]:
     """Returns the shapes that a weight's tensors may have in the checkpoint."""
     shape = list(weight.whole.shape)
     shape[weight.row_axis] = weight.tensor_rows
+    if weight.kernel:
+        return [(*shape[:-1], *weight.kernel)]
     stacked = len(weight.tensor_names) > 1
     found = [shape[1:]] if stacked else [shape]
     if not stacked and weight.sources and shape[0] == 1:

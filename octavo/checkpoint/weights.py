@@ -6,9 +6,10 @@ Sees a checkpoint only through its protocol, so a file format or family changes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -17,15 +18,17 @@ from numpy.typing import NDArray
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Checkpoint, ModelHeader
 from octavo.program.ops import Act, ActMul, Embedding, GroupedLinear, KvWrite, Linear, Route
-from octavo.program.program import Program, Weight
+from octavo.program.program import TAPS, Program, Sinusoids, Weight
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.fp8 import FP8
 from octavo.quant.gguf import BLOCK_TYPES
-from octavo.quant.online import check_int4, pack_fp8, pack_int4, pack_int8
+from octavo.quant.online import GROUP, check_int4, pack_fp8, pack_int4, pack_int8, pack_int8_groups
 from octavo.quant.packed import Levels, PackedWeight
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4", "fp8"]
+Packing = Literal["int8", "int8_groups", "int4", "fp8"]
+"""Format in which one weight is packed."""
 
 WIDE_TYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -34,25 +37,28 @@ WIDE_TYPES: dict[str, np.dtype] = {
 }
 
 
-def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Quantization]:
+def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Packing]:
     """Returns the weights packed at load and their formats: matrices of linears, experts and token
     embeddings.
 
     Raises UnsupportedModel where one cannot be packed. With int4, some keep 8 bits: embeddings (and
     output layers tied to them), which at 4 raise SmolLM2's perplexity by 6% by themselves, and
-    `_sensitive` ones. With fp8, embeddings and output layers stay as they are, as fp8 checkpoints
-    have them: in e4m3 they add 3% to the cost of the rest. Routers stay floats, since a token sent
+    `sensitive_weights`. With fp8, embeddings and output layers stay as they are, as fp8 checkpoints
+    have them: in e4m3 they add 3% to the cost of the rest. With int8, matrices of encoders have a
+    scale for each group of 32 inputs, and their tables and products of values stay as they are:
+    MiniLM's embeddings are then turned by a cosine of 0.9997, with packed values by 0.9995, with
+    one scale an output by 0.998. Routers stay floats, since a token sent
     to other experts is no rounding error. So do norms, biases and tables of positions.
     """
     routed = {op.logits.name for op in program.ops if isinstance(op, Route)}
-    sensitive = _sensitive(program) if quantization == "int4" else set()
-    plan: dict[Weight, Quantization] = {}
+    sensitive = sensitive_weights(program) if quantization == "int4" else set()
+    plan: dict[Weight, Packing] = {}
     for op in program.ops:
         if isinstance(op, Linear) and not any(out.name in routed for out in op.outs):
             plan |= {
                 weight: "int8" if weight in sensitive else quantization
                 for weight in op.weights_
-                if weight not in plan
+                if weight not in plan and not weight.stored_as
             }
         elif isinstance(op, GroupedLinear):
             plan[op.weight] = quantization
@@ -60,6 +66,13 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, Q
             plan[op.table] = "int8"
     for weight in _ends(program) if quantization == "fp8" else ():
         plan.pop(weight, None)
+    tables = {op.table for op in program.ops if isinstance(op, Embedding)}
+    if quantization == "int8" and program.groups and all(each.one_step for each in program.groups):
+        plan = {
+            weight: "int8_groups" if weight.shape[-1] % GROUP == 0 else "int8"
+            for weight in plan
+            if weight not in tables | value_weights(program)
+        }
     for weight, bits in plan.items():
         if bits == "int4":
             check_int4(weight.shape[-1], weight.name)
@@ -77,7 +90,7 @@ def _ends(program: Program) -> set[Weight]:
     return tables | {weight for op in heads for weight in op.weights_}
 
 
-def _sensitive(program: Program) -> set[Weight]:
+def sensitive_weights(program: Program) -> set[Weight]:
     """Returns the weights of values, small with grouped heads, and half of those behind a gate or
     an activation (a block's `down`).
 
@@ -85,7 +98,6 @@ def _sensitive(program: Program) -> set[Weight]:
     chooses for its k-quants. With none, these, and all of them at 8 bits SmolLM2's perplexity rises
     by 6.1%, 4.3% and 3.8% (channels shuffled, all of Opticks).
     """
-    values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}
     activated = {
         out.name for op in program.ops if isinstance(op, Act | ActMul) for out in op.outputs
     }
@@ -93,11 +105,26 @@ def _sensitive(program: Program) -> set[Weight]:
     downs = [op for op in linears if op.x.name in activated]
     eighth, inner = len(downs) // 8, range(len(downs) // 8, 7 * len(downs) // 8)
     kept = [op for at, op in enumerate(downs) if at not in inner or (at - eighth) % 3 == 2]
-    kept += [op for op in linears if any(out.name in values for out in op.outs)]
-    return {weight for op in kept for weight in op.weights_}
+    return {weight for op in kept for weight in op.weights_} | value_weights(program)
 
 
-PACKED_FORMATS: dict[Quantization, str] = {"int8": "I8", "int4": "Q4_1", "fp8": FP8}
+def value_weights(program: Program) -> set[Weight]:
+    """Returns the weights of the products that make values."""
+    values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}
+    return {
+        weight
+        for op in program.ops
+        if isinstance(op, Linear) and any(out.name in values for out in op.outs)
+        for weight in op.weights_
+    }
+
+
+PACKED_FORMATS: dict[Packing, str] = {
+    "int8": "I8",
+    "int8_groups": "Q8_0",
+    "int4": "Q4_1",
+    "fp8": FP8,
+}
 
 
 def loaded_formats(
@@ -170,10 +197,12 @@ class WeightReader:
         another.
         """
         if weight.fill is not None:
-            return PackedWeight.plain(np.full(weight.shape, weight.fill, np.float32))
+            return PackedWeight.plain(_filled(weight.shape, weight.fill))
         with np.errstate(
             invalid="ignore", over="ignore"
         ):  # a damaged file's NaN fails the requests that meet it
+            if weight.stored_as:
+                return _remade([self._load(part) for part in weight.stored_parts], weight)
             return self._load(weight)
 
     def _load(self, weight: Weight) -> StoredWeight:
@@ -204,6 +233,9 @@ class WeightReader:
     def _part(self, name: str, weight: Weight) -> StoredWeight:
         """Returns one source tensor, transposed and cut as the weight wants it."""
         packed: StoredWeight = self._checkpoint.tensor(name)
+        if weight.kernel:
+            codes = packed.packed().codes
+            packed = PackedWeight.plain(codes.reshape(len(codes), -1))
         turned = weight.transposed and not self._checkpoint.output_major and len(packed.shape) > 1
         if turned:
             packed = _transposed(packed, name)
@@ -217,6 +249,8 @@ class WeightReader:
         quantization = self._plan.get(weight.whole)
         if quantization == "int8":
             return pack_int8(packed.dequantize())
+        if quantization == "int8_groups":
+            return pack_int8_groups(packed.dequantize())
         if quantization == "fp8":
             return pack_fp8(packed.dequantize())
         if quantization == "int4":
@@ -245,6 +279,9 @@ def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
         codes=np.stack([part.codes for part in parts]),
         scales=_stack_levels([part.scales for part in parts]),
         mins=_stack_levels([part.mins for part in parts]),
+        zeros=None
+        if first.zeros is None
+        else np.stack([part.zeros for part in parts if part.zeros is not None]),
     )
 
 
@@ -262,6 +299,7 @@ def _format(part: PackedWeight) -> tuple[object, ...]:
         part.activation,
         part.scales is None,
         part.mins is None,
+        part.zeros is None,
         id(part.lookup),
         id(part.input_permutation),
     )
@@ -323,3 +361,31 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
             f"{weight.name}: {error}",
             hint="use fewer ranks, or --dtype bfloat16, which unpacks the weights",
         ) from None
+
+
+def _filled(shape: tuple[int, ...], fill: float | Sinusoids) -> NDArray[np.float32]:
+    """Returns a weight that no checkpoint has."""
+    if not isinstance(fill, Sinusoids):
+        return np.full(shape, fill, np.float32)
+    num_rows, width = shape
+    dtype: Any = np.float32 if fill.in_single else np.float64
+    step = np.full(1, -math.log(10000) / fill.denominator, dtype)
+    frequencies = np.exp(np.arange(width // 2).astype(dtype) * step)
+    angles = np.arange(num_rows).astype(dtype)[:, None] * frequencies
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
+def _remade(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
+    """Returns a weight in its own shape, made of the checkpoint's tensors."""
+    first, *others = (part.packed().codes if part.is_float else part.dequantize() for part in parts)
+    if weight.stored_as == "row":
+        made = first.reshape(weight.shape)
+    elif weight.stored_as == "tap":
+        made = first[:, :, weight.tap]
+    else:
+        outputs, width = weight.shape[0], weight.shape[1] // TAPS
+        made = np.zeros(weight.shape, first.dtype)
+        run = made[:, weight.tap * width :][:, :width]
+        run[:, :-1] = first.transpose(0, 2, 1).reshape(outputs, -1)
+        run[:, -1] = others[0]
+    return PackedWeight.plain(np.ascontiguousarray(made))

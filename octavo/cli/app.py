@@ -20,7 +20,22 @@ from octavo.cli.command import Command, Group
 from octavo.cli.errors import exit_code_of
 from octavo.version import __version__
 
-COMMANDS = ("run", "chat", "serve", "pull", "models", "plan", "top", "replay", "doctor", "bench")
+COMMANDS = (
+    "run",
+    "chat",
+    "serve",
+    "route",
+    "pull",
+    "models",
+    "quantize",
+    "plan",
+    "calibrate",
+    "simulate",
+    "top",
+    "replay",
+    "doctor",
+    "bench",
+)
 """Names of the subcommands. Each has a file of that name, with a function of that name or a
 `build_app` that makes a Typer app of several.
 """

@@ -2,7 +2,7 @@
 
 Ends of sequence are ignored and the tokens counted, so that every run does exactly the given work.
 Each round draws new prompts, so that nothing is found in the prefix cache. One short request before
-the first round warms up. `serve` and `startup` have files of their own.
+the first round warms up. `serve`, `startup` and `quant` have files of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli import bench_serve, bench_startup, roofline
+from octavo.cli import bench_quant, bench_serve, bench_startup, roofline
 from octavo.cli.command import Command, Group
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.kv_use import KvUse
@@ -73,6 +73,7 @@ def build_app() -> typer.Typer:
     app.command("latency", cls=Command)(latency)
     app.command("serve", cls=Command)(bench_serve.serve)
     app.command("startup", cls=Command)(bench_startup.startup)
+    app.command("quant", cls=Command)(bench_quant.quant)
     return app
 
 

@@ -20,6 +20,10 @@ KEY_VARIABLE = "OCTAVO_API_KEY"
 @with_engine_flags(without=("seed",))
 def chat(
     *,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The model, as --model; default smollm2."),
+    ] = None,
     url: Annotated[
         str | None,
         typer.Option(help="Talk with a model of this server (OpenAI's API), instead of one here."),
@@ -50,6 +54,7 @@ def chat(
         "seed": seed,
     }
     check_sampling(sampling)
+    options = options | _named(name, options)
     if url is not None:
         _with_server(url, api_key or os.environ.get(KEY_VARIABLE), sampling, system, options)
     elif api_key is not None:
@@ -58,6 +63,17 @@ def chat(
         raise ConfigError("api_key: allowed only with --url: a model here needs none")
     else:
         _with_engine(sampling, system, options)
+
+
+def _named(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the model that is named without a flag, where one is."""
+    if name is None:
+        return {}
+    if "model" in options:
+        from octavo.errors import ConfigError
+
+        raise ConfigError(f"model: got {name!r} and --model {options['model']}, allowed is one")
+    return {"model": name}
 
 
 def _with_engine(sampling: dict[str, Any], system: str | None, options: dict[str, Any]) -> None:

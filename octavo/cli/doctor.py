@@ -65,6 +65,7 @@ def findings() -> Iterator[Finding]:
     yield from _machine()
     yield _native()
     yield from _torch()
+    yield _mooncake()
     yield Finding("default", f"--backend {default_backend()}")
 
 
@@ -122,6 +123,19 @@ def _torch() -> Iterator[Finding]:
         else "no NVIDIA driver"
     )
     yield Finding("driver", unknown if driver is None else f"NVIDIA {driver}")
+
+
+def _mooncake() -> Finding:
+    from octavo.worker.connectors.mooncake_mover import require_mooncake
+
+    version = _version("mooncake-transfer-engine-non-cuda") or _version("mooncake-transfer-engine")
+    if version is None:
+        return Finding("Mooncake", "not installed; --kv-transfer mooncake needs it")
+    try:
+        require_mooncake()
+    except BackendUnavailable as error:
+        return Finding("Mooncake", error.message, ok=False, hint=error.hint)
+    return Finding("Mooncake", f"transfer engine {version}")
 
 
 def _cuda(torch: Any) -> Iterator[Finding]:

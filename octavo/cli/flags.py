@@ -14,7 +14,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from octavo.config.engine_config import OptionField, convert, option_fields
+from octavo.config.engine_config import option_fields
+from octavo.config.option import OptionField, convert
 
 Command = Callable[..., None]
 
@@ -74,8 +75,9 @@ def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
     message from the shell as from Python.
     """
     flag, default = "--" + name.replace("_", "-"), spec.entry.default
-    known = default not in (None, (), False) and str(default) not in spec.help
-    text = f"{spec.help}; default {default}." if known else f"{spec.help}."
+    is_said = str(default) in spec.help or "; default " in spec.help
+    is_told = default in (None, (), False) or is_said
+    text = f"{spec.help}." if is_told else f"{spec.help}; default {default}."
     text = text[0].upper() + text[1:]
     annotation: Any
     if spec.type is bool:

@@ -17,12 +17,21 @@ def main() -> None:
         from octavo.cli.app import run_command
 
         code = run_command(sys.argv[1:])
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not _came_of_an_interrupt(error):
+            raise
         code = INTERRUPTED
     # A KeyboardInterrupt that has passed through exec() of a string, as in the making of a
     # dataclass, leaves a mark by which `python -m` kills itself at its end; exec() clears it.
     exec("")
     sys.exit(code)
+
+
+def _came_of_an_interrupt(error: BaseException | None) -> bool:
+    """Says whether Ctrl-C caused an error: Python 3.11 wraps what interrupts a `__set_name__`."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None
 
 
 if __name__ == "__main__":

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 WIDTH = 14
 """Columns of the names."""
 
+SHORT_NAME_WIDTH = 17
+"""Columns of a short name in the list; the longest has 15."""
+
+FAMILY_WIDTH = 18
+"""Columns of a family's name in the list; the longest has 16."""
+
 
 def models(
     model: Annotated[
@@ -82,7 +88,7 @@ def _list_lines() -> Iterator[str]:
     for known in short_names():
         state = "fetched" if known.path else f"octavo pull {known.name}"
         size = format_bytes(known.num_bytes)
-        yield f"  {known.name:<{WIDTH}}{known.text} ({known.license}), {size}: {state}"
+        yield f"  {known.name:<{SHORT_NAME_WIDTH}}{known.text} ({known.license}), {size}: {state}"
     cached = list(cached_repositories())
     if cached:
         yield "Hugging Face repositories in the cache"
@@ -93,7 +99,7 @@ def _list_lines() -> Iterator[str]:
         backends = "native" if row.family.native else "torch"
         gguf = f"; GGUF {', '.join(row.architectures)}" if row.architectures else ""
         kind = "" if row.family.kind == "decoder" else f", {row.family.kind}"
-        yield f"  {row.model_type:<{WIDTH}}{backends:<8}{row.family.models}{kind}{gguf}"
+        yield f"  {row.model_type:<{FAMILY_WIDTH}}{backends:<8}{row.family.models}{kind}{gguf}"
     yield "formats"
     for name, text in formats():
         yield f"  {name:<{WIDTH}}{text}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.backends.base import Ceilings
+    from octavo.backends.native.disk import DiskRates
     from octavo.wiring.plan import ModelPlan
     from octavo.worker.capacity import Capacity
 
@@ -42,11 +44,14 @@ SMALL_STEPS = (512, 128)
 def plan(
     *,
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="Short name, local path (config.json suffices) or Hugging Face repository."
+            help=(
+                "Short name, local path (config.json suffices) or Hugging Face repository; none"
+                " with --trace."
+            )
         ),
-    ],
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -60,20 +65,81 @@ def plan(
         str | None,
         typer.Option(help="Operations per second of products, e.g. 1.5T; default measured."),
     ] = None,
+    disk_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Bytes per second from the disk of weights_dir, e.g. 1G; default measured, with a"
+                " file of 256 MiB there."
+            )
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help=(
+                "Recorded traffic, JSON lines in Mooncake's form: say which layout of --machines"
+                " serves it best, by simulation."
+            )
+        ),
+    ] = None,
+    costs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help=(
+                "With --trace: recordings (octavo serve --record FILE) of one machine's engine,"
+                " which say what its steps cost; several to compare engines."
+            )
+        ),
+    ] = None,
+    slo: Annotated[
+        str, typer.Option(help="With --trace: what a good request keeps to.")
+    ] = "ttft=2s,tpot=80ms",
+    machines: Annotated[
+        int, typer.Option(help="With --trace: machines, one engine on each.", min=1)
+    ] = 1,
+    link: Annotated[
+        str, typer.Option(help="With --trace: bits per second between machines, e.g. 10G.")
+    ] = "1G",
+    scale: Annotated[
+        str, typer.Option(help="With --trace: of its lengths, such as 1/32.", metavar="FRACTION")
+    ] = "1",
+    num_requests: Annotated[
+        int, typer.Option(help="With --trace: requests that are simulated.", min=1)
+    ] = 200,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     options: dict[str, Any],
 ) -> None:
-    """Say what a model needs and whether it fits, before anything is loaded. The exit code is 1 if
-    it does not.
+    """Say what a model needs and whether it fits, before anything is loaded: the exit code is 1 if
+    it does not. Or, with --trace, which layout of several machines serves recorded traffic best.
     """
+    if trace is not None:
+        from octavo.cli.plan_trace import TracePlan
+
+        TracePlan(
+            trace=trace,
+            recordings=costs or [],
+            slo=slo,
+            num_machines=machines,
+            link=link,
+            scale=scale,
+            num_requests=num_requests,
+        ).run(json=json)
+        return
+    if model is None:
+        raise ConfigError("plan: no model was given", hint="name a model, or a --trace")
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring.plan import plan_model
 
     config = EngineConfig.from_options(**options, model=model)
-    memory_bytes = _memory(memory, config.backend.tensor_parallel_size)
+    num_processes = config.backend.num_ranks * config.fleet.data_parallel_size
+    memory_bytes = _memory(memory, num_processes)
     found = plan_model(config, memory_bytes=memory_bytes)
     ceilings = _ceilings(found, bandwidth, flops)
-    report = PlanReport.of(found, ceilings, _suggestion(found, memory_bytes))
+    disk = _disk(found, disk_bandwidth)
+    if disk is not None:
+        ceilings = replace(ceilings, disk=disk.in_order)
+    report = PlanReport.of(found, ceilings, disk, _suggestion(found, memory_bytes))
     if json:
         import json as json_format
 
@@ -120,17 +186,29 @@ class PlanReport:
     step_tokens: int
     kv_dtype: str
     kv_token_bytes: float
+    state_bytes: int
+    """Bytes of a request's recurrent states, and of a checkpoint of them."""
+    checkpoint_tokens: int
+    """Tokens from one checkpoint of the states to the next; 0 where none is kept."""
     kv_bytes: int
     least_kv_bytes: int
     shortfall_bytes: int
     bandwidth: float
     flops: float
+    streamed_bytes: int
+    """Bytes of weights that each step reads from weights_dir."""
+    disk_rate: float | None
+    """Bytes per second that the disk of weights_dir gives in order; None where none are read."""
+    random_disk_rates: dict[int, float]
+    """Bytes per second at random places, by the bytes of a block; {} where not measured."""
     rows: list[ContextEstimate]
     flags: list[str]
     """Flags for `octavo serve` with which the model fits; [] if none make it fit."""
 
     @staticmethod
-    def of(found: ModelPlan, ceilings: Ceilings, flags: list[str]) -> PlanReport:
+    def of(
+        found: ModelPlan, ceilings: Ceilings, disk: DiskRates | None, flags: list[str]
+    ) -> PlanReport:
         from octavo.worker.capacity import PROCESS_BYTES
 
         capacity, config = found.capacity, found.config
@@ -147,27 +225,63 @@ class PlanReport:
             step_tokens=capacity.demand.max_step_tokens,
             kv_dtype=found.footprint.kv_layouts[0].dtype,
             kv_token_bytes=capacity.kv_token_bytes,
+            state_bytes=capacity.state_bytes,
+            checkpoint_tokens=max(
+                (group.life.checkpoint_tokens for group in capacity.groups), default=0
+            ),
             kv_bytes=capacity.kv_bytes,
             least_kv_bytes=capacity.least_kv_bytes,
             shortfall_bytes=capacity.shortfall_bytes,
             bandwidth=ceilings.bandwidth,
             flops=ceilings.operations,
+            streamed_bytes=found.footprint.streamed_bytes,
+            disk_rate=ceilings.disk,
+            random_disk_rates={} if disk is None else disk.random,
             rows=list(_rows(found, ceilings)),
             flags=flags,
         )
+
+    def _weights_text(self) -> str:
+        if self.streamed_bytes:
+            return f"kept in memory and a ring for the others, mostly {self.code}"
+        bits = 8 * self.weight_bytes / self.num_parameters
+        return f"{bits:.1f} bits a parameter, mostly {self.code}"
+
+    def _stream_lines(self) -> Iterator[str]:
+        if not self.streamed_bytes:
+            return
+        rate = "the disk's rate is not known: give --disk-bandwidth"
+        if self.disk_rate is not None:
+            bound = self.disk_rate / self.streamed_bytes
+            rate = (
+                f"read for each step; {_rate(self.disk_rate)} GB/s from the disk: at most"
+                f" {bound:.3g} steps a second"
+            )
+        yield _line("streamed", self.streamed_bytes, rate)
+        if self.random_disk_rates:
+            rates = ", ".join(
+                f"{size >> 10} KiB {_rate(rate)}" for size, rate in self.random_disk_rates.items()
+            )
+            yield f"{'':28}the disk at random places, GB/s by block: {rates}"
 
     def lines(self) -> Iterator[str]:
         yield (
             f"{self.model}: {self.model_type}, {self.num_parameters / 1e6:,.0f} million parameters,"
             f" context {self.max_model_len:,}"
         )
-        bits = 8 * self.weight_bytes / self.num_parameters
-        yield _line(
-            "weights", self.weight_bytes, f"{bits:.1f} bits a parameter, mostly {self.code}"
-        )
+        yield _line("weights", self.weight_bytes, self._weights_text())
+        yield from self._stream_lines()
         yield _line("activations", self.step_bytes, f"a step of {self.step_tokens:,} tokens")
         yield _line("processes", self.process_bytes, "and the vocabulary")
         yield _line("KV, a token", self.kv_token_bytes, self.kv_dtype)
+        if self.state_bytes:
+            yield _line("states", self.state_bytes, "each request")
+        if self.checkpoint_tokens:
+            yield _line(
+                "checkpoint",
+                self.state_bytes,
+                f"of the states, each {self.checkpoint_tokens} tokens and at a prompt's end",
+            )
         yield _line(
             "KV, at least",
             self.least_kv_bytes,
@@ -204,6 +318,10 @@ class PlanReport:
 
 
 NOTHING_HELPS = "no options make it fit: it needs a smaller model, or more memory"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g}"
 
 
 def _line(name: str, num_bytes: float, text: str) -> str:
@@ -245,6 +363,21 @@ def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Cei
         )
     finally:
         backend.close()
+
+
+def _disk(found: ModelPlan, given: str | None) -> DiskRates | None:
+    """Returns the rates of the disk that weights are streamed from: as given, else measured; None
+    where none are streamed, or the disk cannot be measured.
+    """
+    from octavo.backends.native.disk import DiskRates, measure_disk
+    from octavo.config.paths import user_path
+
+    if not found.footprint.streamed_bytes:
+        return None
+    if given is not None:
+        return DiskRates(parse_rate(given, name="--disk-bandwidth"), {})
+    assert found.config.offload.weights_dir is not None, "weights are streamed"
+    return measure_disk(user_path(found.config.offload.weights_dir))
 
 
 def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[ContextEstimate]:

@@ -10,7 +10,7 @@ import typer
 
 from octavo.cli.flags import with_engine_flags, with_flags
 from octavo.cli.serve_config import ServeConfig, read_config
-from octavo.config.engine_config import options_of
+from octavo.config.option import options_of
 from octavo.server.settings import ServerSettings
 
 KEY_VARIABLE = "OCTAVO_API_KEY"

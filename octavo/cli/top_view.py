@@ -49,6 +49,7 @@ def _table(columns: tuple[str, ...]) -> Table:
             column,
             justify="left" if is_text else "right",
             no_wrap=not is_text,
+            overflow="fold",
             min_width=MIN_TEXT_WIDTH if is_text else None,
         )
     return table

@@ -7,29 +7,16 @@ the same. What depends on the model or the machine (None here) is derived in `co
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from octavo.config.sizes import parse_bytes, parse_count
+from octavo.config.option import OptionField, convert, option, options_of
+from octavo.config.processors import ProcessorEntry, processor_entries
 from octavo.errors import ConfigError, did_you_mean
 
 DEFAULT_MODEL = "smollm2"
-MAX_COUNT = (1 << 31) - 1
-"""Most requests, tokens or threads that an option may name: arrays of them have 32-bit indices."""
-
-
-def option(
-    default: Any,
-    text: str,
-    *,
-    unit: Literal["bytes", "count"] | None = None,
-    low: float | None = None,
-    short: str | None = None,
-) -> Any:
-    """Makes a field with its help text. `unit` lets texts such as "2GiB" or "8k" stand for numbers,
-    `low` is the least value, `short` a short flag beside the long one.
-    """
-    return field(default=default, metadata={"help": text, "unit": unit, "low": low, "short": short})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +42,13 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "longest context (prompt + output); default the model's", unit="count", low=1
     )
+    max_encoder_len: int | None = option(
+        None,
+        "longest input of an encoder before a decoder, in its rows (a text's tokens, 50 a second of"
+        " audio); default the model's",
+        unit="count",
+        low=1,
+    )
     served_model_name: str | None = option(
         None, "name in the API; default the model as given, without folders"
     )
@@ -68,6 +62,11 @@ class ModelOptions:
     reasoning_parser: str | None = option(
         None,
         "tags of the model's reasoning, e.g. qwen3, or none; default the chat template's",
+    )
+    classifier_from_token: str | None = option(
+        None,
+        "make a decoder a classifier whose score is the second token's logit less the first one's,"
+        " e.g. no,yes for Qwen3-Reranker; default what modules.json says",
     )
     seed: int = option(0, "seed from which unseeded requests draw theirs")
     max_logprobs: int = option(20, "most alternatives a request may ask for", low=0)
@@ -124,11 +123,63 @@ class CacheOptions:
     prefix_cache_size: int = option(
         10 << 30, "most bytes in prefix_cache_dir, e.g. 50GiB; default 10GiB", unit="bytes", low=1
     )
+    kv_events_config: str | None = option(
+        None,
+        "JSON object of what is published of blocks that the prefix cache gains and loses, in"
+        " vLLM's form and with its fields: enable_kv_cache_events, publisher, endpoint,"
+        " replay_endpoint, topic, buffer_steps, hwm; and secret",
+    )
+    media_cache_tokens: int = option(
+        8192,
+        "rows of encoded images that are kept for images that come again, beside those that a step"
+        " reads",
+        low=0,
+    )
     kv_cache: bool = option(
         True,
         "keep K and V; without, every step computes all of a request's tokens again (for"
         " comparison)",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """Options of KV blocks that go from one engine to another."""
+
+    kv_transfer: Literal["zmq", "mooncake"] | None = option(
+        None,
+        "how KV blocks go to other engines and come from them: zmq, in messages over TCP; mooncake,"
+        " read out of memory by its transfer engine; default not",
+    )
+    role: Literal["prefill", "decode", "both"] = option(
+        "both",
+        "with kv_transfer: prefill computes prompts for other engines, decode has long prompts"
+        " computed by its prefill_peers",
+    )
+    kv_transfer_address: str = option(
+        "127.0.0.1:8998",
+        "HOST:PORT where other engines ask for prompts; their blocks leave by the port above it",
+    )
+    prefill_peer: tuple[str, ...] = option(
+        (), "HOST:PORT of an engine that computes prompts for this one; may be given several times"
+    )
+    kv_transfer_secret: str | None = option(
+        None, "secret that these engines share; without one they meet on this machine only"
+    )
+    kv_transfer_min_tokens: int = option(
+        256, "shortest prompt that is computed elsewhere", unit="count", low=1
+    )
+    kv_transfer_timeout: float = option(
+        30.0, "seconds for which a prompt's blocks are waited for before it is computed here", low=1
+    )
+    kv_transfer_size: int = option(
+        1 << 30, "most bytes of blocks kept for other engines; default 1GiB", unit="bytes", low=1
+    )
+
+    @property
+    def computes_for_others(self) -> bool:
+        """Whether other engines may have their prompts computed here."""
+        return self.kv_transfer is not None and self.role != "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +201,17 @@ class SchedulerOptions:
     )
     max_num_queued_tokens: int | None = option(
         None, "most prompt tokens waiting; beyond it a server answers 429", unit="count", low=1
+    )
+    max_predicted_ttft_s: float | None = option(
+        None,
+        "predicted seconds to a request's first token, by the queue and by measured costs, beyond"
+        " which a server answers 429",
+        low=0,
+    )
+    max_predicted_tpot_s: float | None = option(
+        None,
+        "predicted seconds between a request's tokens beyond which a server answers 429",
+        low=0,
     )
     max_prompt_len: int | None = option(
         None, "longest prompt taken; default what the context has room for", unit="count", low=1
@@ -193,7 +255,7 @@ class SchedulerOptions:
     num_scheduler_steps: int | None = option(
         None,
         "most decode steps computed for one plan, in one native call, while no request waits;"
-        " default 8 with native, else 1",
+        " default 8 with native on one rank, else 1",
         low=1,
     )
     preemption_mode: Literal["auto", "swap", "recompute"] = option(
@@ -201,11 +263,74 @@ class SchedulerOptions:
         "what happens to a request that gives up its KV blocks: to host memory, computed again, or"
         " the cheaper as measured",
     )
+    spec_method: Literal["ngram", "suffix", "draft_model", "grammar"] | None = option(
+        None,
+        "guess tokens and verify several in one step, where that is measured to pay: ngram, what"
+        " followed the last few tokens before; suffix, the same of the longest match; draft_model,"
+        " what the model of spec_model would write; grammar, only text that a form leaves no choice"
+        " of, which the others guess too; no token changes",
+    )
+    spec_model: str | None = option(
+        None,
+        "a smaller model with the same tokens that guesses them (spec_method draft_model); a name"
+        " or a path, as for model",
+    )
+    spec_tokens: int = option(8, "most tokens of one guess", low=1)
     async_scheduling: Literal["auto", "on", "off"] = option(
         "auto",
         "plan a step while the device computes the one before (torch); auto: on CUDA, where nothing"
         " speaks against it",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DrawOptions:
+    """Options of how tokens are drawn."""
+
+    logits_processors: tuple[str, ...] = option(
+        (),
+        "NAME=MODULE:FUNCTION that requests may name to change their logits (native, reference);"
+        " may be given several times",
+    )
+    logits_processor_timeout: float = option(
+        1.0, "seconds after which a logits processor's call fails its request", low=0.001
+    )
+
+    structured_close: bool = option(
+        False,
+        "complete an answer of a given form by a short way before its length ends, where enough"
+        " tokens remain (native, reference); changes its last tokens",
+    )
+
+    @property
+    def processors(self) -> list[ProcessorEntry]:
+        """The functions that requests may name; ConfigError where the option is no list of them."""
+        return processor_entries(self.logits_processors)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """Options of adapters (LoRA) that requests may name."""
+
+    enable_lora: bool = option(False, "take adapters (LoRA, as PEFT saves them), by request")
+    max_loras: int = option(8, "most adapters on the device, in use or not", low=1)
+    max_cpu_loras: int | None = option(
+        None, "most adapters in host memory; default max_loras, and no fewer", low=1
+    )
+    max_lora_rank: int = option(64, "highest rank of an adapter's matrices, at most 1024", low=1)
+    lora_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "precision that adapters are kept in; auto: the file's own"
+    )
+
+    @property
+    def num_slots(self) -> int:
+        """Adapters on the device; 0 where none are taken."""
+        return self.max_loras if self.enable_lora else 0
+
+    @staticmethod
+    def slots_in(options: Mapping[str, Any]) -> int:
+        """Returns `num_slots` by an engine's flat options."""
+        return EngineConfig.from_options(**options).lora.num_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +363,17 @@ class BackendChoice:
     )
     tensor_parallel_size: int = option(
         1,
-        "torch: processes, each with a device of its own, that share out the heads and widths of"
-        " every layer",
+        "native, torch: processes that share out the heads and widths of every layer; on CUDA each"
+        " has a device of its own",
         low=1,
         short="-tp",
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "native, reference: processes that share out the layers and compute one behind another,"
+        " with as many steps in flight",
+        low=1,
+        short="-pp",
     )
     cpu_level: Literal[
         "auto", "portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"
@@ -255,6 +387,134 @@ class BackendChoice:
         "compute threads of each process; default the physical cores this process may use",
         low=1,
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute one engine's model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @staticmethod
+    def lanes_in(options: Mapping[str, Any]) -> int:
+        """Returns the steps in flight at once for which requests are shared out, by an engine's
+        flat options.
+        """
+        return EngineConfig.from_options(**options).backend.pipeline_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """Options of the images that prompts may hold."""
+
+    max_images: int = option(16, "most images of one prompt", low=1)
+    max_image_tokens: int = option(
+        2048, "most tokens of an image that keeps its shape; larger ones are scaled down", low=1
+    )
+    max_image_bytes: int = option(
+        20 << 20, "most bytes of a file with an image; default 20MiB", unit="bytes", low=1
+    )
+    max_image_pixels: int = option(
+        50_000_000, "most pixels of an image as it is sent", unit="count", low=1
+    )
+    media_dir: str | None = option(
+        None, "folder whose files prompts may name as images; default none may be named"
+    )
+    allow_media_urls: bool = option(
+        False, "fetch images from the http and https addresses that prompts name"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """Options of several engines of one model behind one front."""
+
+    data_parallel_size: int = option(
+        1,
+        "engines of the model, each a process of its own with its weights and KV cache, which share"
+        " out the requests; kv_cache_memory_bytes, swap_space, threads and max_num_seqs are each"
+        " one's",
+        low=1,
+        short="-dp",
+    )
+    routing_policy: Literal["kv", "least_tokens", "round_robin", "sticky"] = option(
+        "kv",
+        "which engine computes a request: kv, the soonest by queue, cached blocks and measured"
+        " rate; the one with the fewest tokens; each in turn; or one for each tenant and beginning"
+        " of a prompt",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions:
+    """Options of weights that are not all in memory."""
+
+    weights_memory_bytes: int | None = option(
+        None,
+        "native: most memory of the weights, e.g. 512MiB; the others are read from weights_dir for"
+        " each step; default all are in memory",
+        unit="bytes",
+        low=1,
+    )
+    weights_dir: str | None = option(
+        None,
+        "with weights_memory_bytes: directory of the file that weights are packed into once and"
+        " read from, on a disk",
+    )
+    weights_schedule: Literal["pinned", "layers"] = option(
+        "pinned",
+        "with weights_memory_bytes: keep a part and read the rest product by product; or read whole"
+        " layers in order and keep nothing",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityOptions:
+    """Options of work that need not be done."""
+
+    ffn_sparsity: str | None = option(
+        None,
+        "exact, native: read no weight of a feed-forward layer whose input is zero after a relu,"
+        " where one or two requests decode; the results are the same bits. gate:SHARE, e.g."
+        " gate:0.3: take that share of the gates of generated tokens for zero (CATS); needs a"
+        " calibration and changes results",
+    )
+    activation_sparsity: float = option(
+        0.0,
+        "share of the inputs of each layer's products, up to 0.95, that are taken for zero, the"
+        " smallest ones, in generated tokens (TEAL); needs a calibration and changes results",
+        low=0,
+    )
+    activation_sparsity_plan: Literal["uniform", "greedy"] = option(
+        "uniform",
+        "whether each product has that share, or each layer has it on average, more where its"
+        " output changes less",
+    )
+    calibration: str | None = option(
+        None, "file of `octavo calibrate` for the same weights, which says what is small"
+    )
+
+    @property
+    def gate_sparsity(self) -> float:
+        """Share of gates that are taken for zero; NaN where the option is of no form."""
+        if self.ffn_sparsity is None or not self.ffn_sparsity.startswith("gate:"):
+            return 0.0
+        try:
+            return float(self.ffn_sparsity.removeprefix("gate:"))
+        except ValueError:
+            return math.nan
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether generated tokens are computed otherwise than a prompt's."""
+        return bool(self.activation_sparsity or self.gate_sparsity)
+
+    def numbers(self) -> list[Any]:
+        """Returns what decides the numbers of generated tokens, beside the calibration."""
+        return [self.activation_sparsity, self.activation_sparsity_plan, self.gate_sparsity]
+
+    @staticmethod
+    def is_approximate_in(options: Mapping[str, Any]) -> bool:
+        """Returns `is_approximate` by an engine's flat options."""
+        return EngineConfig.from_options(**options).sparsity.is_approximate
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +539,15 @@ class EngineConfig:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
+    transfer: TransferOptions = field(default_factory=TransferOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    draws: DrawOptions = field(default_factory=DrawOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    media: MediaOptions = field(default_factory=MediaOptions)
     backend: BackendChoice = field(default_factory=BackendChoice)
+    fleet: FleetOptions = field(default_factory=FleetOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
+    sparsity: SparsityOptions = field(default_factory=SparsityOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
 
     @staticmethod
@@ -312,47 +579,6 @@ class EngineConfig:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class OptionField:
-    """Place and type of one option, for what makes flags or documents of it."""
-
-    section: str
-    entry: Field[Any]
-    type: Any
-
-    @property
-    def help(self) -> str:
-        """Sentence that its flag and the documents show."""
-        return str(self.entry.metadata["help"])
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Texts that are allowed; () where it is not a choice."""
-        inner = (
-            [part for part in get_args(self.type) if part is not type(None)]
-            if get_origin(self.type) is not Literal
-            else [self.type]
-        )
-        return next((get_args(part) for part in inner if get_origin(part) is Literal), ())
-
-    @property
-    def is_list(self) -> bool:
-        """Whether the option takes any number of texts."""
-        return get_origin(self.type) is tuple
-
-    @property
-    def number(self) -> type[int] | type[float] | None:
-        """Kind of number that it holds, if any."""
-        kinds = get_args(self.type) or (self.type,)
-        return int if int in kinds else float if float in kinds else None
-
-
-def options_of(kind: type, section: str = "") -> dict[str, OptionField]:
-    """Returns the options that are a dataclass's fields, by name."""
-    hints = get_type_hints(kind)
-    return {entry.name: OptionField(section, entry, hints[entry.name]) for entry in fields(kind)}
-
-
 def option_fields() -> dict[str, OptionField]:
     """Returns every option by its flat name, in order."""
     found: dict[str, OptionField] = {}
@@ -368,61 +594,3 @@ def _default(section: Field[Any]) -> Any:
 
 def _unknown(name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"unknown option {name!r}", hint=did_you_mean(name, known))
-
-
-def convert(spec: OptionField, value: Any) -> Any:
-    """Returns the value in the option's own type, or raises ConfigError. Texts stand for numbers,
-    as a shell has them.
-    """
-    name, unit = spec.entry.name, spec.entry.metadata["unit"]
-    if value is None:
-        if spec.entry.default is None:
-            return None
-        raise ConfigError(f"{name}: got None, allowed is {_allowed(spec)}")
-    if isinstance(value, list):
-        value = tuple(value)
-    if isinstance(value, str) and unit:
-        value = (parse_bytes if unit == "bytes" else parse_count)(value, name=name)
-    elif isinstance(value, str) and spec.number is not None:
-        value = _parse_number(value, spec.number)
-    if spec.number is float and type(value) is int:
-        value = float(value)
-    if not _fits(spec, value):
-        raise ConfigError(f"{name}: got {value!r}, allowed is {_allowed(spec)}")
-    if (
-        type(value) is int
-        and unit != "bytes"
-        and spec.entry.metadata["low"] is not None
-        and value > MAX_COUNT
-    ):
-        raise ConfigError(f"{name}: got {value}, allowed is at most {MAX_COUNT:,}")
-    return value
-
-
-def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
-    """Returns the number that a text holds, or the text where it holds none."""
-    try:
-        return kind(text)
-    except ValueError:
-        return text
-
-
-def _fits(spec: OptionField, value: Any) -> bool:
-    if spec.choices:
-        return value in spec.choices
-    if spec.is_list:
-        return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
-    kinds = get_args(spec.type) or (spec.type,)
-    low = spec.entry.metadata["low"]
-    return any(type(value) is kind for kind in kinds) and (low is None or value >= low)
-
-
-def _allowed(spec: OptionField) -> str:
-    if spec.choices:
-        return " or ".join(map(repr, spec.choices))
-    kinds = [
-        kind.__name__ for kind in get_args(spec.type) or (spec.type,) if kind is not type(None)
-    ]
-    words = {"int": "a whole number", "str": "a text", "bool": "True or False", "float": "a number"}
-    low = spec.entry.metadata["low"]
-    return words[kinds[0]] + ("" if low is None else f" of at least {low}")

@@ -24,6 +24,13 @@ def state_home() -> Path:
     return Path(home) / "octavo"
 
 
+def open_state_home() -> Path:
+    """Returns that folder, which is made where it is missing; only its owner reads it."""
+    home = state_home()
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return home
+
+
 def is_there(path: Path) -> bool:
     """Tells whether something exists at a path; False for a name that no file can have."""
     try:

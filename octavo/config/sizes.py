@@ -37,6 +37,14 @@ def parse_rate(text: str, *, name: str) -> float:
     return float(match[1]) * 1000.0 ** powers[match[2]]
 
 
+def parse_duration_s(name: str, text: str) -> float:
+    """Parses a time such as "2s" or "80ms" into seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
+    if not match or float(match[1]) == 0:
+        raise ConfigError(f"{name}: got {text!r}, allowed is a time above 0 such as 2s or 80ms")
+    return float(match[1]) * {"ms": 1e-3, "s": 1.0}[match[2]]
+
+
 def format_bytes(count: float) -> str:
     """Writes a number of bytes for people, as "2.0 GiB"."""
     for unit in ("B", "KiB", "MiB"):

@@ -39,8 +39,11 @@ from octavo.engine.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.errors import EngineDead
 from octavo.ports import AsyncExecutor, Between, Executor, Launched
 from octavo.step import RowResult, StepPlan, StepResult
+from octavo.transfer.block_events import BlockEvent
 
 CLOSE_S = 2.0
+COSTS_INTERVAL_S = 0.5
+"""Period at which the outputs of steps tell what steps cost, in seconds."""
 
 
 class CoreOutputs(msgspec.Struct):
@@ -50,6 +53,12 @@ class CoreOutputs(msgspec.Struct):
     stats: EngineStats
     view: EngineView | None = None
     """The engine after the step, now and then while it is watched."""
+    block_events: list[BlockEvent] = []
+    """Events of the blocks that the prefix cache finds, where the engine logs them."""
+    engine: int = 0
+    """Index of the engine among those of its front."""
+    costs: StepCosts | None = None
+    """Costs of steps as measured so far, now and then."""
 
 
 TakeEarly = Callable[[CoreOutputs], bool]
@@ -95,13 +104,15 @@ class EngineCore:
         stall_timeout_s: float = 0.0,
         kv_meter: KvMeter | None = None,
         runs_ahead: bool = False,
+        num_lanes: int = 1,
         costs: StepCosts = UNMEASURED,
     ) -> None:
         """Takes `stall_timeout_s`, the seconds that steps may compute nothing though requests wait
         before the first of these fails; 0 waits for ever.
 
         With `runs_ahead` the executor, an AsyncExecutor, is given the next step while it computes
-        one. `costs` is what is known of steps before the first one is measured.
+        one; with several lanes it has a step of each. `costs` is what is known of steps before the
+        first one is measured.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -122,12 +133,14 @@ class EngineCore:
         """When a step last computed anything, or no request waited; None before the first step of
         the present requests.
         """
-        self.steps_ahead = 1 if runs_ahead else 0
+        self.steps_ahead = max(num_lanes - 1, 1 if runs_ahead else 0)
         """Steps that are launched before the oldest one is taken in."""
         self._in_flight: deque[StepInFlight] = deque()
         self._early: list[EngineOutput] = []
         """Outputs of steps that were taken in between two calls of `step`."""
         self._watch: EngineWatch | None = None
+        self._costs_told: float | None = None
+        """Moment at which the outputs last told what steps cost; None before they did."""
 
     @property
     def has_work(self) -> bool:
@@ -136,6 +149,7 @@ class EngineCore:
             or self.scheduler.has_work
             or self._holds_memory
             or bool(self._early)
+            or bool(self.scheduler.blocks.events)
         )
 
     @property
@@ -192,7 +206,9 @@ class EngineCore:
 
     def pause_s(self) -> float:
         """Returns the seconds for which steps do nothing unless a request comes or goes."""
-        return 0.0 if self._in_flight or self._early else self.scheduler.pause_s(self._clock())
+        if self._in_flight or self._early or self.scheduler.blocks.events:
+            return 0.0
+        return self.scheduler.pause_s(self._clock())
 
     def step(self, take_early: TakeEarly | None = None) -> CoreOutputs:
         """Plans a step and takes one in: the same, or, where the executor runs ahead, the one
@@ -208,10 +224,26 @@ class EngineCore:
             early = self._early_outputs(plan, take_early)
             self._in_flight.append(StepInFlight(plan, self._launch(plan, early), began))
             if len(self._in_flight) <= self.steps_ahead:
-                return CoreOutputs(outputs, self._stats())
+                return CoreOutputs(outputs, self._stats(), block_events=self._block_events())
         taken = self._take_in(self._in_flight.popleft())
         outputs += taken if early is None else early.rest(taken)
-        return CoreOutputs(outputs, self._stats(), self._view_if_due())
+        return CoreOutputs(
+            outputs,
+            self._stats(),
+            self._view_if_due(),
+            self._block_events(),
+            costs=self._costs_if_due(),
+        )
+
+    def _costs_if_due(self) -> StepCosts | None:
+        now = self._measured_until
+        if self._costs_told is not None and now - self._costs_told < COSTS_INTERVAL_S:
+            return None
+        self._costs_told = now
+        return self._meter.costs
+
+    def _block_events(self) -> list[BlockEvent]:
+        return list(self.scheduler.blocks.events.take())
 
     @property
     def _may_plan(self) -> bool:

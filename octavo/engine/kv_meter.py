@@ -45,12 +45,21 @@ class KvMeter:
             zip(blocks.pools, self._block_bytes, strict=True)
         ):
             num_held = pool.num_blocks - len(pool.free)
+            reserved += num_held * block_bytes
+            if not pool.life.grows:  # all of it is used, whatever the number of tokens
+                used += num_held * block_bytes
+                whole += num_held * block_bytes
+                continue
             num_empty_tokens = (
                 sum(len(table[group]) for table in tables) * blocks.block_size - num_computed
             )
             used += (num_held - num_empty_tokens / blocks.block_size) * block_bytes
-            reserved += num_held * block_bytes
             whole += len(running) * -(-self._max_model_len // blocks.block_size) * block_bytes
         self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
-        on_average = self.now - KvBytes(num_ahead / 2 / blocks.block_size * sum(self._block_bytes))
+        growing = sum(
+            block_bytes
+            for pool, block_bytes in zip(blocks.pools, self._block_bytes, strict=True)
+            if pool.life.grows
+        )
+        on_average = self.now - KvBytes(num_ahead / 2 / blocks.block_size * growing)
         self.sums += on_average.times(result.num_steps)

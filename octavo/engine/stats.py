@@ -5,9 +5,13 @@ Owns no history and no clock: rates are the reader's business.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
-from octavo.step import ConnectorStats
+from octavo.step import ConnectorStats, WeightArrivals
 
 
 class KvBytes(msgspec.Struct, frozen=True, array_like=True):
@@ -101,6 +105,16 @@ class EngineStats(msgspec.Struct, array_like=True):
     external_hit_tokens: int = 0
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
     """Counters of the prefix cache off the device."""
+    num_drafts: int = 0
+    """Guesses of rows' next tokens that were verified; below, their tokens, and those that held."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    weights: WeightArrivals = WeightArrivals()
+    """Weights read from a file while steps were computed."""
+
+    engines: list[EngineStats] = []
+    """Stats of each of several engines, of which these are the sums; [] for one engine."""
 
     @property
     def kv_usage(self) -> float:
@@ -134,6 +148,35 @@ COUNTS = (
         "kv_sums",
         "external_query_tokens",
         "external_hit_tokens",
+        "num_drafts",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "weights",
     ),
 )
 """Names of the fields that grow from the start on; all others are gauges."""
+
+
+def total_stats(engines: Sequence[EngineStats]) -> EngineStats:
+    """Returns the sums over several engines, with the stats of each."""
+    total = functools.reduce(_sum, engines)
+    return msgspec.structs.replace(total, engines=list(engines))
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Adds two values of a field: numbers and KvBytes themselves, structs field by field, lists
+    entry by entry.
+    """
+    if isinstance(one, GroupBlocks):
+        added = [a + b for a, b in zip(_values(one)[1:], _values(other)[1:], strict=True)]
+        return GroupBlocks(one.window, *added)
+    if isinstance(one, list):
+        longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+        return [*map(_sum, longer, shorter), *longer[len(shorter) :]]
+    if isinstance(one, msgspec.Struct) and not isinstance(one, KvBytes):
+        return type(one)(*map(_sum, _values(one), _values(other)))
+    return one + other
+
+
+def _values(struct: msgspec.Struct) -> list[Any]:
+    return [getattr(struct, name) for name in struct.__struct_fields__]

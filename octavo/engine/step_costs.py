@@ -58,6 +58,16 @@ class StepCosts(msgspec.Struct, frozen=True):
             return None
         return self._tokens_s(num_tokens) + self.key_s * num_keys
 
+    @property
+    def measured_sizes(self) -> frozenset[int]:
+        """The sizes of the steps that were measured, as `size_of` has them."""
+        return frozenset(_bucket(round(point.num_tokens)) for point in self.points)
+
+    @staticmethod
+    def size_of(num_tokens: int) -> int:
+        """Returns the size that stands for all steps of about as many tokens."""
+        return _bucket(num_tokens)
+
     def prefill_s(self, num_tokens: int, max_chunk: int) -> float | None:
         """Returns the seconds of computing a prompt of `num_tokens` alone, in chunks of at most
         `max_chunk`; None until a step was measured.
@@ -112,7 +122,8 @@ class StepCostMeter:
             swap_blocks_per_s = _mean(swap_blocks_per_s, len(plan.moves) / result.moved_s)
         step_s = (elapsed_s - result.moved_s) / result.num_steps
         # A step in which a row fails may have been computed again, row by row.
-        if plan.rows and step_s > 0 and all(row.failure is None for row in result.rows):
+        has_failed = any(row.failure is not None for row in result.rows)
+        if plan.rows and step_s > 0 and not (has_failed or _only_proposes(plan)):
             self._observe_step(plan.num_tokens, _keys_read(plan, result.num_steps), step_s)
         points = tuple(self._points[bucket] for bucket in sorted(self._points))
         self.costs = StepCosts(points, self._key_fit.key_s, swap_blocks_per_s)
@@ -186,6 +197,14 @@ def _keys_read(plan: StepPlan, num_steps: int) -> float:
     """
     num_first = sum(row.start + row.num_tokens for row in plan.rows)
     return num_first + len(plan.rows) * (num_steps - 1) / 2
+
+
+def _only_proposes(plan: StepPlan) -> bool:
+    """Returns whether a step makes guesses and verifies none: it takes longer than others of as
+    many tokens.
+    """
+    proposes = any(row.propose for row in plan.rows)
+    return proposes and not any(row.draft_ids for row in plan.rows)
 
 
 def _mean(old: float | None, new: float) -> float:

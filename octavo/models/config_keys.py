@@ -8,7 +8,7 @@ number of a forward pass. Source: the configuration classes of transformers 4 an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from octavo.errors import UnsupportedModel
@@ -36,7 +36,7 @@ TRAINING = _names("""
     input_jitter_noise label_smoothing layerdrop loss_type mlp_dropout mup_init
     output_router_logits pretraining_tp qa_dropout reorder_and_upcast_attn
     rescale_prenorm_residual resid_dropout resid_pdrop resid_prob_drop residual_dropout
-    router_aux_loss_coef router_jitter_noise router_z_loss_coef seq_aux seq_classif_dropout
+    router_aux_loss_coef router_z_loss_coef seq_aux seq_classif_dropout
     summary_activation summary_first_dropout summary_hidden_size summary_proj_to_labels
     summary_type summary_use_proj upcast_attn use_aux_loss
 """)
@@ -71,14 +71,24 @@ knows.
 """
 
 READ_ELSEWHERE = _names("""
-    compression_config dtype is_encoder_decoder max_position_embeddings max_seq_len
-    max_sequence_length model_max_length model_type n_ctx n_positions padded_vocab_size
-    pooling quantization_config seq_length torch_dtype vocab_size
+    compression_config dtype is_encoder_decoder is_matryoshka matryoshka_dimensions
+    max_position_embeddings max_seq_len max_sequence_length model_max_length model_type n_ctx
+    n_positions padded_vocab_size pooling quantization_config sbert_ce_default_activation_function
+    sentence_transformers seq_length torch_dtype vocab_size
 """)
 """Keys that are read beside the family: the context, the vocabulary, the type and the format of the
-weights, the pooling."""
+weights, the pooling and what is made of its rows."""
 
 INERT = ORIGIN | TRAINING | GENERATION | RUNTIME | READ_ELSEWHERE
+
+
+ROPE = _names("""
+    attention_factor beta_fast beta_slow factor finetuned high_freq_factor llama_4_scaling_beta
+    long_factor long_mscale low_freq_factor mrope_interleaved mrope_section mscale mscale_all_dim
+    original_max_position_embeddings partial_rotary_factor rope_theta rope_type short_factor
+    short_mscale truncate type
+""")
+"""Keys of a set of rope parameters: each is read for some type, and without effect for others."""
 
 
 class RecordedKeys(dict[str, Any]):
@@ -106,7 +116,7 @@ class RecordedKeys(dict[str, Any]):
         return super().get(key, default)
 
 
-def unread(config: Mapping[str, Any], asked: set[str]) -> Iterator[str]:
+def unread(config: Mapping[str, Any], asked: Set[str]) -> Iterator[str]:
     """Yields the keys that were not asked for and might change numbers. What is null or false is
     taken for a feature that is off.
     """
@@ -115,7 +125,7 @@ def unread(config: Mapping[str, Any], asked: set[str]) -> Iterator[str]:
             yield key
 
 
-def refuse_unread(config: Mapping[str, Any], asked: set[str]) -> None:
+def refuse_unread(config: Mapping[str, Any], asked: Set[str]) -> None:
     """Raises UnsupportedModel where a key was not asked for and might change numbers."""
     names = list(unread(config, asked))
     if not names:

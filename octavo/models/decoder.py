@@ -14,6 +14,8 @@ from typing import Literal
 
 from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
+from octavo.models.pooled_row import pooled_row
+from octavo.models.pooling import PooledHead, pooled_head
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation, AlibiBias, MaskKind, RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
@@ -34,6 +36,8 @@ class DecoderShape:
     norm_eps: float
     tied: bool
     """Whether the output layer is the token embedding."""
+    pooled: PooledHead | None = None
+    """Head that makes one row of each text; None where the model generates."""
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
@@ -69,6 +73,7 @@ class DecoderShape:
             head_dim=config.size("head_dim", head_dim or hidden_size // num_heads),
             norm_eps=config.number(eps_name, norm_eps),
             tied=config.flag("tie_word_embeddings", tied),
+            pooled=pooled_head(config),
         )
 
 
@@ -219,21 +224,41 @@ class SelfAttention:
     """Whether q and k are normed head by head (Qwen3, Gemma 3)."""
     row_norms: bool = False
     """Whether q and k are normed over all heads together (OLMo 2)."""
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    """Modules of those norms."""
     norm_offset: float = 0.0
+    k_factor: float = 1.0
+    """Factor on k before it turns (Falcon-H1)."""
+    turned_norms: bool = False
+    """Whether q and k are normed without weights, head by head, once they are turned (Llama 4)."""
     sinks: bool = False
+    sees_ahead: bool = False
+    """Whether the step may let rows see later ones (Gemma 3's images)."""
     softcap: float | None = None
     bias: AlibiBias | None = None
+    gated: bool = False
+    """Whether what a head reads is multiplied with the sigmoid of a gate, whose rows lie behind the
+    head's in the module of q (Qwen3-Next)."""
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         shape, cache, rope = self.shape, self.caches[layer], self.ropes[layer]
         name = f"{self.layers}.{layer}.{self.module}"
         project = self.project or separate_qkv(shape, bias=self.qkv_bias)
-        q, k, v = project(b, x, name)
+        if self.gated:
+            (q, gate), (k, v) = self._with_gate(b, x, name), self._keys(b, x, name)
+        else:
+            q, k, v = project(b, x, name)
         if self.head_norms or self.row_norms:
-            q, k = self._normed(b, q, f"{name}.q_norm"), self._normed(b, k, f"{name}.k_norm")
+            q, k = (
+                self._normed(b, x, f"{name}.{norm}")
+                for x, norm in zip((q, k), self.norm_names, strict=True)
+            )
+        k = b.scale(k, self.k_factor)
         if rope is not None:
             q = b.rope(q, shape.num_heads, rope, style=self.rope_style)
             k = b.rope(k, shape.num_kv_heads, rope, style=self.rope_style)
+            if self.turned_norms:
+                q, k = self._scaled(b, q, f"{name}.q"), self._scaled(b, k, f"{name}.k")
         b.kv_write(cache.group, cache.layer, (k,), v)
         out = b.attention(
             q,
@@ -245,8 +270,37 @@ class SelfAttention:
             softcap=self.softcap,
             sinks=Weight(f"{name}.sinks", (shape.num_heads,)) if self.sinks else None,
             bias=self.bias,
+            sees_ahead=self.sees_ahead,
         )
+        if self.gated:
+            out = b.act_mul(gate, out, "sigmoid")
         return b.linear(out, f"{name}.{self.out}", shape.hidden_size, bias=self.out_bias)
+
+    def _with_gate(self, b: Builder, x: Value, name: str) -> list[Value]:
+        """Appends the products that make q and its gate."""
+        dim, width = self.shape.head_dim, self.shape.qkv_widths[0]
+        return [
+            linear_part(
+                b,
+                x,
+                f"{name}.q_proj",
+                Rows(width, 2 * width, start, 2 * dim, dim),
+                bias=self.qkv_bias,
+            )
+            for start in (0, dim)
+        ]
+
+    def _keys(self, b: Builder, x: Value, name: str) -> list[Value]:
+        """Appends the products that make k and v."""
+        return [
+            b.linear(x, f"{name}.{part}", self.shape.qkv_widths[1], bias=self.qkv_bias)
+            for part in ("k_proj", "v_proj")
+        ]
+
+    def _scaled(self, b: Builder, x: Value, name: str) -> Value:
+        return b.rms_norm(
+            x, name, self.shape.norm_eps, has_weight=False, group_width=self.shape.head_dim
+        )
 
     def _normed(self, b: Builder, x: Value, name: str) -> Value:
         width = 0 if self.row_norms else self.shape.head_dim
@@ -355,9 +409,18 @@ class Frame:
     positions: Callable[[Builder], Value] | None = None
     """Appends learned embeddings of positions, which are added to the tokens'."""
     embedding_norm: str | None = None
+    projected_width: int | None = None
+    """Columns of the embeddings where `projections` make the layers' columns of them, and then the
+    head's of the layers' (OPT-350m)."""
+    projections: tuple[str, str] = ("project_in", "project_out")
+    norms_sums: bool = False
+    """Whether a layer's norms are behind its sums, x = norm(x + sublayer(x)), by the names of those
+    before its sublayers (OPT-350m)."""
     parallel: bool = False
     """Whether attention and MLP both read the layer's input: x += attention(..) + mlp(..)."""
     embedding_scale: float = 1.0
+    takes_rows: bool = False
+    """Whether rows from outside may stand in for embeddings (images)."""
     residual_scale: float = 1.0
     """Factor on what a sublayer adds (Granite)."""
     logit_scale: float = 1.0
@@ -372,11 +435,12 @@ def build_decoder(
     shape: DecoderShape,
     groups: tuple[CacheGroup, ...],
     attention: Sublayer,
-    mlp: Sublayer,
+    mlp: Sublayer | None,
     frame: Frame = PLAIN,
 ) -> dict[str, Program]:
     """Builds the decoder: x = embedding; in each layer x += attention(norm(x)), x += mlp(norm(x));
-    logits = head(norm(sampled rows of x)).
+    logits = head(norm(sampled rows of x)). Without `mlp` a layer has one sublayer. A model that
+    pools ends with a row of each request instead.
     """
     b = Builder("decoder", groups, shape.vocab_size)
     make_norm = frame.norm or rms_norm(shape.norm_eps)
@@ -388,20 +452,40 @@ def build_decoder(
         b.token_ids(),
         frame.embedding,
         shape.vocab_size,
-        shape.hidden_size,
+        frame.projected_width or shape.hidden_size,
         scale=frame.embedding_scale,
     )
+    if frame.takes_rows:
+        x = b.scatter_rows(x)
+    if frame.projected_width is not None:
+        x = b.linear(x, frame.projections[0], shape.hidden_size)
     if frame.positions is not None:
         x = b.add(x, frame.positions(b))
     x = norm(x, frame.embedding_norm)
     layer = _Layers(attention, mlp, frame, norm)
     for i in range(shape.num_layers):
         x = layer(b, x, i)
-    x = norm(b.gather_rows(x), frame.final_norm)
     matrix = frame.embedding if shape.tied else frame.head
+
+    def end(rows: Value) -> Value:
+        rows = norm(rows, frame.final_norm)
+        if frame.projected_width is None:
+            return rows
+        return b.linear(rows, frame.projections[1], frame.projected_width)
+
+    if shape.pooled is not None:
+
+        def logit(row: Value, token_id: int) -> Value:
+            rows = Rows(1, shape.vocab_size, token_id, shape.vocab_size)
+            one = linear_part(b, row, matrix, rows, bias=frame.head_bias)
+            return b.softcap(b.scale(one, frame.logit_scale), frame.logit_softcap)
+
+        made = pooled_row(b, x, shape.pooled, end, logit)
+        return {"decoder": b.finish(pooled=made)}
+    x = end(b.gather_rows(x))
     logits = b.linear_of(
         x,
-        Weight(f"{matrix}.weight", (shape.vocab_size, shape.hidden_size)),
+        Weight(f"{matrix}.weight", (shape.vocab_size, x.width)),
         Weight(f"{frame.head}.bias", (shape.vocab_size,)) if frame.head_bias else None,
         name=matrix,
     )
@@ -414,7 +498,7 @@ class _Layers:
     """The layers of a decoder, each appended by a call."""
 
     attention: Sublayer
-    mlp: Sublayer
+    mlp: Sublayer | None
     frame: Frame
     norm: Callable[[Value, str | None], Value]
 
@@ -425,9 +509,15 @@ class _Layers:
         def norm(rows: Value, module: str | None) -> Value:
             return self.norm(rows, module and f"{frame.layers}.{i}.{module}")
 
+        if frame.norms_sums:
+            x = norm(b.add(x, self.attention(b, x, i)), names.before_attention)
+            assert self.mlp is not None, "layers of one sublayer have their norm before it"
+            return norm(b.add(x, self.mlp(b, x, i)), names.before_mlp)
         normed = norm(x, names.before_attention)
         h = norm(self.attention(b, normed, i), names.after_attention)
         after = b.add(x, b.scale(h, frame.residual_scale))
+        if self.mlp is None:
+            return after
         if not frame.parallel:
             rows = norm(after, names.before_mlp)
         else:

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V2-Lite: latent attention; experts chosen by a softmax, without correction.
-DeepSeek-AI 2024.
+"""DeepSeek-V2 and V2-Lite: latent attention; experts chosen by a softmax, without correction, V2's
+among the groups with the best experts. DeepSeek-AI 2024.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from octavo.program.program import Program
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("scoring_func", "softmax")
-    config.refuse_unless("topk_method", "greedy")
+    config.refuse_unless("topk_method", "greedy", "group_limited_greedy")
     config.refuse_unless("norm_topk_prob", False)
     config.refuse_unless("mlp_bias", False)
-    config.without_effect("head_dim", "n_group", "topk_group")  # groups limit no greedy choice
-    config = config.having(n_group=1, topk_group=1, norm_topk_prob=False)
-    mlp = DeepseekMlp.read(config, first_routed=0, scale=1.0, score="softmax")
+    config.without_effect("head_dim", "n_group", "topk_group")
+    config = config.having(norm_topk_prob=False)
+    if config.text("topk_method", "greedy") == "greedy":
+        config = config.having(n_group=1, topk_group=1)
+    mlp = DeepseekMlp.read(config, first_routed=0, scale=1.0, score="softmax", group_rank="best")
     return build_deepseek(config, mlp)

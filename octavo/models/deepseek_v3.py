@@ -13,7 +13,7 @@ from octavo.models.decoder import DecoderShape, build_decoder, gated_experts, ga
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import rope_parameters, yarn_mscale
 from octavo.program.builder import Builder
-from octavo.program.ops import RopeTable
+from octavo.program.ops import GroupRank, RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 LATENT_NORM_EPS = 1e-6
@@ -149,6 +149,7 @@ class DeepseekMlp:
     first_routed: int
     scale: float
     score: Literal["softmax", "sigmoid"]
+    group_rank: GroupRank
 
     @staticmethod
     def read(
@@ -157,6 +158,7 @@ class DeepseekMlp:
         first_routed: int = 3,
         scale: float = 2.5,
         score: Literal["softmax", "sigmoid"] = "sigmoid",
+        group_rank: GroupRank = "two_best",
     ) -> DeepseekMlp:
         """Reads the sizes; the numbers are the family's own defaults."""
         return DeepseekMlp(
@@ -167,6 +169,7 @@ class DeepseekMlp:
             first_routed=config.integer("first_k_dense_replace", first_routed),
             scale=config.number("routed_scaling_factor", scale),
             score=score,
+            group_rank=group_rank,
         )
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
@@ -183,6 +186,7 @@ class DeepseekMlp:
             bias=correction if self.score == "sigmoid" else None,
             num_groups=config.count("n_group", 1),
             top_groups=config.count("topk_group", 1),
+            group_rank=self.group_rank,
             normalize=config.flag("norm_topk_prob", True),
             scale=self.scale,
         )

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 from octavo.errors import UnsupportedModel
 from octavo.models.decoder import Rows, linear_part
 from octavo.models.hf_config import HfConfig
+from octavo.models.pooling import is_classifier, num_labels, pooling_mode
 from octavo.program.builder import Builder
 from octavo.program.ops import RopeTable, T5Bias
 from octavo.program.program import CacheGroup, Program, Value
-
-PoolingMode = Literal["cls", "mean", "last"]
 
 Classifier = Callable[[Builder, Value, int], Value]
 """Appends a classifier: takes the last layer's rows and the number of labels, returns a row of
@@ -190,27 +188,3 @@ def roberta_classifier(b: Builder, x: Value, num: int) -> Value:
     """Appends RoBERTa's classifier: dense, tanh and out_proj over the first row."""
     dense = b.linear(b.pool_rows(x, "cls"), "classifier.dense", x.width, bias=True)
     return b.linear(b.act(dense, "tanh"), "classifier.out_proj", num, bias=True)
-
-
-def is_classifier(config: HfConfig) -> bool:
-    return config.architecture.endswith("ForSequenceClassification")
-
-
-def num_labels(config: HfConfig) -> int:
-    """Returns the number of labels, by `id2label` or, where the config has none, `num_labels`."""
-    labels = config.table("id2label")
-    return len(labels) or config.size("num_labels", 2)
-
-
-def pooling_mode(config: HfConfig) -> PoolingMode:
-    """Returns how the checkpoint pools; UnsupportedModel where nothing says so."""
-    mode: Any = config.table("pooling").get("mode")
-    if mode not in get_args(PoolingMode):
-        raise UnsupportedModel(
-            f"{config.model_type}: the pooling is {mode!r}, allowed are"
-            f" {', '.join(get_args(PoolingMode))}",
-            hint="an encoder needs modules.json and 1_Pooling/config.json as sentence-transformers"
-            " saves them, or to be a ForSequenceClassification",
-        )
-    found: PoolingMode = mode
-    return found

@@ -16,7 +16,7 @@ DEFAULT_THETA = 500_000.0
 def build(config: HfConfig) -> dict[str, Program]:
     config = config.renamed(num_experts="moe_num_experts", num_experts_per_tok="moe_k")
     config.without_effect("moe_norm_min")  # a softmax' largest values never sum to so little
-    shape = DecoderShape.read(config, norm_eps=1e-5)
+    shape = DecoderShape.read(config, norm_eps=1e-5, tied=True)
     num_experts, top_k = config.count("num_experts", 64), config.count("num_experts_per_tok", 6)
     width, dense_width = config.size("moe_intermediate_size"), config.size("intermediate_size")
     shared = config.integer("moe_num_shared_experts", 2)

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: norms before and after each sublayer, normed heads, windows with a rope table
+"""Gemma 3's decoder: norms before and after each sublayer, normed heads, windows with a rope table
 of their own.
 
 Gemma team 2025. `attn_logit_softcapping` is refused: transformers keeps the option but computes
@@ -30,6 +30,11 @@ NORMS = NormNames(
 
 
 def build(config: HfConfig) -> dict[str, Program]:
+    return build_gemma3(config)
+
+
+def build_gemma3(config: HfConfig, *, has_images: bool = False) -> dict[str, Program]:
+    """Builds the decoder; with `has_images` it takes the rows of images, which see one another."""
     config.refuse_unless("attn_logit_softcapping")
     config.without_effect("hidden_act")  # hidden_activation counts
     config.refuse_unless("use_bidirectional_attention", False)
@@ -61,6 +66,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         out_bias=bias,
         head_norms=True,
         norm_offset=1.0,
+        sees_ahead=has_images,
     )
     return build_decoder(
         shape,
@@ -71,6 +77,7 @@ def build(config: HfConfig) -> dict[str, Program]:
             norms=NORMS,
             norm=rms_norm(shape.norm_eps, offset=1.0),
             embedding_scale=shape.hidden_size**0.5,
+            takes_rows=has_images,
             logit_softcap=config.optional_number("final_logit_softcapping"),
         ),
     )

@@ -6,7 +6,10 @@ Its checkpoints keep matrices as `[in, out]` and q, k, v side by side in one ten
 from __future__ import annotations
 
 from octavo.errors import UnsupportedModel
+from octavo.models.decoder import Rows, linear_part
 from octavo.models.hf_config import HfConfig
+from octavo.models.pooled_row import pooled_row
+from octavo.models.pooling import pooled_head
 from octavo.program.builder import Builder
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
@@ -52,13 +55,18 @@ def build(config: HfConfig) -> dict[str, Program]:
         h = b.layer_norm(x, f"{name}.ln_2", eps)
         h = conv1d(b, h, f"{name}.mlp.c_fc", config.size("n_inner", 4 * width))
         x = b.add(x, conv1d(b, b.act(h, activation), f"{name}.mlp.c_proj", width))
-    x = b.layer_norm(b.gather_rows(x), "transformer.ln_f", eps)
-    tied = config.flag("tie_word_embeddings", True)
-    return {
-        "decoder": b.finish(
-            logits=b.linear(x, "transformer.wte" if tied else "lm_head", vocab_size)
-        )
-    }
+    head, tied = pooled_head(config), config.flag("tie_word_embeddings", True)
+    matrix = "transformer.wte" if tied else "lm_head"
+
+    def norm(rows: Value) -> Value:
+        return b.layer_norm(rows, "transformer.ln_f", eps)
+
+    def logit(row: Value, token_id: int) -> Value:
+        return linear_part(b, row, matrix, Rows(1, vocab_size, token_id, vocab_size))
+
+    if head is not None:
+        return {"decoder": b.finish(pooled=pooled_row(b, x, head, norm, logit))}
+    return {"decoder": b.finish(logits=b.linear(norm(b.gather_rows(x)), matrix, vocab_size))}
 
 
 def conv1d(

@@ -1,8 +1,11 @@
-"""Granite 3 MoE: Granite with routed experts, whose gate and up lie in one tensor. IBM 2024."""
+"""Granite 3 MoE: Granite with routed experts, whose gate and up lie in one tensor. IBM 2024.
+
+In GGUF (`separate_experts`) gate and up are tensors of their own.
+"""
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape
+from octavo.models.decoder import DecoderShape, Sublayer, gated_experts
 from octavo.models.granite import frame_of
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
@@ -12,14 +15,36 @@ from octavo.program.program import Program, Value, Weight
 
 def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config)
+    config.refuse_unless("position_embedding_type", "rope")
+    bias = config.flag("attention_bias", False)
+    return build_llama(
+        config,
+        shape=shape,
+        scale=config.positive("attention_multiplier", 1.0),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp=routed_experts(config, shape),
+        frame=frame_of(config),
+    )
+
+
+def routed_experts(config: HfConfig, shape: DecoderShape) -> Sublayer:
+    """Returns the MLP of each layer's routed experts."""
     num_experts, top_k = config.count("num_local_experts"), config.count("num_experts_per_tok")
     width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
     stacked = (num_experts, width, shape.hidden_size)
 
+    separate = config.flag("separate_experts", False)
+
     def mlp(b: Builder, x: Value, i: int) -> Value:
         name = f"model.layers.{i}.block_sparse_moe"
         logits = b.linear(x, f"{name}.router.layer", num_experts)
-        rows, ids, weights = b.route(x, logits, top_k, score="softmax_top_k")
+        routed = rows, ids, weights = b.route(x, logits, top_k, score="softmax_top_k")
+        if separate:
+            experts = f"{name}.experts"
+            return gated_experts(
+                b, routed, experts, num_experts=num_experts, width=width, activation=activation
+            )
         gate, up = (
             Weight(f"{name}.input_linear.weight", stacked, source_rows=2 * width, row_start=start)
             for start in (0, width)
@@ -30,13 +55,4 @@ def build(config: HfConfig) -> dict[str, Program]:
         )
         return b.combine(b.grouped_linear(h, ids, down), weights)
 
-    bias = config.flag("attention_bias", False)
-    return build_llama(
-        config,
-        shape=shape,
-        scale=config.positive("attention_multiplier", 1.0),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp=mlp,
-        frame=frame_of(config),
-    )
+    return mlp

@@ -31,6 +31,10 @@ DEFAULT_CONTEXT_TOKENS = 512
 """Context of models with relative positions only, whose config names no length (T5 was trained with
 512)."""
 
+RECURRENT_CONTEXT_TOKENS = 1 << 17
+"""Context of models whose layers all recur. No length is too long for their numbers, but each row
+of the engine has room for so many token ids."""
+
 MAX_WHOLE, MAX_SIZE, MAX_COUNT = (1 << 31) - 1, 1 << 20, 10_000
 """Upper bounds of whole numbers of any kind, of widths and heads, and of layers and experts. No
 model comes near them; a damaged file would build Programs for hours."""
@@ -213,7 +217,12 @@ class ModelInfo:
     dtype: str
     """Type of the arithmetic that the model was made for: float32, bfloat16 or float16."""
     is_encoder_decoder: bool
-    decoder_start_token_id: int | None
+    decoder_prompt: tuple[int, ...] = ()
+    """Tokens that a decoder behind an encoder begins with: its start, and a forced first token."""
+    max_encoder_tokens: int = 0
+    """Longest input of the encoder before the decoder; 0 without one."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Tokens that are never drawn."""
 
 
 def model_info(
@@ -227,6 +236,7 @@ def model_info(
         **config,
         **{name: value for name, value in (generation_config or {}).items() if value is not None},
     }
+    has_encoder = hf.flag("is_encoder_decoder", False)
     return ModelInfo(
         model_type=hf.model_type,
         max_context_tokens=exact_context(hf),
@@ -234,26 +244,63 @@ def model_info(
         eos_token_ids=HfConfig(ids).integers("eos_token_id"),
         bos_token_id=ids.get("bos_token_id"),
         dtype=_dtype(config),
-        is_encoder_decoder=hf.flag("is_encoder_decoder", False),
-        decoder_start_token_id=ids.get("decoder_start_token_id"),
+        is_encoder_decoder=has_encoder,
+        decoder_prompt=_decoder_prompt(HfConfig(ids)) if has_encoder else (),
+        max_encoder_tokens=_encoder_context(hf) if has_encoder else 0,
+        banned_token_ids=_banned(HfConfig(ids)) if has_encoder else (),
     )
+
+
+def _decoder_prompt(ids: HfConfig) -> tuple[int, ...]:
+    """Returns the tokens that transformers' `generate` gives a decoder before it draws."""
+    start = ids.integers("decoder_start_token_id") or ids.integers("bos_token_id")
+    return start + ids.integers("forced_bos_token_id")
+
+
+def _encoder_context(config: HfConfig) -> int:
+    return _first_integer(config, ("max_source_positions",), exact_context(config))
+
+
+def _banned(ids: HfConfig) -> tuple[int, ...]:
+    """Returns the single tokens that the model's makers ban."""
+    words = ids.values.get("bad_words_ids") or []
+    alone = [word[0] for word in words if isinstance(word, list) and len(word) == 1]
+    suppressed = [token for token in ids.integers("suppress_tokens") if token >= 0]
+    return tuple(dict.fromkeys([*alone, *suppressed]))
 
 
 def exact_context(config: HfConfig) -> int:
     """Returns the longest context whose numbers are the model's own, in tokens.
 
-    Where longrope has other factors beyond original_max_position_embeddings (Phi-3), or queries
-    grow from there on (Ministral 3), one table of angles is right up to there only.
+    Where longrope has other factors beyond original_max_position_embeddings (Phi-3), or queries or
+    angles grow from there on (Ministral 3, Phi-3.5-MoE), one table is right up to there only.
     """
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    longest = _first_integer(config, names, DEFAULT_CONTEXT_TOKENS)
+    names = (
+        *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        "max_target_positions",
+    )
+    recurs = config.values.get("model_type") in ("mamba", "mamba2")
+    unnamed = RECURRENT_CONTEXT_TOKENS if recurs else DEFAULT_CONTEXT_TOKENS
+    longest = min(_first_integer(config, names, unnamed), _one_chunk(config))
     rope = {**config.table("rope_parameters"), **config.table("rope_scaling")}
-    two_lists = rope.get("short_factor") != rope.get("long_factor")
-    if not two_lists and not rope.get("llama_4_scaling_beta"):
+    two_tables = any(
+        rope.get(f"short_{of}") != rope.get(f"long_{of}") for of in ("factor", "mscale")
+    )
+    if not two_tables and not rope.get("llama_4_scaling_beta"):
         return longest
     original = "original_max_position_embeddings"
     given = rope if rope.get(original) is not None else config.values
     return min(longest, HfConfig(given).integer(original, longest, low=1))
+
+
+def _one_chunk(config: HfConfig) -> int:
+    """Returns the positions up to which attention in chunks sees everything and queries are not
+    scaled yet (Llama 4).
+    """
+    chunk = config.integer("attention_chunk_size", MAX_WHOLE, low=1)
+    if not config.values.get("attn_temperature_tuning"):
+        return chunk
+    return min(chunk, config.integer("floor_scale", MAX_WHOLE, low=2) - 1)
 
 
 def _first_integer(config: HfConfig, names: tuple[str, ...], default: int | None) -> int:

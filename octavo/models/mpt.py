@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octavo.models.alibi import interleaved_alibi
+from octavo.models.config_keys import refuse_unread
 from octavo.models.decoder import (
     DecoderShape,
     Frame,
@@ -55,6 +56,8 @@ def build(config: HfConfig) -> dict[str, Program]:
         layers=LAYERS,
         bias=interleaved_alibi(shape.num_heads, most=details.positive("alibi_bias_max", 8)),
     )
+    details.without_effect("attn_impl", "kv_n_heads", "tie_word_embeddings")
+    refuse_unread({**details.values, "model_type": "mpt's attn_config"}, details.values.asked)
     width = config.integer("expansion_ratio", 4, low=1) * shape.hidden_size
     return build_decoder(
         shape,

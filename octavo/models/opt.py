@@ -26,10 +26,10 @@ POSITION_OFFSET = 2
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    config.refuse_unless("do_layer_norm_before", True)
-    config.refuse_unless("_remove_final_layer_norm", False)
-    config.refuse_unless("word_embed_proj_dim", config.size("hidden_size"))
     shape = DecoderShape.read(config, tied=True)
+    norms_first = config.flag("do_layer_norm_before", True)
+    has_final_norm = norms_first and not config.flag("_remove_final_layer_norm", False)
+    width_of_words = config.size("word_embed_proj_dim", shape.hidden_size)
     cache = plan_cache(shape, (None,) * shape.num_layers)
     bias = config.flag("enable_bias", True)
     affine = config.flag("layer_norm_elementwise_affine", True)
@@ -56,7 +56,10 @@ def build(config: HfConfig) -> dict[str, Program]:
             norm=layer_norm(EPS, bias=affine, weight=affine),
             embedding="model.decoder.embed_tokens",
             layers=LAYERS,
-            final_norm="model.decoder.final_layer_norm",
+            final_norm="model.decoder.final_layer_norm" if has_final_norm else None,
+            projected_width=None if width_of_words == shape.hidden_size else width_of_words,
+            projections=("model.decoder.project_in", "model.decoder.project_out"),
+            norms_sums=not norms_first,
             positions=lambda b: b.position_embedding(
                 "model.decoder.embed_positions",
                 num_positions,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from octavo.models.decoder import (
     DecoderShape,
     SelfAttention,
+    Sublayer,
     build_decoder,
     gated_mlp,
     plan_cache,
@@ -21,12 +22,27 @@ from octavo.program.program import Program, Value
 def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config)
     cache = plan_cache(shape, alternating_windows(config, shape.num_layers))
+    mlp = shared_experts(config)
+    attention = SelfAttention(
+        shape=shape,
+        caches=cache.layers,
+        ropes=(rope_parameters(config).table(shape.head_dim),) * shape.num_layers,
+        scale=shape.head_dim**-0.5,
+        qkv_bias=config.flag("qkv_bias", True),
+    )
+    return build_decoder(shape, cache.groups, attention, mlp)
+
+
+def shared_experts(config: HfConfig, *, normalize: bool = False) -> Sublayer:
+    """Returns routed experts beside one with a gate, and a plain MLP in some layers; `normalize` is
+    the family's default of norm_topk_prob.
+    """
     experts = SoftmaxExperts(
         num_experts=config.count("num_experts"),
         top_k=config.count("num_experts_per_tok"),
         width=config.size("moe_intermediate_size"),
         activation=config.activation("hidden_act", "silu"),
-        normalize=config.flag("norm_topk_prob", False),
+        normalize=config.flag("norm_topk_prob", normalize),
     )
     activation, dense_width = experts.activation, config.size("intermediate_size")
     shared_width = config.size("shared_expert_intermediate_size")
@@ -42,14 +58,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         gate = b.act(b.linear(x, f"{name}.shared_expert_gate", 1), "sigmoid")
         return b.add(chosen, b.mul(shared, gate))
 
-    attention = SelfAttention(
-        shape=shape,
-        caches=cache.layers,
-        ropes=(rope_parameters(config).table(shape.head_dim),) * shape.num_layers,
-        scale=shape.head_dim**-0.5,
-        qkv_bias=config.flag("qkv_bias", True),
-    )
-    return build_decoder(shape, cache.groups, attention, mlp)
+    return mlp
 
 
 def alternating_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:

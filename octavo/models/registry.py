@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 from octavo.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
 from octavo.models.hf_config import HfConfig
+from octavo.models.pooling import pooled_head, score_tokens
+from octavo.models.vision import ImageLayout
 from octavo.program.program import Program
 
 Kind = Literal["decoder", "experts", "encoder", "encoder-decoder"]
@@ -28,6 +30,8 @@ class ModelFamily(NamedTuple):
 
 
 FAMILIES: dict[str, ModelFamily] = {
+    "bamba": ModelFamily("Bamba"),
+    "bart": ModelFamily("BART, DistilBART", "encoder-decoder"),
     "bert": ModelFamily("BERT, MiniLM, BGE, E5", "encoder"),
     "bloom": ModelFamily("BLOOM"),
     "chatglm": ModelFamily("ChatGLM2, ChatGLM3", gguf_as="chatglm"),
@@ -39,8 +43,10 @@ FAMILIES: dict[str, ModelFamily] = {
     "ernie4_5_moe": ModelFamily("ERNIE 4.5 MoE", "experts"),
     "exaone4": ModelFamily("EXAONE 4"),
     "falcon": ModelFamily("Falcon"),
+    "falcon_h1": ModelFamily("Falcon-H1"),
     "gemma": ModelFamily("Gemma"),
     "gemma2": ModelFamily("Gemma 2"),
+    "gemma3": ModelFamily("Gemma 3 with images"),
     "gemma3_text": ModelFamily("Gemma 3"),
     "glm": ModelFamily("GLM-4 9B"),
     "glm4": ModelFamily("GLM-4-0414"),
@@ -52,14 +58,26 @@ FAMILIES: dict[str, ModelFamily] = {
     "gptj": ModelFamily("GPT-J"),
     "granite": ModelFamily("Granite"),
     "granitemoe": ModelFamily("Granite 3 MoE", "experts"),
+    "granitemoehybrid": ModelFamily("Granite 4", "experts"),
     "internlm3": ModelFamily("InternLM3", gguf_as="llama"),
+    "jamba": ModelFamily("Jamba", "experts"),
+    "lfm2": ModelFamily("LFM2"),
     "llama": ModelFamily("Llama 2 and 3, SmolLM2, TinyLlama, Yi"),
+    "llama4_text": ModelFamily("Llama 4 Scout, Maverick", "experts"),
+    "m2m_100": ModelFamily("M2M-100, NLLB-200", "encoder-decoder"),
+    "mamba": ModelFamily("Mamba"),
+    "mamba2": ModelFamily("Mamba 2, Codestral Mamba"),
+    "marian": ModelFamily("Marian, OPUS-MT", "encoder-decoder"),
+    "mbart": ModelFamily("mBART, mBART-50", "encoder-decoder"),
     "ministral3": ModelFamily("Ministral 3"),
     "mistral": ModelFamily("Mistral 7B", gguf_as="llama"),
     "mixtral": ModelFamily("Mixtral", "experts", gguf_as="llama"),
+    "modernbert": ModelFamily("ModernBERT, GTE, Granite embeddings", "encoder"),
     "mpnet": ModelFamily("all-mpnet", "encoder"),
     "mpt": ModelFamily("MPT"),
+    "mt5": ModelFamily("mT5", "encoder-decoder"),
     "nemotron": ModelFamily("Nemotron, Minitron"),
+    "nemotron_h": ModelFamily("Nemotron-H, Nemotron 3 Nano", "experts"),
     "nomic_bert": ModelFamily("nomic-embed-text", "encoder"),
     "olmo": ModelFamily("OLMo"),
     "olmo2": ModelFamily("OLMo 2"),
@@ -68,16 +86,22 @@ FAMILIES: dict[str, ModelFamily] = {
     "opt": ModelFamily("OPT"),
     "phi": ModelFamily("Phi-1.5, Phi-2"),
     "phi3": ModelFamily("Phi-3, Phi-4"),
+    "phimoe": ModelFamily("Phi-3.5-MoE", "experts"),
     "qwen2": ModelFamily("Qwen2, Qwen2.5"),
+    "qwen2_5_vl": ModelFamily("Qwen2.5-VL"),
     "qwen2_moe": ModelFamily("Qwen1.5-MoE, Qwen2-57B-A14B", "experts"),
+    "qwen2_vl": ModelFamily("Qwen2-VL"),
     "qwen3": ModelFamily("Qwen3"),
+    "qwen3_5_text": ModelFamily("Qwen3.5"),
     "qwen3_moe": ModelFamily("Qwen3-30B-A3B", "experts"),
+    "qwen3_next": ModelFamily("Qwen3-Next", "experts"),
     "roberta": ModelFamily("RoBERTa", "encoder"),
     "seed_oss": ModelFamily("Seed-OSS"),
     "smollm3": ModelFamily("SmolLM3"),
     "stablelm": ModelFamily("StableLM"),
     "starcoder2": ModelFamily("StarCoder2"),
-    "t5": ModelFamily("T5, Flan-T5", "encoder-decoder", native=False),
+    "t5": ModelFamily("T5, Flan-T5", "encoder-decoder"),
+    "whisper": ModelFamily("Whisper", "encoder-decoder"),
     "xlm-roberta": ModelFamily("XLM-R, multilingual E5, BGE-M3", "encoder"),
 }
 """Families by Hugging Face's model_type, each with a module here of that name with _ for -."""
@@ -96,8 +120,18 @@ def _module(model_type: str) -> Any:
     return import_module(f"octavo.models.{model_type.replace('-', '_')}")
 
 
+def image_layout(config: Mapping[str, Any]) -> ImageLayout | None:
+    """Returns how images become rows of a model; None where it reads none."""
+    if not isinstance(config.get("vision_config"), dict):
+        return None
+    hf = HfConfig(config)
+    found: ImageLayout = _module(hf.model_type).image_layout(hf)
+    return found
+
+
 def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dict[str, Program]:
-    """Builds the Programs of a model by name: "decoder" and, where the family has one, "encoder".
+    """Builds the Programs of a model by name: "decoder" and, where the family has them, "encoder",
+    or "vision" and "projector".
 
     `config` is config.json as it stands. With `every_key` one that holds a value that nothing
     reads is refused. Programs that keep K and V declare the same cache groups in the same order.
@@ -105,6 +139,15 @@ def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dic
     check_family(config)
     hf = HfConfig(config)
     programs: dict[str, Program] = _module(hf.model_type).build(hf)
+    pools = any("pooled" in program.outputs for program in programs.values())
+    if score_tokens(hf) and "decoder" not in programs:
+        raise UnsupportedModel(
+            f"{hf.model_type}: a score can be made of the logits of tokens by decoders only"
+        )
+    if not pools and pooled_head(hf) is not None:
+        raise UnsupportedModel(
+            f"{hf.model_type}: embeddings and classifiers of this family are not supported"
+        )
     if every_key:
         refuse_unread(config, hf.values.asked)
     return programs

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import UnsupportedModel
+from octavo.models.config_keys import ROPE, refuse_unread
 from octavo.models.hf_config import HfConfig
 from octavo.program.ops import RopeTable
 
@@ -41,6 +42,7 @@ class RopeParameters:
                 f"config.json: rope_parameters by layer type ({', '.join(nested)}) are not"
                 " supported for this family"
             )
+        refuse_unread({"model_type": "rope_parameters", **given}, ROPE)
         self._given = given
         self.kind = str(given.get("rope_type") or given.get("type") or "default")
         self.theta = self.positive("rope_theta", theta)
@@ -118,7 +120,8 @@ def rope_parameters(
     """Reads the parameters of a model that has one set. Where both spellings stand, `rope_scaling`
     wins, as in transformers. `partial` as in RopeParameters.
     """
-    given = dict(config.table("rope_scaling") or config.table("rope_parameters"))
+    scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
+    given = dict(scaling or parameters)
     if config.values.get("partial_rotary_factor") is not None:
         given.setdefault("partial_rotary_factor", config.values["partial_rotary_factor"])
     return RopeParameters(

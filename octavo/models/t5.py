@@ -40,18 +40,26 @@ class T5Shape:
         """Cache groups of both Programs, alike so that slots and tables have one axis of groups."""
         heads = (self.num_heads, self.head_dim, self.head_dim)
         return (
-            CacheGroup("encoder", "full", self.num_encoder_layers, *heads, one_step=True),
+            CacheGroup(
+                "encoder", "full", self.num_encoder_layers, *heads, one_step=True, of_input=True
+            ),
             CacheGroup("decoder", "full", self.num_decoder_layers, *heads),
             CacheGroup("cross", "cross", self.num_decoder_layers, *heads),
         )
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = read_shape(config)
+    return build_t5(read_shape(config))
+
+
+def build_t5(shape: T5Shape) -> dict[str, Program]:
     return {"encoder": build_encoder(shape), "decoder": build_decoder(shape)}
 
 
-def read_shape(config: HfConfig) -> T5Shape:
+def read_shape(config: HfConfig, *, scaled: bool | None = None) -> T5Shape:
+    """Reads the sizes; `scaled` says whether the last rows are divided by sqrt(width), where the
+    config does not.
+    """
     config.without_effect("dense_act_fn", "is_gated_act")
     projection = config.text("feed_forward_proj", "relu")
     gated, name = projection.startswith("gated-"), projection.split("-")[-1]
@@ -83,7 +91,7 @@ def read_shape(config: HfConfig) -> T5Shape:
         ),
         gated=gated,
         tied=not own_head,
-        scaled=config.flag("scale_decoder_outputs", not own_head),
+        scaled=config.flag("scale_decoder_outputs", not own_head) if scaled is None else scaled,
     )
 
 
@@ -99,7 +107,7 @@ def build_encoder(shape: T5Shape) -> Program:
     x = b.rms_norm(x, "encoder.final_layer_norm", shape.eps)
     for i in range(shape.num_decoder_layers):
         write_kv(b, x, f"decoder.block.{i}.layer.1.EncDecAttention", shape, group="cross", layer=i)
-    return b.finish(hidden=x)
+    return b.finish(encoded=b.pool_rows(x, "last"))
 
 
 def build_decoder(shape: T5Shape) -> Program:

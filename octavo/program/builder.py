@@ -7,8 +7,10 @@ checkpoint tensors (`<module>.weight`, `<module>.bias`). Knows nothing of any fa
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
+from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.ops import (
     Act,
     Activation,
@@ -20,18 +22,22 @@ from octavo.program.ops import (
     Embedding,
     GatherRows,
     GroupedLinear,
+    GroupRank,
     KvWrite,
     LayerNorm,
     Linear,
     MaskKind,
     MlaAttention,
     Mul,
+    NearBias,
     PoolRows,
     RmsNorm,
     Rope,
     RopeTable,
     Route,
     Scale,
+    ScatterRows,
+    Score,
     SoftCap,
     T5Bias,
 )
@@ -88,16 +94,32 @@ class Builder:
     def position_embedding(
         self, name: str, num_rows: int, width: int, *, offset: int = 0, axis: int = 0
     ) -> Value:
-        out = self._value(name, "tokens", width)
         table = Weight(f"{name}.weight", (num_rows, width))
+        return self.position_embedding_of(table, offset=offset, axis=axis)
+
+    def position_embedding_of(self, table: Weight, *, offset: int = 0, axis: int = 0) -> Value:
+        out = self._value(table.name.removesuffix(".weight"), "tokens", table.shape[1])
         self._ops.append(Embedding(out, table, by_position=True, offset=offset, axis=axis))
         return out
 
     def rms_norm(
-        self, x: Value, name: str, eps: float, *, weight_offset: float = 0.0, group_width: int = 0
+        self,
+        x: Value,
+        name: str,
+        eps: float,
+        *,
+        has_weight: bool = True,
+        weight_offset: float = 0.0,
+        group_width: int = 0,
+        each_group: bool = False,
     ) -> Value:
+        """Norms rows or their groups; without `has_weight` the weight is 1, in no checkpoint, with
+        `each_group` it has a number for each column of every group.
+        """
         out = self._like(name, x)
-        weight = Weight(f"{name}.weight", (group_width or x.width,))
+        fill = None if has_weight else 1.0
+        width = x.width if each_group else group_width or x.width
+        weight = Weight(f"{name}.weight", (width,), fill=fill)
         self._ops.append(RmsNorm(x, out, weight, eps, weight_offset, group_width))
         return out
 
@@ -135,6 +157,12 @@ class Builder:
         """
         out = self._value(name, x.axis, weight.shape[0])
         self._ops.append(Linear(x, (out,), (weight,), () if bias is None else (bias,)))
+        return out
+
+    def linear_of_all(self, x: Value, weights: Sequence[Weight], *, name: str) -> Value:
+        """Multiplies with several weights, and lays the results side by side."""
+        out = self._value(name, x.axis, sum(weight.shape[0] for weight in weights))
+        self._ops.append(Linear(x, (out,), tuple(weights)))
         return out
 
     def add(self, a: Value, b: Value) -> Value:
@@ -222,6 +250,113 @@ class Builder:
     def kv_write(self, group: str, layer: int, k_parts: tuple[Value, ...], v: Value | None) -> None:
         self._ops.append(KvWrite(k_parts, v, group, layer))
 
+    def short_conv(
+        self,
+        x: Value,
+        name: str,
+        group: str,
+        layer: int,
+        *,
+        bias: bool = False,
+        activation: Activation | None = None,
+        widths: tuple[int, ...] = (),
+        factors: tuple[float, ...] = (),
+    ) -> tuple[Value, ...]:
+        """Convolves the columns of x with those of the request's earlier rows, and cuts the result
+        into `widths`, by default one, whose weights `factors` multiply; the number of taps is the
+        window of the group, which keeps the rows.
+        """
+        taps = next(entry for entry in self._groups if entry.name == group).window
+        assert taps is not None, "a group of kind conv has a window"
+        self.kv_write(group, layer, (x,), None)
+        outs = tuple(self._value("convolved", x.axis, width) for width in widths or (x.width,))
+        weight = Weight(f"{name}.weight", (x.width, 1, taps))
+        added = Weight(f"{name}.bias", (x.width,)) if bias else None
+        self._ops.append(
+            ShortConv(
+                x=x,
+                outs=outs,
+                weight=weight,
+                bias=added,
+                group=group,
+                layer=layer,
+                activation=activation,
+                factors=() if all(factor == 1 for factor in factors) else factors,
+            )
+        )
+        return outs
+
+    def selective_scan(
+        self,
+        rows: tuple[Value, Value, Value, Value],
+        name: str,
+        group: str,
+        layer: int,
+        *,
+        state_size: int,
+        by_state: bool = False,
+        dt_bias: bool = False,
+        limits: tuple[float, float] = (0.0, float("inf")),
+    ) -> Value:
+        """Runs the recurrence over `rows`, which are x, dt, b and c, with the parameters A_log, D
+        and, with `dt_bias`, that of the module `name`.
+
+        `by_state`: A_log has a number for each head and state number.
+        """
+        x, dt, b, c = rows
+        out = self._like("scanned", x)
+        heads = (dt.width,)
+        self._ops.append(
+            SelectiveScan(
+                x=x,
+                dt=dt,
+                b=b,
+                c=c,
+                out=out,
+                a_log=Weight(f"{name}.A_log", (*heads, state_size) if by_state else heads),
+                skip=Weight(f"{name}.D", heads),
+                group=group,
+                layer=layer,
+                state_size=state_size,
+                dt_bias=Weight(f"{name}.dt_bias", heads) if dt_bias else None,
+                low=limits[0],
+                high=limits[1],
+            )
+        )
+        return out
+
+    def delta_scan(
+        self,
+        rows: tuple[Value, Value, Value, Value, Value],
+        name: str,
+        group: str,
+        layer: int,
+        *,
+        state_size: int,
+    ) -> Value:
+        """Runs the recurrence of the gated delta rule over `rows`, which are x, dt, b, c and beta,
+        with the parameters A_log and dt_bias of the module `name`.
+        """
+        x, dt, b, c, beta = rows
+        out = self._like("scanned", x)
+        self._ops.append(
+            SelectiveScan(
+                x=x,
+                dt=dt,
+                b=b,
+                c=c,
+                out=out,
+                a_log=Weight(f"{name}.A_log", (dt.width,)),
+                skip=None,
+                group=group,
+                layer=layer,
+                state_size=state_size,
+                dt_bias=Weight(f"{name}.dt_bias", (dt.width,)),
+                beta=beta,
+            )
+        )
+        return out
+
     def attention(
         self,
         q: Value,
@@ -233,7 +368,8 @@ class Builder:
         mask: MaskKind = "causal",
         softcap: float | None = None,
         sinks: Weight | None = None,
-        bias: T5Bias | AlibiBias | None = None,
+        bias: T5Bias | AlibiBias | NearBias | None = None,
+        sees_ahead: bool = False,
     ) -> Value:
         """Attends to the keys of a layer; the window, where the mask has one, is the group's."""
         kv = next(entry for entry in self._groups if entry.name == group)
@@ -252,6 +388,7 @@ class Builder:
                 softcap=softcap,
                 sinks=sinks,
                 bias=bias,
+                sees_ahead=sees_ahead,
             )
         )
         return out
@@ -299,12 +436,15 @@ class Builder:
         logits: Value,
         top_k: int,
         *,
-        score: Literal["softmax", "sigmoid", "softmax_top_k"] = "softmax",
+        score: Score = "softmax",
         bias: Weight | None = None,
         num_groups: int = 1,
         top_groups: int = 1,
+        group_rank: GroupRank = "two_best",
         normalize: bool = False,
         scale: float = 1.0,
+        scales_rows: bool = False,
+        jitter: float = 0.0,
     ) -> tuple[Value, Value, Value]:
         """Returns rows, ids and weights of the chosen experts."""
         outs = (
@@ -323,8 +463,11 @@ class Builder:
                 bias=bias,
                 num_groups=num_groups,
                 top_groups=top_groups,
+                group_rank=group_rank,
                 normalize=normalize,
                 scale=scale,
+                scales_rows=scales_rows,
+                jitter=jitter,
             )
         )
         return outs
@@ -346,6 +489,18 @@ class Builder:
     def gather_rows(self, x: Value) -> Value:
         out = self._value("sampled", "samples", x.width)
         self._ops.append(GatherRows(x, out))
+        return out
+
+    def scatter_rows(self, base: Value) -> Value:
+        """Puts the step's given rows in the place of others."""
+        out = self._like("scattered", base)
+        self._ops.append(ScatterRows(out, base))
+        return out
+
+    def given_rows(self, width: int) -> Value:
+        """Reads the step's given rows, one for each of its own."""
+        out = self._value("given", "tokens", width)
+        self._ops.append(ScatterRows(out))
         return out
 
     def pool_rows(self, x: Value, mode: Literal["last", "cls", "mean"]) -> Value:

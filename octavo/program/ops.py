@@ -1,4 +1,5 @@
-"""The kinds of op a Program is made of: for each its shapes, its formula and its source.
+"""The kinds of op a Program is made of: for each its shapes, its formula and its source. Those that
+mix rows without attention stand in `mixers.py`.
 
 Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E`
 experts, `k` experts a token, `V` vocabulary. Attributes are plain numbers and strings, so that
@@ -13,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.program.program import Op, Value, Weight
+from octavo.program.program import Op, Program, Value, Weight
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh"]
 MaskKind = Literal["causal", "full", "window", "chunk", "tree"]
@@ -27,6 +28,9 @@ class RopeTable:
     """Inverse frequencies, radians a position; `rotary_dim / 2` of them."""
     mscale: float = 1.0
     """Factor on cos and sin (YaRN's)."""
+    axes: tuple[int, ...] = ()
+    """Axis of the positions that each frequency turns by (M-RoPE, Wang et al. 2024); (): the first
+    one for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,20 @@ class AlibiBias:
     slopes: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class NearBias:
+    """A window to both sides: score += FAR for keys more than `reach` places from the query, whose
+    share of the sum is then 0 to the last bit (ModernBERT's local layers).
+    """
+
+    reach: int
+
+
+FAR = -1e30
+"""Number added to the scores of keys that a query does not see. It is finite, since all keys of a
+split may be far, and the splits are merged by differences of their largest scores."""
+
+
 # -- rows in, rows out -----------------------------------------------------------------------------
 
 
@@ -71,6 +89,8 @@ class Embedding(Op):
     offset: int = 0
     first_row: int | None = None
     axis: int = 0
+    site: str = ""
+    """Module that an adapter may update; empty: none. Set by the adapters pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +98,8 @@ class RmsNorm(Op):
     """Root mean square norm: y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), over groups
     of `group_width` columns.
 
-    `x [T, W]`, `weight [group_width or W]`. Head norms (Qwen3, Gemma 3) have `group_width = D`.
-    Zhang and Sennrich 2019.
+    `x [T, W]`, `weight [group_width]`, the same for all groups, or `[W]`. Head norms (Qwen3, Gemma
+    3) have `group_width = D`. Zhang and Sennrich 2019.
     """
 
     x: Value
@@ -128,6 +148,7 @@ class Gate:
     clamp: float | None = None
     alpha: float = 1.0
     up_offset: float = 0.0
+    threshold: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +174,14 @@ class Linear(Op):
     gate: Gate | None = None
     """Gate of two weights (gate, up) of one shape, which makes the one out ActMul(x @ gate^T, x @
     up^T); models leave it to the fuse pass."""
+    sites: tuple[str, ...] = ()
+    """Modules of `weights_`, which an adapter may update; empty: none. Set by the adapters pass."""
+    skips_zeros: bool = False
+    """Whether most numbers of x are zeros, so that weights need not be read. Set by the passes
+    `skip_zeros` and `sparsify`; no result depends on it."""
+    threshold: float = 0.0
+    """Magnitude below which the products take a number of x, after the norm, for zero, in rows that
+    are sparse (`StepBatch.sparse_from`); adapters take it as it is. Set by the pass `sparsify`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +249,9 @@ class ActMul(Op):
     clamp: float | None = None
     alpha: float = 1.0
     up_offset: float = 0.0
+    threshold: float = 0.0
+    """Magnitude of f(gate) below which out is zero, in rows that are sparse. Set by the pass
+    `sparsify`."""
 
 
 # -- attention and its cache -----------------------------------------------------------------------
@@ -267,7 +299,8 @@ class Attention(Op):
 
     `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer`
     is the layer within the group whose K and V are read (another layer's where layers share KV).
-    mask causal: key place <= query place; window: and > query place - window; full: every key below
+    mask causal: key place <= query place, or below the row's limit where the step has `limits`;
+    window: and > query place - window; full: every key below
     the request's context length (encoders, cross attention). `softcap` c: score = c * tanh(score /
     c), before the bias. `sinks [H]`: one logit a head that joins the softmax's denominator only
     (gpt_oss). Numbers: splits of 256 keys at absolute places, each with its own fp32 (m, l, acc),
@@ -284,7 +317,10 @@ class Attention(Op):
     window: int | None = None
     softcap: float | None = None
     sinks: Weight | None = None
-    bias: T5Bias | AlibiBias | None = None
+    bias: T5Bias | AlibiBias | NearBias | None = None
+    sees_ahead: bool = False
+    """Whether rows may see keys beyond their own place, up to the step's `limits`: an image's see
+    one another."""
     latent_width: int = 0
     """Columns of a latent group's K that are V too; 0: the group stores V."""
 
@@ -341,16 +377,24 @@ class MlaAttention(Op):
 # -- experts ---------------------------------------------------------------------------------------
 
 
+Score = Literal["softmax", "sigmoid", "softmax_top_k", "sigmoid_top_k", "sparsemixer"]
+"""Formula that turns the logits of a row's experts into their weights."""
+
+GroupRank = Literal["two_best", "best"]
+"""Measure by which groups of experts rank: the sum of their two best scores, or their best."""
+
+
 @dataclass(frozen=True, slots=True)
 class Route(Op):
     """Choice of `top_k` experts for each row, which lays the row out once for each of them.
 
     `x [T, W]`, `logits [T, E]`; makes (rows [T*k, W] of axis expert_rows in the order t*k + j, ids
-    [T, k] int, weights [T, k]). score = softmax or sigmoid over all experts, or `softmax_top_k`:
-    softmax over the chosen logits only. The choice is by score plus `bias [E]` (DeepSeek-V3), among
-    the best `top_groups` of `num_groups` groups of experts, which rank by the sum of their two
-    best. The weights are the scores without the bias, divided by their sum with `normalize`, times
-    `scale`. Ties: the lower id.
+    [T, k] int, weights [T, k]). score = softmax or sigmoid over all experts, `softmax_top_k` or
+    `sigmoid_top_k`: that of the chosen logits only, the choice being by logits, or `sparsemixer`
+    (`jitter` below). The choice is by score plus `bias [E]` (DeepSeek-V3), among the best
+    `top_groups` of `num_groups` groups of experts, which rank by `group_rank`: the sum of their two
+    best, or their best. The weights are the scores without the bias, divided by their sum with
+    `normalize`, times `scale`. Ties: the lower id.
     """
 
     x: Value
@@ -358,12 +402,18 @@ class Route(Op):
     outs: tuple[Value, Value, Value]
     num_experts: int
     top_k: int
-    score: Literal["softmax", "sigmoid", "softmax_top_k"] = "softmax"
+    score: Score = "softmax"
     bias: Weight | None = None
     num_groups: int = 1
     top_groups: int = 1
+    group_rank: GroupRank = "two_best"
     normalize: bool = False
     scale: float = 1.0
+    scales_rows: bool = False
+    """Whether the rows are multiplied with their weights, which then are 1 (Llama 4)."""
+    jitter: float = 0.0
+    """Margin of `sparsemixer`, where an expert's weight is the softmax over itself and the experts
+    after it that come near: z[best] - z[e] <= 2 * jitter * max(|z[e]|, z[best])."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +433,8 @@ class GroupedLinear(Op):
     up_bias: Weight | None = None
     gate: Gate | None = None
     """Gate, made by the pass `fold_expert_gates`."""
+    activation: Activation | None = None
+    """Function of the sums where there is no gate, set by the pass `fold_expert_gates`."""
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
@@ -423,25 +475,13 @@ class PoolRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScatterRows(Op):
-    """Replacement of rows: out = base, with the rows at the step's `scatter_rows` taken from x
-    (image features into text).
+    """Rows from outside (`StepBatch.given`) in the place of others, as an image's stand in for its
+    tokens': out[t] = given[given_rows[t]] where that index is not negative, else base[t]; zeros
+    where there is no base.
     """
 
-    x: Value
-    base: Value
     out: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Lora(Op):
-    """Low-rank adapter of a row: out = base + scale[a] * B[a] (A[a] x), where a is the row's entry
-    in the step's adapter_rows, none where -1. Hu et al. 2021.
-    """
-
-    x: Value
-    base: Value
-    out: Value
-    target: str
+    base: Value | None = None
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -449,11 +489,8 @@ class Lora(Op):
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Op):
-    """Sum over the ranks of their x, in an order that is the same on all of them. `x [T, W]` to
-    `out [T, W]`.
-
-    Stands behind a product that is split along its inputs. Shoeybi et al. 2019 (Megatron-LM),
-    section 3.
+    """Sum over the ranks of their x, behind a product that is split along its inputs. `x [T, W]` to
+    `out [T, W]`; the order is the same on all ranks. Shoeybi et al. 2019 (Megatron-LM), section 3.
     """
 
     x: Value
@@ -462,10 +499,8 @@ class AllReduce(Op):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Op):
-    """The ranks' x side by side, in rank order. `x [T, widths[rank]]` to `out [T, sum of widths]`.
-
-    Stands behind a product that is split along its outputs, where every rank needs all of them
-    (logits).
+    """The ranks' x side by side, in rank order, behind a product that is split along its outputs
+    and needed whole (logits). `x [T, widths[rank]]` to `out [T, sum of widths]`.
     """
 
     x: Value
@@ -478,3 +513,14 @@ PRODUCTS = (Linear, GroupedLinear, HeadLinear)
 
 HOST_OPS: tuple[type[Op], ...] = (AllReduce, AllGather)
 """Ops that end a segment: the host acts between what stands before and after them."""
+
+
+def num_position_axes(program: Program) -> int:
+    """Returns the number of position axes that a Program reads."""
+    axes = [0]
+    for op in program.ops:
+        if isinstance(op, Embedding):
+            axes.append(op.axis)
+        elif isinstance(op, Rope):
+            axes += op.table.axes
+    return 1 + max(axes)

@@ -19,7 +19,7 @@ Axis = Literal["tokens", "samples", "requests", "expert_rows"]
 A Program's `tokens` are its own business: a decoder's text, an encoder's input, pieces of an image.
 """
 
-GroupKind = Literal["full", "window", "latent", "cross", "state"]
+GroupKind = Literal["full", "window", "latent", "conv", "cross", "state"]
 
 LifeName = Literal["growing", "window", "fixed", "state", "step"]
 """How long a request keeps a group's blocks: `growing` to its end; `window` until no later token
@@ -30,6 +30,7 @@ LIVES: dict[GroupKind, LifeName] = {
     "full": "growing",
     "window": "window",
     "latent": "growing",
+    "conv": "window",
     "cross": "fixed",
     "state": "state",
 }
@@ -69,6 +70,27 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Sinusoids:
+    """Table of positions that is computed: row r has sin(r * f_i) for each frequency, then cos(r *
+    f_i), where f_i = 10000^(-i / denominator) (Vaswani et al. 2017, section 3.5).
+    """
+
+    denominator: float
+    in_single: bool = False
+    """Whether frequencies, angles and functions are of 32 bits each, not rounded once at the
+    end."""
+
+
+TAPS = 3
+"""Taps of a convolution over time."""
+
+StoredAs = Literal["", "row", "tap", "run"]
+"""How a checkpoint keeps a weight whose shape is another one there: `row` as `[1, n]`; `tap` as a
+convolution's `[out, in, TAPS]`, of which it is one; `run` as that and a bias, which act on one of
+TAPS runs of rows and a 1, end to end `[out, TAPS * (TAPS * in + 1)]`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter, named as the family's safetensors checkpoint names it, and how its tensors
     become it.
@@ -80,8 +102,8 @@ class Weight:
     Where `source_rows` is set, the checkpoint's tensor has so many rows on its output axis (after
     transposing), and this weight is some of them: its row r is row_start + (r // row_run) *
     row_step + r % row_run of the tensor. `cut` is set on a rank's part of a weight, whose `shape`
-    is then the part's. Where `fill` is set, all of it is that number and the checkpoint has no
-    tensor (a norm without a weight).
+    is then the part's. Where `fill` is set, all of it is that number, or it is computed, and the
+    checkpoint has no tensor (a norm without a weight, a table of sinusoids).
     """
 
     name: str
@@ -94,7 +116,13 @@ class Weight:
     row_run: int = 1
     rows_last: bool = False
     cut: Cut | None = None
-    fill: float | None = None
+    fill: float | Sinusoids | None = None
+    kernel: tuple[int, ...] = ()
+    """Shape of the axis of inputs in the checkpoint's tensor, such as colours, rows and columns of
+    a patch; (): one axis."""
+    stored_as: StoredAs = ""
+    tap: int = 0
+    """Number of the tap or of the run, where `stored_as` names one."""
 
     @property
     def row_axis(self) -> int:
@@ -136,6 +164,25 @@ class Weight:
         )
 
     @property
+    def stored_parts(self) -> tuple[Weight, ...]:
+        """The tensors of the checkpoint that it is made of, as weights of their own shapes; itself
+        where it is stored in its own.
+        """
+        if not self.stored_as:
+            return (self,)
+        first = self.tensor_names[0]
+        if self.stored_as == "row":
+            return (Weight(first, (1, *self.shape)),)
+        outputs, inputs = self.shape
+        if self.stored_as == "tap":
+            return (Weight(first, (outputs, inputs, TAPS)),)
+        num_inputs = (inputs // TAPS - 1) // TAPS
+        return (
+            Weight(first, (outputs, num_inputs, TAPS)),
+            Weight(self.tensor_names[1], (outputs,)),
+        )
+
+    @property
     def tensor_names(self) -> tuple[str, ...]:
         """Tensors of the checkpoint that make this weight; () for one that is filled."""
         return () if self.fill is not None else self.sources or (self.name,)
@@ -147,7 +194,10 @@ class CacheGroup:
 
     A layer and token have `num_kv_heads * k_width` numbers of K and `num_kv_heads * v_width` of V
     (`latent`: one head, `k_width` = latent + rotary part, `v_width` = 0). `cross` groups are
-    written by the encoder Program and read by the decoder.
+    written by the encoder Program and read by the decoder. `conv`: the rows that a causal
+    convolution reads, one head without V, in at least fp32; `window` is the number of its taps.
+    `state`: a recurrence's heads of `k_width` columns with `v_width` numbers each, in at least
+    fp32; a request's one block has two states, each beside its number of tokens.
     """
 
     name: str
@@ -160,6 +210,8 @@ class CacheGroup:
     """Number of keys that a query sees, its own included; None: all before it."""
     one_step: bool = False
     """Whether only the step that writes the keys reads them, as in an encoder's own attention."""
+    of_input: bool = False
+    """Whether its keys are of the encoder's input, and the request's tokens are a decoder's."""
 
     @property
     def life(self) -> LifeName:
@@ -264,6 +316,13 @@ class Program:
     def group_index(self, name: str) -> int:
         """Returns the index of the group in block tables and slots `[G, ...]`."""
         return next(i for i, group in enumerate(self.groups) if group.name == name)
+
+    @property
+    def input_groups(self) -> tuple[int, ...]:
+        """Indices of the groups whose keys are of the encoder's input before a decoder."""
+        return tuple(
+            at for at, group in enumerate(self.groups) if group.of_input or group.kind == "cross"
+        )
 
     @property
     def weights(self) -> tuple[Weight, ...]:

@@ -1,5 +1,4 @@
-"""fp8 (e4m3) checkpoints: a config's `quantization_config`, and a matrix of codes with its scales,
-as a packed weight.
+"""fp8 (e4m3): a matrix of codes with its scales, as a packed weight.
 
 Three layouts of scales, all multiplied with the codes: one for the matrix, one for each output, one
 for each block of the matrix (DeepSeek-V3: 128 x 128). Scales become one for each output and block
@@ -9,9 +8,7 @@ format, transformers' FineGrainedFP8Config, DeepSeek-V3's README.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +18,6 @@ from octavo.quant.packed import ActivationScheme, Levels, PackedWeight
 
 FP8 = "F8_E4M3"
 """Name of the format in safetensors."""
-
-SCALE_SUFFIXES = ("_scale_inv", "_scale")
-"""Suffixes of a weight's name that name its scales; both kinds are multiplied with the codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +35,6 @@ class Fp8Scheme:
         inputs that share one.
         """
         return FP8 if self.block is None else f"{FP8}:{self.block[1]}"
-
-
-def fp8_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
-    """Reads the scheme from config.json; None without a `quantization_config`, UnsupportedModel
-    where that is anything but fp8.
-    """
-    found = config.get("quantization_config")
-    if found is None:
-        return None
-    method = found.get("quant_method") if isinstance(found, dict) else found
-    if method == "fp8":
-        return _fine_grained(found)
-    if method == "compressed-tensors":
-        return _compressed_tensors(found)
-    raise _refused(
-        f"quant_method is {method!r}, supported are 'fp8' and 'compressed-tensors'"
-        " (float-quantized)"
-    )
 
 
 def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> PackedWeight:
@@ -101,60 +77,3 @@ def _of_blocks(
             f" {block[0]} x {block[1]}"
         )
     return np.repeat(scales, block[0], axis=0)[: shape[0]], block[1]
-
-
-def _fine_grained(found: Mapping[str, Any]) -> Fp8Scheme:
-    if found.get("fmt", "e4m3") != "e4m3":
-        raise _refused(f"fmt is {found['fmt']!r}, supported is 'e4m3'")
-    block = found.get("weight_block_size")
-    if block is None:
-        return Fp8Scheme(None, "per_token")
-    if (
-        not isinstance(block, list | tuple)
-        or len(block) != 2
-        or not all(type(size) is int and size > 0 for size in block)
-    ):
-        raise _refused(f"weight_block_size is {block!r}, allowed are two whole numbers above 0")
-    return Fp8Scheme((block[0], block[1]), "per_token")
-
-
-def _compressed_tensors(found: Mapping[str, Any]) -> Fp8Scheme:
-    """Reads the scheme of compressed-tensors: all groups must be e4m3 by tensor, channel or block;
-    activations may stay as they are.
-    """
-    if found.get("format") != "float-quantized":
-        raise _refused(
-            f"format is {found.get('format')!r} of compressed-tensors, supported is"
-            " 'float-quantized'"
-        )
-    groups = found.get("config_groups")
-    if (
-        not isinstance(groups, dict)
-        or not groups
-        or not all(isinstance(group, dict) for group in groups.values())
-    ):
-        raise _refused("config_groups is missing")
-    block, activation = None, "none"
-    for group in groups.values():
-        weights = group.get("weights")
-        if not isinstance(weights, dict) or (weights.get("type"), weights.get("num_bits")) != (
-            "float",
-            8,
-        ):
-            raise _refused("weights of compressed-tensors are supported as floats of 8 bits")
-        if weights.get("strategy") not in ("tensor", "channel", "block"):
-            raise _refused(
-                f"strategy is {weights.get('strategy')!r}, supported are 'tensor', 'channel' and"
-                " 'block'"
-            )
-        if weights.get("strategy") == "block":
-            block = _fine_grained({"weight_block_size": weights.get("block_structure")}).block
-        activation = "per_token" if group.get("input_activations") is not None else activation
-    return Fp8Scheme(block, "per_token" if activation == "per_token" else "none")
-
-
-def _refused(what: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"config.json: quantization_config: {what}",
-        hint="use a checkpoint in bf16 with --quantization, or a GGUF file",
-    )

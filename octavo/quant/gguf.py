@@ -14,13 +14,14 @@ import ml_dtypes
 import numpy as np
 
 from octavo.quant.blocks import BlockLayout, BlockWeight, Bytes, Numbers, Plane, StoredWeight
+from octavo.quant.gguf_codes import CODE_LAYOUTS, CodeLayout, q2_k_weight
 from octavo.quant.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """A tensor type: `block_bytes` bytes hold `block_size` neighbouring inputs; plain floats have a
-    dtype, others a layout.
+    dtype, others a layout, or codes that are decoded when they are read.
     """
 
     name: str
@@ -28,6 +29,12 @@ class BlockType:
     block_bytes: int
     dtype: np.dtype | None = None
     layout: BlockLayout | None = None
+    codes: CodeLayout | None = None
+
+    @property
+    def form(self) -> str:
+        """Name of the form in which backends meet a tensor."""
+        return self.name if self.codes is None else self.codes.form
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) // self.block_size * self.block_bytes
@@ -36,7 +43,10 @@ class BlockType:
         """Returns a view of `raw [num_bytes(shape)]`; `shape[-1]` fills whole blocks."""
         if self.dtype is not None:
             return PackedWeight.plain(raw.view(self.dtype).reshape(shape))
-        assert self.layout is not None
+        if self.codes is not None:
+            return self.codes.weight(raw, shape, (self.block_size, self.block_bytes))
+        if self.layout is None:
+            return q2_k_weight(raw, shape)
         blocks = raw.reshape(*shape[:-1], shape[-1] // self.block_size, self.block_bytes)
         return BlockWeight(blocks, self.block_size, self.layout)
 
@@ -76,5 +86,25 @@ BLOCK_TYPES: dict[int, BlockType] = {
         ),
     ),
     30: BlockType("BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
+    10: BlockType("Q2_K", 256, 84),
+    **{
+        number: BlockType(name, size, num_bytes, codes=CODE_LAYOUTS[name])
+        for number, name, size, num_bytes in (
+            (11, "Q3_K", 256, 110),
+            (16, "IQ2_XXS", 256, 66),
+            (17, "IQ2_XS", 256, 74),
+            (18, "IQ3_XXS", 256, 98),
+            (19, "IQ1_S", 256, 50),
+            (20, "IQ4_NL", 32, 18),
+            (21, "IQ3_S", 256, 110),
+            (22, "IQ2_S", 256, 82),
+            (23, "IQ4_XS", 256, 136),
+            (29, "IQ1_M", 256, 56),
+            (34, "TQ1_0", 256, 54),
+            (35, "TQ2_0", 256, 66),
+            (39, "MXFP4", 32, 17),
+            (40, "NVFP4", 64, 36),
+        )
+    },
 }
 """Block types by ggml's type number."""

@@ -1,5 +1,5 @@
-"""Packing at load: float matrices to int8 or fp8 (e4m3) codes with one scale an output, or to int4
-codes in groups of 32 inputs.
+"""Packing at load: float matrices to int8 or fp8 (e4m3) codes with one scale an output, or to int8
+or int4 codes in groups of 32 inputs.
 
 Owns how scales and mins are chosen; knows nothing of models or files. int8 and fp8 are symmetric
 with an fp32 scale; int4 is as Q4_1 (fp16 scale and min, nibbles in halves). Source of the search:
@@ -43,6 +43,30 @@ def pack_int8(weight: NDArray[np.float32]) -> PackedWeight:
     output.
     """
     return _pack_by_output(weight, "int", np.dtype(np.int8), 127)
+
+
+def pack_int8_groups(weight: NDArray[np.float32]) -> PackedWeight:
+    """Packs `weight [..., out, in]` as int8 codes times an fp16 scale for each group of 32 inputs,
+    as Q8_0 does; `in` must be a multiple of 32.
+    """
+    width = weight.shape[-1]
+    flat = weight.reshape(-1, width)
+    codes = np.empty(flat.shape, np.int8)
+    scales = np.empty((len(flat), width // GROUP), np.float16)
+    for rows in _chunks(flat):
+        groups = _grouped(flat[rows], width // GROUP)
+        scales[rows] = np.abs(groups).max(axis=-1) / np.float32(127)
+        scaled = groups * _inverse(scales[rows])[..., None]
+        codes[rows] = np.rint(np.clip(scaled, -127, 127)).reshape(-1, width).astype(np.int8)
+    return PackedWeight(
+        shape=weight.shape,
+        bits=8,
+        code="int",
+        codes=codes.reshape(weight.shape),
+        group=GROUP,
+        scales=Levels(scales.reshape(*weight.shape[:-1], width // GROUP)),
+        activation="per_group",
+    )
 
 
 def pack_fp8(weight: NDArray[np.float32]) -> PackedWeight:

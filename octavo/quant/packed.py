@@ -82,8 +82,8 @@ class PackedWeight:
     meaning.
 
     `bits` 16 and 32 are plain floats: `codes [..., out, in]` of the dtype that `code` names,
-    nothing else set. `bits` 8 or fewer: value = (code - zero_point) * scale + min, in float32, per
-    group of `group` neighbouring inputs (a last group may be shorter). `codes` is
+    nothing else set. `bits` 8 or fewer: value = (code - zero_point - zero) * scale + min, in
+    float32, per group of `group` neighbouring inputs (a last group may be shorter). `codes` is
     - bits 5, 6, 8: `[..., out, in]`, one code a byte, int8 where `code` is "int", uint8 where
       "uint", float8_e4m3fn where "e4m3";
     - bits 4: `[..., out, in / 2] uint8`, low nibble first. `nibbles` "pairs": byte j holds inputs
@@ -100,6 +100,8 @@ class PackedWeight:
     group: int = 0
     scales: Levels | None = None
     mins: Levels | None = None
+    zeros: NDArray[np.int8] | None = None
+    """Zero of each group beyond `zero_point`, `[..., out, groups]`; None: nothing."""
     zero_point: int = 0
     nibbles: NibbleOrder = "pairs"
     lookup: NDArray[np.float32] | None = None
@@ -125,7 +127,7 @@ class PackedWeight:
     @property
     def num_bytes(self) -> int:
         """Size in bytes of codes, scales and mins as held here."""
-        arrays = [self.codes]
+        arrays = [self.codes] + ([] if self.zeros is None else [self.zeros])
         for levels in (self.scales, self.mins):
             if levels is not None:
                 arrays += [levels.values] + (
@@ -159,6 +161,8 @@ class PackedWeight:
             if self.lookup is not None
             else codes.astype(np.float32) - np.float32(self.zero_point)
         )
+        if self.zeros is not None:
+            values = values - self._each(self.zeros)
         # A damaged file's scales stay what they are: NaN or infinite.
         with np.errstate(invalid="ignore", over="ignore"):
             values = values * self._spread(self.scales)
@@ -170,7 +174,11 @@ class PackedWeight:
 
     def _spread(self, levels: Levels) -> NDArray[np.float32]:
         """Repeats each group's number for each of its inputs: `[..., out, in] fp32`."""
-        return np.repeat(levels.expand(), self.group, axis=-1)[..., : self.shape[-1]]
+        return self._each(levels.expand())
+
+    def _each(self, numbers: NDArray) -> NDArray:
+        """Repeats a number of each group for each of its inputs."""
+        return np.repeat(numbers, self.group, axis=-1)[..., : self.shape[-1]]
 
     def rows(self, index: slice | NDArray[np.intp]) -> PackedWeight:
         """Returns the chosen output rows. Groups run along the inputs, so any choice or order of
@@ -188,6 +196,7 @@ class PackedWeight:
             codes=codes,
             scales=None if self.scales is None else self.scales.rows(index),
             mins=None if self.mins is None else self.mins.rows(index),
+            zeros=None if self.zeros is None else self.zeros[..., index, :],
         )
 
     def matrix(self, index: int) -> PackedWeight:
@@ -198,6 +207,7 @@ class PackedWeight:
             codes=self.codes[index],
             scales=None if self.scales is None else self.scales.matrix(index),
             mins=None if self.mins is None else self.mins.matrix(index),
+            zeros=None if self.zeros is None else self.zeros[index],
         )
 
     def inputs(self, first: int, last: int) -> PackedWeight:
@@ -223,6 +233,9 @@ class PackedWeight:
             group=last - first if one_group else self.group,
             scales=None if self.scales is None else self.scales.groups(self.group, first, last),
             mins=None if self.mins is None else self.mins.groups(self.group, first, last),
+            zeros=None
+            if self.zeros is None
+            else self.zeros[..., first // self.group : -(-last // self.group)],
         )
 
     @property

@@ -5,6 +5,8 @@ Knows no socket and loads no model; `run.py` does.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
@@ -20,11 +22,12 @@ from octavo.server.ollama import embeddings as ollama_embeddings
 from octavo.server.ollama import generation as ollama_generation
 from octavo.server.ollama import models as ollama_models
 from octavo.server.ollama import refusals as ollama_refusals
-from octavo.server.openai import batches, chat, completions, embeddings, files, models
+from octavo.server.openai import audio, batches, chat, completions, embeddings, files, models
 from octavo.server.openai.responses import routes as responses
 from octavo.server.openapi import describe
 from octavo.server.request_log import Reader, RequestLog, SlowLog, log_access
 from octavo.server.routes import (
+    adapters,
     admin,
     cache,
     capabilities,
@@ -37,6 +40,7 @@ from octavo.server.routes import (
     tokenize,
 )
 from octavo.server.same_origin import SameOrigin
+from octavo.server.scoring import classify, rerank, score
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
@@ -52,11 +56,16 @@ from octavo.version import __version__
 
 ROUTES = (
     admin,
+    audio,
     models,
     model_loading,
+    adapters,
     completions,
     chat,
     embeddings,
+    classify,
+    score,
+    rerank,
     messages,
     cohere_chat,
     ollama_embeddings,
@@ -92,7 +101,9 @@ def create_app(
     """
     settings = settings or ServerSettings()
     directory = ModelDirectory.of(engine)
-    app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan)
+    # FastAPI's own pages run scripts of another host, which could read the key of our page.
+    pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
+    app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan, **pages)
     keys = KeyRing(settings)
     kept_jobs = Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s)
     app.state.service = Service(
@@ -108,7 +119,7 @@ def create_app(
     for part in ROUTES:
         describe(part.router)
         app.include_router(part.router)
-    add_error_handlers(app)
+    add_error_handlers(app, [part.router for part in ROUTES])
     app.add_middleware(TimeLimit, limit_s=settings.max_request_s)
     if settings.has_keys:
         app.add_middleware(ApiKeys, ring=keys, open_metrics=settings.open_metrics)

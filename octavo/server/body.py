@@ -77,7 +77,7 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
 
     async def parse(request: Request, service: Annotated[Service, Depends(service_of)]) -> BodyT:
         _check_content_type(request)
-        raw = await _read_in_time(request, service.settings)
+        raw = await read_in_time(request, service.settings)
         lenient, dropped = service.settings.lenient, []
         try:
             body = kind.model_validate_json(raw)
@@ -112,7 +112,7 @@ def _check_content_type(request: Request) -> None:
         )
 
 
-async def _read_in_time(request: Request, settings: ServerSettings) -> bytes:
+async def read_in_time(request: Request, settings: ServerSettings) -> bytes:
     """Reads the body; raises 408, and closes the connection, where it does not come in time."""
     timeout_s = settings.request_timeout_s
     try:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import http
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from octavo import errors
 from octavo.server.error_forms import ErrorForm, Fault, form_of, openai_form
+from octavo.server.unanswered import explained
 
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Unauthorized, 401, "AuthenticationError"),
@@ -80,8 +82,13 @@ def error_response(error: Exception, form: ErrorForm = openai_form) -> Response:
     return Response(msgspec.json.encode(body), fault.status, headers, "application/json")
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI, routers: Iterable[APIRouter] = ()) -> None:
+    """Answers an app's errors; one that no route answers is told of the routers' routes."""
+    routes = [route for router in routers for route in router.routes]
+
     async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = explained(error, request, routes)
         return error_response(error, form_of(request.scope))
 
     async def answer_nobody(_: Request, error: Exception) -> Response:

@@ -146,4 +146,8 @@ def _interactions(kind: type[BaseModel]) -> list[tuple[str, dict[str, Any]]]:
 
 def _spelled(values: Sequence[Any]) -> str:
     """Returns values as JSON spells them."""
-    return " or ".join(json.dumps(value, ensure_ascii=False)[:80] for value in values)
+
+    def plain(part: Any) -> Any:
+        return part.model_dump(exclude_unset=True)
+
+    return " or ".join(json.dumps(one, ensure_ascii=False, default=plain)[:80] for one in values)

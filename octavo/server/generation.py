@@ -17,6 +17,7 @@ from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
 from octavo.pooling_params import RequestParams
 from octavo.ports import DEFAULT_RENDERING, Rendering
+from octavo.server.images import has_images
 from octavo.server.state.served_model import ServedModel
 from octavo.text.unicode import LONG_TEXT_CHARACTERS
 
@@ -53,6 +54,7 @@ class Generation:
                     priority=origin.priority,
                     tenant=origin.tenant,
                     owner=origin.owner,
+                    adapter=model.adapter,
                     deltas=deltas,
                 )
                 self._add(stream)
@@ -173,11 +175,11 @@ async def chat_prompt_of(
     rendering: Rendering = DEFAULT_RENDERING,
     truncation: Truncation | None = None,
 ) -> dict[str, Any]:
-    """Renders a conversation with the model's template; long ones, and those with a template of
-    their own, in a thread.
+    """Renders a conversation with the model's template; long ones, those with images and those with
+    a template of their own in a thread.
     """
     length = sum(len(message["content"] or "") for message in messages)
-    if length > LONG_TEXT_CHARACTERS or rendering.template is not None:
+    if has_images(messages) or length > LONG_TEXT_CHARACTERS or rendering.template is not None:
         prompt = await asyncio.to_thread(llm.chat_prompt, messages, rendering, truncation)
     else:
         prompt = llm.chat_prompt(messages, rendering, truncation)

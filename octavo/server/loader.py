@@ -22,6 +22,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 from octavo.progress import Report, quiet
+from octavo.server.state.adapters import LoraModule, ServedAdapter
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.slot import EngineSlot
 from octavo.wiring.budget import describe_shares, share_memory
@@ -64,6 +65,7 @@ class ModelLoader:
         *,
         defaults: Mapping[str, Any] | None = None,
         memory_budget: int | None = None,
+        adapters: Sequence[LoraModule] = (),
         report: Report = quiet,
         when_ready: WhenReady = lambda slot: None,
         when_failed: WhenFailed = lambda slot, error: None,
@@ -73,6 +75,7 @@ class ModelLoader:
         self.defaults = dict(defaults or {})
         """Engine options of the command line, which apply to every model."""
         self._memory_budget = memory_budget
+        self._adapters = adapters
         self._report = report
         self._when_ready = when_ready
         self._when_failed = when_failed
@@ -126,11 +129,27 @@ class ModelLoader:
             slot.report(text)
 
         llm = AsyncLLM.from_options(report=report, when_started=slot.on_its_way, **task.options)
+        try:
+            self._name_adapters(slot, llm)
+        except BaseException:
+            llm.close()
+            raise
         slot.fill(llm)
         if slot.is_draining:
             slot.close()
         else:
             task.post(self._begin, slot, llm)
+
+    def _name_adapters(self, slot: EngineSlot, llm: AsyncLLM) -> None:
+        """Reads the command line's adapters of a model; raises InvalidRequest where one is not
+        sound.
+        """
+        first = next(iter(self._models), None)
+        for module in self._adapters:
+            if slot.name == module.base_model_name or (
+                module.base_model_name is None and slot is first
+            ):
+                slot.adapters[module.name] = ServedAdapter.read(llm, module.name, module.path)
 
     def _begin(self, slot: EngineSlot, llm: AsyncLLM) -> None:
         """Listens to a new engine, in the event loop, unless it is no longer wanted."""
@@ -171,8 +190,12 @@ class ModelLoader:
     ) -> None:
         name = task.slot.name
         if name in capacities:
+            num_engines = EngineConfig.from_options(**task.options).fleet.data_parallel_size
             task.options["kv_cache_memory_bytes"] = kv_bytes[name]
-            task.slot.memory_bytes = capacities[name].fixed_bytes + kv_bytes[name]
+            shares = _names_of(task.slot.name, num_engines)
+            task.slot.memory_bytes = sum(
+                capacities[one].fixed_bytes + kv_bytes[one] for one in shares
+            )
 
     def _free_bytes(self) -> int:
         """Returns the memory for more models: what the budget leaves, at most what is free.
@@ -222,11 +245,18 @@ def _fetch(task: LoadTask) -> None:
     task.options["model"] = str(resolve(task.slot.spec.model, progress=True))
 
 
+def _names_of(model: str, num_engines: int) -> list[str]:
+    """Returns the names under which a model's engines share the memory: the first has its own."""
+    return [model, *(f"{model} (engine {index})" for index in range(1, num_engines))]
+
+
 def _plan(task: LoadTask, memory_bytes: int, capacities: dict[str, Capacity]) -> None:
     """Adds what the engine will take to `capacities`; the torch backend knows only once it runs."""
     config = EngineConfig.from_options(**task.options)
     if (config.backend.backend or default_backend()) != "torch":
-        capacities[task.slot.name] = plan_model(config, memory_bytes=memory_bytes).capacity
+        capacity = plan_model(config, memory_bytes=memory_bytes).capacity
+        for name in _names_of(task.slot.name, config.fleet.data_parallel_size):
+            capacities[name] = capacity
     elif config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(
             "kv_cache_memory_bytes: needed for a model on the torch backend that shares the memory"

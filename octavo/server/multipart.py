@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fastapi import Request
 from python_multipart import MultipartParser
@@ -18,7 +18,6 @@ from python_multipart.multipart import parse_options_header
 from starlette.exceptions import HTTPException
 
 from octavo.errors import InvalidRequest
-from octavo.server.state.file_writer import FileWriter
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -26,6 +25,15 @@ if TYPE_CHECKING:
 MAX_FIELD_BYTES = 1024
 MAX_PARTS = 16
 FILE_FIELD = "file"
+
+
+class FormFile(Protocol):
+    """Takes the bytes of a form's file."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    async def write(self, data: bytes) -> None: ...
 
 
 @dataclass(slots=True)
@@ -125,7 +133,7 @@ class _FormReader:
 
 
 async def receive_form(
-    request: Request, writer: FileWriter, *, max_bytes: int, timeout_s: float
+    request: Request, writer: FormFile, *, max_bytes: int, timeout_s: float
 ) -> UploadForm:
     """Writes the form's file and returns the rest; raises for a form that is malformed, too large
     or slower than `timeout_s` from one piece to the next.

@@ -5,15 +5,15 @@ Knows no wire format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic
 
 from fastapi import Request
 
-from octavo.engine.front.arguments import Prompt
 from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.engine.front.pooling_jobs import OutputT, PoolingJob
 from octavo.outputs import RequestOutput
-from octavo.pooling_params import PoolingParams, PoolingTask
 from octavo.server.connection import unless_gone
 from octavo.server.generation import Generation, member_name
 from octavo.server.state.served_model import ServedModel
@@ -21,27 +21,41 @@ from octavo.server.turn import in_their_words
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingCall:
-    """The texts of one HTTP request, and what is wanted of them."""
+class PoolingCall(Generic[OutputT]):
+    """The job of one HTTP request."""
 
     name: str
-    prompts: Sequence[Prompt]
-    params: PoolingParams
+    job: PoolingJob[OutputT]
     origin: Origin = DEFAULT_ORIGIN
-    task: PoolingTask = "embed"
-    field: str = "input"
-    """Name that the API has for the texts."""
+    words: Mapping[str, str] = field(default_factory=lambda: {"input": "prompt"})
+    """Names that the API has for the arguments that errors are about."""
 
 
-async def pooled(request: Request, model: ServedModel, call: PoolingCall) -> list[RequestOutput]:
-    """Returns the final outputs in the texts' order; a client that goes away ends the work."""
-    llm = model.llm
-    llm.check_pools(call.task)
-    with in_their_words({call.field: "prompt"}):
-        model.limits.check(len(call.prompts), call.params)
+@dataclass(frozen=True, slots=True)
+class PooledAnswer(Generic[OutputT]):
+    """The outputs of a job that has been computed."""
+
+    outputs: list[OutputT]
+    rows: list[RequestOutput]
+    """Final outputs of the engine's requests, in the order of the job's prompts."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the model has read."""
+        return sum(len(row.prompt_token_ids) for row in self.rows)
+
+
+async def pooled(
+    request: Request, model: ServedModel, call: PoolingCall[OutputT]
+) -> PooledAnswer[OutputT]:
+    """Computes a job; a client that goes away ends the work."""
+    llm, job = model.llm, call.job
+    with in_their_words(call.words):
+        model.limits.check(len(job.prompts), job.params)
         prepared = [
-            await llm.prepare(member_name(call.name, index), prompt, call.params, call.origin)
-            for index, prompt in enumerate(call.prompts)
+            await llm.prepare(member_name(call.name, index), prompt, job.params, call.origin)
+            for index, prompt in enumerate(job.prompts)
         ]
-    generation = Generation.of_requests(model, prepared, call.params, call.name)
-    return await unless_gone(request.receive, generation.results())
+    generation = Generation.of_requests(model, prepared, job.params, call.name)
+    rows = await unless_gone(request.receive, generation.results())
+    return PooledAnswer(job.read(rows), rows)

@@ -200,8 +200,7 @@ def _span(
         return NO_REASONING
     closing = reasoning.closing
     if isinstance(reasoning, ChannelFormat):
-        must_call = wishes.tools is not None and wishes.tools.choice == "required"
-        closing = reasoning.before_call if must_call else reasoning.before_content
+        closing = reasoning.before_content if wishes.tools is None else reasoning.before_call
     opening = "" if state.has_begun else reasoning.opening
     return ReasoningSpan(opening, closing, wishes.thinking_budget)
 

@@ -37,11 +37,12 @@ class WithQuery:
 
 def create_recording_app(shown: ShownRecording) -> FastAPI:
     """Returns the application around a recording."""
-    app = FastAPI(title="Octavo, a recording", version=__version__)
+    app = FastAPI(title="Octavo, a recording", version=__version__, docs_url=None, redoc_url=None)
     app.state.recording = shown
-    for part in (recording, page):
-        app.include_router(part.router)
-    add_error_handlers(app)
+    routers = (recording.router, page.router)
+    for router in routers:
+        app.include_router(router)
+    add_error_handlers(app, routers)
     app.add_middleware(WithQuery)
     app.add_middleware(HeadAsGet)
     return app

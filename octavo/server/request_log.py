@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.outputs import Timings
+from octavo.server.error_forms import form_of
 from octavo.server.errors import CLIENT_CLOSED_REQUEST, error_response
 from octavo.server.log_format import ACCESS, FIELDS
 from octavo.server.state.request_record import SCOPE_KEY, RequestRecord
@@ -99,7 +100,7 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if not status:
-                await error_response(error)(scope, receive, send_with_id)
+                await error_response(error, form_of(scope))(scope, receive, send_with_id)
             raise
         finally:
             duration_s = time.monotonic() - started_s

@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.server.app import create_app
 from octavo.server.batched_writes import WriteBatch
 from octavo.server.listener import leave_path, listen
@@ -28,6 +28,7 @@ from octavo.server.loader import ModelLoader
 from octavo.server.log_format import NOTICES, configure_logging
 from octavo.server.request_timeout import ConnectionLimits, TimedHttp
 from octavo.server.settings import ServerSettings
+from octavo.server.state.adapters import LoraModule
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.model_spec import ModelSpec
@@ -59,6 +60,7 @@ def serve(
         models,
         defaults=defaults,
         memory_budget=settings.memory_budget,
+        adapters=adapters_of(settings, models),
         report=_say,
         when_ready=start.note_ready,
         when_failed=start.note_failure,
@@ -99,6 +101,22 @@ def serve(
             leave_path(settings.uds)
     if start.failure is not None:
         raise start.failure
+
+
+def adapters_of(settings: ServerSettings, models: ModelDirectory) -> list[LoraModule]:
+    """Returns the command line's adapters; ConfigError where one is called as a model is, or is for
+    a model that is not served.
+    """
+    modules = LoraModule.parse_all(settings.lora_modules)
+    for module in modules:
+        if models.answers_to(module.name):
+            raise ConfigError(f"lora_modules: a model is called {module.name} too")
+        if module.base_model_name is not None and models.get(module.base_model_name) is None:
+            raise ConfigError(
+                f"lora_modules: {module.name} is for {module.base_model_name}, which is not served",
+                hint=f"this server has {', '.join(models.names)}",
+            )
+    return modules
 
 
 def store_for(settings: ServerSettings) -> Store | None:
@@ -193,23 +211,26 @@ def _greeting(slots: Sequence[EngineSlot], settings: ServerSettings, port: int) 
     """Returns the line that names models and URL, and a command to try with the first of them."""
     url = _url(settings, port)
     names = ", ".join(slot.name for slot in slots)
-    model = slots[0].name
-    body: dict[str, Any] = {"prompt": [1, 2, 3]}
-    path = "/v1/completions"
-    if not slots[0].spec.options.get("skip_tokenizer_init"):
-        path, body = (
-            "/v1/chat/completions",
-            {
-                "messages": [{"role": "user", "content": "What is the capital of France?"}],
-                "temperature": 0,
-            },
-        )
+    path, fields = _request_to_try(slots[0])
     key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.has_keys else ""
     curl = (
         f"curl {_curl_options(settings)}{url}{path} -H 'Content-Type: application/json'{key} -d"
-        f" {shlex.quote(json.dumps({'model': model, **body}))}"
+        f" {shlex.quote(json.dumps({'model': slots[0].name, **fields}))}"
     )
     return f"serving {names} on {url}\ntry: {curl}"
+
+
+def _request_to_try(slot: EngineSlot) -> tuple[str, dict[str, Any]]:
+    """Returns a path and a body that suit what the model does."""
+    has_text = not slot.spec.options.get("skip_tokenizer_init")
+    pools = None if slot.loaded is None else slot.loaded.pools
+    if pools is not None:
+        text = "Light bends in glass." if has_text else [1, 2, 3]
+        return "/v1/embeddings" if pools == "embed" else "/classify", {"input": text}
+    if not has_text:
+        return "/v1/completions", {"prompt": [1, 2, 3]}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    return "/v1/chat/completions", {"messages": [question], "temperature": 0}
 
 
 def _url(settings: ServerSettings, port: int) -> str:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.config.engine_config import option
+from octavo.config.hosts import is_local
+from octavo.config.option import option
 from octavo.config.paths import state_home
 from octavo.errors import ConfigError
-
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,15 @@ class ServerSettings:
     max_jobs: int = option(1000, "most jobs (POST /generate) kept at once", low=1)
     job_ttl_s: int = option(600, "seconds for which a finished job's result is kept", low=1)
     max_models: int = option(16, "most models at once, loading and failed ones too", low=1)
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "NAME=PATH of an adapter that requests may name as their model, or a JSON object of name,"
+        " path, base_model_name; needs enable_lora; may be given several times",
+    )
+    lora_dir: str | None = option(
+        None, "folder under which the operator may load adapters while the server runs"
+    )
+    max_lora_adapters: int = option(10_000, "most adapters that have a name at once", low=1)
     memory_budget: int | None = option(
         None,
         "memory that the engines of all models may take together, e.g. 16GiB; default what is free",
@@ -158,8 +166,8 @@ class ServerSettings:
     @property
     def is_open_to_all(self) -> bool:
         """Whether other machines can reach the server and no key is needed."""
-        is_local = self.uds is not None or self.host in LOCAL_HOSTS
-        return not self.has_keys and (bool(self.trusted_proxies) or not is_local)
+        stays_here = self.uds is not None or is_local(self.host)
+        return not self.has_keys and (bool(self.trusted_proxies) or not stays_here)
 
     @property
     def has_keys(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.server.error_forms import form_of
 from octavo.server.errors import error_response
 
 DEADLINE = "octavo_deadline"
@@ -60,4 +61,4 @@ class TimeLimit:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            await error_response(deadline.error)(scope, receive, send)
+            await error_response(deadline.error, form_of(scope))(scope, receive, send)

@@ -129,6 +129,7 @@ async def start_turn(
     """Renders, checks and submits a conversation; raises the error of what is wrong with it."""
     prompt = await conversation.prompt(model)
     reading = conversation.reading(model, prompt)
+    await model.llm.check_form(reading.fitted(params))
     return turn_of(model, prompt, params, request_id, reading=reading, origin=origin, stream=stream)
 
 

@@ -8,6 +8,7 @@ chat templates. Knows nothing of checkpoints beyond a `TokenizerSource`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,11 +16,13 @@ import tokenizers
 
 from octavo.config.paths import is_there, user_path
 from octavo.errors import ConfigError, InvalidRequest, WeightMismatch
+from octavo.pooling_params import PairIds, TextPair
 from octavo.ports import DEFAULT_RENDERING, Rendering, TokenizerSource
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.encoding import encode_text, without_special_tokens
 from octavo.text.infill import InfillFormat, infill_format_of
 from octavo.text.length_bound import LengthBound
+from octavo.text.pair import cut_pair, cut_second, encode_texts, pair_messages, reads_pairs
 from octavo.text.special_text import Guard, SpecialText
 from octavo.text.token_bytes import TokenBytes
 from octavo.text.unicode import check_unicode
@@ -74,6 +77,7 @@ class TextTokenizer:
         self._template = ChatTemplate(template, source.special_tokens)
         self._space_prefix = space_prefix
         self._adds_bos = adds_bos
+        self._has_type_ids = source.has_type_ids
         self._bos_id = self._id_of("bos_token")
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = source.eos_token_ids or tuple(
@@ -104,6 +108,33 @@ class TextTokenizer:
         if self._adds_bos and not starts_with_bos:
             return [self._bos_id, *ids]
         return ids[1:] if starts_with_bos and not self._adds_bos else ids
+
+    def encode_pair(
+        self, pair: TextPair, *, max_tokens: int | None = None, template: str | None = None
+    ) -> PairIds:
+        """Returns the ids of two texts: as the chat template writes a query and a document, where
+        it knows these roles, else as `template` does, else as tokenizer.json's post-processor
+        arranges them. Text that spells a special token stays text.
+        """
+        check_unicode(pair.first)
+        check_unicode(pair.second)
+        if reads_pairs(self.chat_template):
+            template = self.chat_template
+        if template == "":
+            raise InvalidRequest(
+                "prompt: the model has no template for a query and a document",
+                hint="give one with --chat-template that reads the roles 'query' and 'document'",
+                param="prompt",
+            )
+        if template is not None:
+            return self._templated_pair(pair, template, max_tokens)
+        first, second = pair.first, pair.second
+        if self._space_prefix:
+            first = self._with_space(first, after_special=False)
+            second = self._with_space(second, after_special=False)
+        encoding = encode_texts(self._plain_tokenizer, first, second)
+        ids = cut_pair(encoding, max_tokens, pair.max_second_tokens)
+        return ids if self._has_type_ids else ids._replace(type_ids=[0] * len(ids.type_ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
@@ -191,6 +222,8 @@ class TextTokenizer:
         """
         guard = self._special_text.guard()
         rendered = self._render(messages, rendering, guard)
+        for old, new in rendering.replacements.items():
+            rendered = rendered.replace(old, new)
         if check is not None:
             check(guard.reveal(rendered))
         starts, ends = self._special_ends if rendering.add_special_tokens else ([], [])
@@ -216,6 +249,28 @@ class TextTokenizer:
                 param="continue_final_message",
             )
         return rendered[:end].replace(guard.end_mark, "")
+
+    def _templated_pair(self, pair: TextPair, template: str, max_tokens: int | None) -> PairIds:
+        """Returns the ids of a pair as a template writes it, without the document's end where it is
+        too long.
+        """
+        rendering = Rendering(template=template)
+        pair = cut_second(self._plain_tokenizer, pair)
+        ids = self.apply_chat_template(pair_messages(pair), rendering)
+        num_fixed = 0
+        if max_tokens is not None and len(ids) > max_tokens:
+            guard = self._special_text.guard()
+            messages = guard.protect(pair_messages(pair))
+            messages[-1]["content"] += guard.end_mark
+            rendered = self._template.replaced(template).render(messages, True, {})
+            start, mark, end = rendered.rpartition(guard.end_mark)
+            if not mark:
+                raise InvalidRequest("prompt: the template of pairs changes a document's end")
+            last = self._rendered_ids(end, guard)
+            ids = [*self._rendered_ids(start, guard)[: max(0, max_tokens - len(last))], *last]
+            empty = pair_messages(replace(pair, second=""))
+            num_fixed = len(self.apply_chat_template(empty, rendering))
+        return PairIds(ids, [0] * len(ids), num_fixed)
 
     def _rendered_ids(self, rendered: str, guard: Guard) -> list[int]:
         if not guard.used:

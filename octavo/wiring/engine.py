@@ -8,8 +8,8 @@ executor of a recording (`octavo replay`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +20,8 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.core import EngineCore
-from octavo.engine.front.front import Front
+from octavo.engine.front.encoder_inputs import EncoderInputs
+from octavo.engine.front.front import EventPublisher, Front
 from octavo.engine.front.input_processor import InputProcessor, ModelLimits
 from octavo.engine.front.output_processor import OutputProcessor
 from octavo.engine.front.pooling_inputs import PoolingInputs
@@ -41,15 +42,22 @@ from octavo.errors import ConfigError
 from octavo.ports import Executor, Profiler, Tokenizer
 from octavo.progress import Report
 from octavo.text.grammar.lazy import LazyGrammars
+from octavo.transfer.kv_wire import logged_only
 from octavo.version import __version__
+from octavo.wiring.adapters import adapter_names
+from octavo.wiring.events import open_publishers
+from octavo.wiring.hearing import hears, transcriptions_of
+from octavo.wiring.images import reader_of
 from octavo.wiring.model import (
     Model,
+    Place,
     build_tokenizer,
     end_token_ids,
     lazy_grammars,
     load_model,
     open_model,
 )
+from octavo.wiring.processes import start_processes
 from octavo.wiring.ranks import start_other_ranks
 from octavo.wiring.tiers import build_tiers
 from octavo.worker.loaded_model import device_memory
@@ -58,11 +66,9 @@ from octavo.worker.ranks.start import common_budget, common_worker, end_ranks
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from octavo.backends.torch.ranks import TorchRanks
-    from octavo.engine.clients.process import ProcessClient
-    from octavo.engine.clients.supervised import SupervisedClient
     from octavo.worker.ranks.other_ranks import OtherRanks
     from octavo.worker.ranks.ranked_worker import RankedWorker
+    from octavo.worker.stages.pipelined_worker import PipelinedWorker
 
 
 WhenStarted: TypeAlias = Callable[[Callable[[], None]], None]
@@ -83,32 +89,52 @@ class BuiltCore:
 
     core: EngineCore
     info: EngineInfo
-    worker: Worker | RankedWorker
+    worker: Worker | RankedWorker | PipelinedWorker
 
 
 # -- fronts ----------------------------------------------------------------------------------------
 
 
 def build_in_process(config: EngineConfig, report: Report) -> Front:
-    """Builds an engine whose core is in this process."""
-    model = open_model(config)
-    tokenizer = build_tokenizer(model)
-    texts = core_texts(model, lambda: tokenizer)
-    built = build_core(model, report, texts)
-    client = InProcessClient(built.core, built.info)
-    return _build_front(
-        model, client, built.info, tokenizer, grammars=texts.grammars, profiler=built.worker
-    )
+    """Builds an engine whose core is in this process; several are processes of their own."""
+    if config.fleet.data_parallel_size > 1:
+        return build_with_process(config, report)
+    publishers = open_publishers(config)
+    try:
+        model = open_model(config)
+        tokenizer = build_tokenizer(model)
+        texts = core_texts(model, lambda: tokenizer)
+        built = build_core(model, report, texts)
+        client = InProcessClient(built.core, built.info)
+        front = _build_front(
+            model, client, built.info, tokenizer, grammars=texts.grammars, profiler=built.worker
+        )
+    except BaseException:
+        _close(publishers)
+        raise
+    front.publishers = publishers
+    return front
 
 
 def build_with_process(
     config: EngineConfig, report: Report, when_started: WhenStarted = lambda end: None
 ) -> Front:
-    """Builds an engine whose core is in a process of its own, which loads while this one reads the
-    tokenizer.
+    """Builds an engine whose core, or each of whose cores, is in a process of its own, which loads
+    while this one reads the tokenizer.
     """
+    publishers = open_publishers(config)
+    try:
+        front = _build_with_process(config, report, when_started)
+    except BaseException:
+        _close(publishers)
+        raise
+    front.publishers = publishers
+    return front
+
+
+def _build_with_process(config: EngineConfig, report: Report, when_started: WhenStarted) -> Front:
     model = open_model(config)
-    client = _start_process(model, report)
+    client = start_processes(model, report)
     try:
         when_started(client.close)
         tokenizer = build_tokenizer(model)
@@ -120,22 +146,17 @@ def build_with_process(
     return _build_front(model, client, info, tokenizer, grammars=grammars)
 
 
-def _start_process(model: Model, report: Report) -> SupervisedClient:
-    from octavo.engine.clients.process import ProcessClient
-    from octavo.engine.clients.supervised import SupervisedClient
+def encoder_inputs(model: Model) -> EncoderInputs | None:
+    """Makes what checks the inputs of the encoder before the model's decoder; None without one."""
+    info, max_tokens = model.info, model.config.model.max_encoder_len
+    if max_tokens is None:
+        return None
+    return EncoderInputs(info.decoder_prompt, max_tokens, info.banned_token_ids, hears(model))
 
-    observe = model.config.observe
-    options = model.options()
 
-    def start(num_before: int) -> ProcessClient:
-        """Starts a core; its recording does not overwrite an earlier core's."""
-        record = observe.record
-        if record is not None and num_before:
-            record = f"{record}.{num_before}"
-        build = "octavo.wiring.engine:build_core_of_options"
-        return ProcessClient(build, options | {"record": record})
-
-    return SupervisedClient(start, stall_timeout_s=observe.stall_timeout, report=report)
+def _close(publishers: Iterable[EventPublisher]) -> None:
+    for publisher in publishers:
+        publisher.close()
 
 
 def _build_front(
@@ -156,12 +177,20 @@ def _build_front(
         block_size=BLOCK_SIZE,
     )
     inputs = InputProcessor(
-        limits=ModelLimits(info.vocab_size, prompts, model.config.model.max_logprobs),
+        limits=ModelLimits(
+            info.vocab_size,
+            prompts,
+            model.config.model.max_logprobs,
+            tuple(entry.name for entry in model.config.draws.processors),
+            searches_forms=model.config.backend.backend != "torch",
+        ),
         tokenizer=tokenizer,
         eos_token_ids=end_token_ids(model.info, tokenizer),
         seed=model.config.model.seed,
         scheduling_policy=options.scheduling_policy,
         grammars=grammars,
+        images=reader_of(model.config, model.checkpoint, tokenizer),
+        encoder=encoder_inputs(model),
     )
     return Front(
         config=model.config,
@@ -171,6 +200,8 @@ def _build_front(
         outputs=OutputProcessor(tokenizer),
         generation_config=model.checkpoint.generation_config,
         profiler=profiler,
+        transcriptions=transcriptions_of(model, inputs),
+        adapters=adapter_names(model.config, model.program(), model.checkpoint.path),
     )
 
 
@@ -196,11 +227,11 @@ def build_core(model: Model, report: Report, texts: CoreTexts) -> BuiltCore:
     """
     if model.config.observe.record is not None:
         check_writable(Path(model.config.observe.record))
-    if model.config.backend.tensor_parallel_size == 1:
+    if model.config.backend.num_ranks == 1:
         return _build_core(model, report, texts)
-    ranks, others = start_other_ranks(model)
+    place, others = start_other_ranks(model)
     try:
-        return _build_core(model, report, texts, ranks, others)
+        return _build_core(model, report, texts, place, others)
     except BaseException as error:
         raise end_ranks(others, error) from None
 
@@ -209,21 +240,21 @@ def _build_core(
     model: Model,
     report: Report,
     texts: CoreTexts,
-    ranks: TorchRanks | None = None,
+    place: Place | None = None,
     others: OtherRanks | None = None,
 ) -> BuiltCore:
     config = model.config
-    loaded = load_model(model, report, texts.grammars, ranks)
+    loaded = load_model(model, report, texts.grammars, place)
     budget = common_budget(loaded, others)
     if (memory := device_memory(loaded.backend)) is not None:
         report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
     groups = _block_groups(config, budget)
-    tiers, tier_worker = build_tiers(model.checkpoint, loaded, report)
+    off_device = build_tiers(model.checkpoint, loaded, report)
     num_blocks = [group.num_blocks for group in groups]
     num_host_blocks = [group.num_host_blocks for group in groups]
     worker = common_worker(
-        loaded, others, num_blocks, num_host_blocks, connector=tier_worker, report=report
+        loaded, others, num_blocks, num_host_blocks, connector=off_device.worker, report=report
     )
     max_model_len = budget.demand.max_model_len
     scheduler = build_scheduler(
@@ -232,18 +263,23 @@ def _build_core(
         groups,
         block_size=BLOCK_SIZE,
         max_model_len=max_model_len,
-        tiers=tiers,
+        tiers=off_device.tiers,
         stop_texts=texts.stop_texts,
+        num_adapter_slots=config.lora.num_slots,
+        redraws=loaded.redraws,
+        names_generated=not config.sparsity.is_approximate,
+        num_lanes=config.backend.pipeline_parallel_size,
     )
     core = EngineCore(
         scheduler,
         worker,
-        log=_open_log(config, budget, groups, tiers),
+        log=_open_log(config, budget, groups, off_device.tiers, redraws=loaded.redraws),
         stall_timeout_s=config.observe.stall_timeout,
         kv_meter=KvMeter(
             [layout.block_bytes for layout in loaded.layouts], max_model_len=max_model_len
         ),
         runs_ahead=_runs_ahead(config, loaded.backend),
+        num_lanes=config.backend.pipeline_parallel_size,
     )
     capacity_tokens = scheduler.blocks.capacity_tokens
     info = EngineInfo(
@@ -253,6 +289,7 @@ def _build_core(
         budget.describe(),
         kv_bytes=budget.num_bytes if memory is None else 0,
         model=model.facts(),
+        transfer=off_device.facts,
     )
     return BuiltCore(core, info, worker)
 
@@ -284,27 +321,41 @@ def _runs_ahead(config: EngineConfig, backend: Backend) -> bool:
 
 
 def _open_log(
-    config: EngineConfig, budget: KvBudget, groups: list[BlockGroup], tiers: Tiers | None
+    config: EngineConfig,
+    budget: KvBudget,
+    groups: list[BlockGroup],
+    tiers: Tiers | None,
+    *,
+    redraws: bool,
 ) -> Log:
     """Opens the recording that the options ask for, and writes what the engine is made of."""
     if config.observe.record is None:
         return NoLog()
     log = Recorder(Path(config.observe.record))
+    shown = _without_secrets(config)
     log.write(
         RecordingHeader(
             FORMAT,
             __version__,
-            config.to_options(),
+            shown.to_options(),
             config.scheduler,
-            config.cache,
+            shown.cache,
             groups,
             block_size=BLOCK_SIZE,
             max_model_len=budget.demand.max_model_len,
             kv_bytes=budget.num_bytes,
             tiers=tiers,
+            redraws=redraws,
         )
     )
     return log
+
+
+def _without_secrets(config: EngineConfig) -> EngineConfig:
+    """Returns the config as it may stand in a file that is passed on."""
+    cache = replace(config.cache, kv_events_config=logged_only(config.cache.kv_events_config))
+    transfer = replace(config.transfer, kv_transfer_secret=None)
+    return replace(config, cache=cache, transfer=transfer)
 
 
 def build_executor(header: RecordingHeader, *, model: str | None, report: Report) -> Executor:

@@ -9,42 +9,77 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from octavo.backends.base import Backend, BackendOptions, Footprint, FormatOf, OnDemandBackend
+from octavo.backends.base import (
+    Backend,
+    BackendOptions,
+    Footprint,
+    FormatOf,
+    OnDemandBackend,
+    Runnable,
+    WeightsOffDevice,
+)
 from octavo.backends.devices import choose_device, default_backend
+from octavo.backends.ranks import Ranks
 from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
-from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
-from octavo.config.derive import derive, for_whole_texts
-from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig
-from octavo.config.paths import is_there, user_path
+from octavo.config.derive import check_states, derive, for_encoder, for_whole_texts
+from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig, TransferOptions
+from octavo.config.paths import open_state_home, user_path
 from octavo.config.sizes import format_bytes
 from octavo.engine.clients.client import ModelFacts
 from octavo.engine.front.pooling_inputs import Pools
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.errors import ConfigError
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
-from octavo.ports import Checkpoint, Grammars, ModelHeader, Tokenizer, TokenizerSource
+from octavo.ports import Checkpoint, Grammars, ModelHeader, Tokenizer
+from octavo.program.passes.draft_groups import beside
 from octavo.program.passes.shard import shard
-from octavo.program.program import Program
+from octavo.program.passes.stages import stages
+from octavo.program.program import Program, Weight
 from octavo.progress import Report
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
+from octavo.version import __version__
+from octavo.wiring.adapters import adapter_store, for_adapters
+from octavo.wiring.draft import (
+    check_draft_program,
+    check_same_tokens,
+    draft_config,
+    footprint_of_both,
+)
+from octavo.wiring.images import load_tower, tower_programs
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
+from octavo.wiring.score_tokens import set_score_tokens
+from octavo.wiring.sparsity import describe, for_sparsity
 from octavo.wiring.tiers import check_tiers
+from octavo.wiring.tokenizer_files import tokenizer_source_of
 from octavo.worker.capacity import capacity_of
+from octavo.worker.connectors.fingerprint import fingerprint
 from octavo.worker.load_bar import LoadBar
-from octavo.worker.loaded_model import LoadedModel, device_memory, host_bytes, request_rows
+from octavo.worker.loaded_model import (
+    LoadedDraft,
+    LoadedModel,
+    device_memory,
+    host_bytes,
+    request_rows,
+)
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
+from octavo.worker.stages.stage_link import StageLink
 
 if TYPE_CHECKING:
+    from octavo.backends.native.ranks import SharedMemoryRanks
     from octavo.backends.torch.ranks import TorchRanks
+
+
+Place = Ranks[Any] | StageLink
+"""A process's place among those that compute one model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +92,13 @@ class Model:
 
     def program(self) -> Program:
         """Builds the whole Program that its requests run."""
-        return program_of(self.config, self.info, self.checkpoint)
+        return self.programs()[0]
+
+    def programs(self) -> Sequence[Program]:
+        """Builds the whole Programs that its requests go through, that which draws or pools
+        first.
+        """
+        return programs_of(self.info, self.checkpoint)
 
     def pools(self) -> Pools | None:
         """Returns what the model makes of a text besides generating; None where it generates."""
@@ -66,11 +107,9 @@ class Model:
 
     def facts(self) -> ModelFacts:
         """Returns what clients may be told of it."""
-        whole = self.program()
-        format_of = formats_of(self.config, self.checkpoint, whole)
         sizes: Counter[str] = Counter()
-        for weight in whole.weights:
-            sizes[format_of(weight)] += math.prod(weight.shape)
+        for weight, format_ in formats_by_weight(self.config, self.checkpoint, self.programs()):
+            sizes[format_] += math.prod(weight.shape)
         path = self.checkpoint.path
         files = [path] if path.is_file() else path.glob("*.safetensors")
         return ModelFacts(
@@ -95,6 +134,7 @@ def open_model(config: EngineConfig) -> Model:
         checkpoint: Checkpoint = DummyCheckpoint(open_header(resolve_header(name)))
     else:
         checkpoint = open_checkpoint(resolve(name, progress=True))
+    set_score_tokens(config.model, checkpoint)
     config, info = derive_from(config, checkpoint)
     return Model(config, checkpoint, info)
 
@@ -104,11 +144,22 @@ def derive_from(config: EngineConfig, header: ModelHeader) -> tuple[EngineConfig
     check_family(header.config)
     info = model_info(header.config, header.generation_config)
     context_tokens = info.max_context_tokens
-    program = program_of(config, info, header)
+    program = programs_of(info, header)[0]
     if "pooled" in program.outputs:
         context_tokens = most_tokens(header.config, program, context_tokens)
+        pools_of(header.config, program)  # which refuses what cannot be made of the rows
     if reads_whole_texts(program):
         config = for_whole_texts(config)
+    if any(group.kind == "state" for group in program.groups):
+        check_states(config)
+    if program.input_groups:
+        config = for_encoder(config, info.max_encoder_tokens)
+    elif config.model.max_encoder_len is not None:
+        raise ConfigError(
+            f"max_encoder_len: got {config.model.max_encoder_len}, but the model has no encoder"
+            " before a decoder",
+            hint="leave max_encoder_len out",
+        )
     derived = derive(
         config,
         model_context_tokens=context_tokens,
@@ -119,49 +170,128 @@ def derive_from(config: EngineConfig, header: ModelHeader) -> tuple[EngineConfig
 
 
 def load_model(
-    model: Model, report: Report, grammars: Grammars, ranks: TorchRanks | None = None
+    model: Model, report: Report, grammars: Grammars, place: Place | None = None
 ) -> LoadedModel:
-    """Loads the whole model, or what one of several ranks computes."""
-    config, whole = model.config, model.program()
-    own = part_of(config, model.checkpoint, whole, 0 if ranks is None else ranks.rank)
-    backend = build_backend(config, ranks)
+    """Loads the whole model, or what one of several ranks or stages computes."""
+    config, (whole, *encoders) = model.config, model.programs()
+    link = place if isinstance(place, StageLink) else None
+    ranks = None if isinstance(place, StageLink) else place
+    number = 0 if place is None else place.stage if isinstance(place, StageLink) else place.rank
+    own = part_of(config, model.checkpoint, whole, number)
+    own = for_sparsity(config, model.checkpoint, for_adapters(config, own))
+    backend = build_backend(config, ranks, weights_key=_weights_key(model))
     # Everything that can be refused is refused before the first weight is read.
     if config.model.load_format != "dummy":
-        check_tensors(model.checkpoint, [whole])
+        check_tensors(model.checkpoint, [whole, *encoders, *tower_programs(model.checkpoint)])
     formats = formats_of(config, model.checkpoint, whole)
+    draft = open_draft(model)
+    if draft is not None:
+        own, drafting = beside(own, draft.program())
+        draft_formats = formats_of(draft.config, draft.checkpoint, drafting)
+        backend.check(drafting, draft_formats)
     backend.check(own, formats)
     footprint = backend.footprint(own, formats)
-    _check_cache(config.cache, backend, footprint)
+    if draft is not None:
+        footprint = footprint_of_both(footprint, backend.footprint(drafting, draft_formats))
+    for encoder in encoders:
+        formats = formats_of(config, model.checkpoint, encoder)
+        backend.check(encoder, formats)
+        footprint = footprint_of_both(footprint, backend.footprint(encoder, formats), "encoder")
+    _check_cache(config.cache, config.transfer, backend, footprint)
     rows = request_rows(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
+    runnables, reader = _prepared(model, whole, own, backend, report)
+    for encoder in encoders:
+        runnables |= _prepared(model, encoder, encoder, backend, report)[0]
+    adapters = adapter_store(config, own, runnables, reader.load)
+    loaded_draft = None
+    if draft is not None:
+        prepared, _ = _prepared(draft, drafting, drafting, backend, report)
+        loaded_draft = LoadedDraft(prepared[drafting.name], drafting.vocab_size)
+    tower = load_tower(
+        config,
+        model.checkpoint,
+        backend.options,
+        lambda options: _backend_with(options, config, None),
+    )
+    return LoadedModel(
+        config,
+        {program.name: program for program in (own, *encoders)},
+        backend,
+        rows,
+        runnables,
+        adapters=adapters,
+        tower=tower,
+        draft=loaded_draft,
+        link=link,
+    )
+
+
+def _prepared(
+    model: Model, whole: Program, own: Program, backend: Backend, report: Report
+) -> tuple[dict[str, Runnable], WeightReader | DummyWeights]:
+    """Loads the weights of a Program, `own` of the `whole`, and packs them; returns it by its name,
+    and what read the weights.
+    """
     reader = _weight_reader(model, whole, report)
     with LoadBar(reader.load, len(own.weights)) as bar:
         runnables = {own.name: backend.prepare(own, bar.load)}
     model.checkpoint.release()
-    return LoadedModel(config, {own.name: own}, backend, rows, runnables)
+    return runnables, reader
 
 
-def program_of(config: EngineConfig, info: ModelInfo, header: ModelHeader) -> Program:
-    """Builds the Program that the model's requests run: its decoder, or an encoder that pools;
-    UnsupportedModel where the engine runs neither.
+def open_draft(model: Model) -> Model | None:
+    """Opens the model that drafts for another one, and checks that it can; None without one."""
+    config = draft_config(model.config)
+    if config is None:
+        return None
+    draft, name = open_model(config), config.model.model
+    target_program, program = model.program(), draft.program()
+    check_draft_program(target_program, program, name)
+    if config.model.load_format != "dummy":
+        check_tensors(draft.checkpoint, [program])
+    check_same_tokens(
+        build_tokenizer(model),
+        build_tokenizer(draft),
+        (target_program.vocab_size, program.vocab_size),
+        name,
+    )
+    return draft
+
+
+def programs_of(info: ModelInfo, header: ModelHeader) -> Sequence[Program]:
+    """Builds the Programs that the model's requests go through: its decoder, with the encoder
+    before it as the second one, or an encoder that pools.
     """
-    if info.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{config.model.model}: {info.model_type} is an encoder and decoder; decoders"
-            " and encoders run here"
-        )
     programs = build_programs(header.config, every_key=header.has_config_file)
-    return programs.get("decoder") or programs["encoder"]
+    if not info.is_encoder_decoder:
+        return [programs.get("decoder") or programs["encoder"]]
+    return [programs["decoder"], programs["encoder"]]
 
 
-def part_of(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:
-    """Returns what one rank computes of a Program; ConfigError where it cannot be split over as
-    many ranks as the options name.
+def formats_by_weight(
+    config: EngineConfig, header: ModelHeader, programs: Sequence[Program]
+) -> Iterator[tuple[Weight, str]]:
+    """Yields each weight of the Programs once, with the format in which it is loaded."""
+    seen: set[Weight] = set()
+    for program in programs:
+        format_of = formats_of(config, header, program)
+        for weight in program.weights:
+            if weight not in seen:
+                yield weight, format_of(weight)
+        seen.update(program.weights)
+
+
+def part_of(config: EngineConfig, header: ModelHeader, whole: Program, number: int) -> Program:
+    """Returns what one rank or stage computes of a Program; ConfigError where it cannot be split
+    over as many as the options name.
     """
+    if config.backend.pipeline_parallel_size > 1:
+        return stages(whole, config.backend.pipeline_parallel_size)[number]
     num_ranks = config.backend.tensor_parallel_size
     if num_ranks == 1:
         return whole
-    return shard(whole, rank, num_ranks, input_units(formats_of(config, header, whole)))
+    return shard(whole, number, num_ranks, input_units(formats_of(config, header, whole)))
 
 
 def formats_of(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
@@ -169,19 +299,35 @@ def formats_of(config: EngineConfig, header: ModelHeader, whole: Program) -> For
     return loaded_formats(header, config.model.dtype, config.model.quantization, whole)
 
 
-def build_backend(config: EngineConfig, ranks: TorchRanks | None = None) -> Backend:
-    """Makes the backend that the options name; BackendUnavailable where it cannot run here."""
-    options = _backend_options(config)
+def build_backend(
+    config: EngineConfig, ranks: Ranks[Any] | None = None, *, weights_key: str = ""
+) -> Backend:
+    """Makes the backend that the options name; BackendUnavailable where it cannot run here.
+
+    `weights_key` binds files of streamed weights to the model's.
+    """
+    options = replace(_backend_options(config), offload=_off_device(config, weights_key))
+    return _backend_with(options, config, ranks)
+
+
+def _backend_with(
+    options: BackendOptions, config: EngineConfig, ranks: Ranks[Any] | None
+) -> Backend:
+    """Makes the backend that the config names, with these options."""
     if config.backend.backend == "reference":
         from octavo.backends.reference.backend import ReferenceBackend
 
         return ReferenceBackend(options)
     if config.backend.backend == "torch":
-        return _torch_backend(options, config.backend, ranks)
+        return _torch_backend(options, config.backend, cast("TorchRanks | None", ranks))
     from octavo.backends.native.backend import NativeBackend
 
     level = config.backend.cpu_level
-    return NativeBackend(options, level=None if level == "auto" else level)
+    return NativeBackend(
+        options,
+        level=None if level == "auto" else level,
+        ranks=cast("SharedMemoryRanks | None", ranks),
+    )
 
 
 def _backend_options(config: EngineConfig) -> BackendOptions:
@@ -199,7 +345,38 @@ def _backend_options(config: EngineConfig) -> BackendOptions:
         torch_kernels=config.backend.torch_kernels,
         enforce_eager=config.backend.enforce_eager,
         batch_invariant=config.backend.batch_invariant,
+        skips_zeros=config.sparsity.ffn_sparsity == "exact",
     )
+
+
+def _off_device(config: EngineConfig, weights_key: str) -> WeightsOffDevice | None:
+    options = config.offload
+    if options.weights_memory_bytes is None:
+        return None
+    assert options.weights_dir is not None, "derive() has checked it"
+    return WeightsOffDevice(
+        options.weights_memory_bytes,
+        user_path(options.weights_dir),
+        options.weights_schedule,
+        weights_key,
+    )
+
+
+def _weights_key(model: Model) -> str:
+    """Returns the fingerprint of the weights and of how they are packed; "" where all of them are
+    in memory.
+    """
+    options = model.config.offload
+    if options.weights_memory_bytes is None:
+        return ""
+    assert options.weights_dir is not None, "derive() has checked it"
+    config, checkpoint = model.config.model, model.checkpoint
+    parts = {
+        "octavo": __version__,
+        "config": checkpoint.config,
+        "options": [config.dtype, config.quantization, config.load_format],
+    }
+    return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()
 
 
 def _torch_backend(
@@ -214,14 +391,16 @@ def _torch_backend(
     return TorchBackend(options, device if ranks is None else str(ranks.device), ranks)
 
 
-def _check_cache(cache: CacheOptions, backend: Backend, footprint: Footprint) -> None:
+def _check_cache(
+    cache: CacheOptions, transfer: TransferOptions, backend: Backend, footprint: Footprint
+) -> None:
     """Raises ConfigError where KV cannot be kept as the options say."""
     if cache.kv_layout == "virtual" and not isinstance(backend, OnDemandBackend):
         raise ConfigError(
             f"kv_layout: virtual is not for the backend {backend.name}",
             hint="leave kv_layout at paged",
         )
-    check_tiers(cache, [layout.block_bytes for layout in footprint.kv_layouts])
+    check_tiers(cache, transfer, [layout.block_bytes for layout in footprint.kv_layouts])
 
 
 def _check_fits(
@@ -234,9 +413,25 @@ def _check_fits(
     if available_bytes is not None:
         share = SAFE_SHARE if memory is None else 1.0
         capacity_of(config, footprint, available_bytes, share=share).check(name)
-    num_ranks = config.backend.tensor_parallel_size
+    num_ranks, num_stages = (
+        config.backend.tensor_parallel_size,
+        config.backend.pipeline_parallel_size,
+    )
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
-    report(f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}")
+    each += f" on the last of {num_stages} stages" if num_stages > 1 else ""
+    streamed = (
+        f", {format_bytes(footprint.resident_bytes)} of them in memory,"
+        f" {format_bytes(footprint.streamed_bytes)} read for each step"
+        if footprint.streamed_bytes
+        else ""
+    )
+    approximate = describe(config.sparsity)
+    if approximate:
+        report(approximate)
+    report(
+        f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}"
+        f"{streamed}"
+    )
 
 
 def _weight_reader(model: Model, program: Program, report: Report) -> WeightReader | DummyWeights:
@@ -265,7 +460,9 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
     from octavo.text.parsers.choice import formats_of
     from octavo.text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(_tokenizer_source(model), chat_template=options.chat_template)
+    tokenizer = load_tokenizer(
+        tokenizer_source_of(options, model.checkpoint), chat_template=options.chat_template
+    )
     formats_of(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
     return tokenizer
 
@@ -287,25 +484,3 @@ def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGra
         return GrammarSetup(tokenizer, info.vocab_size, end_token_ids(info, tokenizer))
 
     return LazyGrammars(setup)
-
-
-def _tokenizer_source(model: Model) -> TokenizerSource:
-    """Finds the model's own tokenizer, or the one that the option `tokenizer` names: a directory,
-    or a model with a tokenizer in it.
-    """
-    checkpoint, name = model.checkpoint, model.config.model.tokenizer
-    if name is None:
-        source, where = checkpoint.tokenizer_source(), str(checkpoint.path)
-    elif not is_there(path := user_path(name)):
-        raise ConfigError(f"tokenizer: got {name!r}, no such file or directory")
-    elif path.is_dir():
-        source = tokenizer_source(path, checkpoint.config, checkpoint.generation_config)
-        where = name
-    else:
-        source, where = open_checkpoint(path).tokenizer_source(), name
-    if source is None:
-        raise ConfigError(
-            f"{where}: holds no tokenizer",
-            hint="name one by `tokenizer`, or pass token ids with skip_tokenizer_init",
-        )
-    return source

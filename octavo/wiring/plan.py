@@ -14,7 +14,9 @@ from octavo.config.engine_config import EngineConfig
 from octavo.models.hf_config import ModelInfo
 from octavo.program.passes.gather_early import gather_early
 from octavo.program.work import Work, work_of
-from octavo.wiring.model import build_backend, derive_from, formats_of, part_of, program_of
+from octavo.wiring.draft import footprint_of_both
+from octavo.wiring.model import build_backend, derive_from, formats_of, part_of, programs_of
+from octavo.wiring.score_tokens import set_score_tokens
 from octavo.worker.capacity import Capacity, capacity_of
 
 
@@ -33,14 +35,20 @@ class ModelPlan:
 def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     """Computes what a model would take of `memory_bytes`, and how much arithmetic a token is."""
     header = open_header(resolve_header(config.model.model))
+    set_score_tokens(config.model, header)
     config, info = derive_from(config, header)
-    whole = program_of(config, info, header)
+    whole, *encoders = programs_of(info, header)
     program = part_of(config, header, whole, 0)
-    footprint = build_backend(config).footprint(program, formats_of(config, header, whole))
+    backend = build_backend(config)
+    footprint = backend.footprint(program, formats_of(config, header, whole))
+    for encoder in encoders:
+        own = backend.footprint(encoder, formats_of(config, header, encoder))
+        footprint = footprint_of_both(footprint, own, "encoder")
+    weights = dict.fromkeys(weight for one in (whole, *encoders) for weight in one.weights)
     return ModelPlan(
         config=config,
         info=info,
-        num_parameters=sum(math.prod(weight.shape) for weight in whole.weights),
+        num_parameters=sum(math.prod(weight.shape) for weight in weights),
         capacity=capacity_of(config, footprint, memory_bytes),
         footprint=footprint,
         work=work_of(gather_early(program)),

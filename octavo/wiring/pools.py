@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from octavo.engine.front.pooling_inputs import Pools
-from octavo.models.encoder import is_classifier
+from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
+from octavo.models.pooling import activation_of, is_classifier, labels_of, pair_template_of
 from octavo.program.ops import Attention, Embedding, PoolRows
 from octavo.program.program import Program
 
@@ -16,13 +18,41 @@ def pools_of(config: Mapping[str, Any], program: Program) -> Pools:
     """Returns what the Program's pooled rows are, and what is made of them."""
     hf = HfConfig(config)
     pooling = hf.table("pooling")
-    return Pools(
-        "classify" if is_classifier(hf) else "embed",
+    width = program.outputs["pooled"].width
+    rows = Pools(
+        "embed",
         program.name,
-        width=program.outputs["pooled"].width,
+        width=width,
         normalize=bool(pooling.get("normalize", False)),
         lower_case=bool(pooling.get("do_lower_case", False)),
+        has_segments=any(
+            isinstance(op, Embedding) and op.by_position and op.axis == 1 and op.table.shape[0] > 1
+            for op in program.ops
+        ),
+        dimensions=_dimensions(hf, width),
     )
+    if not is_classifier(hf):
+        return rows
+    return replace(
+        rows,
+        task="classify",
+        normalize=False,
+        activation=activation_of(hf, width),
+        labels=labels_of(hf, width),
+        pair_template=pair_template_of(hf),
+        dimensions=(),
+    )
+
+
+def _dimensions(config: HfConfig, width: int) -> Sequence[int]:
+    """Returns the widths to which an embedding may be cut, beside its own."""
+    named = config.integers("matryoshka_dimensions")
+    for number in named:
+        if not 1 <= number <= width:
+            raise UnsupportedModel(
+                f"config.json: matryoshka_dimensions holds {number}, allowed are 1 to {width}"
+            )
+    return range(1, width + 1) if not named and config.flag("is_matryoshka", False) else named
 
 
 def reads_whole_texts(program: Program) -> bool:
@@ -30,10 +60,15 @@ def reads_whole_texts(program: Program) -> bool:
     pooled row is made of all of them.
     """
     return any(
-        (isinstance(op, Attention) and op.mask == "full")
+        (isinstance(op, Attention) and op.mask == "full" and not _is_cross(program, op))
         or (isinstance(op, PoolRows) and op.mode != "last")
         for op in program.ops
     )
+
+
+def _is_cross(program: Program, op: Attention) -> bool:
+    """Returns whether the keys are of an encoder's input, and not of the text itself."""
+    return program.group(op.group).kind == "cross"
 
 
 def most_tokens(config: Mapping[str, Any], program: Program, context_tokens: int) -> int:

@@ -23,7 +23,13 @@ from octavo.models.registry import FAMILIES, ModelFamily
 from octavo.ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.program.program import Program
 from octavo.quant.gguf import BLOCK_TYPES
-from octavo.wiring.model import build_backend, derive_from, formats_of, program_of
+from octavo.wiring.model import (
+    build_backend,
+    derive_from,
+    formats_by_weight,
+    formats_of,
+    programs_of,
+)
 
 
 class ShortName(NamedTuple):
@@ -118,13 +124,12 @@ def report_on(name: str) -> ModelReport:
         raise ConfigError(f"{name} is not fetched yet", hint=f"octavo pull {name}")
     header = open_header(resolve_header(name))
     config, info = derive_from(EngineConfig.from_options(model=name), header)
-    program = program_of(config, info, header)
+    programs = programs_of(info, header)
     if isinstance(header, Checkpoint):
-        check_tensors(header, [program])
-    format_of = formats_of(config, header, program)
+        check_tensors(header, programs)
     sizes: Counter[str] = Counter()
-    for weight in program.weights:
-        sizes[format_of(weight)] += prod(weight.shape)
+    for weight, format_ in formats_by_weight(config, header, programs):
+        sizes[format_] += prod(weight.shape)
     files, source = _beside(header)
     return ModelReport(
         path=header.path,
@@ -134,7 +139,7 @@ def report_on(name: str) -> ModelReport:
         num_bytes=sum(file.stat().st_size for file in files),
         has_tokenizer=source is not None if files else None,
         has_chat_template=source is not None and source.chat_template is not None,
-        verdicts=tuple(_verdicts(name, header, program)),
+        verdicts=tuple(_verdicts(name, header, programs)),
     )
 
 
@@ -145,16 +150,20 @@ def _beside(header: ModelHeader) -> tuple[Sequence[Path], TokenizerSource | None
     return header.weight_files, header.tokenizer_source()
 
 
-def _verdicts(name: str, header: ModelHeader, program: Program) -> Iterator[BackendVerdict]:
+def _verdicts(
+    name: str, header: ModelHeader, programs: Sequence[Program]
+) -> Iterator[BackendVerdict]:
     """Asks the backends; torch only where native refuses, since PyTorch takes seconds to import."""
-    native = _verdict("native", name, header, program)
+    native = _verdict("native", name, header, programs)
     yield native
     if native.refusal is not None:
-        yield _verdict("torch", name, header, program)
-    yield _verdict("reference", name, header, program)
+        yield _verdict("torch", name, header, programs)
+    yield _verdict("reference", name, header, programs)
 
 
-def _verdict(backend: str, name: str, header: ModelHeader, program: Program) -> BackendVerdict:
+def _verdict(
+    backend: str, name: str, header: ModelHeader, programs: Sequence[Program]
+) -> BackendVerdict:
     """Asks a backend whether it would run a model."""
     config, _ = derive_from(EngineConfig.from_options(model=name, backend=backend), header)
     try:
@@ -162,7 +171,8 @@ def _verdict(backend: str, name: str, header: ModelHeader, program: Program) -> 
     except BackendUnavailable as error:
         return BackendVerdict(backend, _first_line(error), is_installed=False)
     try:
-        built.check(program, formats_of(config, header, program))
+        for program in programs:
+            built.check(program, formats_of(config, header, program))
     except OctavoError as error:
         return BackendVerdict(backend, _first_line(error))
     return BackendVerdict(backend, None)

@@ -1,4 +1,5 @@
-"""Builds the prefix cache off the device: slots in host memory, and files that outlive the engine.
+"""Builds the prefix cache off the device: slots in host memory, and behind them files that outlive
+the engine, or other engines.
 
 Knows the options and the sizes of blocks; which blocks are kept, and when, is decided by the
 scheduler half (`TierConnector`) that the engine makes of the `Tiers` returned here.
@@ -6,13 +7,22 @@ scheduler half (`TierConnector`) that the engine makes of the `Tiers` returned h
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
-from octavo.config.engine_config import CacheOptions
+from octavo.config.engine_config import CacheOptions, TransferOptions
+from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
-from octavo.engine.kv.tier_connector import Tiers
+from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers
 from octavo.errors import ConfigError
-from octavo.ports import Checkpoint
+from octavo.ports import Checkpoint, ConnectorWorker
 from octavo.progress import Report
+from octavo.transfer.address import TransferEnds, check_address, endpoint, parse_address
+from octavo.transfer.block_transport import BlockTransport
+from octavo.transfer.messages import TransferFacts
 from octavo.version import __version__
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
@@ -22,23 +32,36 @@ from octavo.worker.connectors.tiers import TierWorker
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.machine import Machine
 
+SHOWN = 64
+"""Most characters of a fact that is shown as it is."""
 DEFAULT_OFFLOADING_BYTES = 1 << 30
 """Host memory between the device and a prefix_cache_dir where the options name none, in bytes;
 memory that is never written costs nothing.
 """
 
 
-def build_tiers(
-    checkpoint: Checkpoint, loaded: LoadedModel, report: Report
-) -> tuple[Tiers | None, TierWorker | None]:
-    """Returns what the scheduler half is made of, and the worker half; two None where the options
-    ask for no prefix cache off the device.
-    """
+@dataclass(frozen=True, slots=True)
+class BuiltTiers:
+    """The prefix cache off the device; nothing where the options ask for none."""
+
+    tiers: Tiers | None = None
+    """Recipe of the scheduler half."""
+    worker: ConnectorWorker | None = None
+    """The worker half."""
+    facts: TransferFacts | None = None
+    """Facts that engines compare when they meet; None where this one exchanges no blocks."""
+
+
+def build_tiers(checkpoint: Checkpoint, loaded: LoadedModel, report: Report) -> BuiltTiers:
+    """Builds the tiers that the options ask for."""
     cache = loaded.config.cache
     block_bytes = [layout.block_bytes for layout in loaded.layouts]
-    num_slots = _num_slots(cache, sum(block_bytes))
+    transfers = loaded.config.transfer.kv_transfer is not None
+    num_slots = _num_slots(cache, sum(block_bytes), has_more=transfers)
     if not num_slots:
-        return None, None
+        return BuiltTiers()
+    if transfers:
+        return _other_engines(checkpoint, loaded, num_slots)
     directory = None if cache.prefix_cache_dir is None else _block_directory(checkpoint, loaded)
     worker = TierWorker([HostShape(num_slots, size) for size in block_bytes], directory)
     first = worker.report(wait_s=0.0)
@@ -47,25 +70,43 @@ def build_tiers(
             f"prefix cache in {cache.prefix_cache_dir}: {len(first.found):,} blocks of this model"
         )
     max_pinned_bytes = cache.prefix_cache_size // 2
-    return Tiers(block_bytes, num_slots, directory is not None, max_pinned_bytes, first), worker
+    keeps = directory is not None
+    return BuiltTiers(Tiers(block_bytes, num_slots, keeps, max_pinned_bytes, first=first), worker)
 
 
-def check_tiers(cache: CacheOptions, block_bytes: list[int]) -> None:
+def check_tiers(cache: CacheOptions, transfer: TransferOptions, block_bytes: list[int]) -> None:
     """Raises ConfigError where blocks of these sizes, one for each cache group, cannot be kept as
-    the options say.
+    the options say, nor sent.
     """
-    _num_slots(cache, sum(block_bytes))
+    _num_slots(cache, sum(block_bytes), has_more=transfer.kv_transfer is not None)
+    if transfer.kv_transfer == "mooncake":
+        from octavo.worker.connectors.mooncake_mover import require_mooncake
+
+        require_mooncake()
+    for address in transfer.prefill_peer:
+        parse_address(address, name="prefill_peer")
+    host, _ = parse_address(transfer.kv_transfer_address, name="kv_transfer_address")
+    if transfer.computes_for_others:
+        check_address(host, transfer.kv_transfer_secret, name="kv_transfer_address")
+    if transfer.kv_transfer is not None and transfer.kv_transfer_size < sum(block_bytes):
+        raise ConfigError(
+            f"kv_transfer_size: got {format_bytes(transfer.kv_transfer_size)}, allowed is at least"
+            f" one block, {format_bytes(sum(block_bytes))}"
+        )
     if cache.prefix_cache_dir is not None:
         check_size(cache.prefix_cache_size, block_bytes)
         open_root(cache.prefix_cache_dir)
 
 
-def _num_slots(cache: CacheOptions, block_bytes: int) -> int:
-    """Returns how many blocks of all groups together the host memory has room for."""
+def _num_slots(cache: CacheOptions, block_bytes: int, *, has_more: bool) -> int:
+    """Returns how many blocks of all groups together the host memory has room for; `has_more`:
+    other engines are behind it.
+    """
     wanted = cache.kv_offloading_size
+    has_more = has_more or cache.prefix_cache_dir is not None
     if wanted is None:
-        wanted = 0 if cache.prefix_cache_dir is None else max(_default_bytes(), block_bytes)
-    if wanted < block_bytes and (wanted or cache.prefix_cache_dir is not None):
+        wanted = max(_default_bytes(), block_bytes) if has_more else 0
+    if wanted < block_bytes and (wanted or has_more):
         raise ConfigError(
             f"kv_offloading_size: got {format_bytes(wanted)}, allowed is at least one block,"
             f" {format_bytes(block_bytes)}"
@@ -83,10 +124,22 @@ def _default_bytes() -> int:
 
 def _block_directory(checkpoint: Checkpoint, loaded: LoadedModel) -> BlockDirectory:
     """Opens the folder of this model's blocks, named by everything that decides their bytes."""
-    options, cache, backend = loaded.config.model, loaded.config.cache, loaded.backend
+    cache = loaded.config.cache
     assert cache.prefix_cache_dir is not None
     root = open_root(cache.prefix_cache_dir)
-    parts = {
+    return BlockDirectory(
+        root,
+        fingerprint(_parts(checkpoint, loaded), checkpoint.weight_files, cache=root),
+        max_bytes=cache.prefix_cache_size,
+    )
+
+
+def _parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:
+    """Returns everything that decides the bytes of this model's blocks, but for its weights."""
+    options, backend = loaded.config.model, loaded.backend
+    sparsity = loaded.config.sparsity
+    return {
+        **({"sparsity": sparsity.numbers()} if sparsity.is_approximate else {}),
         "octavo": __version__,
         "format": VERSION,
         "config": checkpoint.config,
@@ -95,8 +148,59 @@ def _block_directory(checkpoint: Checkpoint, loaded: LoadedModel) -> BlockDirect
         "layouts": list(map(str, loaded.layouts)),
         "block and split": [BLOCK_SIZE, SPLIT_KEYS],
     }
-    return BlockDirectory(
-        root,
-        fingerprint(parts, checkpoint.weight_files, cache=root),
-        max_bytes=cache.prefix_cache_size,
+
+
+# -- other engines ---------------------------------------------------------------------------------
+
+
+def _other_engines(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) -> BuiltTiers:
+    """Builds the tier that is other engines."""
+    from octavo.worker.connectors.transfer import TransferWorker  # which loads ZeroMQ
+
+    ends = _transfer_ends(checkpoint, loaded)
+    block_bytes = [layout.block_bytes for layout in loaded.layouts]
+    tiers = Tiers(
+        block_bytes,
+        num_slots,
+        keeps=ends.listen is not None,
+        saved_bytes_per_step=SENT_BYTES_PER_STEP,
+    )
+    facts = {name: _short(value) for name, value in _parts(checkpoint, loaded).items()}
+    facts["transport"] = str(loaded.config.transfer.kv_transfer)
+    return BuiltTiers(
+        tiers,
+        TransferWorker(
+            [HostShape(num_slots, size) for size in block_bytes],
+            ends,
+            _mover(loaded.config.transfer),
+        ),
+        TransferFacts({**facts, "weights": ends.fingerprint.hex()}, ends.listen, BLOCK_SIZE),
+    )
+
+
+def _mover(options: TransferOptions) -> BlockTransport | None:
+    """Makes what moves blocks past the messages; None where these carry them."""
+    if options.kv_transfer != "mooncake":
+        return None
+    from octavo.worker.connectors.mooncake_mover import MooncakeMover
+
+    host, _ = parse_address(options.kv_transfer_address, name="kv_transfer_address")
+    return MooncakeMover(host)
+
+
+def _short(value: Any) -> str:
+    """Returns a part to be compared and shown: a long one by its digest."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return text if len(text) <= SHOWN else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _transfer_ends(checkpoint: Checkpoint, loaded: LoadedModel) -> TransferEnds:
+    options = loaded.config.transfer
+    host, port = parse_address(options.kv_transfer_address, name="kv_transfer_address")
+    return TransferEnds(
+        fingerprint(_parts(checkpoint, loaded), checkpoint.weight_files, cache=open_state_home()),
+        endpoint(host, port + 1) if options.computes_for_others else None,
+        options.kv_transfer_secret,
+        options.kv_transfer_timeout,
+        options.kv_transfer_size,
     )

@@ -74,7 +74,8 @@ def mean_squares(
     products of many rows at once.
     """
     groups = program.groups
-    batch = _whole_text(token_ids, len(groups))
+    last_axis = max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
+    batch = whole_text(token_ids, len(groups), num_axes=1 + last_axis)
     num_blocks = [batch.block_tables.shape[-1]] * len(groups)
     kv = ReferenceBackend().allocate([layout_of(group) for group in groups], num_blocks)
     step = ReferenceStep(program, {}, batch, kv.groups, multiply=_multiply)
@@ -119,15 +120,15 @@ def _forget(op: Op, step: ReferenceStep, unread: Counter[str]) -> None:
             step.values.pop(value.name, None)
 
 
-def _whole_text(token_ids: NDArray[np.int32], num_groups: int) -> StepBatch:
-    """Returns one request's whole prompt as one step, every row sampled."""
+def whole_text(token_ids: NDArray[np.int32], num_groups: int, *, num_axes: int) -> StepBatch:
+    """Returns one request's whole prompt as one step, every row sampled; all is in segment 0."""
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     rows = np.arange(num_tokens, dtype=np.int32)
     return StepBatch(
         token_ids=token_ids,
         places=rows,
-        positions=rows[None],
+        positions=np.stack([rows, *[np.zeros_like(rows)] * (num_axes - 1)]),
         query_starts=np.array([0, num_tokens], np.int32),
         context_lens=np.full((num_groups, 1), num_tokens, np.int32),
         slots=np.tile(rows, (num_groups, 1)),

@@ -82,8 +82,16 @@ class Capacity:
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of a token in all groups, before any window releases it."""
-        return sum(group.block_bytes for group in self.groups) / BLOCK_SIZE
+        """Bytes of a token in all groups but those of states, before any window releases it."""
+        return (
+            sum(group.block_bytes for group in self.groups if not group.life.is_rewritten)
+            / BLOCK_SIZE
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's recurrent states, and of a checkpoint of them; 0 without states."""
+        return sum(group.block_bytes for group in self.groups if group.life.is_rewritten)
 
     def request_bytes(self, num_tokens: int) -> int:
         """Returns the KV bytes of one request of `num_tokens` tokens, prompt and output."""
@@ -152,7 +160,7 @@ def capacity_of(
     """Returns what an engine with these options takes of `memory_bytes`."""
     return Capacity(
         memory_bytes=memory_bytes,
-        weight_bytes=sum(footprint.weight_bytes.values()),
+        weight_bytes=footprint.resident_bytes,
         step_bytes=footprint.step_bytes,
         groups=tuple(group_sizes(config, footprint.kv_layouts)),
         demand=demand_of(config),

@@ -1,45 +1,252 @@
-"""Draws first, then checks the grammar: a drawn token that is legal is the one that a masked draw
-would give, since the draw takes the largest of scores that belong to tokens.
+"""Draws first, then looks at the draws: a token that its grammar allows is the one that a masked
+draw would give, since the draw takes the largest of scores that belong to tokens.
 
-Only the rows whose token is not legal are drawn again, under a mask. Rows with a filter that
-depends on which tokens there are (`SamplingParams.depends_on_mask`) get their masks beforehand.
+Where it is not legal, the first legal one of the draw's candidates is; only where none of them is,
+the row is drawn again under a mask. Rows with a filter that depends on which tokens there are
+(`SamplingParams.depends_on_mask`) get their masks beforehand. Rows with logits processors are drawn
+again from what these make of the row's logits, and rows with mirostat after each guess that holds.
+
+Where answers are completed before their length ends, a token after which that is no longer possible
+gives way to the next one of the short way to the end.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from octavo.backends.batch import Bits, Redraw, SampleResult
-from octavo.worker.grammar_rows import GrammarRows
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.batch import Bits, ReadLogits, Redraw, SampleResult, unpacked_mask
+from octavo.worker.best_legal import write_best_legal
+from octavo.worker.draws_in_turn import DrawsInTurn
+from octavo.worker.grammar_rows import GrammarRows, TextPlace
+from octavo.worker.logits_processors import Logits, LogitsProcessors, ProcessorFault
+
+CLOSE_TOKENS = 128
+"""Tokens before the end of its length from which a text is completed."""
+
+
+class CheckedDraw(NamedTuple):
+    """One sampled row whose draw is looked at."""
+
+    row: int
+    """Permanent row."""
+    num_guesses: int
+    """Guesses that the draw is made after."""
+    allowed: Bits | None
+    """Ids that it may draw besides what its grammar says; None: any."""
+    processors: Sequence[str]
+    """Names of the processors that change its logits."""
+    is_masked: bool = False
+    """Whether it is drawn under its grammar's mask."""
+    closes: bool = False
+    """Whether its text is completed before its length ends."""
+    is_search: bool = False
+    """Whether a beam search chooses by its best logprobs, which are those of legal tokens."""
+
+
+class Texts(NamedTuple):
+    """Tokens that draws follow: the first `ends [S]` of `token_ids [N, context]`."""
+
+    token_ids: NDArray[np.int32]
+    ends: NDArray[np.int32]
+    max_num_tokens: Sequence[int]
+    """Most tokens that each of the texts may come to, `[S]`."""
+    searches: Sequence[bool]
+    """Whether each of the texts is a beam's, `[S]`."""
+
+    def before(self, entry: int, row: int) -> NDArray[np.int32]:
+        """Returns the tokens before the draw of an entry."""
+        return self.token_ids[row, : self.ends[entry]]
+
+
+@dataclass(slots=True)
+class Redraws:
+    """The rows of a step that are drawn again, as they are found."""
+
+    masks: dict[int, Bits] = field(default_factory=dict)
+    logits: dict[int, Logits] = field(default_factory=dict)
+    mirostat_mus: dict[int, float] = field(default_factory=dict)
+
+    def redraw(self, *, is_last: bool) -> Redraw | None:
+        """Returns what is drawn again; the draws are looked at once more unless `is_last`."""
+        if not self.masks:
+            return None
+        logits = places = mus = None
+        if self.logits:
+            order = {entry: place for place, entry in enumerate(self.logits)}
+            places = np.array([order.get(entry, -1) for entry in self.masks], np.int32)
+            logits = np.stack(list(self.logits.values()))
+        if self.mirostat_mus:
+            bounds = [self.mirostat_mus.get(entry, np.nan) for entry in self.masks]
+            mus = np.array(bounds, np.float32)
+        return Redraw(
+            np.array(list(self.masks), np.int32),
+            np.stack(list(self.masks.values())),
+            logits,
+            places,
+            mirostat_mus=mus,
+            is_last=is_last,
+        )
 
 
 class CheckedDraws:
-    """The draws of one step that are checked. A `backends.batch.Check`."""
+    """The draws of one step that are looked at. A `backends.batch.Check`."""
 
     def __init__(
-        self, grammars: GrammarRows, rows: dict[int, int], allowed: dict[int, Bits]
+        self,
+        draws: Mapping[int, CheckedDraw],
+        grammars: GrammarRows,
+        processors: LogitsProcessors,
+        texts: Texts,
+        in_turn: Sequence[DrawsInTurn] = (),
     ) -> None:
-        """Takes the permanent row of each sampled row that is checked, and the ids that it may draw
-        besides, where they are given.
-        """
+        """Takes the draws by their entries among the sampled rows."""
+        self._draws = draws
         self._grammars = grammars
-        self._rows = rows
-        self._allowed = allowed
+        self._processors = processors
+        self._texts = texts
+        self._faults: dict[int, str] = {}
+        self._in_turn = list(in_turn)
+        self._is_first = True
+        """Whether the draws are looked at for the first time."""
+        self._changed: dict[int, Logits] = {}
+        """Logits of rows as processors have changed them."""
+        self._drawn_again: list[int] = []
+        """Draws that are looked at once more, whether their texts can still be completed."""
 
     def __contains__(self, entry: int) -> bool:
-        return entry in self._rows
+        """Returns whether an entry is drawn without its grammar's mask."""
+        return entry in self._draws and not self._draws[entry].is_masked
 
-    def __call__(self, samples: SampleResult) -> Redraw | None:
-        """Returns the rows whose tokens are not legal, with their masks."""
-        found: dict[int, Bits] = {}
-        for entry, row in self._rows.items():
-            token_id = int(samples.token_ids[entry])
-            if samples.failed[entry] or not self._grammars.allows(row, token_id):
-                found[entry] = self._mask(entry, row)
-        if not found:
-            return None
-        return Redraw(np.array(list(found), np.int32), np.stack(list(found.values())))
+    def fault(self, entry: int) -> str:
+        """Returns why a draw could not be made; "" where nothing failed here."""
+        return self._faults.get(entry, "")
 
-    def _mask(self, entry: int, row: int) -> Bits:
-        legal, allowed = self._grammars.mask_or_none(row), self._allowed.get(entry)
-        return legal if allowed is None else legal & allowed
+    def __call__(self, samples: SampleResult, read_logits: ReadLogits) -> Redraw | None:
+        """Sets draws that are not legal to the next that are; returns rows that are drawn again."""
+        redraws = Redraws()
+        to_close, self._drawn_again = self._drawn_again, []
+        if self._is_first:
+            self._changed.clear()
+            for entry in self._draws:
+                self._look_at(entry, samples, read_logits, redraws)
+            to_close = [entry for entry in self._draws if self._may_close(entry)]
+        for entry in to_close:
+            if entry in redraws.masks:
+                self._drawn_again.append(entry)
+            elif not samples.failed[entry]:
+                self._close(entry, samples, redraws)
+        self._in_turn = [draws for draws in self._in_turn if self._go_on(draws, samples, redraws)]
+        self._is_first = not (self._drawn_again or self._in_turn)
+        return redraws.redraw(is_last=self._is_first)
+
+    def _go_on(self, draws: DrawsInTurn, samples: SampleResult, redraws: Redraws) -> bool:
+        """Moves a row with mirostat on to its next draw, once the current one has been made;
+        returns whether more of its draws are to come.
+        """
+        if draws.entry not in redraws.masks:
+            if not draws.go_on(samples):
+                return False
+            redraws.masks[draws.entry] = draws.mask
+            if self._may_close(draws.entry):
+                self._drawn_again.append(draws.entry)
+        redraws.mirostat_mus[draws.entry] = draws.mu
+        if draws.entry in self._changed:
+            redraws.logits[draws.entry] = self._changed[draws.entry]
+        return True
+
+    def _look_at(
+        self, entry: int, samples: SampleResult, read_logits: ReadLogits, redraws: Redraws
+    ) -> None:
+        """Finds what is wrong with a draw."""
+        draw = self._draws[entry]
+        if draw.is_search:
+            self._search(entry, draw, samples, read_logits(entry))
+        elif draw.processors:
+            self._process(entry, draw, samples, read_logits, redraws)
+        elif draw.is_masked:
+            return
+        elif samples.failed[entry]:
+            redraws.masks[entry] = self._mask(draw)
+        elif not self._allows(draw, int(samples.token_ids[entry])):
+            self._replace(entry, draw, samples, redraws)
+
+    def _search(self, entry: int, draw: CheckedDraw, samples: SampleResult, logits: Logits) -> None:
+        """Gives a beam the logprobs of its best legal tokens."""
+        if samples.failed[entry]:
+            return
+        legal = unpacked_mask(self._mask(draw), len(logits))
+        samples.failed[entry] = not legal.any()
+        write_best_legal(samples, entry, logits, legal)
+
+    def _may_close(self, entry: int) -> bool:
+        """Returns whether a draw comes near the end of its text's length."""
+        draw = self._draws.get(entry)
+        num_left = self._texts.max_num_tokens[entry] - int(self._texts.ends[entry])
+        return draw is not None and draw.closes and num_left <= CLOSE_TOKENS
+
+    def _close(self, entry: int, samples: SampleResult, redraws: Redraws) -> None:
+        """Has a draw give way to the short way to the end, where its text could not be completed
+        behind it.
+        """
+        draw, num_tokens = self._draws[entry], int(self._texts.ends[entry])
+        place = TextPlace(draw.row, num_tokens, draw.num_guesses)
+        num_left = self._texts.max_num_tokens[entry] - num_tokens
+        drawn = int(samples.token_ids[entry])
+        if self._grammars.closes_after(place, drawn, num_left - 1):
+            return
+        way = self._grammars.closing(place, num_left)
+        if way and way[0] != drawn:
+            self._set(entry, way[0], samples, redraws)
+
+    def _set(self, entry: int, token_id: int, samples: SampleResult, redraws: Redraws) -> None:
+        """Sets a draw's token; where logprobs are wanted, the draw that tells them is made."""
+        if samples.logprobs is None:
+            samples.token_ids[entry] = token_id
+        else:
+            redraws.masks[entry] = self._grammars.mask_of(token_id)
+
+    def _replace(
+        self, entry: int, draw: CheckedDraw, samples: SampleResult, redraws: Redraws
+    ) -> None:
+        """Takes the first legal candidate of a draw; a mask where there is none."""
+        assert samples.candidates is not None, "a checked draw keeps its candidates"
+        for token_id in samples.candidates[entry].tolist():
+            if token_id >= 0 and self._allows(draw, token_id):
+                self._set(entry, token_id, samples, redraws)
+                return
+        redraws.masks[entry] = self._mask(draw)
+
+    def _process(
+        self,
+        entry: int,
+        draw: CheckedDraw,
+        samples: SampleResult,
+        read_logits: ReadLogits,
+        redraws: Redraws,
+    ) -> None:
+        """Has a row drawn from what its processors make of its logits."""
+        logits = read_logits(entry)
+        if np.isnan(logits).any():
+            return  # the draw has failed, and says so
+        try:
+            changed = self._processors.apply(
+                draw.processors, self._texts.before(entry, draw.row), logits
+            )
+        except ProcessorFault as error:
+            self._faults[entry] = str(error)
+            samples.failed[entry] = True
+            return
+        self._changed[entry] = redraws.logits[entry] = changed
+        redraws.masks[entry] = self._mask(draw)
+
+    def _allows(self, draw: CheckedDraw, token_id: int) -> bool:
+        return self._grammars.allows(draw.row, token_id, num_guesses=draw.num_guesses)
+
+    def _mask(self, draw: CheckedDraw) -> Bits:
+        legal = self._grammars.mask_or_none(draw.row, num_guesses=draw.num_guesses)
+        return legal if draw.allowed is None else legal & draw.allowed

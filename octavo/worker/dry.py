@@ -11,6 +11,7 @@ rollback they are found again, which takes linear time too (the Z-function of th
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 from octavo.sampling_params import SamplingParams
 
+MAX_FOLLOWED = 32
+"""Most tokens that are followed one by one; the lengths of more are computed from scratch."""
 LARGEST_PENALTY = 1e30
 """Upper bound on a penalty, far above any logit and far below the end of fp32."""
 
@@ -46,6 +49,10 @@ class DryMatches:
         self._num_unbroken = 0
         """Tokens at the end among which there is no breaker."""
 
+    def copy(self) -> DryMatches:
+        """Returns matches of the same tokens, which follow others by themselves."""
+        return copy.copy(self)
+
     def penalties(self, token_ids: NDArray[np.int32]) -> dict[int, float]:
         """Returns what the logits of the token after `token_ids` lose, by token id."""
         rule = self._rule
@@ -72,22 +79,35 @@ class DryMatches:
 
     def _follow(self, token_ids: NDArray[np.int32]) -> None:
         """Brings the lengths up to the last of the tokens."""
-        num, last_n = len(token_ids), self._rule.penalty_last_n
-        first = 0 if last_n == -1 else max(0, num - last_n)
+        num = len(token_ids)
+        first = self._first_of(num)
         if num == self._num_tokens:
             return
-        if num == self._num_tokens + 1:
-            before = np.concatenate([[0], self._lengths])
-            same = token_ids[self._first : num - 1] == token_ids[-1]
-            self._lengths = np.where(same, before + 1, 0)[first - self._first :]
-            broken = int(token_ids[-1]) in self._rule.breaker_ids
-            self._num_unbroken = 0 if broken else self._num_unbroken + 1
-        else:
-            window, breaker_ids = token_ids[first:].tolist(), self._rule.breaker_ids
-            self._lengths = np.array(common_ends(window), np.int64)
-            breaks = (at for at, one in enumerate(reversed(window)) if one in breaker_ids)
-            self._num_unbroken = next(breaks, len(window))
+        if 0 <= self._num_tokens < num <= self._num_tokens + MAX_FOLLOWED:
+            for end in range(self._num_tokens + 1, num + 1):
+                self._add(token_ids[:end])
+            return
+        window, breaker_ids = token_ids[first:].tolist(), self._rule.breaker_ids
+        self._lengths = np.array(common_ends(window), np.int64)
+        breaks = (at for at, one in enumerate(reversed(window)) if one in breaker_ids)
+        self._num_unbroken = next(breaks, len(window))
         self._num_tokens, self._first = num, first
+
+    def _add(self, token_ids: NDArray[np.int32]) -> None:
+        """Brings the lengths from the token before the last one to the last one."""
+        num = len(token_ids)
+        first = self._first_of(num)
+        before = np.concatenate([[0], self._lengths])
+        same = token_ids[self._first : num - 1] == token_ids[-1]
+        self._lengths = np.where(same, before + 1, 0)[first - self._first :]
+        broken = int(token_ids[-1]) in self._rule.breaker_ids
+        self._num_unbroken = 0 if broken else self._num_unbroken + 1
+        self._num_tokens, self._first = num, first
+
+    def _first_of(self, num_tokens: int) -> int:
+        """Returns the first of the tokens that are looked at."""
+        last_n = self._rule.penalty_last_n
+        return 0 if last_n == -1 else max(0, num_tokens - last_n)
 
 
 def dry_matches(params: SamplingParams) -> DryMatches | None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from octavo.backends.base import (
     Backend,
     BackendOptions,
+    CheckingRunnable,
     DeviceBackend,
     DeviceMemory,
     OnDemandBackend,
@@ -19,9 +21,11 @@ from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.ports import ConnectorWorker, Grammars
-from octavo.program.ops import Embedding
+from octavo.program.ops import num_position_axes
 from octavo.program.program import Program
 from octavo.progress import Report
+from octavo.step import StepPlan
+from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.block_places import (
     BlockPlaces,
     PagedPlaces,
@@ -31,13 +35,28 @@ from octavo.worker.block_places import (
     describe_ranges,
 )
 from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.draft_model import DraftModel
+from octavo.worker.encoder_runner import EncoderRunner
+from octavo.worker.image_tower import ImageTower
+from octavo.worker.logits_processors import LogitsProcessors, load_processors
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, plan_kv
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.program_runners import ProgramRunners
+from octavo.worker.ranks.messages import DrawnTokens
 from octavo.worker.request_rows import RequestRows
+from octavo.worker.stages.stage_link import StageLink
+from octavo.worker.stages.stage_runner import StageRunner
+from octavo.worker.step_media import StepMedia
 from octavo.worker.worker import Worker
+
+
+class LoadedDraft(NamedTuple):
+    """The prepared Program of a model that drafts for another."""
+
+    runnable: Runnable
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,14 @@ class LoadedModel:
     runnables: Mapping[str, Runnable]
     """The prepared Programs by the same names. Each runs over batches of its own, all over one KV
     cache."""
+    adapters: AdapterStore | None = None
+    """Adapters of its rows; None where the engine takes none."""
+    tower: ImageTower | None = None
+    """Tower for images; None where the model reads none."""
+    draft: LoadedDraft | None = None
+    """Model that drafts for it, over the same cache groups."""
+    link: StageLink | None = None
+    """Place among the stages that share out the layers; None where there is one."""
 
     @property
     def program(self) -> Program:
@@ -62,9 +89,21 @@ class LoadedModel:
         return next(iter(self.programs.values()))
 
     @property
+    def encoder(self) -> str | None:
+        """Name of the Program that encodes inputs before the first one; None without one."""
+        encoders = [name for name, one in self.programs.items() if "encoded" in one.outputs]
+        return encoders[0] if encoders else None
+
+    @property
+    def redraws(self) -> bool:
+        """Whether rows of a step can be drawn again once all are drawn."""
+        return isinstance(next(iter(self.runnables.values())), CheckingRunnable)
+
+    @property
     def layouts(self) -> tuple[KvLayout, ...]:
         """Layouts of the model's cache groups, which all Programs with KV have in common."""
-        return common_layouts(self.runnables)
+        drafting = {} if self.draft is None else {"draft": self.draft.runnable}
+        return common_layouts({**self.runnables, **drafting})
 
     def kv_budget(self) -> KvBudget:
         """Returns the KV cache's size: as the options say, else a safe share of the machine's
@@ -99,21 +138,62 @@ class LoadedModel:
             HostShape(count, layout.block_bytes)
             for count, layout in zip(num_host_blocks, self.layouts, strict=True)
         ]
-        is_alone = self.config.backend.tensor_parallel_size == 1
+        media = self._media()
+        encoder = self.encoder
+        is_alone = self.config.backend.num_ranks == 1
         return Worker(
-            ProgramRunners({name: self._runner(name, kv) for name in self.programs}),
+            ProgramRunners(
+                {name: self._runner(name, kv, media) for name in self.programs if name != encoder},
+                None if encoder is None else EncoderRunner(self.runnables[encoder], kv, self.rows),
+            ),
             CacheEngine(kv, host, connector, places),
             self.rows,
             close=self.backend.close,
             is_alone=is_alone,
+            adapters=self.adapters,
+            draft=self._draft_model(kv),
+            media=media,
         )
 
-    def _runner(self, name: str, kv: KvCache) -> ModelRunner | PoolingRunner:
+    def _media(self) -> StepMedia | None:
+        if self.tower is None:
+            return None
+        return StepMedia(self.tower, self.rows, num_axes=num_position_axes(self.program))
+
+    def await_input(self, plan: StepPlan) -> None:
+        """Waits for the hidden states of the stage before, where there is one."""
+        if plan.rows and self.link is not None and self.link.before is not None:
+            self.link.before.receive()
+
+    def take_in(self, drawn: Sequence[DrawnTokens]) -> None:
+        """Notes tokens that the last stage has drawn."""
+        for tokens in drawn:
+            self.rows.learn(tokens.request_id, tokens.start, tokens.token_ids)
+
+    def _draft_model(self, kv: KvCache) -> DraftModel | None:
+        if self.draft is None:
+            return None
+        return DraftModel(
+            self.draft.runnable,
+            kv,
+            self.rows,
+            vocab_size=self.draft.vocab_size,
+            target_vocab_size=self.program.vocab_size,
+            max_tokens=self.config.scheduler.max_num_batched_tokens,
+        )
+
+    def _runner(
+        self, name: str, kv: KvCache, media: StepMedia | None
+    ) -> ModelRunner | PoolingRunner | StageRunner:
         """Makes what runs a Program's steps, by what the Program makes of its rows."""
         program, runnable = self.programs[name], self.runnables[name]
+        if "hidden" in program.outputs:
+            assert self.link is not None, "only one of several stages hands on hidden states"
+            return StageRunner(runnable, kv, self.rows, self.link)
         if "pooled" not in program.outputs:
-            return ModelRunner(runnable, kv, self.rows)
-        num_axes = 1 + max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
+            before = None if self.link is None else self.link.before
+            return ModelRunner(runnable, kv, self.rows, media, before)
+        num_axes = num_position_axes(program)
         return PoolingRunner(runnable, kv, self.rows, num_position_axes=num_axes)
 
     def _kv_memory(self, num_blocks: Sequence[int], report: Report) -> tuple[KvCache, BlockPlaces]:
@@ -130,7 +210,12 @@ class LoadedModel:
             -(-config.model.max_model_len // BLOCK_SIZE),
         )
         ranges = [
-            RangeShape.of(count, context_blocks, layout.pieces, layout.group.num_layers)
+            RangeShape.of(
+                count,
+                1 if layout.group.kind == "state" else context_blocks,
+                layout.pieces,
+                layout.group.num_layers,
+            )
             for layout, count in zip(layouts, num_blocks, strict=True)
         ]
         check_addressable(ranges, num_rows=num_rows)
@@ -171,6 +256,15 @@ def request_rows(
             num_groups=len(program.groups),
             vocab_size=program.vocab_size,
             grammars=grammars,
+            processors=LogitsProcessors(
+                load_processors(config.draws.processors),
+                config.draws.logits_processor_timeout,
+            ),
+            guesses_forced=config.scheduler.spec_method is not None,
+            states=[at for at, group in enumerate(program.groups) if group.kind == "state"],
+            closes=config.draws.structured_close,
+            input_groups=program.input_groups,
+            max_encoder_len=config.model.max_encoder_len or 0,
         )
     except MemoryError:
         what = (
@@ -192,4 +286,4 @@ def host_bytes(config: EngineConfig) -> int | None:
     where the system does not say.
     """
     available = Machine().available_bytes()
-    return None if available is None else available // config.backend.tensor_parallel_size
+    return None if available is None else available // config.backend.num_ranks

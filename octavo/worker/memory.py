@@ -17,6 +17,7 @@ from octavo.errors import ConfigError
 from octavo.group_life import (
     GROWING,
     AnyLife,
+    EncodeLife,
     FixedLife,
     KvDemand,
     StateLife,
@@ -29,6 +30,14 @@ from octavo.program.program import CacheGroup
 SAFE_SHARE = 0.5
 """Share of the free memory that the KV cache gets; the rest is for the step's buffers, the page
 cache of mapped weights, and the machine's other processes.
+"""
+
+STATE_SHARE = 0.5
+"""Share of the KV cache's bytes that states may take, where they do not all fit."""
+
+CHECKPOINT_TOKENS = 256
+"""Tokens from one named state to the next. Each step of a prompt ends there, and a request that
+finds a prefix computes fewer tokens than this behind it.
 """
 
 UNKNOWN_BYTES = 2 << 30
@@ -50,29 +59,40 @@ class GroupSize:
         """Counts the blocks beyond which no request would ever wait for this group."""
         return self.life.most_blocks(demand, BLOCK_SIZE)
 
+    def most_running(self, demand: KvDemand) -> int:
+        """Counts the blocks of `most_blocks` that are not there for checkpoints."""
+        return demand.max_num_seqs if self.life.is_rewritten else self.most_blocks(demand)
 
-def life_of(group: CacheGroup, *, keeps_kv: bool, max_model_len: int) -> AnyLife:
+
+def life_of(
+    group: CacheGroup, *, keeps_kv: bool, max_encoder_len: int = 0, finds_prefixes: bool = True
+) -> AnyLife:
     """Returns how long the blocks of a Program's cache group live.
 
     Where KV is not kept from step to step (`keeps_kv`), a step writes whole contexts again, and no
-    window releases anything.
+    window releases anything. Where no prefix is found again, no state is kept for that.
     """
     if group.one_step:
-        return StepLife()
+        return EncodeLife(max_encoder_len) if group.of_input else StepLife()
     if group.kind == "cross":
-        return FixedLife(max_model_len)
+        return FixedLife(max_encoder_len)
     if group.kind == "state":
-        return StateLife()
+        return StateLife(CHECKPOINT_TOKENS if keeps_kv and finds_prefixes else 0)
     return life_of_window(group.window if keeps_kv else None)
 
 
 def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[GroupSize]:
     """Returns the sizes of a model's cache groups under the options."""
-    max_model_len = demand_of(config).max_model_len
+    max_encoder_len = demand_of(config).max_encoder_len
     return [
         GroupSize(
             layout.block_bytes,
-            life_of(layout.group, keeps_kv=config.cache.kv_cache, max_model_len=max_model_len),
+            life_of(
+                layout.group,
+                keeps_kv=config.cache.kv_cache,
+                max_encoder_len=max_encoder_len,
+                finds_prefixes=config.cache.enable_prefix_caching,
+            ),
         )
         for layout in layouts
     ]
@@ -83,7 +103,10 @@ def demand_of(config: EngineConfig) -> KvDemand:
     assert config.model.max_model_len is not None, "derive() has set it"
     options = config.scheduler
     return KvDemand(
-        config.model.max_model_len, options.max_num_seqs, options.max_num_batched_tokens
+        config.model.max_model_len,
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        config.model.max_encoder_len or 0,
     )
 
 
@@ -107,6 +130,12 @@ class KvBudget:
         return min(bounding or self.num_blocks) * BLOCK_SIZE
 
     @property
+    def bounds_tokens(self) -> bool:
+        """Whether the blocks bound the tokens, and not only the number of requests."""
+        lives = [group.life for group in self.groups]
+        return any(life.keeps_every_token for life in lives) or all(life.grows for life in lives)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
         return sum(
@@ -125,9 +154,11 @@ class KvBudget:
             count // group.least_blocks(self.demand)
             for count, group in zip(self.num_blocks, self.groups, strict=True)
         )
-        size = f"KV cache {format_bytes(self.num_bytes)}: {self.num_tokens:,} tokens"
+        size = f"KV cache {format_bytes(self.num_bytes)}:"
+        if self.bounds_tokens:
+            size += f" {self.num_tokens:,} tokens,"
         return (
-            f"{size}, {requests:,} request{'' if requests == 1 else 's'} of"
+            f"{size} {requests:,} request{'' if requests == 1 else 's'} of"
             f" {self.demand.max_model_len:,}"
         )
 
@@ -143,24 +174,45 @@ def plan_kv(
     """Plans blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts, within a share
     of what is free.
 
-    All groups get the same number, except those that never need as many. ConfigError where not even
-    one request of `max_model_len` tokens fits.
+    All groups get the same number, except those that never need as many, and states, which have
+    their places first: one for each request, within a share of the bytes, and then as many
+    checkpoints as the other groups' tokens have. ConfigError where not even one request of
+    `max_model_len` tokens fits.
     """
-    caps = [group.most_blocks(demand) for group in groups]
     if wanted_bytes is not None:
         given = wanted_bytes
-        num_blocks = _most_within(given, groups, caps)
-        wanted = num_blocks
     else:
         given = UNKNOWN_BYTES if available_bytes is None else int(available_bytes * share)
-        num_blocks = _most_within(given, groups, caps)
+    caps = _most_blocks(given, groups, demand)
+    least = max(group.least_blocks(demand) for group in groups)
+    keeps = True
+    num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
+    if num_blocks < least:
+        keeps = False
+        num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
+    wanted = num_blocks
+    if wanted_bytes is None:
         wanted = min(num_blocks, _blocks_for(demand.max_model_len) * demand.max_num_seqs)
-    least = [group.least_blocks(demand) for group in groups]
-    if any(wanted < count for count in least):
+    if wanted < least:
         raise _too_little(
             groups, demand, given, num_blocks, share=None if wanted_bytes is not None else share
         )
-    return KvBudget(tuple(min(wanted, cap) for cap in caps), tuple(groups), demand)
+    counts = _counts(wanted, groups, caps, keeps_checkpoints=keeps)
+    return KvBudget(tuple(counts), tuple(groups), demand)
+
+
+def _most_blocks(num_bytes: int, groups: Sequence[GroupSize], demand: KvDemand) -> list[int]:
+    """Returns the most blocks of each group: as many as it ever needs; of states, apart from their
+    checkpoints, as many as fit into their share, and at least one.
+    """
+    states = sum(group.block_bytes for group in groups if isinstance(group.life, StateLife))
+    fit = max(1, int(num_bytes * STATE_SHARE) // states) if states else 0
+    return [
+        min(group.most_running(demand), fit)
+        if group.life.is_rewritten
+        else group.most_blocks(demand)
+        for group in groups
+    ]
 
 
 def _too_little(
@@ -198,17 +250,30 @@ def memory_table(memory: DeviceMemory, kv_bytes: int) -> str:
     return "\n".join(f"{name:<{width}}  {format_bytes(size):>10}" for name, size in rows.items())
 
 
-def _most_within(num_bytes: int, groups: Sequence[GroupSize], caps: Sequence[int]) -> int:
+def _most_within(
+    num_bytes: int, groups: Sequence[GroupSize], caps: Sequence[int], *, keeps_checkpoints: bool
+) -> int:
     """Returns the largest number of blocks for each group, up to its cap, that fits."""
 
     def cost(num_blocks: int) -> int:
-        return sum(
-            group.block_bytes * min(num_blocks, cap)
-            for group, cap in zip(groups, caps, strict=True)
-        )
+        counts = _counts(num_blocks, groups, caps, keeps_checkpoints=keeps_checkpoints)
+        return sum(group.block_bytes * count for group, count in zip(groups, counts, strict=True))
 
     most = min(max(caps), num_bytes // min(group.block_bytes for group in groups))
     return bisect_right(range(most + 1), num_bytes, key=cost) - 1
+
+
+def _counts(
+    num_blocks: int, groups: Sequence[GroupSize], caps: Sequence[int], *, keeps_checkpoints: bool
+) -> list[int]:
+    """Returns the blocks of each group where those that grow get `num_blocks`, up to their caps."""
+    num_tokens = num_blocks * BLOCK_SIZE if keeps_checkpoints else 0
+    return [
+        cap + group.life.num_checkpoints(num_tokens)
+        if isinstance(group.life, StateLife) and num_blocks
+        else min(num_blocks, cap)
+        for group, cap in zip(groups, caps, strict=True)
+    ]
 
 
 def _blocks_for(num_tokens: int) -> int:

@@ -32,10 +32,15 @@ from octavo.backends.batch import (
 from octavo.backends.kv import KvCache
 from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
-from octavo.worker.checked_draws import CheckedDraws
+from octavo.worker.checked_draws import CheckedDraws, Texts
+from octavo.worker.checked_shares import checked_shares
+from octavo.worker.guessed_draws import draws_of, kept_draws
+from octavo.worker.logprobs_reader import LogprobsReader
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets
+from octavo.worker.stages.hand_over import HiddenReceiver
 from octavo.worker.step_arrays import Spans, gather
+from octavo.worker.step_media import StepMedia
 
 
 @dataclass(slots=True)
@@ -49,13 +54,21 @@ class Layout:
     query_starts: NDArray[np.int32]
     """First token of each request within the step, `[R+1]`."""
     draws: list[int]
-    """Indices in R of the requests that draw a token."""
+    """Index in R of each draw; a request with guesses draws once more after each of them."""
+    draw_ends: NDArray[np.int32]
+    """Number of tokens before each draw."""
+    draw_places: NDArray[np.int32]
+    """Token of the step after which each draw is made."""
     targets: list[tuple[int, int, int]]
     """Runs of tokens whose successors in the prompt want a logprob: index in R, first token, one
     past the last.
     """
     listed: list[tuple[int, NDArray[np.int32]]]
-    """Tokens whose logprobs draws want besides: index in R, ids."""
+    """Tokens whose logprobs draws want besides: index of the draw, ids."""
+    max_num_tokens: list[int]
+    """Most tokens that each request with a grammar may come to, `[R]`; 0 of others."""
+    searches: list[bool]
+    """Whether each request is a row of a beam search, `[R]`."""
 
 
 class DecodedRows(NamedTuple):
@@ -89,20 +102,45 @@ class LaunchedRows:
 class ModelRunner:
     """Runs steps of one Program over the KV of the requests that have a row."""
 
-    def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows) -> None:
+    def __init__(
+        self,
+        runnable: Runnable,
+        kv: KvCache,
+        rows: RequestRows,
+        media: StepMedia | None = None,
+        before: HiddenReceiver | None = None,
+    ) -> None:
+        """Takes the images of its steps, where the Program reads any; `before` has the hidden
+        states that the stage before has made, where there is one.
+        """
         self.runnable = runnable
+        self._media = media
+        self._before = before
         self._asynchronous = runnable if isinstance(runnable, AsyncRunnable) else None
         self._checking = runnable if isinstance(runnable, CheckingRunnable) else None
         self._kv = kv
         self._rows = rows
 
     def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> PreparedStep:
-        """Gathers the arrays of the first of `num_steps` steps; changes no row."""
+        """Gathers the arrays of the first of `num_steps` steps. Writes guesses behind the rows'
+        known tokens and changes nothing else of them, so that a step may be prepared again.
+        """
         layout = self._layout(scheduled)
+        if any(row.draft_ids for row in scheduled):
+            self._rows.guess(layout.rows, layout.ends, [row.draft_ids for row in scheduled])
+            if not self._can_check(layout):
+                layout = self._layout(scheduled, in_turn=False)
         checks = self._checks(layout)
         batch = self._batch(scheduled, layout, checks, num_steps)
         assert batch.sampling is not None
         return PreparedStep(scheduled, batch, layout, batch.sampling, checks)
+
+    def shares(self, scheduled: Sequence[ScheduledRow]) -> list[Sequence[ScheduledRow]]:
+        """Splits a step's rows where more of them are sampled than the backend has checked at once,
+        and some have to be checked.
+        """
+        most = 0 if self._checking is None else self._checking.max_checked
+        return checked_shares(scheduled, self._rows, most)
 
     def run(self, step: PreparedStep) -> list[RowResult]:
         """Computes a step; returns one result for each row, in order.
@@ -115,7 +153,7 @@ class ModelRunner:
             assert self._checking is not None
             output = self._checking.run_checked(step.batch, self._kv, step.checks)
         assert output.samples is not None
-        return self._results(step, output.samples)
+        return self._whole_results(step, output.samples)
 
     def launch(self, step: PreparedStep, *, all_known: bool = False) -> LaunchedRows:
         """Starts a step without waiting for it; `take_in` returns its results.
@@ -138,7 +176,7 @@ class ModelRunner:
         """
         output = launched.computing.result()
         assert output.samples is not None
-        return self._results(launched.step, output.samples)
+        return self._whole_results(launched.step, output.samples)
 
     def decode(self, step: PreparedStep, num_steps: int, between: Between | None) -> DecodedRows:
         """Computes up to `num_steps` decode steps in one call, each row's drawn token being its
@@ -152,6 +190,7 @@ class ModelRunner:
         def take(samples: SampleResult) -> list[RowResult]:
             done.append(self._results(step, samples))
             step.layout.ends += 1
+            step.layout.draw_ends += 1
             return done[-1]
 
         def goes_on(samples: SampleResult) -> bool:
@@ -168,40 +207,65 @@ class ModelRunner:
         )
         for samples in steps[len(done) :]:
             take(samples)
+        self._append_forced(step.layout.rows, step.layout.ends, done[-1])
         return DecodedRows([_joined(results) for results in zip(*done, strict=True)], len(done))
 
     def can_decode(self, step: PreparedStep) -> bool:
         """Returns whether several decode steps may begin with this one: nothing of how its rows are
         drawn changes with their tokens.
         """
+        if step.batch.given is not None or step.batch.limits is not None:
+            return False
         grammars, checks = self._rows.grammars, step.checks
         return all(
             row not in grammars or (checks is not None and entry in checks)
             for entry, row in enumerate(step.layout.rows.tolist())
         )
 
-    def _layout(self, scheduled: Sequence[ScheduledRow]) -> Layout:
+    def _layout(self, scheduled: Sequence[ScheduledRow], *, in_turn: bool = True) -> Layout:
+        """Orders a step's rows. Without `in_turn` the rows that can only be drawn in turn are drawn
+        once, and none of their guesses holds.
+        """
         rows = self._rows.indices(scheduled)
         query_starts = np.array([0, *accumulate(row.num_tokens for row in scheduled)], np.int32)
-        draws = [i for i, row in enumerate(scheduled) if row.wants == "draw"]
+        ends = np.array([row.start + row.num_tokens for row in scheduled], np.int32)
+        draws_once = [
+            not in_turn and self._rows.sampling.draws_in_turn(row) for row in rows.tolist()
+        ]
+        draws, num_left = draws_of(scheduled, draws_once)
         return Layout(
-            rows,
-            np.array([row.start + row.num_tokens for row in scheduled], np.int32),
-            query_starts,
-            draws,
-            self._targets(scheduled, rows),
-            self._listed(draws, rows),
+            rows=rows,
+            ends=ends,
+            query_starts=query_starts,
+            draws=draws,
+            draw_ends=ends[draws] - num_left,
+            draw_places=query_starts[np.array(draws, np.intp) + 1] - 1 - num_left,
+            targets=self._targets(scheduled, rows),
+            listed=self._listed(draws, rows),
+            max_num_tokens=[row.max_num_tokens or 0 for row in scheduled],
+            searches=[row.search_of != "" for row in scheduled],
         )
 
-    def _checks(self, layout: Layout) -> CheckedDraws | None:
-        """Returns the draws that are checked once they are made, where the backend can do that for
-        as many sampled rows.
+    def _can_check(self, layout: Layout) -> bool:
+        """Returns whether the backend can check draws once they are made, for as many sampled
+        rows.
         """
         num_samples = len(layout.draws) + sum(last - first for _, first, last in layout.targets)
         num_samples += sum(len(ids) for _, ids in layout.listed)
-        if self._checking is None or num_samples > self._checking.max_checked:
+        return self._checking is not None and num_samples <= self._checking.max_checked
+
+    def _checks(self, layout: Layout) -> CheckedDraws | None:
+        """Returns the draws that are checked once they are made."""
+        if not self._can_check(layout):
             return None
-        return self._rows.sampling.checks(layout.rows[np.array(layout.draws, np.intp)])
+        draws = np.array(layout.draws, np.intp)
+        texts = Texts(
+            self._rows.token_ids,
+            layout.draw_ends,
+            max_num_tokens=[layout.max_num_tokens[index] for index in layout.draws],
+            searches=[layout.searches[index] for index in layout.draws],
+        )
+        return self._rows.sampling.checks(layout.rows[draws], texts)
 
     def _batch(
         self,
@@ -213,7 +277,11 @@ class ModelRunner:
         """Gathers the first of `num_steps` steps, with block tables that reach to the last."""
         spans = Spans(layout.rows, layout.ends, layout.query_starts)
         batch = gather(self._rows, spans, num_steps)
+        if self._media is not None:
+            self._media.add(batch, spans)
         batch.sample_rows, batch.sampling = self._sampling(scheduled, layout, checks)
+        if self._before is not None:
+            batch.hidden = self._before.of(scheduled)
         return batch
 
     def _targets(
@@ -235,8 +303,9 @@ class ModelRunner:
         self, draws: list[int], rows: NDArray[np.intp]
     ) -> list[tuple[int, NDArray[np.int32]]]:
         """Returns the tokens whose logprobs the draws want, of those that name any."""
-        found = ((index, self._rows.sampling.listed(int(rows[index]))) for index in draws)
-        return [(index, ids) for index, ids in found if ids is not None]
+        sampling = self._rows.sampling
+        found = ((at, sampling.listed(int(rows[index]))) for at, index in enumerate(draws))
+        return [(at, ids) for at, ids in found if ids is not None]
 
     def _sampling(
         self, scheduled: Sequence[ScheduledRow], layout: Layout, checks: CheckedDraws | None
@@ -246,20 +315,20 @@ class ModelRunner:
         """
         draws = np.array(layout.draws, np.intp)
         sampling = self._rows.sampling.gather(
-            layout.rows[draws], self._rows.token_ids, layout.ends[draws], checks
+            layout.rows[draws], self._rows.token_ids, layout.draw_ends, checks
         )
-        sample_rows = layout.query_starts[draws + 1] - 1
+        sample_rows = layout.draw_places
         if layout.targets:
             places = self._add_prompt_targets(scheduled, layout, sampling)
             sample_rows = np.concatenate([sample_rows, places])
-        for index, ids in layout.listed:
+        for draw, ids in layout.listed:
             # The same place is read once more for each of them.
-            end = layout.ends[index]
+            end = layout.draw_ends[draw]
             append_targets(
                 sampling,
                 sampling_records(len(ids), position=end, target_id=ids, num_logprobs=0),
             )
-            place = layout.query_starts[index + 1] - 1
+            place = layout.draw_places[draw]
             sample_rows = np.append(sample_rows, np.full(len(ids), place, np.int32))
         return sample_rows, sampling
 
@@ -288,27 +357,54 @@ class ModelRunner:
         shifts = [layout.query_starts[index] - first for index, first, _ in layout.targets]
         return np.concatenate([span + shift for span, shift in zip(spans, shifts, strict=True)])
 
+    def _whole_results(self, step: PreparedStep, samples: SampleResult) -> list[RowResult]:
+        """Takes in the draws of a step, and the tokens that grammars leave no choice of."""
+        results = self._results(step, samples)
+        ends = step.layout.ends.copy()
+        for index, row in enumerate(step.scheduled):
+            ends[index] += len(results[index].token_ids) - len(row.draft_ids)
+        self._append_forced(step.layout.rows, ends, results)
+        return results
+
+    def _append_forced(
+        self, rows: NDArray[np.intp], ends: NDArray[np.int32], results: Sequence[RowResult]
+    ) -> None:
+        """Adds to results the tokens behind them that grammars leave no choice of. They are known
+        like those of a prompt: the next step computes them as a chunk. A text behind them that
+        several tokens may spell is a guess.
+        """
+        for row, end, result in zip(rows.tolist(), ends.tolist(), results, strict=True):
+            if row in self._rows.grammars and result.token_ids and result.failure is None:
+                result.token_ids += self._rows.append_forced(row, end)
+                result.draft_ids = self._rows.guess_forced(row)
+
     def _results(self, step: PreparedStep, samples: SampleResult) -> list[RowResult]:
         scheduled, layout, sampling = step.scheduled, step.layout, step.sampling
         num_draws = len(layout.draws)
-        draws = np.array(layout.draws, np.intp)
         results = [RowResult(row.request_id, num_kept=row.num_tokens) for row in scheduled]
         failed = samples.failed.tolist()
-        for entry, (index, token_id) in enumerate(
-            zip(layout.draws, samples.token_ids[:num_draws].tolist(), strict=True)
-        ):
-            results[index].token_ids = [token_id]
+        token_ids = samples.token_ids[:num_draws].tolist()
+        kept = kept_draws(scheduled, layout.draws, token_ids, failed)
+        for entry in kept:
+            index = layout.draws[entry]
+            results[index].token_ids.append(token_ids[entry])
             if failed[entry]:
                 results[index].failure = self._failure(step, entry, index)
-        self._rows.append(layout.rows[draws], layout.ends[draws], samples.token_ids[:num_draws])
+        for planned, result in zip(scheduled, results, strict=True):
+            if planned.draft_ids:
+                num_known = planned.num_tokens - len(planned.draft_ids)
+                result.num_kept = num_known - 1 + len(result.token_ids)
+        draws = np.array(layout.draws, np.intp)[kept]
+        self._rows.append(layout.rows[draws], layout.draw_ends[kept], samples.token_ids[kept])
         if samples.surprises is not None:
             surprises = samples.surprises.tolist()
-            for entry, index in enumerate(layout.draws):
+            for entry in kept:
+                index = layout.draws[entry]
                 row = int(layout.rows[index])
                 results[index].mirostat_mu = self._rows.sampling.surprised(row, surprises[entry])
         if samples.logprobs is not None:
             reader = LogprobsReader(sampling.records["num_logprobs"], samples)
-            _add_logprobs(results, layout, reader)
+            _add_logprobs(results, layout, kept, reader)
             for index, entries in _target_entries(layout):
                 if any(failed[entry] for entry in entries):
                     failure = "the model's logits within the prompt are not numbers (NaN)"
@@ -320,12 +416,17 @@ class ModelRunner:
 
     def _failure(self, step: PreparedStep, entry: int, index: int) -> str:
         """Returns why nothing could be drawn: a NaN, or bans of its own that leave no token."""
-        num_tokens = int(step.layout.ends[index])
+        num_tokens = int(step.layout.draw_ends[entry])
+        if step.checks is not None and (fault := step.checks.fault(entry)):
+            return f"nothing can be drawn after {num_tokens} tokens: {fault}"
         if fault := self._rows.grammars.fault(int(step.layout.rows[index])):
             return f"the grammar cannot be followed after {num_tokens} tokens: {fault}"
         if not _is_restricted(step, entry):
             return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"
-        bans = "the grammar, allowed_token_ids, logit_bias, bad_words and min_tokens"
+        bans = (
+            "the grammar, logits_processors, allowed_token_ids, logit_bias, bad_words and"
+            " min_tokens"
+        )
         return (
             f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's"
             " logits are not numbers (NaN)"
@@ -365,7 +466,14 @@ def _joined(steps: Sequence[RowResult]) -> RowResult:
     )
     failure = steps[-1].failure
     num_kept = 0 if failure is not None else sum(step.num_kept for step in steps)
-    return RowResult(steps[0].request_id, token_ids, logprobs, failure=failure, num_kept=num_kept)
+    return RowResult(
+        steps[0].request_id,
+        token_ids,
+        logprobs,
+        failure=failure,
+        num_kept=num_kept,
+        draft_ids=steps[-1].draft_ids,
+    )
 
 
 def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:
@@ -376,58 +484,27 @@ def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:
         first += end - start
 
 
-def _add_logprobs(results: list[RowResult], layout: Layout, reader: LogprobsReader) -> None:
-    """Adds the logprobs that requests want, of what they draw and of their prompts."""
-    for entry, index in enumerate(layout.draws):
+def _add_logprobs(
+    results: list[RowResult], layout: Layout, kept: Sequence[int], reader: LogprobsReader
+) -> None:
+    """Adds the logprobs that requests want, of the draws that are kept and of their prompts."""
+    found: dict[int, TokenLogprobs] = {}
+    for entry in kept:
         if reader.has(entry):
-            results[index].logprobs = [reader.read(entry)]
-    for index, entries in _listed_entries(layout):
-        for entry in entries:
-            reader.add(results[index].logprobs, entry)
+            found[entry] = reader.read(entry)
+            result = results[layout.draws[entry]]
+            result.logprobs = [*(result.logprobs or []), found[entry]]
+    for draw, entries in _listed_entries(layout):
+        if draw in found:
+            for entry in entries:
+                reader.add(found[draw], entry)
     for index, entries in _target_entries(layout):
         results[index].prompt_logprobs = [reader.read(entry) for entry in entries]
 
 
 def _listed_entries(layout: Layout) -> Iterator[tuple[int, range]]:
-    """Yields the index in R and the entries in S of each draw that wants tokens' logprobs."""
+    """Yields the draws that want tokens' logprobs, each with the entries in S of these."""
     first = len(layout.draws) + sum(end - start for _, start, end in layout.targets)
-    for index, ids in layout.listed:
-        yield index, range(first, first + len(ids))
+    for draw, ids in layout.listed:
+        yield draw, range(first, first + len(ids))
         first += len(ids)
-
-
-class LogprobsReader:
-    """Reads rows of a SampleResult as lists."""
-
-    def __init__(self, num_logprobs: NDArray[np.int32], samples: SampleResult) -> None:
-        self._num_logprobs = num_logprobs
-        self._samples = samples
-
-    def has(self, entry: int) -> bool:
-        """Returns whether an entry wants logprobs."""
-        return int(self._num_logprobs[entry]) >= 0
-
-    def read(self, entry: int) -> TokenLogprobs:
-        """Returns an entry's own logprob and rank, then its top alternatives."""
-        samples, num = self._samples, int(self._num_logprobs[entry])
-        assert samples.logprobs is not None and samples.ranks is not None
-        found = TokenLogprobs(
-            [int(samples.token_ids[entry])],
-            [float(samples.logprobs[entry])],
-            [int(samples.ranks[entry])],
-        )
-        if num > 0:
-            assert samples.top_ids is not None and samples.top_logprobs is not None
-            found.token_ids += samples.top_ids[entry, :num].tolist()
-            found.logprobs += samples.top_logprobs[entry, :num].tolist()
-            found.ranks += range(1, num + 1)
-        return found
-
-    def add(self, found: list[TokenLogprobs] | None, entry: int) -> None:
-        """Adds an entry's own logprob and rank to those of the draw at the same place."""
-        assert found is not None, "a draw that names tokens wants its own logprob too"
-        samples = self._samples
-        assert samples.logprobs is not None and samples.ranks is not None
-        found[0].token_ids.append(int(samples.token_ids[entry]))
-        found[0].logprobs.append(float(samples.logprobs[entry]))
-        found[0].ranks.append(int(samples.ranks[entry]))

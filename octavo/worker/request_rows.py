@@ -7,7 +7,7 @@ scheduler decides which request has one, and what it may compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,16 @@ from numpy.typing import NDArray
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.pooling_params import PoolingParams
 from octavo.ports import Grammars
-from octavo.step import NewRow, ScheduledRow
+from octavo.step import EncoderInput, MediaItem, NewRow, ScheduledRow
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.grammar_rows import GrammarRows
+from octavo.worker.logits_processors import LogitsProcessors
 from octavo.worker.sampling_rows import SamplingRows
 
 NO_TOKENS = np.zeros(0, np.int32)
+
+MAX_FORCED = 64
+"""Most tokens that a step adds to a row without drawing them."""
 
 NO_SECOND = np.iinfo(np.int32).max
 """Start of the second text of a row that is one text."""
@@ -37,22 +41,51 @@ class RequestRows:
         num_groups: int,
         vocab_size: int,
         grammars: Grammars | None = None,
+        processors: LogitsProcessors | None = None,
+        closes: bool = False,
+        states: Collection[int] = (),
+        input_groups: Collection[int] = (),
+        max_encoder_len: int = 0,
+        guesses_forced: bool = False,
     ) -> None:
-        max_blocks = -(-max_model_len // BLOCK_SIZE)
+        """Takes in `states` the groups whose one block of a request stands for all its tokens; it
+        fills the row's table, in `input_groups` those of an encoder's input, of `max_encoder_len`
+        rows at most. `closes`: answers of a given form are completed before their length
+        ends. `guesses_forced`: text that a grammar leaves no choice of is guessed.
+        """
+        self._guesses_forced = guesses_forced
+        max_blocks = -(-max(max_model_len, max_encoder_len) // BLOCK_SIZE)
         self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)
         """Token ids known so far, `[N, context + 1]`."""
         self.block_tables = np.full((num_groups, max_rows, max_blocks), -1, np.int32)
-        """Places of the rows' blocks, `[G, N, B]`, padded with -1."""
-        self.num_prompt_tokens = [0] * max_rows
+        """Places of the rows' blocks, `[G, N, B]`, padded with -1; a state's stands at every
+        index."""
+        self.num_prompt_tokens = np.zeros(max_rows, np.int32)
+        """Tokens of each row that its request came with, `[N]`."""
         self._end_token_ids = [NO_TOKENS] * max_rows
         self.grammars = GrammarRows(grammars, vocab_size)
         self.sampling = SamplingRows(
-            max_rows=max_rows, vocab_size=vocab_size, grammars=self.grammars
+            max_rows=max_rows,
+            vocab_size=vocab_size,
+            grammars=self.grammars,
+            processors=processors or LogitsProcessors({}, timeout_s=0),
+            closes=closes,
         )
         self.pooling: dict[int, PoolingParams] = {}
         """Params of the rows that want a pooled row, by permanent row."""
         self.second_starts = np.full(max_rows, NO_SECOND, np.int32)
         """Index of the first token of a pair's second text, `[N]`."""
+        self.adapters = np.full(max_rows, -1, np.int32)
+        """Slot of each row's adapter, -1: none, `[N]`."""
+        self.media: dict[int, list[MediaItem]] = {}
+        """Images of the rows that have any, by permanent row."""
+        self.input_groups = np.array(sorted(input_groups), np.intp)
+        """Groups whose keys are of the encoder's input, `[I]`."""
+        self.input_lens = np.zeros(max_rows, np.int32)
+        """Rows of each request's encoder input, `[N]`."""
+        self.inputs: dict[int, EncoderInput] = {}
+        """Inputs of the encoder, by permanent row."""
+        self._states = frozenset(states)
         self._num_blocks = [[0] * max_rows for _ in range(num_groups)]
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
@@ -70,6 +103,9 @@ class RequestRows:
         self.sampling.free(row)
         self.grammars.free(row)
         self.pooling.pop(row, None)
+        self.media.pop(row, None)
+        self.adapters[row] = -1
+        self.inputs.pop(row, None)
         self._free.append(row)
 
     def add(self, new: NewRow) -> None:
@@ -80,6 +116,12 @@ class RequestRows:
             num_blocks[row] = 0
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.adapters[row] = new.adapter_slot
+        if new.media:
+            self.media[row] = new.media
+        if new.encoder_input is not None:
+            self.inputs[row] = new.encoder_input
+            self.input_lens[row] = new.encoder_input.num_tokens
         self._end_token_ids[row] = np.array(new.end_token_ids, np.int32)
         if isinstance(new.params, PoolingParams):
             self.pooling[row] = new.params
@@ -93,17 +135,32 @@ class RequestRows:
         row = self._row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
             first = self._num_blocks[group][row]
-            self.block_tables[group, row, first : first + len(added)] = places.put(
-                group, row, first, added
-            )
+            end = None if group in self._states and added else first + len(added)
+            self.block_tables[group, row, first:end] = places.put(group, row, first, added)
             self._num_blocks[group][row] = first + len(added)
         for group, index, block_id in scheduled.replaced_blocks:
-            self.block_tables[group, row, index] = places.put(group, row, index, [block_id])[0]
+            where = slice(None) if group in self._states else index
+            self.block_tables[group, row, where] = places.put(group, row, index, [block_id])[0]
+
+    def num_placed_tokens(self, row: int) -> int:
+        """Returns how many tokens of a row its blocks have places for, in every group."""
+        return BLOCK_SIZE * min(num_blocks[row] for num_blocks in self._num_blocks)
 
     def indices(self, scheduled: Sequence[ScheduledRow]) -> NDArray[np.intp]:
         """Returns the rows of a step's requests, `[R]`."""
         row_of = self._row_of
         return np.array([row_of[entry.request_id] for entry in scheduled], np.intp)
+
+    def guess(
+        self, rows: NDArray[np.intp], ends: NDArray[np.int32], drafts: Sequence[Sequence[int]]
+    ) -> None:
+        """Writes guesses behind the known tokens of `rows [R]`, up to `ends [R]`; what is drawn
+        takes their places.
+        """
+        for row, end, draft_ids in zip(rows.tolist(), ends.tolist(), drafts, strict=True):
+            if draft_ids:
+                self.token_ids[row, end - len(draft_ids) : end] = draft_ids
+                self.grammars.guess(row, draft_ids)
 
     def end_tokens(self, rows: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the tokens that end `rows [R]`, all in one array, and `[R+1]` where each row's
@@ -113,6 +170,35 @@ class RequestRows:
         starts = np.zeros(len(ids) + 1, np.int32)
         np.cumsum([len(some) for some in ids], out=starts[1:])
         return np.concatenate(ids), starts
+
+    def guess_forced(self, row: int) -> list[int]:
+        """Returns a guess of how a row spells the text that its grammar leaves no choice of; none
+        where guesses are not wanted.
+        """
+        return self.grammars.likely_tokens(row)[:MAX_FORCED] if self._guesses_forced else []
+
+    def append_forced(self, row: int, num_tokens: int) -> list[int]:
+        """Adds the tokens behind the `num_tokens` known ones of a row that its grammar leaves no
+        choice of; returns them.
+        """
+        forced: list[int] = []
+        most = min(MAX_FORCED, self.token_ids.shape[1] - 1 - num_tokens)
+        while len(forced) < most:
+            token_id = self.grammars.only_token(row)
+            end = num_tokens + len(forced)
+            if token_id is None or not self.sampling.may_append(row, token_id, end):
+                break
+            self.token_ids[row, end] = token_id
+            self.sampling.took(row, token_id)
+            self.grammars.took(row, token_id)
+            forced.append(token_id)
+        return forced
+
+    def learn(self, request_id: str, start: int, token_ids: Sequence[int]) -> None:
+        """Notes tokens that were drawn elsewhere; a request that has gone is left alone."""
+        row = self._row_of.get(request_id)
+        if row is not None:
+            self.token_ids[row, start : start + len(token_ids)] = token_ids
 
     def append(
         self, rows: NDArray[np.intp], ends: NDArray[np.int32], token_ids: NDArray[np.int32]

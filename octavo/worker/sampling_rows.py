@@ -8,7 +8,6 @@ are in `backends/sampling.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -24,40 +23,16 @@ from octavo.backends.batch import (
 )
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow
-from octavo.worker.checked_draws import CheckedDraws
+from octavo.worker.checked_draws import CheckedDraw, CheckedDraws, Texts
+from octavo.worker.draws_in_turn import DrawsInTurn, MirostatRule
 from octavo.worker.dry import DryMatches, dry_matches
 from octavo.worker.grammar_rows import GrammarRows
+from octavo.worker.logits_processors import LogitsProcessors
+from octavo.worker.token_counts import TokenCounts
 
 MINUS_INFINITY = float("-inf")
 NO_IDS = np.zeros(0, np.int32)
 NO_VALUES = np.zeros(0, np.float32)
-
-
-class TokenCounts:
-    """The distinct tokens of a request and how often each was generated (0: in the prompt only)."""
-
-    def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        self._place: dict[int, int] = {}
-        self._ids = np.zeros(64, np.int32)
-        self._counts = np.zeros(64, np.int32)
-        for token_id in prompt_ids:
-            self.add(token_id, generated=0)
-        for token_id in output_ids:
-            self.add(token_id)
-
-    def add(self, token_id: int, *, generated: int = 1) -> None:
-        """Counts a token, `generated` times (0 for one of the prompt)."""
-        place = self._place.setdefault(token_id, len(self._place))
-        if place == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token_id
-        self._counts[place] += generated
-
-    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Returns the ids and their counts, `[distinct]` each."""
-        num = len(self._place)
-        return self._ids[:num], self._counts[:num]
 
 
 @dataclass(slots=True)
@@ -78,15 +53,19 @@ class RowExtras:
     """Repetitions that DRY penalises; None without it."""
     draws_first: bool
     """Whether a grammar may be checked once the token is drawn."""
+    processors: list[str]
+    """Names of the processors that change its logits."""
 
-    def bias(self, token_ids: NDArray[np.int32], *, must_end: bool = False) -> dict[int, float]:
-        """Returns what is added to the logits of the token after `token_ids [num_tokens]`. Where
-        the text `must_end`, its end is not banned.
+    def bias(
+        self, token_ids: NDArray[np.int32], dry: DryMatches | None, *, must_end: bool
+    ) -> dict[int, float]:
+        """Returns what is added to the logits of the token after `token_ids [num_tokens]`, where
+        `dry` follows them. Where the text `must_end`, its end is not banned.
         """
         bias = self._bias(token_ids, must_end=must_end)
-        if self.dry is None:
+        if dry is None:
             return bias
-        penalties = self.dry.penalties(token_ids)
+        penalties = dry.penalties(token_ids)
         return bias | {id_: bias.get(id_, 0.0) - lost for id_, lost in penalties.items()}
 
     def _bias(self, token_ids: NDArray[np.int32], *, must_end: bool) -> dict[int, float]:
@@ -149,13 +128,24 @@ class Masks:
 class SamplingRows:
     """Owns the sampling records of `N` permanent rows."""
 
-    def __init__(self, *, max_rows: int, vocab_size: int, grammars: GrammarRows) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        grammars: GrammarRows,
+        processors: LogitsProcessors,
+        closes: bool,
+    ) -> None:
+        """`closes`: answers of a given form are completed before their length ends."""
         self._vocab_size = vocab_size
+        self._closes = closes
         self._grammars = grammars
+        self._processors = processors
         self._records = sampling_records(max_rows)
         self._extras: dict[int, RowExtras] = {}
-        self._mirostats: dict[int, tuple[float, float]] = {}
-        """Surprise aimed at, and share of the error that is corrected, by row."""
+        self._mirostats: dict[int, MirostatRule] = {}
+        self._all_tokens = packed_masks(np.ones((1, vocab_size), np.bool_))[0]
         self._listed: dict[int, NDArray[np.int32]] = {}
         """Tokens whose logprobs are wanted, by row."""
         self._masks: WeakValueDictionary[tuple[int, ...], Bits] = WeakValueDictionary()
@@ -188,7 +178,7 @@ class SamplingRows:
         if params.logprob_token_ids is not None:
             self._listed[row] = np.array(params.logprob_token_ids, np.int32)
         if params.mirostat_mode:
-            self._mirostats[row] = (params.mirostat_tau, params.mirostat_eta)
+            self._mirostats[row] = MirostatRule(params.mirostat_tau, params.mirostat_eta)
         extras = self._make_extras(new, params)
         if extras is not None:
             self._extras[row] = extras
@@ -198,6 +188,10 @@ class SamplingRows:
         self._mirostats.pop(row, None)
         self._listed.pop(row, None)
         self._extras.pop(row, None)
+
+    def close(self) -> None:
+        """Ends what calls logits processors."""
+        self._processors.close()
 
     def num_top(self, num_logprobs: int) -> int:
         """Returns how many top alternatives `num_logprobs` means; -1 is the whole vocabulary."""
@@ -222,12 +216,18 @@ class SamplingRows:
         """Moves the bound of a row's mirostat after a token of so many bits; returns it, rounded as
         it is kept, or None without mirostat.
         """
-        if row not in self._mirostats:
+        rule = self._mirostats.get(row)
+        if rule is None:
             return None
-        tau, eta = self._mirostats[row]
-        mu = float(self._records["mirostat_mu"][row]) - eta * (surprise - tau)
+        mu = rule.after(float(self._records["mirostat_mu"][row]), surprise)
         self._records["mirostat_mu"][row] = mu
-        return float(self._records["mirostat_mu"][row])
+        return mu
+
+    def draws_in_turn(self, row: int) -> bool:
+        """Returns whether how a row is drawn changes with what it drew before, not with its tokens
+        alone.
+        """
+        return row in self._mirostats
 
     def took(self, row: int, token_id: int) -> None:
         """Counts a row's sampled token for its penalties."""
@@ -235,18 +235,100 @@ class SamplingRows:
         if extras is not None and extras.counts is not None:
             extras.counts.add(token_id)
 
-    def checks(self, rows: NDArray[np.intp]) -> CheckedDraws | None:
-        """Returns which of the draws from `rows [S]` are checked once they are made, against
-        grammars; None where none is.
+    def may_append(self, row: int, token_id: int, num_tokens: int) -> bool:
+        """Returns whether the one token that a grammar allows after `num_tokens` is taken without a
+        draw: nothing else may ban it, and no logprob of it is wanted.
         """
-        checked, allowed = {}, {}
-        for entry, row in enumerate(rows.tolist() if self._extras else ()):
-            extras = self._extras.get(row)
-            if extras is not None and extras.draws_first and row in self._grammars:
-                checked[entry] = row
-                if extras.allowed_mask is not None:
-                    allowed[entry] = extras.allowed_mask
-        return CheckedDraws(self._grammars, checked, allowed) if checked else None
+        extras, record = self._extras.get(row), self._records[row]
+        if extras is None or record["num_logprobs"] >= 0 or row in self._mirostats:
+            return False
+        if extras.bad_words or extras.allowed_mask is not None or extras.processors:
+            return False
+        is_banned = num_tokens < extras.min_num_tokens and token_id in extras.end_token_ids
+        return not is_banned or self._grammars.is_complete(row)
+
+    def must_check(self, row: int, *, has_guesses: bool, is_search: bool) -> bool:
+        """Returns whether a row's draws have to be looked at once they are made."""
+        if has_guesses and row in self._mirostats:
+            return True
+        extras = self._extras.get(row)
+        if extras is None:
+            return False
+        return bool(extras.processors) or ((self._closes or is_search) and row in self._grammars)
+
+    def checks(self, rows: NDArray[np.intp], texts: Texts) -> CheckedDraws | None:
+        """Returns which of the draws from `rows [S]` after `texts` are looked at once they are
+        made; None where none is.
+        """
+        if not (self._extras or self._mirostats):
+            return None
+        checked: dict[int, CheckedDraw] = {}
+        in_turn: dict[int, list[int]] = {}
+        known: dict[int, int] = {}
+        for entry, row in enumerate(rows.tolist()):
+            end = int(texts.ends[entry])
+            draw = self._checked_draw(row, end - known.setdefault(row, end), texts, entry)
+            if draw is not None:
+                checked[entry] = draw
+            if row in self._mirostats:
+                in_turn.setdefault(row, []).append(entry)
+        chains = [
+            self._in_turn(
+                row,
+                entries,
+                texts.token_ids[row, known[row] : texts.ends[entries[-1]]].tolist(),
+            )
+            for row, entries in in_turn.items()
+            if len(entries) > 1
+        ]
+        if not (checked or chains):
+            return None
+        return CheckedDraws(checked, self._grammars, self._processors, texts, chains)
+
+    def _checked_draw(
+        self, row: int, num_guesses: int, texts: Texts, entry: int
+    ) -> CheckedDraw | None:
+        """Returns what is looked at of a draw; None where nothing is."""
+        extras = self._extras.get(row)
+        if extras is None or not (extras.processors or row in self._grammars):
+            return None
+        is_search = texts.searches[entry]
+        is_masked = not (extras.draws_first or extras.processors)
+        closes = not is_search and self._may_close(row, extras, int(texts.ends[entry]))
+        if is_masked and not closes:
+            return None
+        return CheckedDraw(
+            row,
+            num_guesses,
+            allowed=extras.allowed_mask,
+            processors=extras.processors,
+            is_masked=is_masked,
+            closes=closes,
+            is_search=is_search,
+        )
+
+    def _may_close(self, row: int, extras: RowExtras, num_tokens: int) -> bool:
+        """Returns whether a row's text is completed before its length ends: its grammar alone says
+        what may come.
+        """
+        is_free = extras.allowed_mask is None and not extras.bad_words
+        is_long_enough = num_tokens >= extras.min_num_tokens
+        return self._closes and row in self._grammars and is_free and is_long_enough
+
+    def _in_turn(self, row: int, entries: list[int], draft_ids: list[int]) -> DrawsInTurn:
+        """Returns the draws of a row, of which each but the first comes after a guess."""
+        extras = self._extras.get(row)
+        masks = [
+            None if extras is None else self._mask(row, extras, num_guesses)
+            for num_guesses in range(1, len(entries))
+        ]
+        return DrawsInTurn(
+            self._mirostats[row],
+            float(self._records["mirostat_mu"][row]),
+            entries[0],
+            draft_ids,
+            [self._all_tokens if mask is None else mask for mask in masks],
+        )
 
     def gather(
         self,
@@ -256,7 +338,8 @@ class SamplingRows:
         checks: CheckedDraws | None = None,
     ) -> SamplingBatch:
         """Returns how to draw from `rows [S]`, each after the first `ends [S]` of its `token_ids
-        [N, context]`. Rows that `checks` has get no mask of their grammars.
+        [N, context]`. Rows that `checks` has get no mask of their grammars. A row that occurs
+        several times is drawn from after guesses: those behind its first end.
         """
         records = self._records[rows]
         records["position"] = ends
@@ -286,18 +369,27 @@ class SamplingRows:
     ) -> None:
         bias, history = Csr(), Csr()
         masks = Masks()
+        known: dict[int, int] = {}
+        dries: dict[int, DryMatches] = {}
+        self._grammars.make_masks(self._masked_rows(rows, checks))
         for entry, row in enumerate(rows):
             extras = self._extras.get(row)
             if extras is None:
                 continue
-            must_end = self._grammars.is_complete(row)
-            if added := extras.bias(token_ids[row, : ends[entry]], must_end=must_end):
+            end = int(ends[entry])
+            num_guesses = end - known.setdefault(row, end)
+            if num_guesses == 1 and extras.dry is not None:
+                dries[row] = extras.dry.copy()
+            dry = dries.get(row, extras.dry)
+            must_end = self._grammars.is_complete(row, num_guesses=num_guesses)
+            if added := extras.bias(token_ids[row, :end], dry, must_end=must_end):
                 ids = np.fromiter(added.keys(), np.int32)
                 bias.add(entry, ids, np.fromiter(added.values(), np.float32))
             if extras.counts is not None:
-                history.add(entry, *extras.counts.arrays())
+                guesses = token_ids[row, end - num_guesses : end]
+                history.add(entry, *extras.counts.arrays_after(guesses.tolist()))
             is_checked = checks is not None and entry in checks
-            mask = extras.allowed_mask if is_checked else self._mask(row, extras)
+            mask = extras.allowed_mask if is_checked else self._mask(row, extras, num_guesses)
             if mask is not None:
                 batch.records["allowed_mask"][entry] = masks.place(mask)
         if bias.ids:
@@ -311,9 +403,21 @@ class SamplingRows:
         if masks.arrays:
             batch.allowed_masks = np.stack(masks.arrays)
 
-    def _mask(self, row: int, extras: RowExtras) -> Bits | None:
-        """Returns the tokens that a row may draw, by its grammar and its allowed ids."""
-        allowed, legal = extras.allowed_mask, self._grammars.mask(row)
+    def _masked_rows(self, rows: list[int], checks: CheckedDraws | None) -> list[int]:
+        """Returns the rows whose first draws have the masks of their grammars."""
+        found = dict.fromkeys(
+            row
+            for entry, row in enumerate(rows)
+            if row in self._extras and not (checks is not None and entry in checks)
+        )
+        return list(found)
+
+    def _mask(self, row: int, extras: RowExtras, num_guesses: int) -> Bits | None:
+        """Returns the tokens that a row may draw after so many guesses, by its grammar and its
+        allowed ids.
+        """
+        allowed = extras.allowed_mask
+        legal = self._grammars.mask(row, num_guesses=num_guesses)
         if allowed is None or legal is None:
             return legal if allowed is None else allowed
         return allowed & legal
@@ -332,6 +436,7 @@ class SamplingRows:
             penalised,
             params.dry_multiplier,
             new.grammar,
+            params.logits_processors,
         )
         if not any(wanted):
             return None
@@ -348,6 +453,7 @@ class SamplingRows:
             allowed_mask=self._allowed_mask(params),
             dry=dry_matches(params),
             draws_first=not params.depends_on_mask,
+            processors=params.logits_processors or [],
         )
 
     def _allowed_mask(self, params: SamplingParams) -> Bits | None:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from octavo.ports import Between
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from octavo.step import AdapterLoaded, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 SMOLLM2_ON_2_CORES = (
     (1, 0.0084),
@@ -77,7 +77,7 @@ class SimulatedExecutor:
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         moved_s = self.costs.move_s * len(plan.moves)
-        step_s = self._compute_s(plan.rows)
+        step_s = self.compute_s(plan.rows)
         busy_s = moved_s + step_s
         self.clock.now += busy_s
         results, num_steps = [_result(row) for row in plan.rows], 1
@@ -91,8 +91,15 @@ class SimulatedExecutor:
                 result.token_ids.append(TOKEN)
                 result.num_kept += 1
         compiled = [spec.digest for spec in plan.compiles]
+        adapters = [AdapterLoaded(load.ref.digest) for load in plan.adapters]
         return StepResult(
-            plan.step, results, busy_s, moved_s, compiled=compiled, num_steps=num_steps
+            plan.step,
+            results,
+            busy_s,
+            moved_s,
+            compiled=compiled,
+            adapters=adapters,
+            num_steps=num_steps,
         )
 
     @property
@@ -100,7 +107,8 @@ class SimulatedExecutor:
         """Constant: a step takes no time in which it could hang."""
         return 0
 
-    def _compute_s(self, rows: list[ScheduledRow]) -> float:
+    def compute_s(self, rows: list[ScheduledRow]) -> float:
+        """Returns the seconds that a step of these rows takes."""
         if not rows:
             return 0.0
         num_tokens = num_context = 0
@@ -113,8 +121,59 @@ class SimulatedExecutor:
         """Does nothing: nothing is held."""
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A step on its way through simulated stages. Implements `ports.Launched`."""
+
+    made: StepResult
+    end: float
+    """When the last stage has computed it."""
+    clock: SimulatedClock
+
+    def result(self) -> StepResult:
+        self.clock.now = max(self.clock.now, self.end)
+        return self.made
+
+
+class SimulatedPipeline:
+    """An executor of equal stages, each of which computes one step at a time. Implements
+    `ports.AsyncExecutor`.
+    """
+
+    def __init__(
+        self, clock: SimulatedClock, num_stages: int, costs: SimulatedCosts | None = None
+    ) -> None:
+        self.clock = clock
+        self._whole = SimulatedExecutor(SimulatedClock(), costs)
+        self._free = [0.0] * num_stages
+        """When each stage has computed all that it was given."""
+
+    def launch(self, plan: StepPlan) -> SimulatedStep:
+        made = self._whole.execute(plan)
+        end = self.clock.now
+        for stage, free in enumerate(self._free):
+            end = max(end, free) + made.busy_s / len(self._free)
+            self._free[stage] = end
+        return SimulatedStep(made, end, self.clock)
+
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+        return self.launch(plan).result()
+
+    @property
+    def progress(self) -> int:
+        """Constant: a step takes no time in which it could hang."""
+        return 0
+
+    def close(self) -> None:
+        """Does nothing: nothing is held."""
+
+
 def _result(row: ScheduledRow) -> RowResult:
     if row.wants != "draw":
         return RowResult(row.request_id, num_kept=row.num_tokens)
     logprobs = [LIKELY] if row.search_of else None
-    return RowResult(row.request_id, [TOKEN], logprobs, num_kept=row.num_tokens)
+    num_held = next(
+        (index for index, guess in enumerate(row.draft_ids) if guess != TOKEN), len(row.draft_ids)
+    )
+    num_kept = row.num_tokens - len(row.draft_ids) + num_held
+    return RowResult(row.request_id, [TOKEN] * (num_held + 1), logprobs, num_kept=num_kept)

@@ -1,12 +1,14 @@
 """The roofline of a model on a machine: how many tokens per second it cannot exceed, in prefill and
 in decode.
 
-A step takes at least the time to read its weights, K and V from memory, and at least the time of
-its products; what takes longer counts. Source: Williams et al. 2009.
+A step takes at least the time to read its weights, K and V from memory, at least the time of its
+products, and at least the time to read its streamed weights from the disk; what takes longest
+counts. Source: Williams et al. 2009.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from octavo.backends.base import Ceilings, Footprint
@@ -52,7 +54,11 @@ class Roofline:
         return num_requests / self._seconds(num_requests * products, num_bytes)
 
     def _seconds(self, products: int, num_bytes: float) -> float:
-        return max(2 * products / self.ceilings.operations, num_bytes / self.ceilings.bandwidth)
+        return max(
+            2 * products / self.ceilings.operations,
+            num_bytes / self.ceilings.bandwidth,
+            self.footprint.streamed_bytes / (self.ceilings.disk or math.inf),
+        )
 
     def _weights_read(self, num_tokens: int) -> float:
         """Returns the bytes of weights read for `num_tokens` tokens; of experts those that some

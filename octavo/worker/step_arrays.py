@@ -5,6 +5,7 @@ Knows rows and blocks; what is made of the tokens, a draw or a pooled row, is it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.step import EncoderInput
 from octavo.worker.request_rows import RequestRows
 
 
@@ -36,16 +38,66 @@ def gather(rows: RequestRows, spans: Spans, num_steps: int = 1) -> StepBatch:
     owners = spans.rows.repeat(counts)
     places = np.arange(query_starts[-1], dtype=np.int32)
     places += (ends - query_starts[1:]).repeat(counts)
-    tables = rows.block_tables
+    tables, adapters = rows.block_tables, rows.adapters[spans.rows]
     slots = tables[:, owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
     num_blocks = -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)
+    context_lens = ends[None].repeat(len(tables), axis=0)
+    if len(rows.input_groups):
+        input_lens = rows.input_lens[spans.rows]
+        slots[rows.input_groups] = -1
+        context_lens[rows.input_groups] = input_lens
+        num_blocks = max(num_blocks, -(-int(input_lens.max()) // BLOCK_SIZE))
     return StepBatch(
         token_ids=rows.token_ids[owners, places],
         places=places,
         positions=places[None],
         query_starts=query_starts,
-        context_lens=ends[None].repeat(len(tables), axis=0),
+        context_lens=context_lens,
         slots=np.ascontiguousarray(slots),
         block_tables=np.ascontiguousarray(tables[:, spans.rows, :num_blocks]),
         sample_rows=np.zeros(0, np.int32),
+        sparse_from=rows.num_prompt_tokens[spans.rows],
+        adapter_rows=adapters.repeat(counts) if adapters.max(initial=-1) >= 0 else None,
     )
+
+
+def gather_inputs(rows: RequestRows, owners: NDArray[np.intp]) -> StepBatch:
+    """Returns the step of an encoder over the whole inputs of the permanent rows `owners [R]`."""
+    lens = rows.input_lens[owners]
+    query_starts = np.zeros(len(owners) + 1, np.int32)
+    np.cumsum(lens, out=query_starts[1:])
+    places = np.arange(query_starts[-1], dtype=np.int32) - query_starts[:-1].repeat(lens)
+    tables, groups = rows.block_tables, rows.input_groups
+    at = tables[groups][:, owners.repeat(lens), places // BLOCK_SIZE]
+    slots = np.full((len(tables), len(places)), -1, np.int32)
+    slots[groups] = at * BLOCK_SIZE + places % BLOCK_SIZE
+    context_lens = np.zeros((len(tables), len(owners)), np.int32)
+    context_lens[groups] = lens
+    num_blocks = -(-int(lens.max()) // BLOCK_SIZE)
+    inputs = [rows.inputs[row] for row in owners.tolist()]
+    given = _given_by(inputs)
+    return StepBatch(
+        token_ids=np.array([token for one in inputs for token in _ids_of(one)], np.int32),
+        places=places,
+        positions=places[None],
+        query_starts=query_starts,
+        context_lens=context_lens,
+        slots=slots,
+        block_tables=np.ascontiguousarray(tables[:, owners, :num_blocks]),
+        sample_rows=np.zeros(0, np.int32),
+        given=given,
+        given_rows=None if given is None else np.arange(len(places), dtype=np.int32),
+    )
+
+
+def _ids_of(one: EncoderInput) -> Sequence[int]:
+    """Returns the ids of an input's rows; zeros where it has none."""
+    return one.token_ids or [0] * one.num_rows
+
+
+def _given_by(inputs: Sequence[EncoderInput]) -> NDArray[np.float32] | None:
+    """Returns the rows of inputs of numbers, end to end `[T, W]`; None where all are texts."""
+    arrays = [
+        np.frombuffer(one.rows, "<f4").reshape(one.num_rows, -1) for one in inputs if one.rows
+    ]
+    return np.concatenate(arrays).astype(np.float32) if arrays else None

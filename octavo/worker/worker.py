@@ -15,14 +15,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from octavo.errors import EngineDead
 from octavo.outputs import Profile
 from octavo.ports import Between
-from octavo.step import BlockMove, ConnectorReport, RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import (
+    AdapterLoaded,
+    BlockMove,
+    ConnectorReport,
+    RowResult,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+)
+from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.cache_engine import CacheEngine
+from octavo.worker.draft_model import DraftModel
 from octavo.worker.model_runner import DecodedRows
 from octavo.worker.program_runners import LaunchedParts, ProgramRunners
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.row_faults import PreparedRows, RowFaults, describe
+from octavo.worker.step_media import StepMedia
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +63,7 @@ class LaunchedStep:
     began: float
     moved_s: float
     take_in: Callable[[LaunchedStep], StepResult]
+    not_encoded: list[bytes]
 
     def result(self) -> StepResult:
         return self.take_in(self)
@@ -67,6 +80,9 @@ class Worker:
         *,
         close: Callable[[], None],
         is_alone: bool = True,
+        adapters: AdapterStore | None = None,
+        draft: DraftModel | None = None,
+        media: StepMedia | None = None,
     ) -> None:
         """`is_alone`: there are no other ranks, which would not know of a step taken apart."""
         self._runner = runners
@@ -79,14 +95,20 @@ class Worker:
         """Time at which the device had computed the last step taken in."""
         self._close = close
         self._is_alone = is_alone
+        self._adapters = adapters
+        self._draft = draft
+        self._media = media
         self._faults = RowFaults(is_alone=is_alone)
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         """Carries out a plan and returns its result."""
+        not_encoded = self._encode(plan)
         began = time.perf_counter()
         moved_s = max(self._apply(plan), self.cache_engine.settle(plan.moves))
         self._begin_connector(plan)
         results, num_steps = self._compute(plan, between) if plan.rows else DecodedRows([], 1)
+        if self._draft is not None and plan.rows:
+            self._draft.follow(plan.rows, results)
         busy_s = time.perf_counter() - began
         kv_bytes = self.cache_engine.places.num_bytes
         return StepResult(
@@ -97,15 +119,24 @@ class Worker:
             connector=self._report(waits=not plan.rows),
             kv_bytes=kv_bytes,
             compiled=self._compiled(waits=not plan.rows),
+            adapters=self._loaded(waits=not plan.rows),
+            not_encoded=not_encoded,
             num_steps=num_steps,
+            weights=self._runner.arrivals,
         )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a plan on an asynchronous runnable; the result is waited for later."""
+        not_encoded = self._encode(plan)
         began = time.perf_counter()
         moved_s = self._apply(plan)
         step = LaunchedStep(
-            plan, self._launch(plan.rows) if plan.rows else [], began, moved_s, self._take_in
+            plan,
+            self._launch(plan.rows) if plan.rows else [],
+            began,
+            moved_s,
+            self._take_in,
+            not_encoded,
         )
         self._launched.append(step)
         return step
@@ -164,6 +195,8 @@ class Worker:
             connector=self._report(waits=waits),
             kv_bytes=self.cache_engine.places.num_bytes,
             compiled=self._compiled(waits=waits),
+            adapters=self._loaded(waits=waits),
+            not_encoded=step.not_encoded,
         )
 
     def _results_of(
@@ -188,7 +221,9 @@ class Worker:
 
     @property
     def progress(self) -> int:
-        return sum(runnable.progress for runnable in self._runner.runnables)
+        drafted = 0 if self._draft is None else self._draft.runnable.progress
+        encoded = 0 if self._media is None else self._media.progress
+        return drafted + encoded + sum(runnable.progress for runnable in self._runner.runnables)
 
     def _apply(self, plan: StepPlan) -> float:
         """Brings rows and blocks to where the plan wants them; returns for how many seconds blocks
@@ -198,6 +233,9 @@ class Worker:
         """
         places = self.cache_engine.places
         self._rows.grammars.begin(plan.compiles)
+        if plan.adapters:
+            assert self._adapters is not None, "the front refuses adapters here"
+            self._adapters.begin(plan.adapters)
         returning = next(
             (index for index, move in enumerate(plan.moves) if move.kind == "swap_in"),
             len(plan.moves),
@@ -212,6 +250,12 @@ class Worker:
             if row.new_block_ids or row.replaced_blocks:
                 self._faults.set_up(row.request_id, partial(self._rows.update_tables, row, places))
         return moved_s + self._move(plan.moves[returning:])
+
+    def _encode(self, plan: StepPlan) -> list[bytes]:
+        """Encodes a plan's images; returns those that could not be encoded. What it takes is no
+        part of the step's seconds, by which other steps are foretold.
+        """
+        return [] if self._media is None else self._media.apply(plan)
 
     def _begin_connector(self, plan: StepPlan) -> None:
         """Hands the connector its part of the plan, once the plan's moves are made."""
@@ -234,6 +278,14 @@ class Worker:
         """
         return self._rows.grammars.take_compiled(wait_s=WAIT_S if waits else 0.0)
 
+    def _loaded(self, *, waits: bool) -> list[AdapterLoaded]:
+        """Puts adapters that have been read into their slots; a step that computes nothing `waits`
+        a little for one.
+        """
+        if self._adapters is None:
+            return []
+        return self._adapters.take_loaded(wait_s=WAIT_S if waits else 0.0)
+
     def _compute(self, plan: StepPlan, between: Between | None) -> DecodedRows:
         """Computes the plan's decode steps in one call; where that raises, or a row has a fault,
         one step by itself.
@@ -247,6 +299,8 @@ class Worker:
                     decoded = self._runner.decode(step, plan.num_steps, between)
                     if decoded is not None:
                         return decoded
+            except EngineDead:
+                raise
             except Exception:
                 logger.exception(
                     "%d decode steps of %d requests failed; running one",
@@ -265,6 +319,8 @@ class Worker:
             return run(rows)
         try:
             return run(rows)
+        except EngineDead:
+            raise
         except Exception as error:
             if len(rows) > 1:
                 logger.exception("a step of %d requests failed; running them one by one", len(rows))
@@ -282,4 +338,9 @@ class Worker:
         if self.cache_engine.connector is not None:
             self.cache_engine.connector.close()
         self._rows.grammars.close()
+        self._rows.sampling.close()
+        if self._adapters is not None:
+            self._adapters.close()
+        if self._media is not None:
+            self._media.close()
         self._close()

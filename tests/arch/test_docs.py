@@ -21,7 +21,7 @@ from tests.support.tiny_tokenizer import tiny_model_with_text
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
-PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "results" / "README.md"]
+PAGES += [ROOT / "benchmarks" / "README.md", *(ROOT / "benchmarks" / "results").glob("*.md")]
 PAGES += sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent != REFERENCE)
 SOURCES = [
     path

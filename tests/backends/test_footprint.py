@@ -5,6 +5,7 @@ import pytest
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.native.formats import FORMATS as TILES
+from octavo.backends.native.formats import GROUPED
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.footprint import FLOATS, PACKED
@@ -17,6 +18,8 @@ from tests.support.tiny_models import each_family, tiny_model
 from tests.support.tiny_shapes import WIDTHS_OF_32
 
 NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
+ON_TORCH = {"Q2_K", "L4_F32", "F8_E4M3"}
+"""Formats that torch reads as they are and native refuses."""
 FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]
 
 
@@ -78,8 +81,9 @@ def test_reference(family):
 
 
 def test_every_format_that_is_read_has_a_size():
-    assert set(TILES) == {kind.name for kind in BLOCK_TYPES.values()} | {"I8"}
-    assert {*FLOATS, *PACKED} == set(TILES) | {"F8_E4M3"}
+    forms = {kind.form.partition(":")[0] for kind in BLOCK_TYPES.values()}
+    assert {*TILES, *GROUPED} >= forms - ON_TORCH and set(TILES) <= forms | {"I8"}
+    assert {*FLOATS, *PACKED} == {*TILES, *GROUPED, *ON_TORCH}
 
 
 def test_a_config_alone_says_the_same(tmp_path):

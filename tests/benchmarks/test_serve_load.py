@@ -62,6 +62,16 @@ def test_two_servers_get_the_same_traffic_in_turns(tmp_path: Path):
         )
 
 
+def test_a_scale_that_cuts_blocks_is_refused_in_a_sentence(tmp_path: Path):
+    """The message has no traceback, and names a scale that would do."""
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}
+    trace.write_text(json.dumps(row))
+    ended = run("--server=at|x|http://127.0.0.1:9|{}", f"--trace={trace}", "--scale=1/64")
+    assert ended.returncode == 1 and "hint: 1/32 would do" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_peers_get_room_for_every_client():
     needs = Needs(clients=16, context=2304)
     llama = Server.parse('llamacpp|Q4_1|m.gguf|{"binary": "/b/llama-server", "args": ["-t", 2]}')

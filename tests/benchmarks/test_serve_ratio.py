@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_ratio.py"
 SIZES = ("--rounds=2", "--requests=3", "--prompt=9", "--output=5")
 
 
+@pytest.mark.slow
 def test_a_ratio_for_each_work_and_options():
     plain = {"backend": "reference", "max_model_len": 64, "kv_cache_memory_bytes": "1MiB"}
     options = [json.dumps(plain), json.dumps(plain | {"num_scheduler_steps": 1})]

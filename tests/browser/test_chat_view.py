@@ -103,6 +103,77 @@ def test_a_token_shows_what_else_was_likely_and_another_one_forks(visitor):
     assert tokens.count() > 6, "the model has gone on"
 
 
+WORD = """(prose, word) => {
+  const walker = document.createTreeWalker(prose, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const at = node.data.indexOf(word);
+    if (at < 0) continue;
+    const range = document.createRange();
+    range.setStart(node, at);
+    range.setEnd(node, at + word.length);
+    const { left, top, width, height } = range.getBoundingClientRect();
+    return [left + width / 2, top + height / 2];
+  }
+}"""
+"""Returns the middle of a word that is shown."""
+
+
+def test_a_word_of_the_text_shows_what_else_was_likely_and_another_one_forks(visitor):
+    page = visitor.page
+    visitor.ask("Tell me about rivers.")
+    text = visitor.answer()
+    word = text.split()[3].strip(".,")
+    prose = page.locator(".message .prose").last
+    page.mouse.move(*prose.evaluate(WORD, word))
+    page.wait_for_selector("#alternatives:not([hidden])")
+    chosen = page.locator(".alternative[disabled] .word").inner_text()
+    assert chosen.strip("· ") and chosen.strip("· ") in word
+    other = page.locator(".alternative:not([disabled])").first
+    wanted = other.locator(".word").inner_text()
+    other.click()
+    page.wait_for_selector("text=2 of 2")
+    visitor.wait_for_answer()
+    path, body = visitor.posts[-1]
+    assert path.endswith("/fork") and len(body["then"]) == 1
+    begins = text[: text.index(word)]
+    assert visitor.answer().startswith(begins.rstrip())
+    assert visitor.answer()[len(begins.rstrip()) :].strip().startswith(wanted.strip("· "))
+    page.mouse.move(1, 1)
+    page.wait_for_selector("#alternatives[hidden]", state="attached")
+
+
+def test_a_character_of_markdown_is_found_in_its_text(visitor):
+    """Each word stands once in the text, so that its place there is known."""
+    text = (
+        "# Alpha *beta*\n\nGamma **delta** [epsilon](https://example.org/zeta), `eta`\ntheta.\n\n"
+        "- iota\n- kappa\n\n```python\nprint(1)\nlambda_2 = 3\n```\n\n| mu | nu |\n|---|---|\n"
+        "| xi | omicron |\n\n> rho"
+    )
+    found = visitor.page.evaluate(
+        """async (text) => {
+          const { MarkdownView } = await import("/web/markdown.js");
+          const { placeInText } = await import("/web/prose.js");
+          const root = document.createElement("div");
+          new MarkdownView(root).show(text);
+          const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+          const places = [];
+          for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+            if (node.parentElement.closest(".code-head")) continue;
+            for (const { 0: word, index: offset } of node.data.matchAll(/\\w+/g)) {
+              places.push([word, placeInText(root, { node, offset }, text)]);
+            }
+          }
+          return places;
+        }""",
+        text,
+    )
+    words = dict(found)
+    assert {"Alpha", "beta", "delta", "epsilon", "eta", "theta", "print", "mu", "rho"} <= {*words}
+    assert "zeta" not in words
+    wrong = {word: at for word, at in found if not text.startswith(word, -1 if at is None else at)}
+    assert not wrong and words["print"] > text.index("python")
+
+
 def test_after_a_reload_an_alternative_goes_on_in_the_last_message(visitor):
     """A branch of a branch, whose request is unknown after a reload, is a prefilled answer."""
     visitor.ask("Tell me about rivers.")

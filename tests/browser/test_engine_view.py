@@ -53,11 +53,19 @@ def place(page):
     return int(first or 0), int(last or 0)
 
 
-def go(page, index):
+def slide(page, index):
+    """Moves the slider."""
     page.locator(".player input").evaluate(
         "(slider, at) => { slider.value = at; slider.dispatchEvent(new Event('input')); }", index
     )
+
+
+def go(page, index):
+    """Moves the slider, and waits until that frame is drawn."""
+    slide(page, index)
     assert until(lambda: place(page)[0] == index + 1)
+    page.wait_for_selector("#engine[aria-busy=false]")
+    settle(page)
 
 
 def settle(page):
@@ -110,6 +118,25 @@ def test_a_step_forward_and_one_back_is_the_same_picture(student):
     assert picture(page) == there
 
 
+def test_a_frame_that_comes_late_is_not_shown(student):
+    """An answer of the server comes after a later one; the view stays where the player is."""
+    page = student.page
+    go(page, 442)
+    there = picture(page)
+    held = []
+
+    def hold(route):
+        held.append(route)
+
+    page.route("**/v1/engine/recording/1", hold)
+    slide(page, 98)
+    assert until(lambda: page.wait_for_timeout(20) or held)
+    go(page, 442)
+    held[0].continue_()
+    page.wait_for_timeout(200)
+    assert picture(page) == there
+
+
 def test_playing_through_ends_where_jumping_does(student):
     page = student.page
     go(page, 430)
@@ -150,7 +177,6 @@ def test_as_many_blocks_name_a_request_as_the_summary_says(student):
     page = student.page
     for at in (5, 98, 442):
         go(page, at)
-        settle(page)
         held = int(page.inner_text("#map-summary").split(" of ")[0])
         page.focus(".map-box")
         page.keyboard.press("Home")

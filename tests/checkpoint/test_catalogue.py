@@ -61,7 +61,7 @@ def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_and_paths(tmp_path: Path) -> None:
-    assert names() == ("smollm2", "gemma3-270m", "minilm")
+    assert names() == ("smollm2", "gemma3-270m", "minilm", "whisper-tiny.en")
     assert resolve(str(tmp_path)) == tmp_path
 
 

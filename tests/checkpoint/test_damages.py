@@ -18,6 +18,9 @@ from octavo.checkpoint.weights import WeightReader
 from octavo.errors import SetupError
 from octavo.models.hf_config import model_info
 from octavo.models.registry import build_programs
+from octavo.progress import quiet
+from octavo.quant.making.recipe import Recipe
+from octavo.wiring.quantize import quantize_checkpoint
 from tests.support.tiers import examples
 from tests.support.tiny_gguf import tiny_model as gguf_model
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -26,6 +29,13 @@ from tests.support.tiny_tokenizer import tiny_model_with_text
 
 STRANGE = (None, True, -1, 0, 3, 1 << 40, 1e300, float("nan"), "", "x", [], [1, "a"], {}, {"a": 1})
 NUM_BYTES_OF_HEADER = 3000
+QUANTIZED = {
+    "gptq": {"output_format": "gptq", "symmetric": False},
+    "awq": {"output_format": "awq", "symmetric": False},
+    "packed": {"output_format": "compressed-tensors", "symmetric": False},
+    "packed-sym": {"output_format": "compressed-tensors", "symmetric": True},
+}
+"""Recipes of quantised models, by name."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +46,15 @@ def whole(tmp_path_factory):
     model.save_pretrained(folder / "sharded", max_shard_size="60KB")
     (folder / "gguf").mkdir()
     write_tiny_gguf(folder / "gguf" / "model.gguf", "llama", gguf_model("llama"), tokens=96)
+    (folder / "parts").mkdir()
+    write_tiny_gguf(folder / "parts" / "m.gguf", "llama", gguf_model("llama"), max_tensors=12)
+    source = open_checkpoint(tiny_model("llama", hidden_size=64, intermediate_size=96).path)
+    for name, options in QUANTIZED.items():
+        recipe = Recipe("rtn", bits=4, group=32, **options)
+        quantize_checkpoint(source, recipe, folder / name, None, quiet)
     return {
+        **{name: folder / name for name in QUANTIZED},
+        "parts": folder / "parts",
         "safetensors": Path(tiny_model_with_text()),
         "experts": tiny_model("qwen3_moe").path,
         "sharded": folder / "sharded",
@@ -98,7 +116,9 @@ def _damage_json(file, draw):
     return said
 
 
-@pytest.mark.parametrize("stored", ["safetensors", "experts", "sharded", "gguf"])
+@pytest.mark.parametrize(
+    "stored", ["safetensors", "experts", "sharded", "gguf", "parts", *QUANTIZED]
+)
 def test_a_damaged_model_loads_or_is_refused(whole, stored, tmp_path):
     load(whole[stored])
     refused = 0

@@ -136,10 +136,6 @@ def groups_of(**weights: object) -> dict[str, object]:
 
 
 REFUSED = [
-    (
-        {"quant_method": "gptq"},
-        "quant_method is 'gptq', supported are 'fp8' and 'compressed-tensors'",
-    ),
     (3, "quant_method is 3"),
     (config_of(fmt="e5m2"), "fmt is 'e5m2', supported is 'e4m3'"),
     (
@@ -147,14 +143,14 @@ REFUSED = [
         r"weight_block_size is \[128\], allowed are two whole numbers",
     ),
     (
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        "format is 'pack-quantized'",
+        {"quant_method": "compressed-tensors", "format": "marlin-24"},
+        "format is 'marlin-24', supported are pack-quantized",
     ),
     (
         {"quant_method": "compressed-tensors", "format": "float-quantized"},
         "config_groups is missing",
     ),
-    (groups_of(num_bits=4), "supported as floats of 8 bits"),
+    (groups_of(num_bits=5), "supported as floats of 8 bits"),
     (groups_of(strategy="group"), "strategy is 'group'"),
 ]
 

@@ -123,15 +123,46 @@ def test_header_values_of_wrong_types(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-def test_a_part_of_a_split_model(tmp_path: Path) -> None:
-    path = write_tiny_gguf(
-        tmp_path / "m-00001-of-00003.gguf", "llama", tiny_model("llama"), extra={"split.count": 3}
-    )
-    with pytest.raises(
-        UnsupportedModel,
-        match="is one of 3 parts of a model, supported are GGUF models in one file",
-    ):
-        open_checkpoint(path)
+@pytest.fixture
+def split(tmp_path: Path) -> list[Path]:
+    """Returns the files of a tiny model in three, beside which a folder has it in one."""
+    model = tiny_model("llama")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    write_tiny_gguf(whole / "m.gguf", "llama", model, tokens=96)
+    write_tiny_gguf(tmp_path / "m.gguf", "llama", model, tokens=96, max_tensors=12)
+    return sorted(tmp_path.glob("*.gguf"))
+
+
+def test_a_model_in_several_files(split: list[Path]) -> None:
+    """Any part, or their folder, is the whole model."""
+    assert len(split) == 3
+    whole = open_checkpoint(split[0].parent / "whole" / "m.gguf")
+    for path in (split[0], split[2], split[0].parent):
+        found = open_checkpoint(path)
+        assert set(found.names()) == set(whole.names()) and found.config == whole.config
+        assert [file.name for file in found.weight_files] == [part.name for part in split]
+        for name in whole.names():
+            wanted = whole.tensor(name).dequantize()
+            np.testing.assert_array_equal(found.tensor(name).dequantize(), wanted)
+        assert found.stored("lm_head.weight").file in split
+        found.release()
+
+
+def test_parts_that_do_not_belong_together(split: list[Path], tmp_path: Path) -> None:
+    first, second, third = (part.read_bytes() for part in split)
+    split[1].unlink()
+    with pytest.raises(WeightMismatch, match=f"missing parts of the model: {split[1].name}"):
+        open_checkpoint(split[0])
+    split[1].write_bytes(third)
+    with pytest.raises(WeightMismatch, match="names itself part 2 of 3, expected 1 of 3"):
+        open_checkpoint(split[0])
+    split[1].write_bytes(second)
+    (tmp_path / "alone").mkdir()
+    renamed = tmp_path / "alone" / "model.gguf"
+    renamed.write_bytes(first)
+    with pytest.raises(WeightMismatch, match="is one of 3 parts of a model, whose names end in"):
+        open_checkpoint(renamed)
 
 
 def test_end_ids_and_sampling_defaults(tmp_path: Path) -> None:
@@ -217,8 +248,8 @@ def test_unknown_things_are_named(llama: Path, tmp_path: Path) -> None:
         content[:4] + struct.pack("<I", 1) + content[8:]: "GGUF version 1, allowed are 2 and 3",
         content.replace(
             b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama",
-            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba",
-        ): ("architecture 'mamba', supported in GGUF are llama, qwen2, "),
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0rwkv7",
+        ): ("architecture 'rwkv7', supported in GGUF are llama, qwen2, "),
         content.replace(
             b"blk.1.attn_norm.weight", b"blk.1.attn_gate.weight"
         ): "blk.1.attn_gate.weight is unknown in the family llama",
@@ -243,9 +274,9 @@ def test_unknown_tensor_type_is_named(llama: Path, tmp_path: Path) -> None:
     content = bytearray(llama.read_bytes())
     name = b"blk.0.ffn_up.weight"
     place = content.index(name) + len(name) + 4 + 2 * 8
-    content[place : place + 4] = struct.pack("<I", 16)
+    content[place : place + 4] = struct.pack("<I", 41)
     (tmp_path / "t.gguf").write_bytes(content)
-    with pytest.raises(UnsupportedModel, match=r"tensor type 16 \(IQ2_XXS\), supported are F32"):
+    with pytest.raises(UnsupportedModel, match=r"tensor type 41 \(Q1_0\), supported are F32"):
         open_checkpoint(tmp_path / "t.gguf")
 
 

@@ -15,6 +15,7 @@ from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
 from octavo.program.program import Program, Value, Weight
 from octavo.quant.online import pack_int4
 from octavo.quant.packed import PackedWeight
+from tests.support.tiny_encoders import encoder_config
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_shapes import WIDTHS_OF_32
 
@@ -154,6 +155,16 @@ def moe_program() -> Program:
         Linear(y, (Value("out", "tokens", 9),), (Weight("embed", (9, 64)),)),
     )
     return Program("decoder", {"token_ids": ids}, {}, ops)
+
+
+def test_an_encoder_keeps_tables_and_values_and_packs_the_rest_in_groups() -> None:
+    program = build_programs(encoder_config("bert") | {"hidden_size": 64})["encoder"]
+    plan = {weight.name: how for weight, how in packing_plan(program, "int8").items()}
+    layer = "encoder.layer.0"
+    assert plan[f"{layer}.attention.self.query.weight"] == "int8_groups"
+    assert plan[f"{layer}.output.dense.weight"] == "int8", "90 inputs are no whole groups"
+    assert f"{layer}.attention.self.value.weight" not in plan
+    assert not any("embeddings" in name for name in plan)
 
 
 def test_packing_plan() -> None:

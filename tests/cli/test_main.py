@@ -11,7 +11,8 @@ import pytest
 
 from octavo.cli.errors import OUTPUT_CLOSED, exit_code_of
 from octavo.cli.exit_codes import INTERRUPTED
-from octavo.config.engine_config import option_fields, options_of
+from octavo.config.engine_config import option_fields
+from octavo.config.option import options_of
 from octavo.errors import EngineDead
 from octavo.server.settings import ServerSettings
 from tests.cli.conftest import process
@@ -51,7 +52,7 @@ def test_help_is_quick():
         assert process("--help").wait() == 0
         return time.perf_counter() - start
 
-    assert min(seconds() for _ in range(5)) < 0.3
+    assert min(seconds() for _ in range(8)) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -111,11 +112,24 @@ def test_ctrl_c_during_imports_ends_quietly_with_130(tiny, module):
     assert running.returncode == INTERRUPTED and "Traceback" not in err, err
 
 
-def test_ctrl_c_within_the_making_of_a_class_is_130(tmp_path):
-    """Python -m would kill itself after a KeyboardInterrupt that has passed through exec()."""
+SET_NAME = """
+class Interrupted:
+    def __set_name__(self, owner, name):
+        raise KeyboardInterrupt
+
+class Owner:
+    field = Interrupted()
+"""
+
+
+@pytest.mark.parametrize("source", ["raise KeyboardInterrupt", SET_NAME], ids=["exec", "set-name"])
+def test_ctrl_c_within_the_making_of_a_class_is_130(tmp_path, source):
+    """Python -m would kill itself after a KeyboardInterrupt that has passed through exec(), and
+    Python 3.11 makes a RuntimeError of one that interrupts `__set_name__`.
+    """
     (tmp_path / "interrupted.py").write_text(
         "from octavo.cli import app, main\n"
-        "app.run_command = lambda arguments: exec('raise KeyboardInterrupt')\n"
+        f"app.run_command = lambda arguments: exec({source!r}, {{}})\n"
         "main.main()"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(tmp_path)])}

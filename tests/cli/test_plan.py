@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.disk import measure_disk
 from octavo.checkpoint.open import open_checkpoint
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
@@ -144,25 +146,9 @@ def test_a_kv_cache_that_was_asked_for_and_does_not_fit(octavo, config):
     assert found["flags"][0] == "--quantization=int8"
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"model_type": "mamba", "hidden_size": 768}, "model type 'mamba' is not supported"),
-        (
-            {
-                "model_type": "t5",
-                "is_encoder_decoder": True,
-                "vocab_size": 320,
-                "d_model": 48,
-                "d_kv": 12,
-                "d_ff": 64,
-            },
-            "an encoder and decoder",
-        ),
-    ],
-)
-def test_what_is_not_served_is_not_planned(octavo, tmp_path, values, message):
-    (tmp_path / "config.json").write_text(json.dumps(values))
+def test_what_is_not_served_is_not_planned(octavo, tmp_path):
+    message = "model type 'rwkv' is not supported"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv", "hidden_size": 768}))
     ended = octavo("plan", tmp_path, *GIVEN)
     assert ended.code == 2 and message in ended.err and ended.out == ""
 
@@ -246,12 +232,50 @@ def test_measured_here(octavo):
     assert found["memory_bytes"] == pytest.approx(Machine().available_bytes(), rel=0.3)
 
 
+STREAMED = "--weights-memory-bytes=4GiB"
+
+
+def test_streamed_weights_are_bound_by_the_disk(octavo, config, tmp_path):
+    """A model of 16 GB that may take 4 GiB of memory reads some 12 GB for each step."""
+    options = (config, "--memory=80GiB", STREAMED, f"--weights-dir={tmp_path}")
+    ended, found = planned(octavo, *options, "--disk-bandwidth=2G")
+    assert ended.code == 0 and found["weight_bytes"] <= 4 << 30
+    assert 11.5e9 < found["streamed_bytes"] < 13.5e9
+    disk_bound = octavo("plan", *options, "--bandwidth=1T", "--flops=1P", "--disk-bandwidth=2G")
+    assert f"{2e9 / found['streamed_bytes']:.3g} steps a second" in disk_bound.out
+    fast, slow = (
+        json.loads(octavo("plan", *options, *limits, "--json").out)["rows"][0]
+        for limits in (
+            ("--bandwidth=1T", "--flops=1P", "--disk-bandwidth=2G"),
+            ("--bandwidth=1T", "--flops=1P", "--disk-bandwidth=1G"),
+        )
+    )
+    expected = 2e9 / found["streamed_bytes"]
+    assert fast["decode_tokens_per_s"] == pytest.approx(expected)
+    assert slow["decode_tokens_per_s"] == pytest.approx(expected / 2)
+    assert fast["batch_tokens_per_s"] == pytest.approx(expected * fast["batch"])
+
+
+def test_the_disk_is_measured_and_nothing_left_on_it(tmp_path):
+    directory = Path(__file__).parents[2] / "build" / tmp_path.name
+    rates = measure_disk(directory, scratch_bytes=4 << 20, seconds=0.02)
+    assert list(directory.iterdir()) == []
+    directory.rmdir()
+    if rates is not None:  # a file system without direct reads is not measured
+        assert rates.in_order > 1e6 and all(rate > 1e5 for rate in rates.random.values())
+        assert list(rates.random) == [4096, 16384, 65536, 524288]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--memory=many"], "--memory: got 'many', allowed is a number of bytes such as"),
         (["--flops=0"], "--flops: got '0', allowed is a number above 0 such as 50G or 1.5T"),
         (["--bandwidth=5X"], "--bandwidth: got '5X', allowed is"),
+        (
+            [*GIVEN, STREAMED, "--weights-dir=build", "--disk-bandwidth=x"],
+            "--disk-bandwidth: got 'x', allowed is",
+        ),
     ],
 )
 def test_bad_numbers(octavo, config, flags, message):
@@ -283,3 +307,15 @@ def test_an_encoder_keeps_no_kv_and_runs_as_many_texts_as_may_run(octavo):
     assert ended.code == 0
     assert [row["requests"] for row in found["rows"]] == [40]
     assert "--max-num-seqs=40" in found["flags"]
+
+
+def test_states_are_planned_for_each_request_and_checkpoint(octavo):
+    path = tiny_model("mamba2").path
+    _, found = planned(octavo, path, "--memory=8GiB")
+    one = 3 * 2 * 6 * 16 * 12 * 4  # two states of 6 heads of 16 columns and 12 numbers, padded
+    assert one < found["state_bytes"] < 4 * one
+    assert found["checkpoint_tokens"] == 256
+    text = octavo("plan", path, "--memory=8GiB", *GIVEN).out
+    assert "each request" in text and "each 256 tokens and at a prompt's end" in text
+    off = octavo("plan", path, "--memory=8GiB", *GIVEN, "--no-enable-prefix-caching")
+    assert off.code == 0 and "checkpoint" not in off.out

@@ -112,6 +112,20 @@ def test_rates_are_those_between_two_readings():
     assert rows["n"] == ["n", "loading", *["-"] * 8]
 
 
+def test_a_narrow_view_has_whole_ids():
+    """An id is told whole, for it is what a request is aborted by."""
+    from rich.console import Console
+
+    name = "chatcmpl-0123456789abcdef01234567"
+    request = {"id": name, "model": "m", "state": "running", "age_s": 1, "waited_s": 0}
+    request |= {"prompt_tokens": 5, "tokens": 6, "choices": [{"blocks": 2}]}
+    now = Reading(1.0, "url", {}, {}, [request])
+    console = Console(width=70, file=io.StringIO())
+    console.print(view_of(now, now))
+    lines = console.file.getvalue().splitlines()
+    assert name in "".join(line.split(" ")[0] for line in lines)
+
+
 def test_series_of_other_servers_are_left_out():
     text = (
         "# TYPE octavo:kv_blocks_held gauge\n"
@@ -124,7 +138,8 @@ def test_series_of_other_servers_are_left_out():
 
 def test_a_conversation_with_a_server_is_that_with_its_model(octavo, server, tiny, monkeypatch):
     answers = []
-    for flags in ([f"--url={server.url}", f"--api-key={KEY}"], tiny):
+    named = [f"--url={server.url}", f"--api-key={KEY}", "tiny"]
+    for flags in (named, tiny):
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
         ended = octavo("chat", "--max-tokens=6", "--temperature=0", *flags)
         assert ended.code == 0 and ", 6 new tokens in" in ended.err

@@ -7,6 +7,7 @@ import cohere
 import pytest
 
 from tests.clients.conftest import MODEL, QUESTION
+from tests.support.live_server import LiveServer
 
 ASK = {
     "model": MODEL,
@@ -69,3 +70,36 @@ def test_a_tool_is_called(server):
     assert call.function.name == "look_up" and "city" in json.loads(call.function.arguments)
     kinds = {event.type for event in client.chat_stream(**ask)}
     assert {"tool-call-start", "tool-call-delta", "tool-call-end"} <= kinds
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    server = LiveServer("minilm", "--max-model-len=128")
+    yield server
+    assert server.stop() == 0
+
+
+RERANK = {
+    "model": "minilm",
+    "query": "Where do whales sleep?",
+    "documents": ["The box left on Monday.", "Whales rest near the surface.", "word " * 500],
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "/cohere"])
+def test_documents_are_put_in_order(encoder, prefix):
+    client = cohere.ClientV2(base_url=encoder.url + prefix, api_key="none")
+    made = client.rerank(**RERANK, top_n=2)
+    assert made.results[0].index == 1 and len(made.results) == 2
+    assert made.results[0].relevance_score > 0.5 > made.results[1].relevance_score
+    assert made.meta.billed_units.search_units == 1 and made.meta.tokens.input_tokens > 128
+    with pytest.raises(cohere.BadRequestError) as refused:
+        client.rerank(**RERANK | {"documents": []})
+    assert refused.value.body["message"].startswith("documents: got []")
+
+
+def test_the_older_client_puts_documents_in_order(encoder):
+    client = cohere.Client(base_url=encoder.url, api_key="none")
+    made = client.rerank(**RERANK | {"documents": RERANK["documents"][:2]}, return_documents=True)
+    assert [result.index for result in made.results] == [1, 0]
+    assert made.results[0].document.text == RERANK["documents"][1]

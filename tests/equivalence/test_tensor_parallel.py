@@ -1,4 +1,5 @@
-"""Two ranks (gloo on this CPU) give the tokens of one, whatever the scheduler does.
+"""Two ranks (native in shared memory, torch by gloo) give the tokens of one, whatever the scheduler
+does.
 
 Within tolerance: tokens are compared with the float64 reference up to the first place at which its
 best two logits lie less than 1e-3 apart; the ranks compute in fp32.
@@ -6,6 +7,7 @@ best two logits lie less than 1e-3 apart; the ranks compute in fp32.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from octavo.backends.torch.kv_cache import layout_of
 from octavo.checkpoint.open import open_checkpoint
 from octavo.errors import ConfigError
@@ -23,6 +25,7 @@ from octavo.models.registry import build_programs
 from octavo.program.passes.shard import shard
 from tests.support.llm_tools import SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.tiny_models import tiny_model
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 torch.set_num_threads(1)
 
@@ -46,6 +49,12 @@ every_family = pytest.mark.parametrize(
 )
 
 
+BACKENDS = {
+    "native": {"backend": "native"},
+    "torch": {"backend": "torch", "device": "cpu", "batch_invariant": False},
+}
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
 UNTIED = {"gemma3_text": {"tie_word_embeddings": False}}
 """Options of families whose tiny model repeats one token forever if its embeddings are tied."""
 
@@ -54,10 +63,11 @@ def path_of(family: str) -> Path:
     return tiny_model(family, **UNTIED.get(family, {})).path
 
 
-def ranked(family: str, **options: Any) -> LLM:
+def ranked(family: str, backend: str = "torch", **options: Any) -> LLM:
     return make_llm(
         model_path=path_of(family),
-        **{"backend": "torch", "device": "cpu", "tensor_parallel_size": 2, "batch_invariant": False}
+        **{"dtype": "float32", "tensor_parallel_size": 2}
+        | BACKENDS.get(backend, {"backend": backend})
         | options,
     )
 
@@ -95,9 +105,10 @@ def assert_same_tokens(found: list[RequestOutput], expected: list[RequestOutput]
 
 
 @every_family
-def test_tokens_prefix_hits_and_forks(family: str) -> None:
+@every_backend
+def test_tokens_prefix_hits_and_forks(family: str, backend: str) -> None:
     prompts = prompts_of(*LENGTHS)
-    with ranked(family) as llm:
+    with ranked(family, backend) as llm:
         assert_same_tokens(llm.generate(prompts, GREEDY), wanted(family))
         again = llm.generate(prompts, GREEDY)
         assert sum(output.num_cached_tokens for output in again) > 100
@@ -105,9 +116,7 @@ def test_tokens_prefix_hits_and_forks(family: str) -> None:
         forked = msgspec.structs.replace(SAMPLED, n=3, temperature=1.5, max_tokens=30)
         together = llm.generate(prompts[1], forked)[0]
         assert llm.reset_prefix_cache()
-    with make_llm(
-        model_path=path_of(family), backend="torch", device="cpu", batch_invariant=False
-    ) as llm:
+    with ranked(family, backend, tensor_parallel_size=1) as llm:
         one = llm.generate(prompts[1], forked)[0]
     assert [sample.token_ids for sample in together.outputs] == [
         sample.token_ids for sample in one.outputs
@@ -116,13 +125,15 @@ def test_tokens_prefix_hits_and_forks(family: str) -> None:
 
 
 @every_family
+@every_backend
 @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_chunks_and_preemption(family: str, mode: str) -> None:
+def test_chunks_and_preemption(family: str, backend: str, mode: str) -> None:
     """There is room for two of four requests as they grow, at 13 tokens a step, so blocks are
     swapped on both ranks.
     """
     options = {"max_model_len": 80, "preemption_mode": mode, "max_num_batched_tokens": 13}
-    with ranked(family, kv_cache_memory_bytes=8 * block_bytes(family), **options) as llm:
+    room = 8 * block_bytes(family)
+    with ranked(family, backend, kv_cache_memory_bytes=room, **options) as llm:
         found = llm.generate(prompts_of(*GROWING), greedy(40))
         stats = llm.get_metrics()
     assert stats.num_preemptions > 0 and stats.num_used_blocks == stats.num_host_blocks == 0
@@ -192,10 +203,82 @@ def test_precisions(options: dict[str, str]) -> None:
         assert abs(first.logprobs[0][token].logprob - second.logprobs[0][token].logprob) < 0.1
 
 
+def test_native_ranks_have_the_same_bits_in_any_company() -> None:
+    """The 70 prompts' tokens go by ranges of rows, their samples in two chunks; alone each is one
+    row.
+    """
+    prompts = prompts_of(5, 20, *[3] * 68)
+    short = msgspec.structs.replace(SAMPLED, max_tokens=4)
+    with ranked("llama", "native", max_num_seqs=70) as llm:
+        together = [fingerprint(output) for output in llm.generate(prompts, short)]
+        alone = [fingerprint(llm.generate(prompt, short)[0]) for prompt in prompts[:4]]
+    assert together[:4] == alone
+    with ranked("llama", "native", max_num_batched_tokens=7) as llm:
+        chunked = [fingerprint(output) for output in llm.generate(prompts[:3], short)]
+    assert chunked == together[:3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8", "dtype": "auto"},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"dtype": "bfloat16"},
+                {"kv_cache_dtype": "int8"},
+                {"spec_method": "ngram"},
+                {"kv_layout": "virtual", "enable_prefix_caching": False},
+                {"threads": 4},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_native_ranks_beside_other_options(options: dict[str, Any]) -> None:
+    """Two ranks agree with one rank under the same options. Rounded rows of bf16 and int8 may part
+    them, so only first tokens are compared, unless the best two lie close together.
+    """
+    prompts = prompts_of(*LENGTHS)
+    with ranked("llama", "native", tensor_parallel_size=1, **options) as llm:
+        expected = llm.generate(prompts, GREEDY)
+    with ranked("llama", "native", **options) as llm:
+        found = llm.generate(prompts, GREEDY)
+    for output, reference in zip(found, expected, strict=True):
+        first, second = output.outputs[0], reference.outputs[0]
+        token = second.token_ids[0]
+        best, runner_up = sorted(entry.logprob for entry in second.logprobs[0].values())[:-3:-1]
+        assert len(first.token_ids) == 16
+        assert abs(first.logprobs[0][token].logprob - best) < 0.1
+        assert token == first.token_ids[0] or best - runner_up < 0.1
+
+
+def test_native_ranks_keep_to_a_form() -> None:
+    """The first rank's grammar decides: all ranks go on from the tokens that it allowed."""
+    params = SamplingParams(
+        temperature=1,
+        seed=5,
+        max_tokens=30,
+        structured_outputs=StructuredOutputs(regex="(ab|cd){4}"),
+    )
+    texts = []
+    for num_ranks in (1, 2):
+        with make_llm(
+            model_path=tiny_model_with_text(),
+            backend="native",
+            dtype="float32",
+            tensor_parallel_size=num_ranks,
+            skip_tokenizer_init=False,
+        ) as llm:
+            texts.append(llm.generate("say", params)[0].outputs[0].text)
+    assert texts[0] == texts[1] and re.fullmatch("(ab|cd){4}", texts[0])
+
+
 @pytest.mark.slow
-def test_more_ranks_than_kv_heads() -> None:
+@every_backend
+def test_more_ranks_than_kv_heads(backend: str) -> None:
     """With four ranks each of llama's two KV heads is on two of them."""
-    with ranked("llama", tensor_parallel_size=4) as llm:
+    with ranked("llama", backend, tensor_parallel_size=4) as llm:
         assert_same_tokens(llm.generate(prompts_of(*LENGTHS), GREEDY), wanted("llama"))
 
 
@@ -204,12 +287,21 @@ def test_more_ranks_than_kv_heads() -> None:
     [
         (
             {"backend": "reference", "device": None},
-            "tensor_parallel_size: got 2, allowed only with the torch backend, got 'reference'",
+            "tensor_parallel_size: got 2, allowed only with the backends native and torch, got"
+            " 'reference'",
         ),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: got 3, but the model has 2 KV heads"),
         (
             {"kv_offloading_size": 1 << 20},
             "kv_offloading_size: allowed only where tensor_parallel_size is 1, got 2",
+        ),
+        (
+            {"backend": "native", "weights_memory_bytes": 1 << 20, "weights_dir": "/nowhere"},
+            "weights_memory_bytes: allowed only where tensor_parallel_size is 1, got 2",
+        ),
+        (
+            {"backend": "native", "num_scheduler_steps": 4},
+            "num_scheduler_steps: got 4, allowed is 1 with tensor_parallel_size 2",
         ),
         (
             {"prefix_cache_dir": "/nowhere"},

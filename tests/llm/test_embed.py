@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 
 from octavo import LLM, PoolingParams, SamplingParams
-from octavo.errors import ConfigError, ContextTooLong, InvalidRequest
+from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, UnsupportedModel
 from octavo.progress import quiet
 from tests.support.tiny_encoders import encoder, save_encoder
 from tests.support.tiny_models import tiny_model
@@ -108,7 +110,7 @@ def test_normalizing_follows_the_checkpoint_and_the_request(bert: LLM, tmp_path:
 
 
 def test_an_encoder_generates_nothing_and_says_so(bert: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="is an encoder: it can make embeddings"):
+    with pytest.raises(InvalidRequest, match="can make embeddings, and generates no text"):
         bert.generate([[5, 6]], SamplingParams(max_tokens=1))
     with pytest.raises(InvalidRequest, match="generates no text"):
         bert.chat([{"role": "user", "content": "hello"}])
@@ -142,6 +144,50 @@ def test_prompts_without_known_tokens_are_refused(bert: LLM, ids: list[int]) -> 
         bert.embed([ids], use_tqdm=False)
 
 
+def test_4_bits_embed_nearly_as_32(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model("bert", vocab_size=130, num_hidden_layers=2, **shape)
+    torch.manual_seed(3)
+    path = save_encoder(tmp_path, "bert")
+    transformers.AutoModel.from_config(config).save_pretrained(path)
+    with started(path) as whole, started(path, quantization="int4") as packed:
+        cosines = (embeddings(whole, texts()) * embeddings(packed, texts())).sum(axis=1)
+    assert cosines.min() > 0.98
+
+
 def test_chunks_of_time_are_refused_for_whole_texts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="itl_target_ms"):
         started(save_encoder(tmp_path, "bert"), itl_target_ms=5)
+
+
+@pytest.mark.parametrize(
+    ("config", "dimensions", "allowed"),
+    [
+        ({"matryoshka_dimensions": [18, 36]}, (18, 36, 72), "18, 36, 72"),
+        ({"is_matryoshka": True}, (1, 50, 72), "1 to 72"),
+    ],
+)
+def test_an_embedding_is_cut_as_the_checkpoint_allows(
+    tmp_path: Path, config: dict[str, Any], dimensions: tuple[int, ...], allowed: str
+) -> None:
+    path = save_encoder(tmp_path, "bert", normalize=False)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with started(path) as llm:
+        whole = embeddings(llm, texts())
+        for number in dimensions:
+            params = PoolingParams(dimensions=number, normalize=True)
+            rows = torch.nn.functional.normalize(torch.tensor(whole[:, :number])).numpy()
+            np.testing.assert_allclose(
+                embeddings(llm, texts(), pooling_params=params), rows, atol=1e-6
+            )
+        with pytest.raises(InvalidRequest, match=f"dimensions: got 99, allowed are {allowed}"):
+            llm.embed([[5, 6]], PoolingParams(dimensions=99))
+
+
+def test_impossible_dimensions_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    path = save_encoder(tmp_path, "bert")
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"matryoshka_dimensions": [100]}))
+    with pytest.raises(UnsupportedModel, match="matryoshka_dimensions holds 100, allowed are 1"):
+        started(path)

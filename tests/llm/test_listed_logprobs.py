@@ -23,6 +23,7 @@ def generate(llm: LLM, *params: SamplingParams):
     return [output.outputs[0] for output in llm.generate(prompts, list(params))]
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bias", [None, {7: -100.0, 8: 50.0}])
 def test_listed_tokens_have_what_the_whole_list_says(llm, backend, temperature, bias):

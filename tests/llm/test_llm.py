@@ -14,7 +14,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.requests.request import EngineRequest
-from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, OctavoError, UnsupportedModel
+from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, OctavoError
 from octavo.progress import quiet
 from octavo.wiring.engine import build_core, core_texts
 from octavo.wiring.model import open_model
@@ -263,11 +263,6 @@ def test_what_keeps_an_engine_from_starting(name):
     with pytest.raises(kind) as error:
         make_llm(**options)
     assert message in str(error.value)
-
-
-def test_a_model_that_cannot_generate_is_refused_by_name():
-    with pytest.raises(UnsupportedModel, match="t5 is an encoder and decoder"):
-        make_llm("t5")
 
 
 def test_the_start_says_what_fits():

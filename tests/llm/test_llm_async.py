@@ -222,6 +222,21 @@ def test_a_full_queue_is_refused():
     llm.close()
 
 
+def test_a_request_that_would_be_too_late_is_refused():
+    llm = make_async(max_predicted_ttft_s=1e-9)
+
+    async def run():
+        assert (await final(llm, [5], GREEDY)).finished, "nothing is predicted before a step"
+        with pytest.raises(
+            Overloaded, match=r"first token would take about .* allowed are 1e-09 s"
+        ):
+            llm.submit([5], GREEDY)
+        assert llm.limits.rejections == {"latency": 1}
+
+    asyncio.run(run())
+    llm.close()
+
+
 def test_closing_ends_the_streams(llm):
     async def run():
         stream = llm.submit([5], LONG)

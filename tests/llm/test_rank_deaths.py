@@ -39,6 +39,7 @@ OPTIONS = small_options() | {
     "tensor_parallel_size": 2,
     "batch_invariant": False,
 }
+NATIVE = OPTIONS | {"backend": "native", "device": None}
 
 
 def ranks_below(pid: int) -> list[int]:
@@ -71,8 +72,9 @@ def wait_until(true: Callable[[], bool], timeout_s: float = SOON_S) -> None:
     assert true(), "it did not become true in time"
 
 
-def test_an_llm_that_loses_a_rank_raises_its_name() -> None:
-    with LLM(**OPTIONS, report=lambda text: None) as llm:
+@pytest.mark.parametrize("options", [OPTIONS, NATIVE], ids=["torch", "native"])
+def test_an_llm_that_loses_a_rank_raises_its_name(options: dict[str, object]) -> None:
+    with LLM(**options, report=lambda text: None) as llm:
         (rank,) = ranks_below(os.getpid())
         stream = llm.stream(prompts_of(20)[0], LONG)
         next(stream)
@@ -129,6 +131,7 @@ def engine() -> Iterator[Engine]:
 LOST = "rank 1 of 2 has ended (killed by signal 9): another engine is being started"
 
 
+@pytest.mark.slow
 def test_an_engine_that_loses_a_rank_is_replaced_with_all_its_ranks(engine: Engine) -> None:
     core, rank = engine.core, engine.rank
     assert asyncio.run(engine.run_over(lambda: os.kill(rank, signal.SIGKILL))) == [200] * 3
@@ -167,6 +170,18 @@ def test_a_core_that_is_killed_takes_its_ranks_along(engine: Engine, stopped: bo
     asyncio.run(watch())
     assert engine.said[0].startswith("the engine process has ended (killed by signal 9)")
     wait_until(lambda: not is_there(rank))
+
+
+@pytest.mark.slow
+def test_native_ranks_are_replaced_with_their_engine() -> None:
+    """The first rank waits in a collective that the killed one never comes to."""
+    engine = Engine(backend="native", device=None)
+    rank = engine.rank
+    try:
+        assert asyncio.run(engine.run_over(lambda: os.kill(rank, signal.SIGKILL))) == [200] * 3
+        assert engine.said[0].endswith(LOST)
+    finally:
+        engine.llm.close()
 
 
 @pytest.mark.slow
@@ -258,3 +273,25 @@ def test_close_leaves_no_rank() -> None:
     (rank,) = ranks_below(os.getpid())
     llm.close()
     assert not is_there(rank)
+
+
+@pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_llm_that_loses_a_stage_raises_its_name(num_stages: int) -> None:
+    path = tiny_model("llama", num_hidden_layers=3).path
+    options = small_options(model_path=path) | {
+        "backend": "native",
+        "batch_invariant": False,
+        "pipeline_parallel_size": num_stages,
+    }
+    with LLM(**options, report=lambda text: None) as llm:
+        stages = sorted(ranks_below(os.getpid()))
+        assert len(stages) == num_stages - 1
+        stream = llm.stream(prompts_of(20)[0], LONG)
+        next(stream)
+        os.kill(stages[0], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(EngineDead, match=rf"(rank|stage) \d of {num_stages} has ended"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - began < SOON_S
+        assert ranks_below(os.getpid()) == []

@@ -11,6 +11,7 @@ import pytest
 from octavo import SamplingParams, StructuredOutputs
 from octavo.errors import InvalidRequest
 from tests.support.llm_tools import fingerprint, make_llm, prompts_of
+from tests.support.schemas import some_schema
 from tests.support.tiers import examples
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
@@ -86,37 +87,6 @@ def test_an_answer_meets_its_schema(llm, mode):
     (output,) = llm.generate(prompts_of(9), params(SCHEMA, **mode))
     check(output, SCHEMA)
     assert {sample.finish_reason for sample in output.outputs} == {"stop"}
-
-
-def some_schema(rng: random.Random, depth: int = 2) -> dict:
-    """Draws a schema whose answers are short."""
-    kinds = ["integer", "boolean", "string", "enum", "const", "pattern"]
-    kind = rng.choice(kinds + ["object", "array", "anyOf"] * (depth > 0))
-    if kind == "object":
-        names = rng.sample("abcdefgh", rng.randint(1, 3))
-        return {
-            "type": "object",
-            "properties": {name: some_schema(rng, depth - 1) for name in names},
-            "required": names[: rng.randint(0, len(names))],
-            "additionalProperties": False,
-        }
-    if kind == "array":
-        least = rng.randint(0, 1)
-        return {
-            "type": "array",
-            "items": some_schema(rng, depth - 1),
-            "minItems": least,
-            "maxItems": least + 1,
-        }
-    return {
-        "integer": {"type": "integer", "minimum": -rng.randint(0, 50), "maximum": 99},
-        "boolean": {"type": ["boolean", "null"]},
-        "string": {"type": "string", "minLength": 1, "maxLength": rng.randint(1, 5)},
-        "enum": {"enum": rng.sample(["x", "yy", 3, None, "ß", [1], {"k": 0}], 3)},
-        "const": {"const": rng.choice(["c", 1.5, True, {"a": [None]}])},
-        "pattern": {"type": "string", "pattern": "^[a-f]{2}-[0-9]{1,3}$"},
-        "anyOf": {"anyOf": [some_schema(rng, depth - 1) for _ in range(depth and 2)]},
-    }[kind]
 
 
 def test_drawn_schemas_are_met_in_every_mode(llm):
@@ -266,8 +236,6 @@ def test_a_preempted_answer_goes_on_where_it_was(backend):
 def test_what_goes_with_no_form_is_refused(llm):
     with pytest.raises(InvalidRequest, match="ignore_eos: got True with structured_outputs"):
         params(SCHEMA, ignore_eos=True)
-    with pytest.raises(InvalidRequest, match=r"structured_outputs: got .* in a beam search"):
-        params(SCHEMA, beam_width=2)
     with pytest.raises(InvalidRequest, match="#/properties/a/not"):
         llm.generate(prompts_of(4), params({"properties": {"a": {"not": {}}}}))
 
@@ -285,3 +253,85 @@ def test_params_take_a_form_as_plain_data():
     assert made.structured_outputs == StructuredOutputs(regex="a")
     with pytest.raises(InvalidRequest, match="structured_outputs: got 3"):
         SamplingParams(structured_outputs=3)
+
+
+FORCED = {
+    "type": "object",
+    "properties": {"a_long_name": {"enum": ["abcdef", "abcxyz"]}, "done": {"const": True}},
+    "required": ["a_long_name", "done"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "top_k", "penalties", "two samples", "n"])
+def test_text_without_a_choice_is_not_drawn(llm, mode):
+    """Logprobs want each token drawn; without them the same tokens come in fewer steps."""
+    options = MODES.get(mode, {"n": 3, "stop": ["xyz"]})
+    form = StructuredOutputs(json=FORCED, disable_any_whitespace=True)
+    prompts, steps = prompts_of(4, 9), []
+    answers = []
+    for told in ({"logprobs": 0}, {}):
+        before = llm.get_metrics().num_steps
+        outputs = llm.generate(prompts, params(form, **options | told))
+        steps.append(llm.get_metrics().num_steps - before)
+        answers.append([[sample.token_ids for sample in one.outputs] for one in outputs])
+        for output in outputs:
+            if mode != "n":
+                check(output, FORCED)
+    assert answers[0] == answers[1]
+    assert steps[1] < steps[0] / 3
+
+
+def test_text_without_a_choice_ends_at_the_length(llm):
+    form = StructuredOutputs(json=FORCED, disable_any_whitespace=True)
+    for most in (3, 17):
+        outputs = llm.generate(prompts_of(4, 7), params(form, max_tokens=most))
+        assert [len(one.outputs[0].token_ids) for one in outputs] == [most, most]
+        assert {one.outputs[0].finish_reason for one in outputs} == {"length"}
+
+
+def test_what_bans_a_token_without_a_choice_fails_its_request(llm):
+    form = StructuredOutputs(choice=["abc"])
+    (b,) = llm.get_tokenizer().encode("b", add_special_tokens=False)
+    for ban in ({"bad_words": ["b"]}, {"allowed_token_ids": [b - 1, b + 1]}):
+        (output,) = llm.generate(prompts_of(4), params(form, **ban))
+        assert "no token can be drawn" in output.error
+
+
+def search(form, **options) -> SamplingParams:
+    usual = {"beam_width": 3, "n": 3, "max_tokens": 60, "structured_outputs": form}
+    return SamplingParams(**usual | options)
+
+
+def test_the_beams_of_a_form_have_it(llm, backend):
+    form = StructuredOutputs(json=strings_of("a"))
+    if backend == "torch":
+        with pytest.raises(InvalidRequest, match="got a form in a beam search, which the torch"):
+            llm.generate(prompts_of(4), search(form))
+        return
+    outputs = llm.generate(prompts_of(4, 9), [search(form), search(form, logprobs=2, min_tokens=9)])
+    for output in outputs:
+        check(output, strings_of("a"))
+        assert len({sample.text for sample in output.outputs}) == 3
+    (alone,) = llm.generate(prompts_of(4), search(form))
+    assert fingerprint(alone) == fingerprint(outputs[0])
+
+
+def test_a_search_finds_the_likeliest_texts_of_a_form(llm, backend):
+    """All texts of a small form, scored one by one, are the oracle."""
+    if backend == "torch":
+        return
+    texts = ["ab", "ac", "b", "cab", "cb", "cc"]
+    (output,) = llm.generate(
+        prompts_of(6), search(StructuredOutputs(choice=texts), beam_width=6, n=6, logprobs=0)
+    )
+    prompt, scored = prompts_of(6)[0], {}
+    for text in texts:
+        ids = [*llm.get_tokenizer().encode(text, add_special_tokens=False), 2]
+        told = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+        (one,) = llm.generate([prompt + ids], told)
+        places = zip(ids, one.prompt_logprobs[-len(ids) :], strict=True)
+        scored[text] = sum(place[token].logprob for token, place in places) / len(ids)
+    assert [sample.text for sample in output.outputs] == sorted(
+        texts, key=lambda text: -scored[text]
+    )

@@ -33,6 +33,32 @@ def test_a_misspelt_key_comes_with_the_right_one():
     assert refused.value.hint == "did you mean attention_bias?"
 
 
+@pytest.mark.parametrize(
+    ("family", "table", "asked"),
+    [
+        ("llama", "rope_parameters", "rope_parameters"),
+        ("mistral", "rope_scaling", "rope_parameters"),
+        ("mpt", "attn_config", "mpt's attn_config"),
+    ],
+)
+def test_a_key_of_a_table_that_nothing_reads_is_refused(family, table, asked):
+    config = tiny_model("llama" if family == "mistral" else family).config
+    given = config.get(table) or {"type": "linear", "factor": 2.0}
+    for value in (None, False):
+        build_programs(config | {table: given | {"warp": value}}, every_key=True)
+    with pytest.raises(UnsupportedModel, match=f"warp = 2 is not known for {asked}"):
+        build_programs(config | {table: given | {"warp": 2}}, every_key=True)
+
+
+def test_sections_of_positions_change_nothing_for_texts():
+    config = tiny_model("qwen3_5_text").config
+    sections = {"mrope_section": [1, 2, 1], "mrope_interleaved": True}
+    rope = config["rope_parameters"] | sections
+    assert build_programs(config | {"rope_parameters": rope}, every_key=True) == build_programs(
+        config
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_writes_is_known(family):
     """Every default of the family's configuration class is read or without effect."""

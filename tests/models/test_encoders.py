@@ -106,6 +106,22 @@ def test_classifiers_score_as_transformers(saved: Any, family: str) -> None:
     close(got, np.array(expected), 3e-5)
 
 
+def test_reference_reads_segments_as_transformers(saved: Any) -> None:
+    model = encoder("bert", classifies=True)
+    runner = PagedRunner(saved(model))
+    spans, expected = [], []
+    twin = in_float64(model)
+    for ids in requests():
+        start = len(ids) // 3
+        request = runner.add(ids)
+        request.second_start = start
+        spans.append((request, 0, len(ids)))
+        types = torch.tensor(np.arange(len(ids)) >= start).long()[None]
+        with double_precision(), torch.no_grad():
+            expected.append(twin(torch.tensor(ids)[None], token_type_ids=types).logits[0].numpy())
+    close(runner.step(spans, "encoder")["pooled"], np.array(expected), 1e-9)
+
+
 def test_a_pooling_is_never_guessed() -> None:
     config = encoder_config("bert") | {"pooling": None}
     with pytest.raises(UnsupportedModel, match=r"pooling is None, allowed are cls, mean, last"):

@@ -39,7 +39,7 @@ LONGROPE = {
     "original_max_position_embeddings": 512,
 }
 CASES = {
-    **{family: (family, {}) for family in FAMILIES if family != "t5"},
+    **{family: (family, {}) for family in FAMILIES},
     "llama-bias-tied": (
         "llama",
         {
@@ -136,6 +136,8 @@ CASES = {
         },
     ),
     "olmoe-normed-bias": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "opt-350m": ("opt", {"word_embed_proj_dim": 40, "do_layer_norm_before": False}),
+    "opt-projected": ("opt", {"word_embed_proj_dim": 40}),
     "gemma-plain-names": ("gemma", {"hidden_act": "gelu", "tie_word_embeddings": False}),
     "gemma2-no-caps": (
         "gemma2",
@@ -152,6 +154,42 @@ CASES = {
                 "rope_theta": 10000.0,
                 "short_factor": FACTORS,
                 "long_factor": [2 * factor for factor in FACTORS],
+            },
+        },
+    ),
+    "llama4-two-experts": (
+        "llama4_text",
+        {
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 1, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phimoe-plain": (
+        "phimoe",
+        {
+            "router_jitter_noise": 0.01,
+            "attention_bias": False,
+            "lm_head_bias": False,
+            "tie_word_embeddings": True,
+            "sliding_window": 20,
+        },
+    ),
+    "phimoe-longrope": (
+        "phimoe",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": FACTORS,
+                "long_factor": [2 * factor for factor in FACTORS],
+                "short_mscale": 1.15,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 512,
             },
         },
     ),
@@ -202,6 +240,15 @@ CASES = {
             "attention_bias": True,
         },
     ),
+    "lfm2-bias": (
+        "lfm2",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "exaone4-no-windows": (
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
@@ -211,7 +258,26 @@ CASES = {
         "deepseek_v3",
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     ),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "deepseek-many-heads": ("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}),
+    "falcon_h1-norm-last": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 3},
+    ),
+    "falcon_h1-norm-first": ("falcon_h1", {"mamba_rms_norm": True, "mamba_proj_bias": True}),
+    "granitemoehybrid-dense-rope": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    "mamba-bias": ("mamba", {"use_bias": True, "use_conv_bias": False}),
     "deepseek-plain": (
         "deepseek_v3",
         {

@@ -2,10 +2,12 @@
 
 import pytest
 
+from octavo.checkpoint.open import open_header
 from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig, model_info
 from octavo.models.registry import FAMILIES, build_programs
 from octavo.program.ops import Attention, GroupedLinear, Rope
+from tests.support import tiny_images
 from tests.support.chatglm import chatglm_config
 from tests.support.tiny_encoders import ENCODERS, encoder_config
 from tests.support.tiny_models import tiny_model
@@ -217,6 +219,8 @@ def config_of(family):
         return chatglm_config(tiny_model("glm").config)
     if family in ENCODERS:
         return encoder_config(family)
+    if family in tiny_images.FAMILIES:
+        return open_header(tiny_model(family, **tiny_images.CONFIGS[family]).path).config
     stand_in = "llama" if family == "mistral" else family
     return tiny_model(stand_in).config | {"model_type": family}
 
@@ -261,14 +265,16 @@ def test_qwen3_moe_counts_its_experts_under_either_name():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_vocabulary_of_a_config_is_its_programs(family):
     config = config_of(family)
-    for program in build_programs(config).values():
-        assert program.vocab_size == model_info(config).vocab_size
+    for name, program in build_programs(config).items():
+        # Programs of an image's patches read no tokens.
+        wanted = 0 if name in ("vision", "projector") else model_info(config).vocab_size
+        assert program.vocab_size == wanted
 
 
 def test_unknown_family_lists_the_known():
     with pytest.raises(UnsupportedModel) as error:
-        build_programs({"model_type": "mamba"})
-    assert str(error.value).startswith("model type 'mamba' is not supported\nhint: known are ")
+        build_programs({"model_type": "rwkv"})
+    assert str(error.value).startswith("model type 'rwkv' is not supported\nhint: known are ")
     assert all(family in str(error.value) for family in FAMILIES)
     with pytest.raises(UnsupportedModel, match="model_type is missing"):
         build_programs({})
@@ -319,6 +325,9 @@ def test_the_context_ends_where_one_table_of_angles_does():
         (base | original | {"rope_scaling": lists}, 512),
         (base | {"rope_parameters": lists | original}, 512),
         (base | original | {"rope_scaling": lists | {"long_factor": [1] * 8}}, 4096),
+        (base | {"attention_chunk_size": 1024, "floor_scale": 600}, 1024),
+        (base | {"attn_temperature_tuning": True, "floor_scale": 600}, 599),
+        (base | {"rope_parameters": original | {"short_mscale": 1.2, "long_mscale": 1.3}}, 512),
         (base | {"rope_parameters": original | {"llama_4_scaling_beta": 0.1}}, 512),
         (base | {"rope_parameters": original | {"llama_4_scaling_beta": 0}}, 4096),
     ):

@@ -14,7 +14,7 @@ from tests.support.tiny_models import each_family, tiny_model
 
 torch.set_num_threads(1)
 
-DECODERS = each_family(without=("t5",))
+DECODERS = each_family()
 LENGTH = 300
 
 

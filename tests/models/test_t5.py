@@ -58,7 +58,8 @@ def logits(runner, chunk=40):
 def test_an_encoders_rows_are_its_tokens(kind):
     """A step of the encoder has buffers like any other Program's."""
     encoder = build_programs(tiny_model("t5").config)["encoder"]
-    assert {value.axis for op in encoder.ops for value in op.outputs} == {"tokens"}
+    axes = {value.axis for op in encoder.ops for value in op.outputs}
+    assert axes == {"tokens", "requests"}
     found = kind(BackendOptions(max_tokens=64)).footprint(encoder, lambda weight: "F32")
     widest = max(value.width for op in encoder.ops for value in op.outputs)
     assert found.step_bytes >= 64 * 4 * widest

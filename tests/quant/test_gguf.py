@@ -10,6 +10,21 @@ from octavo.quant.gguf import BLOCK_TYPES
 
 QUANTISED = [number for number, kind in BLOCK_TYPES.items() if kind.dtype is None]
 
+HALVES = {
+    "Q6_K": [208],
+    "Q4_0": [0],
+    "Q5_0": [0],
+    "Q8_0": [0],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "IQ1_M": [54],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
+    "MXFP4": [],
+    "NVFP4": [],
+}
+"""Places of the fp16 numbers of a block; bytes 0 and 2 of other types."""
+
 
 def random_blocks(number: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Draws random bytes whose fp16 fields are finite (their top exponent bit is cleared)."""
@@ -19,7 +34,7 @@ def random_blocks(number: int, shape: tuple[int, ...], seed: int = 0) -> np.ndar
         .integers(0, 256, kind.num_bytes(shape), dtype=np.uint8)
         .reshape(-1, kind.block_bytes)
     )
-    halves = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind.name, [0, 2])
+    halves = HALVES.get(kind.name, [0, 2])
     for start in halves:
         raw[:, start + 1] &= 0xBF
     return raw.reshape(-1)
@@ -48,7 +63,8 @@ def test_rows_and_code_range(number: int) -> None:
 
 @pytest.mark.parametrize("number", QUANTISED, ids=lambda n: BLOCK_TYPES[n].name)
 def test_inputs_are_cut_between_blocks(number: int) -> None:
-    size = BLOCK_TYPES[number].block_size
+    codes = BLOCK_TYPES[number].codes
+    size = BLOCK_TYPES[number].block_size if codes is None else codes.group
     packed = BLOCK_TYPES[number].tensor(random_blocks(number, (2, 3, 1024)), (2, 3, 1024))
     for first, last in ((0, 512), (512, 1024), (size, 1024), (256, 256 + size)):
         part = packed.inputs(first, last)

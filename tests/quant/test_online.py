@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import UnsupportedModel
-from octavo.quant.online import pack_fp8, pack_int4, pack_int8
+from octavo.quant.online import pack_fp8, pack_int4, pack_int8, pack_int8_groups
 from octavo.quant.packed import Levels, PackedWeight
 from tests.support.tiers import examples
 
@@ -168,3 +168,14 @@ def test_rows_of_a_quantised_vector() -> None:
     packed = pack_int4(normal(64))
     order = np.arange(64)[::-1]
     np.testing.assert_array_equal(packed.rows(order).dequantize(), packed.dequantize()[order])
+
+
+def test_int8_groups_are_as_near_as_their_own_steps():
+    weight = np.random.default_rng(2).normal(size=(3, 5, 96)).astype(np.float32)
+    weight[1, 2, 32:64] = 0
+    packed = pack_int8_groups(weight)
+    groups = weight.reshape(3, 5, 3, 32)
+    steps = abs(groups).max(axis=-1, keepdims=True) / 127
+    error = abs(packed.dequantize().reshape(groups.shape) - groups)
+    assert (error <= 0.5 * steps + 127 * steps * 2.0**-11).all(), "a step, and the scale's rounding"
+    assert packed.group == 32 and packed.activation == "per_group"

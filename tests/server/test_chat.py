@@ -185,13 +185,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(http, body, param, message):
     assert got_param.startswith(param) and message in got_message
 
 
-def test_a_picture_is_refused_by_name(http):
+def test_a_picture_is_refused_where_the_model_reads_text_only(http):
     parts = [
         {"type": "text", "text": "What is this?"},
         {"type": "image_url", "image_url": {"url": "data:"}},
     ]
     param, message = refusal(http, messages=[{"role": "user", "content": parts}])
-    assert param == "messages[0].content[1]" and "got a part of type 'image_url'" in message
+    assert param == "image" and "reads text only" in message
+    parts[1] = {"type": "input_audio", "input_audio": {"data": ""}}
+    param, message = refusal(http, messages=[{"role": "user", "content": parts}])
+    assert param == "messages[0].content[1]" and "got a part of type 'input_audio'" in message
 
 
 def test_plain_text_may_be_asked_for(client):

@@ -12,7 +12,8 @@ from yamllint import linter
 from yamllint.config import YamlLintConfig
 
 from octavo.cli.app import run_command
-from octavo.config.engine_config import option_fields, options_of
+from octavo.config.engine_config import option_fields
+from octavo.config.option import options_of
 from octavo.server.settings import ServerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

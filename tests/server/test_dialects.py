@@ -271,6 +271,7 @@ def message_of(api, response):
     return body["error"] if api == "ollama" else body["message"]
 
 
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]
 TOOL = [{"name": "f", "input_schema": {}}]
 
@@ -286,7 +287,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("anthropic", {"max_tokens": 0}, "max_tokens: got 0, allowed is"),
         ("anthropic", {"max_tokens": None}, "max_tokens: "),
         ("anthropic", {"messages": []}, "messages: got an empty list"),
-        ("anthropic", {"messages": IMAGE}, "messages[0].content[0]: got a block of type 'image'"),
+        ("anthropic", {"messages": IMAGE}, "image: got an image, and this engine's model reads"),
         ("anthropic", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role: "),
         ("anthropic", {"tools": TOOL * 2}, "tools[1].name: got 'f' twice"),
         ("anthropic", {"tools": [{"type": "bash_20250124", "name": "b"}]}, "tools[0].type: "),
@@ -300,6 +301,11 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("anthropic", {"stop_sequences": [""]}, "stop_sequences: "),
         ("anthropic", {"temperature": 9}, "temperature: got 9"),
         ("anthropic", {"metadata": {"user_id": "u" * 513}}, "metadata.user_id: "),
+        (
+            "anthropic",
+            {"output_config": {"format": FORMAT}, "output_format": FORMAT},
+            'output_config: got {"format": {"type": "json_schema", ',
+        ),
         ("anthropic", {"mcp_servers": [{}]}, "mcp_servers: this server does not support it"),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
         ("ollama", {"format": "xml"}, "format: got 'xml', allowed are 'json' and a JSON schema"),
@@ -309,7 +315,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("ollama", {"options": {"repeat_last_n": 1}}, "options.repeat_last_n: no such field"),
         ("ollama", {"options": {"num_predict": 0}}, "num_predict: got 0"),
         ("ollama", {"options": {"repeat_penalty": 0.0}}, "repeat_penalty: got 0"),
-        ("ollama", {"messages": [{"role": "user", "content": "", "images": ["x"]}]}, "messages[0]"),
+        ("ollama", {"messages": [{"role": "user", "content": "", "images": ["x"]}]}, "image: got"),
         ("cohere", {"seeds": 3}, "seeds: no such field (hint: did you mean seed?)"),
         ("cohere", {"p": 1.5}, "p: got 1.5, allowed is"),
         ("cohere", {"tool_choice": "REQUIRED"}, "tool_choice: needs tools"),

@@ -114,7 +114,9 @@ def test_what_cannot_be_is_refused_by_name(
 def test_an_encoder_generates_nothing_and_says_so(
     http: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
-    assert "minilm is an encoder" in refusal(http.post(path, json=body))
+    assert "minilm can make embeddings, and generates no text" in refusal(
+        http.post(path, json=body)
+    )
 
 
 def test_a_decoder_embeds_nothing_and_says_so(server: LiveServer) -> None:
@@ -132,7 +134,8 @@ def test_models_and_capabilities_say_what_it_does(http: httpx.Client) -> None:
     )
     fields = http.get("/v1/capabilities").json()["fields"]
     assert {"input", "dimensions", "encoding_format"} <= {entry["name"] for entry in fields}
-    assert all(entry["paths"] == ["/v1/embeddings"] for entry in fields)
+    paths = {path for entry in fields for path in entry["paths"]}
+    assert paths == {"/v1/embeddings", "/score", "/rerank", "/v2/rerank"}
 
 
 def test_ollamas_client_gets_rows_of_length_one(encoder: LiveServer, rows: np.ndarray) -> None:

@@ -189,9 +189,29 @@ def test_an_unknown_model(client, http):
     error_of(http.get("/v1/models/gpt-4"), 404)
 
 
-def test_an_unknown_path_and_method(http):
-    assert error_of(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
-    assert error_of(http.get("/v1/completions"), 405)["type"] == "MethodNotAllowedError"
+@pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("GET", "/v1/nothing", "such route (hint: GET /openapi.json lists the routes)"),
+        ("GET", "/docs", "'/docs': no such route"),
+        ("POST", "/chat/completions", "did you mean POST /v1/chat/completions?"),
+        ("POST", "/v1/v1/completions", "did you mean POST /v1/completions?"),
+        ("DELETE", "/v1/v1/completions", "GET /openapi.json lists the routes"),
+        ("GET", "/" + "x" * 5000, f"/{'x' * 198}...: no such route"),
+    ],
+)
+def test_an_unknown_path_is_told_which_was_meant(http, method, path, said):
+    error = error_of(http.request(method, path), 404)
+    assert error["type"] == "NotFoundError" and said in error["message"]
+
+
+def test_an_unknown_method_is_told_those_of_all_routes_of_the_path(http):
+    refused = http.put("/v1/files")
+    error = error_of(refused, 405)
+    assert error["type"] == "MethodNotAllowedError"
+    said = "PUT '/v1/files': no such method, allowed: GET, POST"
+    assert error["message"] == said
+    assert refused.headers["allow"] == "GET, POST"
 
 
 def test_a_request_id_in_use(server, http):

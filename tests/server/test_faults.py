@@ -222,6 +222,22 @@ def test_a_bug_shows_nothing_of_the_inside():
     }
 
 
+def test_a_bug_is_told_in_the_form_of_each_api():
+    app = create_app(EngineSlot())
+
+    @app.get("/v1/messages/bug")
+    @app.get("/api/bug")
+    async def bug():
+        raise RuntimeError("inside")
+
+    anthropic, ollama = (
+        ask_app(app, "GET", path).json() for path in ("/v1/messages/bug", "/api/bug")
+    )
+    said = {"type": "api_error", "message": "Internal server error"}
+    assert anthropic["type"] == "error" and anthropic["error"] == said
+    assert ollama == {"error": "Internal server error"}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [

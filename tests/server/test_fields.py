@@ -114,14 +114,16 @@ def test_capabilities_list_each_field_with_its_type_and_default(listed):
     assert logprobs["/v1/chat/completions"]["type"] == "boolean"
 
 
-def test_values_that_a_search_or_a_greedy_choice_takes_are_those_that_are_checked(http, listed):
+def test_values_that_go_with_others_are_those_that_are_checked(http, listed):
     """A neutral value is taken there, another one refused by the field's name."""
     others = {"top_k": 3, "mirostat_mode": 2, "repetition_penalty": 1.5, "dry_multiplier": 2}
-    numbers = ("number", "integer")
+    others["ignore_eos"] = True
+    numbers = ("number", "integer", "boolean")
     rows = [row for row in listed["fields"] if "/v1/completions" in row["paths"]]
     asked = {
         "allowed_in_beam_search": {"use_beam_search": True, "n": 2},
         "allowed_at_temperature_0": {"temperature": 0},
+        "allowed_with_a_form": {"guided_choice": ["yes", "no"]},
     }
     checked = 0
     for kind, fields in asked.items():
@@ -133,7 +135,7 @@ def test_values_that_a_search_or_a_greedy_choice_takes_are_those_that_are_checke
             assert refused.status_code == 400, name
             assert refused.json()["error"]["param"] == name
             checked += 1
-    assert checked >= 14
+    assert checked >= 15
 
 
 def test_ranges_that_are_listed_are_those_that_are_checked(http, listed):
@@ -175,6 +177,7 @@ def test_interactions_that_are_listed_are_checked(http, listed):
     """A field without what it needs is refused, and so is one beside what it excludes."""
     values = {"boolean": True, "integer": 1, "number": 0.5, "object": {}, "string": "left"}
     values["array"] = [1]
+    beside = {"truncate_prompt_tokens": 1, "decoder_prompt_token_ids": [1], "suffix": "left"}
     seen = 0
     for row in listed["fields"]:
         path = row["paths"][0]
@@ -186,7 +189,7 @@ def test_interactions_that_are_listed_are_checked(http, listed):
             assert answer.json()["error"]["param"] == row["name"], row
             seen += 1
         for other in row.get("excludes", ()):
-            other_value = 1 if other == "truncate_prompt_tokens" else True
+            other_value = beside.get(other, True)
             answer = post(http, base | {row["name"]: value, other: other_value}, path)
             assert answer.json()["error"]["param"] == row["name"], row
             seen += 1

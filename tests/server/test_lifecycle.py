@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.free_ports import free_port
 from tests.support.live_server import LONG, LiveServer, children_of, events_of, runs, until
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -422,8 +423,7 @@ def test_while_the_model_loads_the_answer_is_503(start):
     already.
     """
     seen = set()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = start(f"--port={port}", wait=False)
 
     def ask():

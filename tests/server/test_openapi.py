@@ -65,6 +65,7 @@ def operations(schema):
     return [one for one in found if one.path != ENDLESS]
 
 
+@pytest.mark.timeout(600 * examples(1))
 @pytest.mark.parametrize(
     "mode",
     [

@@ -100,7 +100,6 @@ REFUSED = [
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "allowed is one form"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "with structured_outputs"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "with guided_json"),
-    ({"guided_choice": ["a"], "use_beam_search": True}, "structured_outputs", "beam search"),
 ]
 
 

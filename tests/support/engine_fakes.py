@@ -254,14 +254,16 @@ def make_core(
     max_num_seqs: int = 8,
     num_slots: int = 0,
     runs_ahead: bool = False,
+    num_lanes: int = 1,
     costs: StepCosts = UNMEASURED,
     kv_meter: KvMeter | None = None,
+    kv_events_config: str | None = None,
     **options,
 ) -> EngineCore:
     """Returns a core over the pseudo-model. `options` are the scheduler's; `windows` gives each
     group its own; `num_slots` connects the executor's tiers.
     """
-    executor = executor or (LaunchingExecutor if runs_ahead else FakeExecutor)(
+    executor = executor or (LaunchingExecutor if runs_ahead or num_lanes > 1 else FakeExecutor)(
         num_groups, windows=windows
     )
     groups = [
@@ -270,14 +272,26 @@ def make_core(
     ]
     scheduler = build_scheduler(
         SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **options),
-        CacheOptions(enable_prefix_caching=caching, kv_cache=kv_cache, kv_layout=kv_layout),
+        CacheOptions(
+            enable_prefix_caching=caching,
+            kv_cache=kv_cache,
+            kv_layout=kv_layout,
+            kv_events_config=kv_events_config,
+        ),
         groups,
         block_size=BLOCK,
         max_model_len=max_model_len,
         tiers=tiers_of(len(groups), executor.tiers, num_slots) if num_slots else None,
+        num_lanes=num_lanes,
     )
     return EngineCore(
-        scheduler, executor, clock=clock, runs_ahead=runs_ahead, costs=costs, kv_meter=kv_meter
+        scheduler,
+        executor,
+        clock=clock,
+        runs_ahead=runs_ahead,
+        num_lanes=num_lanes,
+        costs=costs,
+        kv_meter=kv_meter,
     )
 
 

@@ -149,7 +149,7 @@ def tiers_of(num_groups: int, tiers: FakeTiers, num_slots: int) -> Tiers:
     return Tiers(
         [BLOCK_BYTES] * num_groups,
         num_slots,
-        tiers.disk is not None,
-        MAX_PINNED_BLOCKS * BLOCK_BYTES,
-        tiers.report(),
+        keeps=tiers.disk is not None,
+        max_pinned_bytes=MAX_PINNED_BLOCKS * BLOCK_BYTES,
+        first=tiers.report(),
     )

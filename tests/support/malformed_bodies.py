@@ -23,6 +23,12 @@ SAMPLES: dict[str, Any] = {
     "input_file_id": "file-none",
     "endpoint": "/v1/completions",
     "completion_window": "24h",
+    "lora_name": "none",
+    "lora_path": "none",
+    "documents": ["one"],
+    "query": "one",
+    "text_1": "one",
+    "text_2": "other",
 }
 """Right values of the fields that some route cannot do without."""
 VALUES: dict[str, tuple[str, ...]] = {
@@ -47,6 +53,10 @@ class BadBody:
     content_type: str = JSON_TYPE
 
 
+class NoSuchField(Exception):
+    """Raised where a route has no field that a mutation could make wrong."""
+
+
 class BodyMutations:
     """Draws malformed bodies for the POST routes of an OpenAPI description."""
 
@@ -57,6 +67,8 @@ class BodyMutations:
             for path, methods in description["paths"].items()
             if "post" in methods
         }
+        required = {name for schema in self._schemas.values() for name in _needed(schema or {})}
+        assert required <= SAMPLES.keys(), f"no right value of {required - SAMPLES.keys()}"
         self._kinds: tuple[Callable[[dict[str, Any]], str | bytes], ...] = (
             self._wrong_type,
             self._wrong_type,
@@ -84,10 +96,14 @@ class BodyMutations:
         schema = self._schemas[path]
         if schema is None:
             return self._without_schema(path)
-        mutate = self._draw.choice(self._kinds)
-        made = mutate(schema)
-        body = made if isinstance(made, bytes) else made.encode("utf-8", "surrogatepass")
-        return BadBody(path, mutate.__name__.strip("_"), body)
+        while True:
+            mutate = self._draw.choice(self._kinds)
+            try:
+                made = mutate(schema)
+            except NoSuchField:
+                continue
+            body = made if isinstance(made, bytes) else made.encode("utf-8", "surrogatepass")
+            return BadBody(path, mutate.__name__.strip("_"), body)
 
     def _without_schema(self, path: str) -> BadBody:
         """Returns noise for a route that takes a form, or nothing for an id that is not there."""
@@ -172,6 +188,8 @@ class BodyMutations:
             for name, entry in schema["properties"].items()
             if (types := _types(entry)) and not types & set(without)
         }
+        if not found:
+            raise NoSuchField
         name = self._draw.choice(list(found))
         return name, found[name]
 
@@ -184,8 +202,13 @@ def _schema(operation: dict[str, Any]) -> dict[str, Any] | None:
 
 def _right(schema: dict[str, Any]) -> dict[str, str]:
     """Returns the fields that a right body has, as JSON."""
-    names = {*schema.get("required", ()), *({"prompt"} & {*schema["properties"]})}
-    return {name: json.dumps(SAMPLES[name]) for name in sorted(names)}
+    return {name: json.dumps(SAMPLES[name]) for name in _needed(schema)}
+
+
+def _needed(schema: dict[str, Any]) -> list[str]:
+    """Returns the names of these fields."""
+    names = {*schema.get("required", ()), *({"prompt"} & {*schema.get("properties", ())})}
+    return sorted(names)
 
 
 def _with(schema: dict[str, Any], name: str, value: str) -> str:

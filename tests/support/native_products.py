@@ -24,7 +24,8 @@ from tests.support.native_harness import (
     rng,
 )
 
-GGUF = {kind.name: number for number, kind in BLOCK_TYPES.items() if kind.dtype is None}
+GGUF = {kind.name: number for number, kind in BLOCK_TYPES.items() if kind.layout is not None}
+"""Numbers of the types of GGUF that native packs from their blocks, by name; others it decodes."""
 FLOATS = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 OTHERS = ("int8", "int4", "int8 groups", "uint8", "groups of 16", "pairs of 128")
 FORMATS = (*FLOATS, *GGUF, *OTHERS)

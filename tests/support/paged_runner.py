@@ -35,6 +35,10 @@ class Request:
     blocks: NDArray[np.int32]
     """Block ids by group, `[G, B]`."""
     written: dict[str, int] = field(default_factory=dict)
+    adapter: int = -1
+    """Slot of its adapter; -1: none."""
+    second_start: int = 1 << 30
+    """Index of the first token of the second text, where it is a pair."""
 
 
 def backend_named(name: str, **options: Any) -> Backend:
@@ -84,13 +88,18 @@ class PagedRunner:
         self._free = [list(generator.permutation(num_blocks)) for _ in self.groups]
         self._padding = padding
 
-    def add(self, token_ids: Sequence[int], context: int | None = None) -> Request:
+    def add(
+        self, token_ids: Sequence[int], context: int | None = None, *, adapter: int = -1
+    ) -> Request:
         """Makes a request with blocks for `context` tokens (default: as many as it has) in every
         group.
         """
         count = -(-(context or len(token_ids)) // BLOCK_SIZE)
         blocks = np.array([[free.pop() for _ in range(count)] for free in self._free], np.int32)
-        return Request(token_ids, blocks)
+        for table, group in zip(blocks, self.groups, strict=True):
+            if group.kind == "state":
+                table[:] = table[0]
+        return Request(token_ids, blocks, adapter=adapter)
 
     def step(
         self,
@@ -108,9 +117,11 @@ class PagedRunner:
             batch.sample_rows = batch.sample_rows[:0]
         return self.runnables[program].run(batch, self.kv).arrays
 
-    def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> NDArray[Any]:
+    def logits(
+        self, token_ids: Sequence[int], chunk: int | None = None, *, adapter: int = -1
+    ) -> NDArray[Any]:
         """Returns the logits `[T, V]` of one request alone, `chunk` tokens a step."""
-        request = self.add(token_ids)
+        request = self.add(token_ids, adapter=adapter)
         size = chunk or len(token_ids)
         spans = [
             (start, min(start + size, len(token_ids))) for start in range(0, len(token_ids), size)
@@ -130,18 +141,22 @@ class PagedRunner:
         for index, (request, start, stop) in enumerate(spans):
             at = np.arange(start, stop)
             for g, group in enumerate(self.groups):
-                if group.name in written:
+                if group.name in written or group.kind == "state":
                     slots[g, row : row + stop - start] = (
                         request.blocks[g, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
                     )
                     request.written[group.name] = stop
                 context_lens[g, index] = request.written.get(group.name, 0)
             row += stop - start
+        segments = [np.arange(a, b) >= request.second_start for request, a, b in spans]
         width = max(request.blocks.shape[1] for request, _, _ in spans)
         tables = np.full((len(self.groups), len(spans), width), -1, np.int32)
         for index, (request, _, _) in enumerate(spans):
             tables[:, index, : request.blocks.shape[1]] = request.blocks
-        return self._padded(spans, places, slots, context_lens, tables)
+        batch = self._padded(spans, places, slots, context_lens, tables)
+        if len(batch.positions) > 1:
+            batch.positions[1, : len(places)] = np.concatenate(segments)
+        return batch
 
     def _positions(self, places: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns the places on the first axis and segment 0 on a second one, `[P, T]`."""
@@ -163,6 +178,8 @@ class PagedRunner:
         ).astype(np.int32)
         starts = np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int32)
         padded = np.concatenate([places, np.full(pad, 3, np.int32)])
+        adapters = [np.full(stop - start, request.adapter) for request, start, stop in spans]
+        adapter_rows = np.concatenate([*adapters, np.full(pad, -1)]).astype(np.int32)
         return StepBatch(
             token_ids=np.concatenate([ids, np.full(pad, 7, np.int32)]),
             places=padded,
@@ -172,4 +189,5 @@ class PagedRunner:
             slots=np.concatenate([slots, np.full((len(slots), pad), -1, np.int32)], axis=1),
             block_tables=tables,
             sample_rows=np.arange(len(ids), dtype=np.int32),
+            adapter_rows=adapter_rows if adapter_rows.max(initial=-1) >= 0 else None,
         )

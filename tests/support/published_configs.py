@@ -103,6 +103,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "verbose": 0,
     },
     "opt": {"_remove_final_layer_norm": False, "init_std": 0.02, "prefix": "</s>"},
+    "phimoe": {
+        "input_jitter_noise": 0.01,
+        "original_max_position_embeddings": 4096,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.0,
+    },
     "phi3": {"embd_pdrop": 0.0, "full_attn_mod": 1, "interpolate_factor": 1, "resid_pdrop": 0.0},
     "qwen2": {"max_window_layers": 21, "sliding_window": 32768, "use_mrope": False},
     "qwen3_moe": {"max_window_layers": 48, "router_aux_loss_coef": 0.001, "sliding_window": None},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import string
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from tests.support.tiny_models import double_precision
 
@@ -28,6 +31,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "xlm-roberta": {},
     "mpnet": {},
     "nomic_bert": {},
+    "modernbert": {"local_attention": 20, "pad_token_id": 0, "num_hidden_layers": 4},
 }
 
 
@@ -38,11 +42,11 @@ def encoder_config(family: str) -> dict[str, Any]:
 
 
 @cache
-def encoder(family: str, classifies: bool = False) -> Any:
-    """Returns the torch model in float32, eval mode; one that `classifies` has three labels."""
-    config = transformers.AutoConfig.for_model(family, **SHAPE, **ENCODERS[family])
+def encoder(family: str, classifies: bool = False, num_labels: int = 3) -> Any:
+    """Returns the torch model in float32, eval mode; one that `classifies` has labels."""
+    config = transformers.AutoConfig.for_model(family, **SHAPE | ENCODERS[family])
     kind = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModel
-    config.num_labels = 3
+    config.num_labels = num_labels
     model = kind.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -63,6 +67,35 @@ def in_float64(model: Any) -> Any:
     return twin
 
 
+def save_classifier(path: Path, family: str = "bert", num_labels: int = 3, **config: Any) -> Path:
+    """Saves a classifier and its tokenizer; `config` is set in config.json."""
+    encoder(family, classifies=True, num_labels=num_labels).save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    save_word_tokenizer(path, segments=family == "bert")
+    return path
+
+
+def save_word_tokenizer(path: Path, *, segments: bool = True) -> None:
+    """Saves a tokenizer of letters in lower case, whose template puts [CLS] and [SEP] around texts;
+    without `segments` it is RoBERTa's, which has two [SEP] between them.
+    """
+    letters = string.ascii_lowercase + string.digits + "?.!,"
+    words = ["[UNUSED]", "[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters]
+    words += [f"##{letter}" for letter in letters]
+    model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.add_special_tokens(words[:5])
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ends = (("[SEP]", 4), ("[CLS]", 3))
+    kind = processors.BertProcessing if segments else processors.RobertaProcessing
+    tokenizer.post_processor = kind(*ends)
+    tokenizer.save(str(path / "tokenizer.json"))
+    named = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep")}
+    (path / "tokenizer_config.json").write_text(json.dumps(named))
+
+
 def save_encoder(
     path: Path,
     family: str,
@@ -73,6 +106,13 @@ def save_encoder(
 ) -> Path:
     """Saves an encoder as sentence-transformers does; `limits` are sentence_bert_config.json."""
     encoder(family).save_pretrained(path)
+    save_modules(path, mode, SHAPE["hidden_size"], normalize=normalize)
+    (path / "sentence_bert_config.json").write_text(json.dumps(limits or {}))
+    return path
+
+
+def save_modules(path: Path, mode: str, width: int, *, normalize: bool = True) -> None:
+    """Writes the modules of an embedder beside its transformer, as sentence-transformers does."""
     package = "sentence_transformers.models"
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     modules = [
@@ -83,8 +123,7 @@ def save_encoder(
     (path / "modules.json").write_text(json.dumps(modules))
     (path / "1_Pooling").mkdir(exist_ok=True)
     named = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
+    named["last"] = "pooling_mode_lasttoken"
     flags = {flag: name == mode for name, flag in named.items()}
-    pooling = {"word_embedding_dimension": SHAPE["hidden_size"], **flags}
+    pooling = {"word_embedding_dimension": width, **flags}
     (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    (path / "sentence_bert_config.json").write_text(json.dumps(limits or {}))
-    return path

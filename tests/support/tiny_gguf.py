@@ -101,11 +101,12 @@ def write_tiny_gguf(
     kind: str = "F32",
     tokens: int = 0,
     extra: dict[str, object] | None = None,
+    max_tensors: int = 0,
 ) -> Path:
     """Writes the model's tensors in `kind`, 1-D ones in F32; `tokens` > 0 adds a vocabulary of that
-    size, in which id 2 ends a turn.
+    size, in which id 2 ends a turn, `max_tensors` > 0 makes several files.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     _hyperparameters(writer, architecture, model.config)
     for key, value in (extra or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[

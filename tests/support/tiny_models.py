@@ -22,23 +22,23 @@ import torch
 import transformers
 
 from octavo.models import registry
-from tests.support.tiny_shapes import DETAILS, SHAPES
+from tests.support.tiny_details import DETAILS
+from tests.support.tiny_shapes import ENCODER_DECODERS, SHAPES
 
 FAMILIES = tuple(SHAPES)
 
 DISTINCT = (
-    *("llama", "qwen2", "gemma3_text", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3", "t5"),
-    *("bloom", "gptj", "olmo2"),
+    *("llama", "qwen2", "gemma3_text", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3"),
+    *("bloom", "gptj", "olmo2", "lfm2", "mamba", "mamba2"),
 )
 """Families that between them have every op, cache group and way of storing weights."""
 
 
-def each_family(*, without: tuple[str, ...] = ()) -> list[Any]:
+def each_family() -> list[Any]:
     """Returns all families for `pytest.mark.parametrize`; those that add nothing are slow tests."""
     return [
         family if family in DISTINCT else pytest.param(family, marks=pytest.mark.slow)
         for family in FAMILIES
-        if family not in without
     ]
 
 
@@ -65,7 +65,7 @@ def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> TinyModel
 def _build(model_type: str, seed: int, overrides: str) -> TinyModel:
     options = (
         {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-        | SHAPES.get(model_type, {})
+        | (SHAPES | ENCODER_DECODERS).get(model_type, {})
         | DETAILS.get(model_type, {})
         | json.loads(overrides)
     )
@@ -117,8 +117,12 @@ def double_precision() -> Iterator[None]:
 
 def _model_class(config: Any) -> Any:
     auto = (
-        transformers.AutoModelForSeq2SeqLM
+        transformers.AutoModelForSpeechSeq2Seq
+        if hasattr(config, "num_mel_bins")
+        else transformers.AutoModelForSeq2SeqLM
         if config.is_encoder_decoder
+        else transformers.AutoModelForImageTextToText
+        if hasattr(config, "vision_config")
         else transformers.AutoModelForCausalLM
     )
     return auto._model_mapping[type(config)]
@@ -126,12 +130,15 @@ def _model_class(config: Any) -> Any:
 
 def _draw_weights(model: Any, seed: int) -> None:
     """Draws matrices at 1.2 / sqrt(inputs), norms near their neutral value, and biases that are not
-    zero.
+    zero. What transformers computes and freezes stays.
     """
     generator = torch.Generator().manual_seed(seed)
+    frozen = {name for name, tensor in model.named_parameters() if not tensor.requires_grad}
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
             noise = torch.randn(tensor.shape, generator=generator)
+            if name in frozen:
+                continue
             if (
                 ("embed" in name and "norm" not in name)
                 or "shared" in name
@@ -139,6 +146,8 @@ def _draw_weights(model: Any, seed: int) -> None:
                 or "wpe" in name
             ):
                 tensor.copy_(0.5 * noise)
+            elif name.endswith("A_log"):
+                tensor.copy_(noise - 2)  # states that last for some tens of tokens
             elif "norm" in name or "ln_" in name:
                 tensor.add_(0.2 * noise)
             elif tensor.ndim == 1 or name.endswith("_bias"):

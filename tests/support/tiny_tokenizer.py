@@ -45,7 +45,7 @@ def tiny_model_with_text(family: str = "llama") -> Path:
     """Returns the directory of a tiny model whose ids include the tokenizer's 260."""
     path = tiny_model(family).path
     target = path.with_name("with-text" if family == "llama" else f"with-text-{family}")
-    shutil.copytree(path, target)
+    shutil.copytree(path, target, dirs_exist_ok=True)  # a named llama is the default's twin
     save_tiny_tokenizer(target)
     return target
 

@@ -33,6 +33,12 @@ class Countdown:
     def mask(self):
         return (1 << self.at).to_bytes(4, "little")
 
+    def only_token(self):
+        return None
+
+    def closing(self, most):
+        return None
+
     @property
     def is_complete(self):
         return self.at == 0
@@ -43,6 +49,7 @@ class FakeGrammars:
 
     def __init__(self, size=10):
         self.size, self.compiled, self.may = size, [], threading.Event()
+        self.num_made = 0
         self.may.set()
 
     def compile(self, spec):
@@ -54,6 +61,10 @@ class FakeGrammars:
 
     def num_bytes(self, spec):
         return self.size
+
+    def masks(self, matchers):
+        self.num_made += len(matchers)
+        return [matcher.mask() if matcher.at < 6 else None for matcher in matchers]
 
 
 def spec(text="a", **fields):
@@ -115,3 +126,22 @@ def test_a_token_that_is_not_legal_is_a_fault_of_the_next_draw():
     assert rows.mask_or_none(3).tolist() == [0]
     rows.free(3)
     assert rows.fault(3) == "" and rows.mask(3) is None
+
+
+def test_masks_made_together_are_those_made_alone():
+    grammars = FakeGrammars()
+    rows = GrammarRows(grammars, vocab_size=32)
+    for row in (3, 4, 5):
+        rows.add(row, new_row([9], 1, spec()))
+    rows.took(4, 5)
+    rows.make_masks([3, 4, 7])
+    assert [rows.mask(row).tolist() for row in (3, 4, 5)] == [[1 << 5], [1 << 4], [1 << 5]]
+    rows.make_masks([3, 4])
+    assert grammars.num_made == 2
+    rows.took(3, 5)
+    rows.took(5, 5)
+    rows.make_masks([3, 4, 5])
+    assert [rows.mask(row).tolist() for row in (3, 4, 5)] == [[1 << 4]] * 3
+    assert grammars.num_made == 4
+    rows.free(3)
+    assert rows.mask(3) is None

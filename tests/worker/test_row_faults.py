@@ -110,6 +110,9 @@ READ = {
         "end_token_ids",
         "grammar",
         "mirostat_mu",
+        "adapter_slot",
+        "encoder_input",
+        "media",
     },
     SamplingParams: {
         "temperature",
@@ -134,8 +137,18 @@ READ = {
         "logit_bias",
         "allowed_token_ids",
         "bad_words_token_ids",
+        "logits_processors",
     },
-    ScheduledRow: {"program", "wants", "start", "num_tokens", "num_prompt_logprobs"},
+    ScheduledRow: {
+        "max_num_tokens",
+        "search_of",
+        "program",
+        "wants",
+        "start",
+        "num_tokens",
+        "num_prompt_logprobs",
+        "draft_ids",
+    },
 }
 """Fields that a row's preparation reads."""
 

@@ -6,15 +6,25 @@ csrc/core/executor.h.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
+from octavo.backends.base import (
+    BackendOptions,
+    Ceilings,
+    Footprint,
+    FormatOf,
+    LoadWeight,
+    ObservedInputs,
+)
 from octavo.backends.batch import (
+    MOST_CANDIDATES,
     Check,
     DecodeSteps,
     GoesOn,
@@ -24,18 +34,27 @@ from octavo.backends.batch import (
     StepOutput,
 )
 from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
-from octavo.backends.native.check import check, check_ops
+from octavo.backends.native.adapters import NativeAdapters
+from octavo.backends.native.check import check, check_ops, check_skipping
 from octavo.backends.native.extension import native_module, supported_levels
 from octavo.backends.native.footprint import native_footprint
+from octavo.backends.native.hidden import with_hidden
 from octavo.backends.native.lower import Lowering
+from octavo.backends.native.offload import OffloadedProgram, StreamedWeights, offload
+from octavo.backends.native.ranks import SharedMemoryRanks
+from octavo.backends.native.states import StateBlocks
 from octavo.backends.native.weights import NativeWeights
-from octavo.errors import BackendUnavailable, ConfigError
+from octavo.errors import BackendUnavailable, ConfigError, EngineDead
 from octavo.outputs import OpProfile, Profile
-from octavo.program.ops import PRODUCTS
+from octavo.program.low_rank import Site
+from octavo.program.ops import PRODUCTS, Linear
+from octavo.program.passes.adapters import tables_of
 from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.latents import absorb_latents
 from octavo.program.passes.optimize import optimize
-from octavo.program.program import CacheGroup, Program
+from octavo.program.passes.skip_zeros import skip_zeros
+from octavo.program.program import CacheGroup, Op, Program, Weight
+from octavo.step import WeightArrivals
 
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
 
@@ -44,21 +63,43 @@ MANY_ROWS = 32
 
 
 def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
-    """Returns the layout of a group kept as `dtype`: fp32, bf16 or int8. Each kv head's keys and
-    values are a piece.
+    """Returns the layout of a group kept as `dtype`: fp32, bf16 or int8; the rows of a convolution
+    and states are kept in fp32. Each kv head's keys and values are a piece.
     """
-    layer_bytes = native_module().kv_layer_bytes(
-        group.num_kv_heads, group.k_width, group.v_width, dtype
-    )
-    return KvLayout(group, dtype, (layer_bytes // group.num_kv_heads,) * group.num_kv_heads)
+    if group.kind in ("conv", "state"):
+        dtype = "fp32"
+    heads, *_ = shape = _shape_of(group, dtype)
+    layer_bytes = native_module().kv_layer_bytes(*shape)
+    return KvLayout(group, dtype, (layer_bytes // heads,) * heads)
+
+
+def _shape_of(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:
+    """Returns the heads, the widths of keys and values and the type by which the executor keeps a
+    group: a convolution's rows are values without keys, and a head of states is a part of them.
+    """
+    if group.kind == "conv":
+        return (1, 0, group.k_width, dtype)
+    if group.kind == "state":
+        blocks = StateBlocks.of(group)
+        return (blocks.num_parts, blocks.part_floats, 0, "states")
+    return (group.num_kv_heads, group.k_width, group.v_width, dtype)
 
 
 class NativeBackend:
-    """`level` names an instruction set; the best one otherwise."""
+    """A backend at one instruction set: the one that `level` names, else the best one."""
 
     name = "native"
 
-    def __init__(self, options: BackendOptions, *, level: str | None = None) -> None:
+    def __init__(
+        self,
+        options: BackendOptions,
+        *,
+        level: str | None = None,
+        ranks: SharedMemoryRanks | None = None,
+    ) -> None:
+        """`ranks` are given where several processes share the model."""
+        self._ranks = ranks
+        self._num_ranks = 1 if ranks is None else ranks.num_ranks
         if options.kv_cache_dtype not in KV_DTYPES:
             got = (
                 f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got"
@@ -84,23 +125,50 @@ class NativeBackend:
             raise BackendUnavailable(what, hint="give fewer --threads") from None
         self.numerics = self.level
         self._optimized: tuple[Program, Program] | None = None
+        self._offloaded: OffloadedProgram | None = None
 
     @property
     def level(self) -> str:
         return str(self._device.level)
 
     def check(self, program: Program, format_of: FormatOf) -> None:
-        check(self._optimize(program), format_of, self._device.row_type)
+        optimized = self._optimize(program)
+        check(optimized, format_of, self._device.row_type, self._num_ranks)
+        if self.options.skips_zeros:
+            check_skipping(optimized, format_of, self._device)
+        if self.options.offload is not None:
+            self.footprint(program, format_of)
+            self._streamed(program).check()
 
     def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
+        return self._prepare(program, load, None)
+
+    def prepare_observed(
+        self, program: Program, load: LoadWeight
+    ) -> tuple[NativeProgram, ObservedInputs]:
+        observed = ObservedInputs(self.options.max_tokens)
+        return self._prepare(program, load, observed), observed
+
+    def _prepare(
+        self, program: Program, load: LoadWeight, observed: ObservedInputs | None
+    ) -> NativeProgram:
         optimized = self._optimize(program)
-        check_ops(optimized)
-        weights = NativeWeights(self._device, load, self.options.dtype)
+        check_ops(optimized, self._num_ranks)
+        by_columns = () if self.options.offload is not None else _skipping(optimized)
+        weights = NativeWeights(self._device, load, self.options.dtype, by_columns=by_columns)
         executor = native_module().Executor(
             self._device, self.options.max_tokens, program.vocab_size
         )
         executor.share_prefixes(self.options.shared_prefix_attention)
-        Lowering(optimized, executor, weights).run()
+        if self._ranks is not None:
+            executor.meet(self._ranks.shared)
+        streamed = None if self.options.offload is None else self._streamed(program)
+        if streamed is not None:
+            streamed.open(load, self.options.dtype, weights)
+            executor.stream(streamed.stream)
+        chunk_of = _in_memory if streamed is None else streamed.chunk_of
+        lowering = Lowering(optimized, executor, weights, chunk_of, observed)
+        lowering.run()
         weights.pack()
         products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
         computes_fp32 = all(weights.reads_fp32(op) for op in products)
@@ -108,8 +176,11 @@ class NativeBackend:
             self._device,
             executor,
             program,
-            weights.num_bytes,
+            weights.num_bytes if self._offloaded is None else self._offloaded.memory_bytes,
             self._kv_layouts(program, computes_fp32=computes_fp32),
+            sites=lowering.sites,
+            streamed=streamed,
+            ranks=self._ranks,
         )
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
@@ -117,7 +188,22 @@ class NativeBackend:
             self._optimize(program), format_of, self._device.row_type, self.options.max_tokens
         )
         layouts = self._kv_layouts(program, computes_fp32=found.computes_fp32)
-        return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
+        plain = Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
+        if self.options.offload is None:
+            return plain
+        self._offloaded = planned = offload(
+            self._optimize(program), found.weight_bytes, self.options.offload
+        )
+        return replace(
+            plain,
+            memory_bytes=planned.memory_bytes,
+            streamed_bytes=planned.plan.step_bytes,
+        )
+
+    def _streamed(self, program: Program) -> StreamedWeights:
+        assert self.options.offload is not None
+        assert self._offloaded is not None, "weights are planned by their formats, in `footprint`"
+        return StreamedWeights(self._device, self._offloaded, self.options.offload, self.numerics)
 
     def measure(self, num_bytes: int, code: str) -> Ceilings:
         return Ceilings(
@@ -136,14 +222,7 @@ class NativeBackend:
         self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], *, on_demand: bool
     ) -> OnDemandKvCache:
         shapes = [
-            (
-                layout.group.num_layers,
-                layout.group.num_kv_heads,
-                layout.group.k_width,
-                layout.group.v_width,
-                layout.dtype,
-                count,
-            )
+            (layout.group.num_layers, *_shape_of(layout.group, layout.dtype), count)
             for layout, count in zip(layouts, num_blocks, strict=True)
         ]
         try:
@@ -173,7 +252,9 @@ class NativeBackend:
         """
         if self._optimized is None or self._optimized[0] is not program:
             optimized = absorb_latents(fold_expert_gates(optimize(program)))
-            self._optimized = (program, optimized)
+            if self.options.skips_zeros:
+                optimized = skip_zeros(optimized)
+            self._optimized = (program, with_hidden(optimized))
         return self._optimized[1]
 
     def _kv_layouts(self, program: Program, *, computes_fp32: bool) -> tuple[KvLayout, ...]:
@@ -198,14 +279,21 @@ class NativeProgram:
         program: Program,
         weight_bytes: int,
         kv_layouts: tuple[KvLayout, ...],
+        *,
+        sites: Sequence[Site],
+        streamed: StreamedWeights | None = None,
+        ranks: SharedMemoryRanks | None = None,
     ) -> None:
         self.kv_layouts = kv_layouts
+        self.adapters = NativeAdapters(executor, sites, tables_of(program))
         self._device = device
         self._executor = executor
         self._vocab_size = program.vocab_size
         ((self._output, value),) = program.outputs.items()
-        self._out_width = value.width
+        self._output_axis, self._out_width = value.axis, value.width
         self._weight_bytes = weight_bytes
+        self._streamed = streamed
+        self._ranks = ranks
 
     @property
     def weight_bytes(self) -> int:
@@ -213,7 +301,11 @@ class NativeProgram:
 
     @property
     def progress(self) -> int:
-        return int(self._executor.stages_done)
+        return int(self._executor.progress)
+
+    @property
+    def arrivals(self) -> WeightArrivals | None:
+        return None if self._streamed is None else self._streamed.arrivals()
 
     def start_profile(self) -> None:
         self._executor.profile(True)
@@ -238,18 +330,27 @@ class NativeProgram:
         return self._run(batch, kv, check)
 
     def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
-        if self._output == "pooled":
+        if self._output_axis == "requests":
             # The head has a row for each request.
             batch = replace(batch, sample_rows=np.maximum(batch.query_starts[1:] - 1, 0))
-        num_rows = len(batch.sample_rows)
+        num_rows = len(batch.token_ids if self._output == "hidden" else batch.sample_rows)
         if batch.sampling is None:
             rows = np.empty((num_rows, self._out_width), np.float32)
             output = StepOutput(arrays={self._output: rows})
         else:
             output = StepOutput(_empty_result(batch.sampling, num_rows, self._vocab_size))
         samples = output.samples
-        check_step = None if check is None or samples is None else lambda index: check(samples)
-        self._executor.run(batch, output, kv, check_step)
+        check_step = (
+            None
+            if check is None or samples is None
+            else lambda index: check(samples, self._kept_logits)
+        )
+        with _fatal_as_engine_dead():
+            self._executor.run(batch, output, kv, check_step)
+        if samples is not None and self._ranks is not None:
+            # The first rank's draw counts, whatever the others know of grammars and histories.
+            self._ranks.from_first(samples.token_ids)
+            self._ranks.from_first(samples.failed)
         return output
 
     def decode(
@@ -267,15 +368,43 @@ class NativeProgram:
         def step(index: int) -> SampleResult:
             return whole.part(index * num_rows, (index + 1) * num_rows)
 
-        num_steps = self._executor.decode(
-            batch,
-            StepOutput(whole),
-            kv,
-            steps,
-            lambda index: goes_on(step(index)),
-            None if check is None else lambda index: check(step(index)),
-        )
+        with _fatal_as_engine_dead():
+            num_steps = self._executor.decode(
+                batch,
+                StepOutput(whole),
+                kv,
+                steps,
+                lambda index: goes_on(step(index)),
+                None if check is None else lambda index: check(step(index), self._kept_logits),
+            )
         return [step(index) for index in range(num_steps)]
+
+    def _kept_logits(self, sample: int) -> NDArray[np.float32]:
+        """Returns the logits `[V]` of a sampled row of the step that was just run."""
+        logits = np.empty(self._vocab_size, np.float32)
+        self._executor.copy_logits(sample, logits)
+        return logits
+
+
+def _skipping(program: Program) -> set[Weight]:
+    """Returns the weights of which products need not read all."""
+    products = (op for op in program.ops if isinstance(op, Linear) and op.skips_zeros)
+    return {weight for op in products for weight in op.weights_}
+
+
+def _in_memory(op: Op) -> None:
+    """Says that no product waits for its weights."""
+
+
+@contextmanager
+def _fatal_as_engine_dead() -> Iterator[None]:
+    """Raises EngineDead where no further step can be computed: the file of weights has become
+    shorter, or another rank has ended.
+    """
+    try:
+        yield
+    except (native_module().WeightFileTruncated, native_module().RanksAborted) as error:
+        raise EngineDead(str(error)) from None
 
 
 def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> SampleResult:
@@ -288,4 +417,6 @@ def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> Sampl
         result.top_logprobs = np.zeros((count, most), np.float32)
     if sampling.records["mirostat_mode"].any():
         result.surprises = np.zeros(count, np.float32)
+    if sampling.keeps_logits:
+        result.candidates = np.full((count, MOST_CANDIDATES), -1, np.int32)
     return result

@@ -5,11 +5,14 @@ Knows ops, cache groups and the names of formats; no weight is loaded here.
 
 from __future__ import annotations
 
+from typing import Any
+
 from octavo.backends.base import FormatOf
 from octavo.backends.native.formats import RowTypeOf, matrices_of, tile_formats
 from octavo.backends.native.stages import BEHIND_BARRIERS, ROW_LOCAL
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
+from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import Op, Program
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
@@ -23,24 +26,34 @@ MAX_KEY_WIDTH = 1024
 """Widest key whose products with an int8 cache fit 31 bits (csrc/kernels/attention_lanes.inl)."""
 
 MASKS = ("causal", "window", "full")
-GROUP_KINDS = ("full", "window", "latent")
 AXES = ("tokens", "samples", "requests")
 """Rows that the executor has memory for."""
 
-OUTPUTS = {"logits": "samples", "pooled": "requests"}
-"""Axis of each output that the executor makes; a Program has one of them."""
+OUTPUTS = {
+    "logits": ("samples",),
+    "pooled": ("requests",),
+    "encoded": ("requests",),
+    "rows": ("samples", "requests"),
+    "hidden": ("tokens",),
+}
+"""Axes of each output that the executor makes; a Program has one of them."""
 
 OF_EXPERTS = (ops.Route, ops.GroupedLinear, ops.Combine)
 
-ON_TOKENS = (ops.Embedding, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear)
+ON_TOKENS = (
+    *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
+    *(ShortConv, SelectiveScan),
+)
 """Ops that read the step's arrays of tokens."""
 
 
-def check(program: Program, format_of: FormatOf, row_type_of: RowTypeOf) -> None:
+def check(
+    program: Program, format_of: FormatOf, row_type_of: RowTypeOf, num_ranks: int = 1
+) -> None:
     """Refuses a fused Program that the kernels cannot run: BackendUnavailable names an op, a group
     or a pair of formats, UnsupportedModel a format.
     """
-    check_ops(program)
+    check_ops(program, num_ranks)
     formats = tile_formats(program, format_of, row_type_of)
     for op in program.ops:
         if not isinstance(op, ops.Linear | ops.GroupedLinear) or op.gate is None:
@@ -56,22 +69,47 @@ def check(program: Program, format_of: FormatOf, row_type_of: RowTypeOf) -> None
             )
 
 
-def check_ops(program: Program) -> None:
+def _check_ranks(program: Program, num_ranks: int) -> None:
+    for op in program.ops:
+        if isinstance(op, ops.AllGather) and len(op.widths) != num_ranks:
+            raise _refusal(program, f"AllGather over {len(op.widths)} ranks on one of {num_ranks}")
+        if isinstance(op, ops.AllReduce) and num_ranks == 1:
+            raise _refusal(program, "the op AllReduce on one rank")
+
+
+def check_skipping(program: Program, format_of: FormatOf, device: Any) -> None:
+    """Refuses products that are to skip zeros and whose weights lie so that none can be skipped."""
+    formats = tile_formats(program, format_of, device.row_type)
+    for op in program.ops:
+        if not isinstance(op, ops.Linear) or not op.skips_zeros:
+            continue
+        for weight in op.weights_:
+            code = formats[weight].code
+            if not device.skips_zeros(code):
+                allowed = [
+                    code for code in ("i8", "bf16", "fp16", "fp32") if device.skips_zeros(code)
+                ]
+                raise BackendUnavailable(
+                    f"ffn_sparsity: exact skips no inputs of {weight.name}, which is computed as"
+                    f" {code} at the level {device.level}; it does those of {', '.join(allowed)}",
+                    hint="set quantization to int8, or leave ffn_sparsity out",
+                )
+
+
+def check_ops(program: Program, num_ranks: int = 1) -> None:
     """Refuses what the kernels cannot run whatever the weights' formats are."""
+    _check_ranks(program, num_ranks)
     for op in program.ops:
         if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, ops.Linear, ops.HeadLinear)):
             raise _refusal(program, f"the op {op.kind}")
     for op in program.ops:
         _check_attributes(program, op)
-    for group in program.groups:
-        if group.kind not in GROUP_KINDS:
-            raise _refusal(program, f"a cache group of kind {group.kind}")
-    if set(program.inputs) != {"token_ids"}:
+    if not set(program.inputs) <= {"token_ids"}:
         raise _refusal(program, f"the inputs {sorted(program.inputs)}")
     if len(program.outputs) != 1 or not program.outputs.keys() <= OUTPUTS.keys():
         raise _refusal(program, f"the outputs {sorted(program.outputs)}")
     for name, value in program.outputs.items():
-        if value.axis != OUTPUTS[name]:
+        if value.axis not in OUTPUTS[name]:
             raise _refusal(program, f"{name} over {value.axis}")
 
 
@@ -83,11 +121,14 @@ def _check_attributes(program: Program, op: Op) -> None:
         _check_attention(program, op)
     if isinstance(op, ops.KvWrite):
         _check_write(program, op)
-    if isinstance(op, ops.Embedding) and op.first_row is not None:
-        raise _refusal(program, "a part of an embedding table")
     if isinstance(op, ops.Linear | ops.GroupedLinear) and op.gate is not None:
         _check_activation(program, op.gate.activation)
-    if isinstance(op, ops.Linear | ops.Act | ops.ActMul) and op.activation is not None:
+    if isinstance(op, SelectiveScan) and op.num_heads == op.x.width and op.num_runs > 1:
+        raise _refusal(program, "a scan of heads of one column with several runs of b and c")
+    if isinstance(op, SelectiveScan) and op.beta is not None and op.num_heads == op.x.width:
+        raise _refusal(program, "the delta rule for heads of one column")
+    acting = ops.Linear | ops.GroupedLinear | ops.Act | ops.ActMul | ShortConv
+    if isinstance(op, acting) and op.activation is not None:
         _check_activation(program, op.activation)
 
 
@@ -109,6 +150,8 @@ def _check_attention(program: Program, op: ops.Attention) -> None:
 
 def _check_write(program: Program, op: ops.KvWrite) -> None:
     group = program.group(op.group)
+    if group.kind == "conv":
+        return
     if len(op.k_parts) > 1 and group.num_kv_heads > 1:
         raise _refusal(program, "a KV write of several parts for several heads")
     if (op.v is None) != (group.v_width == 0):

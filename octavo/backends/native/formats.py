@@ -17,7 +17,7 @@ from octavo.program.ops import Embedding, GroupedLinear, HeadLinear, Linear
 from octavo.program.program import Op, Program, Weight
 
 FP8_HINT = (
-    "--dtype bfloat16 turns fp8 weights into floats at load, --quantization int8 packs them to 8"
+    "--dtype bfloat16 turns such weights into floats at load, --quantization int8 packs them to 8"
     " bits; --backend torch reads them as they are"
 )
 
@@ -33,7 +33,8 @@ class TileFormat:
     """u4, u8, i8, bf16, fp16 or fp32."""
     scale_type: str = "fp32"
     """Type of the scales and mins of groups: fp16 where they have one level of fp16."""
-    has_min: bool = False
+    low: str = "none"
+    """Numbers behind a group's scales: none, min or zero."""
     half_groups: bool = False
     """Whether scales are of 16 inputs instead of 32."""
 
@@ -48,7 +49,7 @@ class TileFormat:
         each = native_module().tile_bytes(
             code=self.code,
             scale_type=self.scale_type,
-            has_min=self.has_min,
+            low=self.low,
             half_groups=self.half_groups,
             num_rows=num_rows,
             num_inputs=num_inputs,
@@ -61,16 +62,28 @@ FORMATS = {
     "F16": TileFormat("fp16"),
     "BF16": TileFormat("bf16"),
     "Q4_0": TileFormat("u4", "fp16"),
-    "Q4_1": TileFormat("u4", "fp16", has_min=True),
+    "Q4_1": TileFormat("u4", "fp16", low="min"),
     "Q5_0": TileFormat("u8", "fp16"),
-    "Q5_1": TileFormat("u8", "fp16", has_min=True),
+    "Q5_1": TileFormat("u8", "fp16", low="min"),
     "Q8_0": TileFormat("u8", "fp16"),
     "I8": TileFormat("i8"),
-    "Q4_K": TileFormat("u4", has_min=True),
-    "Q5_K": TileFormat("u8", has_min=True),
+    "Q4_K": TileFormat("u4", low="min"),
+    "Q5_K": TileFormat("u8", low="min"),
     "Q6_K": TileFormat("u8", half_groups=True),
 }
 """Tile format of each format of a tensor. "I8" has one scale an output."""
+
+GROUPED = {
+    f"U{bits}{zeros}_{scale}": TileFormat(
+        f"u{bits}", "fp16" if scale == "F16" else "fp32", low="zero" if zeros else "none"
+    )
+    for bits in (4, 8)
+    for zeros in ("", "Z")
+    for scale in ("F16", "BF16", "F32")
+} | {"I8_F32": TileFormat("u8")}
+"""Tile format of codes in groups, whose size their names have behind a colon."""
+GROUP_INPUTS = 32
+HALF_GROUP = 16
 
 
 def matrices_of(op: Op) -> tuple[Weight, ...]:
@@ -112,9 +125,27 @@ def needs_widening(row_types: Iterable[str]) -> bool:
 
 
 def _format(weight: Weight, stored: str) -> TileFormat:
+    name, _, group = stored.partition(":")
+    if name in GROUPED and group:
+        return _grouped(weight, name, int(group))
     if stored not in FORMATS:
-        hint = FP8_HINT if stored.startswith("F8_") else None
+        hint = FP8_HINT if stored.startswith(("F8_", "L4_", "Q2_K")) else None
         raise UnsupportedModel(
             f"{weight.name} is stored as {stored}, supported are {', '.join(FORMATS)}", hint=hint
         )
     return FORMATS[stored]
+
+
+def _grouped(weight: Weight, name: str, group: int) -> TileFormat:
+    tiles = GROUPED[name]
+    takes_halves = tiles.code == "u8" and tiles.low == "none"
+    whole = group >= weight.shape[-1]
+    if group % GROUP_INPUTS == 0 or whole:
+        return tiles
+    if group == HALF_GROUP and takes_halves:
+        return replace(tiles, half_groups=True)
+    raise UnsupportedModel(
+        f"{weight.name} is stored in groups of {group} inputs, allowed are multiples of"
+        f" {GROUP_INPUTS}, and {HALF_GROUP} for codes of 8 bits without zeros",
+        hint="--dtype bfloat16 turns it into floats at load",
+    )

@@ -7,17 +7,30 @@ those of stages.py. Knows nothing of kernels; what these cannot do check.py has 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.native.check import ACTIVATIONS, MAX_LANES
+from octavo.backends.base import ObservedInputs
+from octavo.backends.native.check import MAX_LANES
+from octavo.backends.native.hidden import HiddenIn, HiddenOut
+from octavo.backends.native.parameters import (
+    convolution_parameters,
+    distances_of,
+    gate_numbers,
+    rope_parameters,
+    route_parameters,
+    scan_parameters,
+    slopes_of,
+)
 from octavo.backends.native.stages import Stage, body_first, plan_arena, stages_of
 from octavo.program import ops
+from octavo.program.low_rank import Site
+from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.plan import Plan
 from octavo.program.program import Op, Program, Value, Weight
-from octavo.program.t5_buckets import t5_buckets
 
 GROUP = 32
 """Inputs that share an activation scale (csrc/kernels/table.h)."""
@@ -33,14 +46,16 @@ HEAD = "samples"
 pooled.
 """
 
-LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None]
-"""(tiles, columns of the out, bias, columns of the residual) of one weight of a Linear."""
+LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None, int]
+"""(tiles, columns of the out, bias, columns of the residual, site or -1) of one weight of a Linear.
+"""
 
 
 class Weights(Protocol):
     """The source of an op's weights, as tiles (NativeTiles) or as floats."""
 
     def tiles(self, weight: Weight) -> Any: ...
+    def table(self, weight: Weight) -> Any: ...
     def gate_and_up(self, gate: Weight, up: Weight) -> list[Any]: ...
     def experts(self, weight: Weight) -> list[Any]: ...
     def heads(self, op: ops.HeadLinear) -> list[Any]: ...
@@ -51,7 +66,19 @@ class Weights(Protocol):
 class Lowering:
     """Walks a Program once, opens its stages on the builder and tells it of each op."""
 
-    def __init__(self, program: Program, builder: Any, weights: Weights) -> None:
+    def __init__(
+        self,
+        program: Program,
+        builder: Any,
+        weights: Weights,
+        chunk_of: Callable[[Op], int | None] = lambda op: None,
+        observed: ObservedInputs | None = None,
+    ) -> None:
+        """`chunk_of` names the streamed chunk of weights that a product waits for; `observed` gets
+        the arrays that inputs of products are copied to.
+        """
+        self._chunk_of = chunk_of
+        self._observed = observed
         self._program = program = body_first(program)
         self._builder = builder
         self._weights = weights
@@ -71,6 +98,8 @@ class Lowering:
         """The executor's choice of experts that makes a Value, and its op."""
         self._before: Op | None = None
         """The op before the one that is lowered."""
+        self.sites: list[Site] = []
+        """The Program's sites, in the executor's order."""
 
     def run(self) -> None:
         for stage in self._stages:
@@ -82,7 +111,9 @@ class Lowering:
                 self._before = op
         self._begin()
         ((name, out),) = self._program.outputs.items()
-        if name == "logits":
+        if name == "hidden":
+            pass  # its op has handed it over
+        elif name == "logits":
             self._builder.sampling(self._span(out))
         else:
             self._builder.output(self._span(out))
@@ -90,7 +121,7 @@ class Lowering:
         self._builder.finish(
             token_floats=floats.get("tokens", 0),
             block_floats=floats.get("block", 0),
-            sample_floats=floats.get(out.axis, 0),
+            sample_floats=0 if name == "hidden" else floats.get(out.axis, 0),
             expert_floats=floats.get("expert_rows", 0),
         )
 
@@ -98,6 +129,12 @@ class Lowering:
         """Opens a stage for an op that is not row-local."""
         self._builder.begin_stage(_executor_axis(self._stage.axis), self._stage.range)
         self._open_rows = None
+
+    def _await(self, op: Op) -> None:
+        """Lets the next product wait for its weights where they are streamed."""
+        chunk = self._chunk_of(op)
+        if chunk is not None:
+            self._builder.await_chunk(chunk)
 
     def _begin_rows(self) -> None:
         """Opens a stage of row ops."""
@@ -112,22 +149,33 @@ class Lowering:
 
     def _lower_Embedding(self, op: ops.Embedding) -> None:
         self._builder.embedding(
-            self._weights.tiles(op.table).handle,
+            self._weights.table(op.table).handle,
             self._span(op.out),
             scale=op.scale,
             by_position=op.by_position,
             offset=op.offset,
             axis=op.axis,
+            first_row=-1 if op.first_row is None else op.first_row,
+            site=self._table_site(op),
         )
+
+    def _table_site(self, op: ops.Embedding) -> int:
+        if not op.site:
+            return -1
+        self.sites.append((op.site, op.table))
+        return int(self._builder.table_site())
 
     def _lower_RmsNorm(self, op: ops.RmsNorm) -> None:
         norm = (self._floats(op.weight), None, op.eps, op.weight_offset, False)
-        self._builder.norm(self._span(op.x), self._span(op.out), norm, op.group_width)
+        each_group = op.weight.shape[0] > (op.group_width or op.x.width)
+        self._builder.norm(
+            self._span(op.x), self._span(op.out), norm, op.group_width, each_group=each_group
+        )
 
     def _lower_LayerNorm(self, op: ops.LayerNorm) -> None:
         bias = self._optional(op.bias)
         norm = (self._floats(op.weight), bias, op.eps, op.weight_offset, True)
-        self._builder.norm(self._span(op.x), self._span(op.out), norm, 0)
+        self._builder.norm(self._span(op.x), self._span(op.out), norm, 0, each_group=False)
 
     def _lower_Rope(self, op: ops.Rope) -> None:
         if op.table not in self._angles:
@@ -135,21 +183,16 @@ class Lowering:
         self._builder.rope(
             self._span(op.x),
             self._span(op.out),
-            num_heads=op.num_heads,
-            head_width=op.head_width,
-            rotary_dim=op.rotary_dim,
-            rotary_start=op.rotary_start,
-            interleaved=op.style == "interleaved",
+            **rope_parameters(op),
             angles=self._angles[op.table],
+            axes=list(op.table.axes),
         )
 
     def _lower_KvWrite(self, op: ops.KvWrite) -> None:
-        self._builder.kv_write(
-            [self._span(part) for part in op.k_parts],
-            None if op.v is None else self._span(op.v),
-            self._program.group_index(op.group),
-            op.layer,
-        )
+        group = self._program.group(op.group)
+        v = op.k_parts[0] if group.kind == "conv" else op.v  # its rows lie where values do
+        parts, values = [self._span(part) for part in op.k_parts], v and self._span(v)
+        self._builder.kv_write(parts, values, self._program.group_index(op.group), op.layer)
 
     def _lower_Add(self, op: ops.Add) -> None:
         self._elementwise("add", op.a, op.b, op.out)
@@ -172,7 +215,7 @@ class Lowering:
             op.gate,
             op.up,
             op.out,
-            gate=ops.Gate(op.activation, op.clamp, op.alpha, op.up_offset),
+            gate=ops.Gate(op.activation, op.clamp, op.alpha, op.up_offset, op.threshold),
         )
 
     def _elementwise(
@@ -191,11 +234,15 @@ class Lowering:
             self._span(b),
             self._span(out),
             factor=factor,
-            gate=_gate_numbers(gate),
+            gate=gate_numbers(gate),
         )
 
     def _lower_GatherRows(self, op: ops.GatherRows) -> None:
         self._builder.gather(self._span(op.x), self._span(op.out))
+
+    def _lower_ScatterRows(self, op: ops.ScatterRows) -> None:
+        base = None if op.base is None else self._span(op.base)
+        self._builder.given(base, self._span(op.out))
 
     def _lower_PoolRows(self, op: ops.PoolRows) -> None:
         self._builder.pool(self._span(op.x), self._span(op.out), op.mode)
@@ -204,31 +251,63 @@ class Lowering:
 
     def _lower_Linear(self, op: ops.Linear) -> None:
         gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
-        products = self._parts_by_rows(op)
-        converted = len(products) == 1 and self._comes_converted(op)
-        for parts in products:
-            first = parts[0][0]
-            if converted:
-                rows = self._builder.convert_in_last_stage(self._span(op.x), first)
-            else:
-                rows = self._convert(op, first)
+        tiles = self._product_tiles(op)
+        converted = len({each.row_type for each in tiles}) == 1 and self._comes_converted(op)
+        rows = -1
+        if converted:
+            first, keeps_out = tiles[0].handle, bool(op.sites)
+            rows = self._builder.convert_in_last_stage(self._span(op.x), first, keeps_out=keeps_out)
+        for parts, permutation in self._parts_by_rows(op, self._shrink(op)):
+            if not converted:
+                rows = self._convert(op, parts[0][0], permutation)
             self._begin()
-            self._builder.linear(rows, parts, gated=op.gate is not None, gate=_gate_numbers(gate))
+            self._await(op)
+            self._builder.linear(
+                rows,
+                parts,
+                gated=op.gate is not None,
+                gate=gate_numbers(gate),
+                skips_zeros=op.skips_zeros,
+            )
 
-    def _convert(self, op: ops.Linear, tiles: Any) -> int:
+    def _shrink(self, op: ops.Linear) -> list[int]:
+        """Opens the stage that computes what adapters make of the product's rows; returns the site
+        of each weight, -1 without sites.
+        """
+        if not op.sites:
+            return [-1] * len(op.weights_)
+        self._begin()
+        self.sites += zip(op.sites, op.weights_, strict=True)
+        return list(
+            self._builder.shrink(self._span(op.x), self._norm_of(op), num_sites=len(op.sites))
+        )
+
+    def _norm_of(
+        self, op: ops.Linear, permutation: NDArray[np.int32] | None = None
+    ) -> tuple[Any, ...] | None:
+        """Returns the norm of a product's rows, its numbers in the order of a permutation."""
+        if op.norm is None:
+            return None
+        norm = op.norm
+        weight, bias = self._floats(norm.weight), self._optional(norm.bias)
+        if permutation is not None:
+            weight, bias = weight[permutation], None if bias is None else bias[permutation]
+        return (weight, bias, norm.eps, norm.weight_offset, norm.centered)
+
+    def _convert(self, op: ops.Linear, tiles: Any, permutation: NDArray[np.int32] | None) -> int:
         """Converts x in the row ops right before the product, or in a stage of its own."""
         if self._open_rows is None or self._open_rows.axis != self._stage.axis:
             self._begin_rows()
-        norm = None
-        if op.norm is not None:
-            norm = (
-                self._floats(op.norm.weight),
-                self._optional(op.norm.bias),
-                op.norm.eps,
-                op.norm.weight_offset,
-                op.norm.centered,
-            )
-        return int(self._builder.conversion(self._span(op.x), norm, tiles))
+        order = [] if permutation is None else permutation.tolist()
+        norm = self._norm_of(op, permutation)
+        rows = int(
+            self._builder.conversion(self._span(op.x), norm, tiles, order, threshold=op.threshold)
+        )
+        if self._observed is not None:
+            copies = np.zeros((self._observed.num_rows, op.x.width), np.float32)
+            self._builder.observe(rows, copies)
+            self._observed.inputs.update(dict.fromkeys(op.weights_, copies))
+        return rows
 
     def _comes_converted(self, op: ops.Linear) -> bool:
         """Returns whether the op before may write x as this product reads it.
@@ -238,12 +317,15 @@ class Lowering:
         before = self._before
         if (
             op.norm is not None
+            or op.threshold
+            or self._observed is not None
             or before is None
             or op.x not in before.outputs
             or self._num_readers[op.x] > 1
         ):
             return False
-        if any(tiles.row_type in WHOLE_ROWS for tiles in self._product_tiles(op)):
+        tiles = self._product_tiles(op)
+        if any(one.row_type in WHOLE_ROWS or one.permutation is not None for one in tiles):
             return False
         if isinstance(before, ops.Attention):
             group = self._program.group(before.group)
@@ -259,26 +341,32 @@ class Lowering:
             self._converted.add(op.x)
         return fits
 
-    def _parts_by_rows(self, op: ops.Linear) -> list[list[LinearPart]]:
-        """Returns the parts of each weight; parts that read their rows in the same type are
-        together.
+    def _parts_by_rows(
+        self, op: ops.Linear, sites: list[int]
+    ) -> list[tuple[list[LinearPart], NDArray[np.int32] | None]]:
+        """Returns the parts of each weight, with their sites; parts that read their rows in the
+        same type and order are together, beside that order.
         """
         out, residual = (
             self._span(op.outs[0]),
             None if op.residual is None else self._span(op.residual),
         )
         biases = op.biases or (None,) * len(op.weights_)
-        found: dict[str, list[LinearPart]] = {}
+        found: dict[tuple[str, bytes], tuple[list[LinearPart], NDArray[np.int32] | None]] = {}
         column = 0
-        for weight, tiles, bias in zip(op.weights_, self._product_tiles(op), biases, strict=True):
+        for weight, tiles, bias, site in zip(
+            op.weights_, self._product_tiles(op), biases, sites, strict=True
+        ):
             width = weight.shape[0]
             part = (
                 tiles.handle,
                 _cut(out, column, width),
                 self._optional(bias),
                 residual and _cut(residual, column, width),
+                site,
             )
-            found.setdefault(tiles.row_type, []).append(part)
+            order = b"" if tiles.permutation is None else tiles.permutation.tobytes()
+            found.setdefault((tiles.row_type, order), ([], tiles.permutation))[0].append(part)
             column += 0 if op.gate is not None else width
         assert op.gate is None or len(found) == 1, "check() refuses a gate and up of two row types"
         return list(found.values())
@@ -305,7 +393,7 @@ class Lowering:
 
     def _attention(self, op: ops.Attention, num_heads: int, q: Span, out: Span) -> None:
         window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
-        distances = self._distances(op.bias) if isinstance(op.bias, ops.T5Bias) else None
+        distances = distances_of(op.bias, self._floats, num_heads)
         self._begin()
         self._builder.attention(
             q,
@@ -317,7 +405,7 @@ class Lowering:
             scale=op.scale,
             softcap=op.softcap or 0.0,
             sinks=self._optional(op.sinks),
-            slopes=_slopes(op.bias),
+            slopes=slopes_of(op.bias),
             distances=distances,
             reach=0 if distances is None else distances.shape[1] // 2,
             latent_width=op.latent_width,
@@ -325,6 +413,7 @@ class Lowering:
 
     def _lower_HeadLinear(self, op: ops.HeadLinear) -> None:
         self._begin()
+        self._await(op)
         self._builder.heads(
             self._span(op.x),
             self._span(op.out),
@@ -332,12 +421,44 @@ class Lowering:
             [tiles.handle for tiles in self._weights.heads(op)],
         )
 
-    def _distances(self, bias: ops.T5Bias) -> NDArray[np.float32]:
-        """Returns the bias of each head and distance up to max_distance, from which on it stays,
-        `[H, 2 * max_distance + 1]`.
-        """
-        far = np.arange(-bias.max_distance, bias.max_distance + 1)
-        return np.ascontiguousarray(self._floats(bias.table)[t5_buckets(far, bias)].T)
+    def _lower_HiddenIn(self, op: HiddenIn) -> None:
+        self._builder.hidden_in(self._span(op.out))
+
+    def _lower_HiddenOut(self, op: HiddenOut) -> None:
+        self._builder.hidden_out(self._span(op.x))
+
+    # -- ranks -------------------------------------------------------------------------------------
+
+    def _lower_AllReduce(self, op: ops.AllReduce) -> None:
+        self._begin()
+        self._builder.all_reduce(self._span(op.x), self._span(op.out))
+
+    def _lower_AllGather(self, op: ops.AllGather) -> None:
+        self._begin()
+        self._builder.all_gather(self._span(op.x), self._span(op.out), list(op.widths))
+
+    # -- convolutions and recurrences --------------------------------------------------------------
+
+    def _lower_ShortConv(self, op: ShortConv) -> None:
+        axis, offset, _ = self._span(op.outs[0])
+        self._begin()
+        self._builder.short_conv(
+            self._span(op.x),
+            (axis, offset, op.x.width),
+            group=self._program.group_index(op.group),
+            layer=op.layer,
+            **convolution_parameters(op, self._floats),
+        )
+
+    def _lower_SelectiveScan(self, op: SelectiveScan) -> None:
+        self._begin()
+        self._builder.selective_scan(
+            *map(self._span, (op.x, op.dt, op.b, op.c, op.out)),
+            beta=None if op.beta is None else self._span(op.beta),
+            group=self._program.group_index(op.group),
+            layer=op.layer,
+            **scan_parameters(op, self._program.group(op.group), self._floats),
+        )
 
     # -- experts -----------------------------------------------------------------------------------
 
@@ -346,13 +467,7 @@ class Lowering:
         index = self._builder.route(
             self._span(op.logits),
             self._span(op.outs[2]),
-            top_k=op.top_k,
-            score=op.score,
-            bias=self._optional(op.bias),
-            num_groups=op.num_groups,
-            top_groups=op.top_groups,
-            normalize=op.normalize,
-            scale=op.scale,
+            **route_parameters(op, self._floats),
         )
         self._routes |= dict.fromkeys(op.outs, (index, op))
 
@@ -363,6 +478,8 @@ class Lowering:
         else:
             tiles, ups = self._weights.experts_gate_and_up(op.weight, op.up)
         rows = self._expert_rows(op, tiles[0])
+        self._await(op)
+        gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
         self._builder.experts(
             route,
             rows,
@@ -371,7 +488,7 @@ class Lowering:
             self._span(op.out),
             bias=self._optional(op.bias),
             up_bias=self._optional(op.up_bias),
-            gate=_gate_numbers(op.gate),
+            gate=gate_numbers(gate),
         )
 
     def _expert_rows(self, op: ops.GroupedLinear, tiles: Any) -> int:
@@ -379,7 +496,12 @@ class Lowering:
         product before it, or a stage of their own; opens the product's stage.
         """
         route, chosen = self._routes[op.ids]
-        if op.x == chosen.outs[0]:
+        if op.x == chosen.outs[0] and chosen.scales_rows:
+            self._begin()
+            rows = self._builder.expert_conversion(
+                self._span(chosen.x), route, tiles.handle, by=self._span(chosen.outs[2])
+            )
+        elif op.x == chosen.outs[0]:
             rows = self._builder.convert_in_route(self._span(chosen.x), tiles.handle)
             self._begin()
         elif (
@@ -387,12 +509,15 @@ class Lowering:
             and self._before.out == op.x
             and self._num_readers[op.x] == 1
             and tiles.row_type not in WHOLE_ROWS
+            and not chosen.scales_rows  # its product reads the memory that these rows would have
         ):
-            rows = self._builder.convert_in_last_stage(self._span(op.x), tiles.handle)
+            rows = self._builder.convert_in_last_stage(
+                self._span(op.x), tiles.handle, keeps_out=False
+            )
             self._begin()
         else:
             self._begin()
-            rows = self._builder.expert_conversion(self._span(op.x), route, tiles.handle)
+            rows = self._builder.expert_conversion(self._span(op.x), route, tiles.handle, by=None)
         return int(rows)
 
     def _lower_Combine(self, op: ops.Combine) -> None:
@@ -405,10 +530,6 @@ class Lowering:
         return None if weight is None else self._floats(weight)
 
 
-def _slopes(bias: ops.T5Bias | ops.AlibiBias | None) -> NDArray[np.float32] | None:
-    return np.array(bias.slopes, np.float32) if isinstance(bias, ops.AlibiBias) else None
-
-
 def _executor_axis(axis: str) -> str:
     return HEAD if axis == "requests" else axis
 
@@ -417,10 +538,3 @@ def _cut(span: Span, column: int, width: int) -> Span:
     """Some neighbouring columns of a span."""
     axis, offset, _ = span
     return (axis, offset + column, width)
-
-
-def _gate_numbers(gate: ops.Gate | None) -> tuple[int, float, float, float]:
-    """(activation or -1, clamp or 0, alpha, up_offset)."""
-    if gate is None:
-        return (-1, 0.0, 1.0, 0.0)
-    return (ACTIVATIONS.index(gate.activation), gate.clamp or 0.0, gate.alpha, gate.up_offset)

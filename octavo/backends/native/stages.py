@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from octavo.backends.native.hidden import HiddenIn, HiddenOut
 from octavo.program import ops
+from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.plan import Plan, plan
 from octavo.program.program import Op, Program
 
 ROW_LOCAL = (
     *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
-    *(ops.PoolRows, ops.Combine),
+    *(ops.PoolRows, ops.ScatterRows, ops.Combine),
     *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Act, ops.ActMul),
+    *(HiddenIn, HiddenOut),
 )
 
-BEHIND_BARRIERS = (ops.Attention, ops.Route, ops.GroupedLinear)
-"""Ops with a range of their own, since a row needs what others compute."""
+BEHIND_BARRIERS = (
+    *(ops.Attention, ops.Route, ops.GroupedLinear, ShortConv, SelectiveScan),
+    *(ops.AllReduce, ops.AllGather),
+)
+"""Ops with a range of their own, since a row needs what other rows or ranks compute."""
 
 
 @dataclass(frozen=True, slots=True)

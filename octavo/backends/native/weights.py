@@ -6,6 +6,7 @@ business, how a tile looks csrc/kernels/table.h's.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,9 @@ class NativeTiles:
     row_type: str
     """Type in which its products read their rows at this level (`RowType` in
     csrc/kernels/table.h)."""
+    permutation: NDArray[np.int32] | None = None
+    """Input of each of its columns, where they do not lie in the inputs' order (GPTQ's act-order).
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -46,13 +50,24 @@ class NativeWeights:
     """The weights of one Program: tiles for products and tables, floats for norms and biases."""
 
     def __init__(
-        self, device: Any, load: LoadWeight, dtype: str, row_type_of: RowTypeOf | None = None
+        self,
+        device: Any,
+        load: LoadWeight,
+        dtype: str,
+        row_type_of: RowTypeOf | None = None,
+        *,
+        apart: bool = False,
+        by_columns: Collection[Weight] = (),
     ) -> None:
-        """`dtype` is what plain weights become, `row_type_of` the device's own unless given."""
+        """`dtype` is what plain weights become, `row_type_of` the device's own unless given.
+        `apart`: tiles lie in memory that is freed with them, not beside the device's others.
+        `by_columns`: weights of which products read few columns, to lie by these where they can.
+        """
+        self._by_columns = frozenset(by_columns)
         self._row_type_of: RowTypeOf = row_type_of or device.row_type
         self._load = load
         self._dtype = dtype
-        self._packer = native_module().Packer(device)
+        self._packer = native_module().Packer(device, apart=apart)
         self._tiles: dict[Weight, NativeTiles] = {}
         self._experts: dict[Weight, list[NativeTiles]] = {}
         """Matrices of each expert, or of each head."""
@@ -70,8 +85,13 @@ class NativeWeights:
         """Returns a weight's tiles, packed now or at the next `pack`."""
         self._pack_many()
         if weight not in self._tiles:
-            self._tiles[weight] = self._tiles_of(self._load(weight))
+            by_columns = weight in self._by_columns
+            self._tiles[weight] = self._tiles_of(self._load(weight), by_columns=by_columns)
         return self._tiles[weight]
+
+    def table(self, weight: Weight) -> NativeTiles:
+        """Returns the tiles of a table, whose rows are read one by one."""
+        return _in_order(weight, self.tiles(weight))
 
     def gate_and_up(self, gate: Weight, up: Weight) -> list[NativeTiles]:
         """Returns the tiles of the two weights of a gated product, which reads them together.
@@ -82,14 +102,20 @@ class NativeWeights:
         if gate == up or gate in self._tiles or up in self._tiles:
             return [self.tiles(gate), self.tiles(up)]
         self._pack_many()
-        pair = self._pair([self._load(weight) for weight in (gate, up)])
+        pair = self._pair(
+            [self._load(weight) for weight in (gate, up)],
+            by_columns={gate, up} <= self._by_columns,
+        )
+        first, second = (tiles.permutation for tiles in pair)
+        if first is None or second is None or not np.array_equal(first, second):
+            pair = [_in_order(gate, pair[0]), _in_order(up, pair[1])]
         self._tiles[gate], self._tiles[up] = pair
         return pair
 
-    def _pair(self, stored: list[StoredWeight]) -> list[NativeTiles]:
+    def _pair(self, stored: list[StoredWeight], *, by_columns: bool = False) -> list[NativeTiles]:
         codes = [_code_of(weight, self._dtype) for weight in stored]
         wide = needs_widening(map(self._row_type_of, codes))
-        pair = [self._tiles_of(weight, wide=wide) for weight in stored]
+        pair = [self._tiles_of(weight, wide=wide, by_columns=by_columns) for weight in stored]
         self._packer.interleave(*(tiles.handle for tiles in pair))
         return pair
 
@@ -99,7 +125,7 @@ class NativeWeights:
             self._pack_many()
             stored = self._load(weight)
             self._experts[weight] = [
-                self._tiles_of(stored.matrix(e)) for e in range(weight.shape[0])
+                _in_order(weight, self._tiles_of(stored.matrix(e))) for e in range(weight.shape[0])
             ]
         return self._experts[weight]
 
@@ -115,7 +141,8 @@ class NativeWeights:
         pairs = []
         for e in range(gate.shape[0]):
             self._pack_many()
-            pairs.append(self._pair([weight.matrix(e) for weight in stored]))
+            pair = self._pair([weight.matrix(e) for weight in stored])
+            pairs.append([_in_order(gate, tiles) for tiles in pair])
         self._experts[gate] = [first for first, _ in pairs]
         self._experts[up] = [second for _, second in pairs]
         return self._experts[gate], self._experts[up]
@@ -129,8 +156,34 @@ class NativeWeights:
             parts = [stored.rows(slice(h * rows, (h + 1) * rows)) for h in range(op.num_heads)]
             if op.transposed:
                 parts = [_transposed(part) for part in parts]
-            self._experts[op.weight] = [self._tiles_of(part) for part in parts]
+            self._experts[op.weight] = [
+                _in_order(op.weight, self._tiles_of(part)) for part in parts
+            ]
         return self._experts[op.weight]
+
+    def of_product(self, op: Linear | GroupedLinear | HeadLinear) -> list[NativeTiles]:
+        """Returns all tiles of a product's weights: gates before their up projections."""
+        if isinstance(op, HeadLinear):
+            return self.heads(op)
+        if isinstance(op, Linear):
+            if op.gate is not None:
+                return self.gate_and_up(*op.weights_)
+            return [self.tiles(weight) for weight in op.weights_]
+        if op.up is None:
+            return self.experts(op.weight)
+        gates, ups = self.experts_gate_and_up(op.weight, op.up)
+        return gates + ups
+
+    def adopt(self, op: Linear | GroupedLinear | HeadLinear, handles: Sequence[Any]) -> None:
+        """Takes a product's tiles as they are, in the order of `of_product`, and loads none."""
+        tiles = [NativeTiles(handle, self._row_type_of(handle.code)) for handle in handles]
+        if isinstance(op, Linear):
+            self._tiles |= zip(op.weights_, tiles, strict=True)
+            return
+        weights = (op.weight,) if isinstance(op, HeadLinear) else op.matrices
+        each = len(tiles) // len(weights)
+        for index, weight in enumerate(weights):
+            self._experts[weight] = tiles[index * each : (index + 1) * each]
 
     def reads_fp32(self, op: Linear | GroupedLinear | HeadLinear) -> bool:
         """Whether a product reads its rows as they are."""
@@ -156,9 +209,25 @@ class NativeWeights:
             self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
         return self._floats[weight]
 
-    def _tiles_of(self, stored: StoredWeight, *, wide: bool = False) -> NativeTiles:
-        handle = add_weight(self._packer, stored, self._dtype, wide=wide)
-        return NativeTiles(handle, self._row_type_of(handle.code))
+    def _tiles_of(
+        self, stored: StoredWeight, *, wide: bool = False, by_columns: bool = False
+    ) -> NativeTiles:
+        handle = add_weight(self._packer, stored, self._dtype, wide=wide, by_columns=by_columns)
+        permutation = stored.input_permutation if isinstance(stored, PackedWeight) else None
+        return NativeTiles(handle, self._row_type_of(handle.code), permutation)
+
+
+def _in_order(weight: Weight, tiles: NativeTiles) -> NativeTiles:
+    """Returns tiles whose columns lie in the inputs' order; UnsupportedModel for others, which only
+    products by themselves read.
+    """
+    if tiles.permutation is None:
+        return tiles
+    raise UnsupportedModel(
+        f"{weight.name}: the native backend takes permuted inputs (act-order) in plain products,"
+        " and of a gate and its up projection where both have the same",
+        hint="--dtype bfloat16 turns them into floats at load",
+    )
 
 
 def _transposed(matrix: StoredWeight) -> PackedWeight:
@@ -170,11 +239,17 @@ def _transposed(matrix: StoredWeight) -> PackedWeight:
 
 
 def add_weight(
-    packer: Any, stored: StoredWeight, dtype: str = "auto", *, wide: bool = False
+    packer: Any,
+    stored: StoredWeight,
+    dtype: str = "auto",
+    *,
+    wide: bool = False,
+    by_columns: bool = False,
 ) -> Any:
     """Adds a weight to a packer and returns its PackedTiles, whose bytes the packer's `run` writes.
 
-    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 bits in bytes.
+    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 bits in bytes, `by_columns`
+    codes with one scale an output by columns.
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
         return packer.values(_typed(stored.codes), _code_of(stored, dtype))
@@ -184,6 +259,7 @@ def add_weight(
         num_inputs=stored.shape[-1],
         wide=wide,
         whole_rows=_has_whole_rows(stored),
+        by_columns=by_columns,
     )
 
 
@@ -220,6 +296,7 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
         "is_signed": weight.codes.dtype == np.int8,
         "scales": _typed(weight.scales.values),
         "mins": _values(weight.mins),
+        "zeros": None if weight.zeros is None else _typed(weight.zeros),
         "super_scales": _supers(weight.scales),
         "super_mins": _supers(weight.mins),
         "zero_point": weight.zero_point,
@@ -232,11 +309,6 @@ def _refuse_without_tiles(weight: PackedWeight) -> None:
         raise UnsupportedModel(
             f"the native backend has no tiles for {weight.code} codes of {weight.bits} bits,"
             " it has them for int and uint",
-            hint="--dtype bfloat16 turns them into floats at load",
-        )
-    if weight.input_permutation is not None:
-        raise UnsupportedModel(
-            "the native backend has no tiles for weights with permuted inputs",
             hint="--dtype bfloat16 turns them into floats at load",
         )
 
@@ -255,6 +327,7 @@ def _block_fields(weight: BlockWeight) -> dict[str, Any]:
         "planes": [(plane.start, plane.bits, plane.run) for plane in layout.planes],
         "is_signed": layout.bits == 8,
         "zero_point": layout.zero_point,
+        "zeros": None,
     } | {
         name: None if one is None else (one.view(blocks), one.kind) for name, one in numbers.items()
     }

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.backends.reference.ops import Floats, Made, ReferenceStep, matvecs
 from octavo.program import ops
@@ -147,7 +148,7 @@ def _adjustment(op: ops.Attention, place: int, step: ReferenceStep) -> Adjust | 
 
 
 def _bias(
-    bias: ops.T5Bias | ops.AlibiBias | None, place: int, step: ReferenceStep
+    bias: ops.T5Bias | ops.AlibiBias | ops.NearBias | None, place: int, step: ReferenceStep
 ) -> Adjust | None:
     """Returns what adds the bias to the scores of the query at `place`; None without a bias."""
     if isinstance(bias, ops.T5Bias):
@@ -156,6 +157,9 @@ def _bias(
     if isinstance(bias, ops.AlibiBias):
         slopes = np.array(bias.slopes)
         return lambda scores, keys: scores + slopes[:, None] * (keys - place)
+    if isinstance(bias, ops.NearBias):
+        reach = bias.reach
+        return lambda scores, keys: scores + np.where(abs(keys - place) > reach, ops.FAR, 0.0)
     return None
 
 
@@ -171,7 +175,7 @@ def _requests(
     for request in range(len(starts) - 1):
         context = int(step.batch.context_lens[group, request])
         queries = [
-            _query(row, int(step.batch.places[row]), context, mask, window)
+            _query(step.batch, row, context, mask, window)
             for row in range(starts[request], starts[request + 1])
             if step.live[row]
         ]
@@ -183,11 +187,15 @@ def _requests(
             yield queries, _read(op, step, group, request, span)
 
 
-def _query(row: int, place: int, context: int, mask: ops.MaskKind, window: int | None) -> Query:
+def _query(
+    batch: StepBatch, row: int, context: int, mask: ops.MaskKind, window: int | None
+) -> Query:
+    place = int(batch.places[row])
     if mask == "full":
         return Query(row, place, 0, context)
     first = max(0, place + 1 - window) if mask == "window" and window is not None else 0
-    return Query(row, place, first, min(place + 1, context))
+    limit = place + 1 if batch.limits is None else int(batch.limits[row])
+    return Query(row, place, first, min(limit, context))
 
 
 def _read(

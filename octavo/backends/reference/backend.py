@@ -11,24 +11,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from octavo.backends.base import BackendOptions, Ceilings, Footprint, FormatOf, LoadWeight
-from octavo.backends.batch import Check, StepBatch, StepOutput
+from octavo.backends.base import (
+    BackendOptions,
+    Ceilings,
+    Footprint,
+    FormatOf,
+    LoadWeight,
+    ObservedInputs,
+)
+from octavo.backends.batch import Check, SampleResult, SamplingBatch, StepBatch, StepOutput
 from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
+from octavo.backends.reference.adapters import ReferenceAdapters
 from octavo.backends.reference.attention import ATTENTION_FORMULAS
 from octavo.backends.reference.kv_cache import ReferenceKvCache, layout_of
+from octavo.backends.reference.mixers import MIXER_FORMULAS
 from octavo.backends.reference.ops import ROW_FORMULAS, Exchange, Floats, ReferenceStep, alone
-from octavo.backends.sampling import masked, sample
+from octavo.backends.sampling import masked, replaced, sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
 from octavo.outputs import Profile
-from octavo.program.ops import Attention
+from octavo.program.ops import Attention, Linear
 from octavo.program.program import Op, Program, Weight
 
-FORMULAS = ROW_FORMULAS | ATTENTION_FORMULAS
+FORMULAS = ROW_FORMULAS | ATTENTION_FORMULAS | MIXER_FORMULAS
 MASKS = ("causal", "window", "full")
 
 
@@ -40,6 +50,9 @@ class ReferenceRunnable:
     weights: dict[Weight, Floats]
     kv_layouts: tuple[KvLayout, ...]
     exchange: Exchange = alone
+    adapters: ReferenceAdapters = field(default_factory=ReferenceAdapters)
+    observed: ObservedInputs | None = None
+    """Copies of products' inputs that each step fills; None: none are kept."""
     progress: int = 0
     """Number of ops computed since the Program was prepared."""
 
@@ -65,10 +78,20 @@ class ReferenceRunnable:
 
     def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
         assert isinstance(kv, ReferenceKvCache)
-        step = ReferenceStep(self.program, self.weights, batch, kv.groups, exchange=self.exchange)
+        step = ReferenceStep(
+            self.program,
+            self.weights,
+            batch,
+            kv.groups,
+            exchange=self.exchange,
+            adapters=self.adapters.by_slot,
+        )
         with np.errstate(all="ignore"):
             for op in self.program.ops:
                 made = FORMULAS[type(op)](op, step)
+                if self.observed is not None and isinstance(op, Linear) and op.x.axis == "tokens":
+                    rows = step.get(op.x).astype(np.float32)
+                    self.observed.inputs.update(dict.fromkeys(op.weights_, rows))
                 for value, array in zip(op.outputs, made, strict=True):
                     step.values[value.name] = np.ascontiguousarray(array)
                 self.progress += 1
@@ -78,11 +101,23 @@ class ReferenceRunnable:
             if batch.sampling is None:
                 return StepOutput(arrays=outputs)
             logits = outputs["logits"].astype(np.float32)
-            samples = sample(logits, batch.sampling)
-            redraw = None if check is None else check(samples)
-            if redraw is not None:
-                samples = sample(logits, masked(batch.sampling, redraw))
-            return StepOutput(samples=samples)
+            return StepOutput(samples=_checked(logits, batch.sampling, check))
+
+
+def _checked(
+    logits: NDArray[np.float32], sampling: SamplingBatch, check: Check | None
+) -> SampleResult:
+    """Draws from `logits [S, V]`, and again as long as the check finds rows."""
+    samples = sample(logits, sampling)
+    while check is not None:
+        redraw = check(samples, lambda entry: logits[entry].copy())
+        if redraw is None:
+            break
+        redrawn = sample(logits, masked(sampling, redraw), replaced(logits, redraw))
+        samples.take(redrawn, redraw.samples)
+        if redraw.is_last:
+            break
+    return samples
 
 
 class ReferenceBackend:
@@ -105,6 +140,17 @@ class ReferenceBackend:
         _check_program(program)
         weights = {weight: _load(weight, load) for weight in program.weights}
         return ReferenceRunnable(program, weights, self._kv_layouts(program), self._exchange)
+
+    def prepare_observed(
+        self, program: Program, load: LoadWeight
+    ) -> tuple[ReferenceRunnable, ObservedInputs]:
+        runnable = self.prepare(program, load)
+        runnable.observed = ObservedInputs(self.options.max_tokens)
+        for op in program.ops:
+            if isinstance(op, Linear) and op.x.axis == "tokens":
+                rows = np.zeros((self.options.max_tokens, op.x.width), np.float32)
+                runnable.observed.inputs.update(dict.fromkeys(op.weights_, rows))
+        return runnable, runnable.observed
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         """Counts weights and Values in float64; every Value of a step lives to the step's end."""
@@ -146,9 +192,6 @@ class ReferenceBackend:
 def _check_program(program: Program) -> None:
     for op in program.ops:
         _check_op(program, op)
-    for group in program.groups:
-        if group.kind == "state":
-            raise _refused(program, f"cache groups of kind {group.kind}")
 
 
 def _check_op(program: Program, op: Op) -> None:

@@ -6,13 +6,14 @@ results are compared with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.kv import BLOCK_SIZE, KvLayout
+from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, KvLayout
 from octavo.backends.reference.on_demand import OnDemandArrays
 from octavo.backends.reference.ops import Floats, GroupArrays, as_is
 from octavo.program.program import CacheGroup
@@ -70,7 +71,15 @@ AS_STORED = {"int8": as_int8, "fp8": as_fp8}
 
 
 def layout_of(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
-    """Returns the layout of a group whose numbers are kept as one of `KV_TYPES`."""
+    """Returns the layout of a group whose numbers are kept as one of `KV_TYPES`, the rows of a
+    convolution and states in fp32 at least.
+    """
+    if group.kind in ("conv", "state") and dtype != "fp64":
+        dtype = "fp32"
+    if group.kind == "state":
+        shapes = _shapes(group, 1)
+        size = KV_TYPES[dtype].itemsize
+        return KvLayout(group, dtype, (size * math.prod(shapes[0][1:]), size * shapes[1][-1]))
     numbers = BLOCK_SIZE * group.num_kv_heads * KV_TYPES[dtype].itemsize
     return KvLayout(group, dtype, (numbers * group.k_width, numbers * group.v_width))
 
@@ -111,5 +120,8 @@ class ReferenceKvCache:
 
 
 def _shapes(group: CacheGroup, num_blocks: int) -> list[tuple[int, ...]]:
+    if group.kind == "state":
+        counts = (group.num_layers, num_blocks, STATES_A_BLOCK)
+        return [(*counts, group.num_kv_heads, group.k_width, group.v_width), counts]
     shape = (group.num_layers, num_blocks, BLOCK_SIZE, group.num_kv_heads)
     return [(*shape, group.k_width), (*shape, group.v_width)]

@@ -1,5 +1,5 @@
-"""The reference formulas of all ops but attention, one function a kind, in float64; `ROW_FORMULAS`
-is the dispatch table.
+"""The reference formulas of the ops that mix no rows, one function a kind, in float64;
+`ROW_FORMULAS` is the dispatch table.
 
 A formula takes the op and the step and returns what the op makes, in the order of its outputs.
 `octavo/program/ops.py` states the formulas and their sources. Matrix products go row by row through
@@ -9,7 +9,7 @@ a matrix-vector product of fixed shape, so that no row's bits depend on another'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.batch import StepBatch
+from octavo.backends.reference.adapters import Shrink, updated
 from octavo.program import ops
+from octavo.program.low_rank import Site, Updates
 from octavo.program.program import Op, Program, Value, Weight
 
 Floats = NDArray[np.float64]
@@ -69,6 +71,8 @@ class ReferenceStep:
     multiply: Callable[[Floats, Floats], Floats] = matvecs
     """Multiplies a matrix `[out, in]` with rows `[T, in]`, for linears."""
     exchange: Exchange = alone
+    adapters: Mapping[int, Updates] = field(default_factory=dict)
+    """Adapters by slot."""
     live: NDArray[np.bool_] = field(init=False)
     """Mask of the rows that are no padding, `[T]`."""
 
@@ -92,6 +96,17 @@ class ReferenceStep:
         """Returns the positions on an axis, `[T]`; 0 for padding."""
         return np.where(self.live, self.batch.positions[axis], 0).astype(np.int64)
 
+    def updated(self, y: Floats, site: Site, axis: str, shrink: Shrink) -> Floats:
+        """Returns y with the updates of the rows' adapters at a site; see `adapters.updated`."""
+        slots = self.batch.adapter_rows
+        if slots is None or not site[0]:
+            return y
+        if axis == "samples":
+            slots = slots[self.batch.sample_rows]
+        elif axis == "requests":
+            slots = slots[np.maximum(self.batch.query_starts[1:] - 1, 0)]
+        return updated(y, site, slots, self.adapters, shrink)
+
 
 # -- rows in, rows out -----------------------------------------------------------------------------
 
@@ -100,21 +115,25 @@ def embedding(op: ops.Embedding, step: ReferenceStep) -> Made:
     if op.ids is None:
         ids = step.positions(op.axis) + op.offset
     else:
-        ids = np.where(step.live, step.get(op.ids), 0)
-    if op.first_row is None:
-        return (step.weights[op.table][ids] * op.scale,)
-    rows = ids - op.first_row
+        ids = np.where(step.live, step.get(op.ids).reshape(-1), 0)
+    rows = ids - (op.first_row or 0)
     here = (rows >= 0) & (rows < op.table.shape[0])
-    return (
-        np.where(here[:, None], step.weights[op.table][np.where(here, rows, 0)] * op.scale, 0.0),
+    if op.first_row is None:
+        here[:] = True
+    found = np.where(here, rows, 0)
+    y = step.weights[op.table][found] * op.scale
+    y = step.updated(
+        y, (op.site, op.table), op.out.axis, lambda update, row: update.a[found[row]] * op.scale
     )
+    return (np.where(here[:, None], y, 0.0),)
 
 
 def rms_norm(op: ops.RmsNorm, step: ReferenceStep) -> Made:
     x = step.get(op.x)
     width = op.group_width or x.shape[1]
     groups = x.reshape(len(x), x.shape[1] // width, width)
-    return (_rms(groups, step.weights[op.weight] + op.weight_offset, op.eps).reshape(x.shape),)
+    weight = step.weights[op.weight].reshape(-1, width) + op.weight_offset
+    return (_rms(groups, weight, op.eps).reshape(x.shape),)
 
 
 def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
@@ -136,18 +155,36 @@ def _centered(x: Floats, norm: ops.LayerNorm | ops.PreNorm, step: ReferenceStep)
 def linear(op: ops.Linear, step: ReferenceStep) -> Made:
     x = step.get(op.x) if op.norm is None else _pre_norm(op.norm, step.get(op.x), step)
     biases = op.biases or (None,) * len(op.weights_)
+    sites = op.sites or ("",) * len(op.weights_)
+    multiplied = np.where(_below(x, op.threshold, step), 0.0, x) if op.threshold else x
     parts = [
-        step.multiply(step.weights[weight], x) + (0.0 if bias is None else step.weights[bias])
-        for weight, bias in zip(op.weights_, biases, strict=True)
+        step.updated(
+            step.multiply(step.weights[weight], multiplied),
+            (site, weight),
+            op.x.axis,
+            lambda update, row: update.a @ x[row],
+        )
+        + (0.0 if bias is None else step.weights[bias])
+        for weight, bias, site in zip(op.weights_, biases, sites, strict=True)
     ]
     if op.gate is not None:
-        parts = [gated(parts[0], parts[1], op.gate)]
+        parts = [gated(parts[0], parts[1], op.gate, step)]
     y = np.concatenate(parts, axis=1)
     if op.activation is not None:
         y = ACTIVATIONS[op.activation](y)
     if op.residual is not None:
         y = y + step.get(op.residual)
     return tuple(np.split(y, np.cumsum([out.width for out in op.outs])[:-1], axis=1))
+
+
+def _below(x: Floats, threshold: float, step: ReferenceStep) -> NDArray[np.bool_]:
+    """Says which numbers of rows of tokens are below a threshold and in a sparse row."""
+    batch, is_sparse = step.batch, np.zeros((len(x), 1), np.bool_)
+    if batch.sparse_from is not None:
+        begins = batch.sparse_from.repeat(np.diff(batch.query_starts))
+        is_sparse[: len(begins), 0] = batch.places[: len(begins)] >= begins
+    found: NDArray[np.bool_] = (np.abs(x) < threshold) & is_sparse
+    return found
 
 
 def _pre_norm(norm: ops.PreNorm, x: Floats, step: ReferenceStep) -> Floats:
@@ -177,10 +214,12 @@ def act(op: ops.Act, step: ReferenceStep) -> Made:
 
 
 def act_mul(op: ops.ActMul, step: ReferenceStep) -> Made:
-    return (gated(step.get(op.gate), step.get(op.up), op),)
+    return (gated(step.get(op.gate), step.get(op.up), op, step),)
 
 
-def gated(gate: Floats, up: Floats, how: ops.ActMul | ops.Gate) -> Floats:
+def gated(
+    gate: Floats, up: Floats, how: ops.ActMul | ops.Gate, step: ReferenceStep | None = None
+) -> Floats:
     """Returns f(gate) * (up + up_offset), clamped first where the op says so."""
     if how.clamp is not None:
         gate, up = np.minimum(gate, how.clamp), np.clip(up, -how.clamp, how.clamp)
@@ -189,7 +228,10 @@ def gated(gate: Floats, up: Floats, how: ops.ActMul | ops.Gate) -> Floats:
         if how.activation == "silu"
         else ACTIVATIONS[how.activation](gate)
     )
-    return f * (up + how.up_offset)
+    made = f * (up + how.up_offset)
+    if how.threshold and step is not None:
+        return np.where(_below(f, how.threshold, step), 0.0, made)
+    return made
 
 
 def sigmoid(x: Floats) -> Floats:
@@ -229,7 +271,9 @@ ACTIVATIONS: dict[ops.Activation, Callable[[Floats], Floats]] = {
 
 def rope(op: ops.Rope, step: ReferenceStep) -> Made:
     x = step.get(op.x).reshape(-1, op.num_heads, op.head_width)
-    angles = step.positions()[:, None] * np.array(op.table.inv_freq)
+    axes = op.table.axes or (0,)
+    positions = np.stack([step.positions(axis) for axis in axes], axis=1)
+    angles = positions * np.array(op.table.inv_freq)
     cos, sin = (f(angles)[:, None, :] * op.table.mscale for f in (np.cos, np.sin))
     turning = x[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
     half = op.rotary_dim // 2
@@ -278,22 +322,43 @@ def route(op: ops.Route, step: ReferenceStep) -> Made:
     )
     choice = scores if op.bias is None else scores + step.weights[op.bias]
     if op.num_groups > 1:
-        choice = _best_groups(choice, op.num_groups, op.top_groups)
+        choice = _best_groups(choice, op)
     ids = largest(choice, op.top_k)
     weights = np.take_along_axis(scores, ids, axis=1)
     if op.score == "softmax_top_k":
         weights = softmax(weights)
+    elif op.score == "sigmoid_top_k":
+        weights = sigmoid(weights)
+    elif op.score == "sparsemixer":
+        weights = _mixed(logits, ids, op.jitter)
     if op.normalize:
         weights = weights / weights.sum(axis=1, keepdims=True)
-    return np.repeat(step.get(op.x), op.top_k, axis=0), ids.astype(np.int32), weights * op.scale
+    rows, weights = np.repeat(step.get(op.x), op.top_k, axis=0), weights * op.scale
+    if op.scales_rows:
+        rows, weights = rows * weights.reshape(-1, 1), np.ones_like(weights)
+    return rows, ids.astype(np.int32), weights
 
 
-def _best_groups(choice: Floats, num_groups: int, top_groups: int) -> Floats:
-    """Sets the experts outside the best groups to -inf; a group ranks by its two best."""
-    groups = choice.reshape(len(choice), num_groups, choice.shape[1] // num_groups)
-    rank = np.sort(groups, axis=-1)[:, :, -2:].sum(axis=-1)
+def _mixed(logits: Floats, ids: NDArray[np.intp], jitter: float) -> Floats:
+    """Returns the weight of each chosen expert among those that it leaves and that come near it."""
+    left, weights = logits.copy(), np.empty(ids.shape, logits.dtype)
+    for j in range(ids.shape[1]):
+        chosen = ids[:, j : j + 1]
+        best = np.take_along_axis(logits, chosen, axis=1)
+        far = best - logits > 2 * jitter * np.maximum(np.abs(logits), best)
+        gates = softmax(np.where(far, -np.inf, left))
+        weights[:, j : j + 1] = np.take_along_axis(gates, chosen, axis=1)
+        np.put_along_axis(left, chosen, -np.inf, axis=1)
+    return weights
+
+
+def _best_groups(choice: Floats, op: ops.Route) -> Floats:
+    """Sets the experts outside the best groups to -inf."""
+    groups = choice.reshape(len(choice), op.num_groups, choice.shape[1] // op.num_groups)
+    ranked = 2 if op.group_rank == "two_best" else 1
+    rank = np.sort(groups, axis=-1)[:, :, -ranked:].sum(axis=-1)
     keep = np.zeros(rank.shape, np.bool_)
-    np.put_along_axis(keep, largest(rank, top_groups), True, axis=1)
+    np.put_along_axis(keep, largest(rank, op.top_groups), True, axis=1)
     return np.where(keep[:, :, None], groups, -np.inf).reshape(choice.shape)
 
 
@@ -341,6 +406,19 @@ def gather_rows(op: ops.GatherRows, step: ReferenceStep) -> Made:
     return (step.get(op.x)[step.batch.sample_rows],)
 
 
+def scatter_rows(op: ops.ScatterRows, step: ReferenceStep) -> Made:
+    batch = step.batch
+    out = (
+        np.zeros((len(batch.token_ids), op.out.width))
+        if op.base is None
+        else step.get(op.base).copy()
+    )
+    if batch.given is not None and batch.given_rows is not None:
+        taken = batch.given_rows >= 0
+        out[taken] = batch.given[batch.given_rows[taken]]
+    return (out,)
+
+
 def pool_rows(op: ops.PoolRows, step: ReferenceStep) -> Made:
     x = step.get(op.x)
     pooled = np.zeros((len(step.batch.query_starts) - 1, op.out.width))
@@ -382,6 +460,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.Combine: combine,
     ops.GatherRows: gather_rows,
     ops.PoolRows: pool_rows,
+    ops.ScatterRows: scatter_rows,
     ops.AllReduce: all_reduce,
     ops.AllGather: all_gather,
 }

@@ -15,9 +15,6 @@ def check_program(program: Program, *, num_ranks: int, batch_invariant: bool) ->
     for op in program.ops:
         if refused := _refusal(op, num_ranks) or _invariance_refusal(op, program, batch_invariant):
             raise _refused(program, refused)
-    for group in program.groups:
-        if group.kind == "state":
-            raise _refused(program, f"cache groups of kind {group.kind}")
 
 
 def _refusal(op: Op, num_ranks: int) -> str | None:
@@ -36,7 +33,8 @@ def _invariance_refusal(op: Op, program: Program, batch_invariant: bool) -> str 
     """Refuses attention to later tokens with batch_invariant, under which each row may be a step of
     its own.
     """
-    if not batch_invariant or not isinstance(op, ops.Attention) or op.mask != "full":
+    ahead = isinstance(op, ops.Attention) and (op.mask == "full" or op.sees_ahead)
+    if not batch_invariant or not isinstance(op, ops.Attention) or not ahead:
         return None
     written = {write.group for write in program.ops if isinstance(write, ops.KvWrite)}
     return "attention to later tokens with batch_invariant" if op.group in written else None

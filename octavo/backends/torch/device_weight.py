@@ -84,6 +84,7 @@ class DeviceWeight:
     group: int = 0
     scales: DeviceLevels | None = None
     mins: DeviceLevels | None = None
+    zeros: Tensor | None = None
     zero_point: int = 0
     nibbles: NibbleOrder = "pairs"
     lookup: Tensor | None = None
@@ -106,6 +107,7 @@ class DeviceWeight:
             group=packed.group,
             scales=None if packed.scales is None else DeviceLevels.of(packed.scales, device),
             mins=None if packed.mins is None else DeviceLevels.of(packed.mins, device),
+            zeros=None if packed.zeros is None else to_device(packed.zeros, device),
             zero_point=packed.zero_point,
             nibbles=packed.nibbles,
             lookup=None if packed.lookup is None else to_device(packed.lookup, device),
@@ -134,9 +136,8 @@ class DeviceWeight:
 
     @property
     def num_bytes(self) -> int:
-        return self.codes.nbytes + sum(
-            levels.num_bytes for levels in (self.scales, self.mins) if levels is not None
-        )
+        levels = [one.num_bytes for one in (self.scales, self.mins) if one is not None]
+        return self.codes.nbytes + sum(levels) + (0 if self.zeros is None else self.zeros.nbytes)
 
     def take(self, index: Tensor | int) -> DeviceWeight:
         """Returns parts of the first axis: rows of a table, experts."""
@@ -144,7 +145,8 @@ class DeviceWeight:
         if self.scales is None:
             return replace(self, codes=codes)
         mins = None if self.mins is None else self.mins.take(index)
-        return replace(self, codes=codes, scales=self.scales.take(index), mins=mins)
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, codes=codes, scales=self.scales.take(index), mins=mins, zeros=zeros)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies `x [T, in]` with the weight `[out, in]` and adds `bias [out]`: `[T, out]` in
@@ -167,6 +169,8 @@ class DeviceWeight:
         if missing:
             values = F.pad(values, (0, missing))
         groups = values.view(*values.shape[:-1], -1, self.group)
+        if self.zeros is not None:
+            groups.sub_(self.zeros.float()[..., None])
         groups.mul_(self.scales.expand()[..., None])
         if self.mins is not None:
             groups.add_(self.mins.expand()[..., None])

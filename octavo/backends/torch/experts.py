@@ -28,23 +28,41 @@ def route(op: ops.Route, step: Step) -> Made:
     )
     choice = scores if op.bias is None else scores + step.weights.vector(op.bias)
     if op.num_groups > 1:
-        choice = _best_groups(choice, op.num_groups, op.top_groups)
+        choice = _best_groups(choice, op)
     ids = _largest(choice, op.top_k)
     weights = scores.gather(1, ids)
     if op.score == "softmax_top_k":
         weights = torch.softmax(weights, dim=-1)
+    elif op.score == "sigmoid_top_k":
+        weights = torch.sigmoid(weights)
+    elif op.score == "sparsemixer":
+        weights = _mixed(logits, ids, op.jitter)
     if op.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return step.get(op.x).repeat_interleave(op.top_k, dim=0), ids, weights * op.scale
+    rows, weights = step.get(op.x).repeat_interleave(op.top_k, dim=0), weights * op.scale
+    if op.scales_rows:
+        rows, weights = (rows * weights.reshape(-1, 1)).to(rows.dtype), torch.ones_like(weights)
+    return rows, ids, weights
 
 
-def _best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
-    """Puts -inf in place of experts outside the best groups; a group ranks by the sum of its best
-    two.
-    """
-    groups = choice.view(len(choice), num_groups, -1)
-    rank = groups.sort(dim=-1, descending=True).values[:, :, :2].sum(dim=-1)
-    keep = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, _largest(rank, top_groups), True)
+def _mixed(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
+    """Returns the weight of each chosen expert among those that it leaves and that come near it."""
+    left, weights = logits, list[Tensor]()
+    for chosen in torch.chunk(ids, ids.shape[1], dim=1):
+        best = logits.gather(1, chosen)
+        far = best - logits > 2 * jitter * torch.maximum(logits.abs(), best)
+        gates = torch.softmax(left.masked_fill(far, -torch.inf), dim=-1)
+        weights.append(gates.gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(weights, dim=1)
+
+
+def _best_groups(choice: Tensor, op: ops.Route) -> Tensor:
+    """Puts -inf in place of experts outside the best groups."""
+    groups = choice.view(len(choice), op.num_groups, -1)
+    ranked = 2 if op.group_rank == "two_best" else 1
+    rank = groups.sort(dim=-1, descending=True).values[:, :, :ranked].sum(dim=-1)
+    keep = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, _largest(rank, op.top_groups), True)
     return groups.masked_fill(~keep[:, :, None], -torch.inf).view(choice.shape)
 
 

@@ -38,7 +38,21 @@ PACKED: dict[str, tuple[str, int, int, int]] = {
     "Q4_K": ("u4", 4, 256, 160),
     "Q5_K": ("u8", 8, 256, 160),
     "Q6_K": ("u8", 8, 256, 144),
+    "Q2_K": ("u8", 8, 256, 288),
     "F8_E4M3": ("e4m3", 8, WHOLE_ROW, 32),
+    "I8_F32": ("u8", 8, 1, 32),
+    "L4_F32": ("u4", 4, 1, 32),
+}
+PACKED |= {
+    f"U{bits}{zeros}_{scale}": (
+        f"u{bits}",
+        bits,
+        1,  # each names the size of its groups
+        size + (8 if zeros else 0),
+    )
+    for bits in (4, 8)
+    for zeros in ("", "Z")
+    for scale, size in (("F16", 16), ("BF16", 16), ("F32", 32))
 }
 """How a format's tensors lie on the device: code, bits of a code, number of neighbouring inputs
 that share scales and mins, and bits of these. A format may name the number of inputs behind a

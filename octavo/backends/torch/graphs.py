@@ -104,15 +104,15 @@ class DecodeGraphs:
         )
 
 
-def longest_decode(size: int, width: int, num_groups: int) -> StepBatch:
+def longest_decode(size: int, width: int, num_groups: int, num_axes: int = 1) -> StepBatch:
     """Returns the step that is captured: rows that write nowhere, whose tables of `width` blocks
-    are full and whose windows begin at the first key.
+    are full and whose windows begin at the first key, with positions on `num_axes` axes.
     """
     context = width * BLOCK_SIZE
     return StepBatch(
         token_ids=np.zeros(size, np.int32),
         places=np.zeros(size, np.int32),
-        positions=np.zeros((1, size), np.int32),
+        positions=np.zeros((num_axes, size), np.int32),
         query_starts=np.arange(size + 1, dtype=np.int32),
         context_lens=np.full((num_groups, size), context, np.int32),
         slots=np.full((num_groups, size), -1, np.int32),
@@ -127,6 +127,8 @@ def _is_decode(batch: StepBatch) -> bool:
     if (
         not num
         or batch.hidden is not None
+        or batch.given is not None
+        or batch.limits is not None
         or len(batch.query_starts) != num + 1
         or len(batch.sample_rows) != num
     ):

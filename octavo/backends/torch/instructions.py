@@ -13,13 +13,14 @@ from typing import Any
 from octavo.backends.torch.attention.formulas import ATTENTION_FORMULAS
 from octavo.backends.torch.collectives import RANK_FORMULAS
 from octavo.backends.torch.experts import EXPERT_FORMULAS
+from octavo.backends.torch.mixers import MIXER_FORMULAS
 from octavo.backends.torch.rope_write import with_rope_writes
 from octavo.backends.torch.row_ops import ROW_FORMULAS
 from octavo.backends.torch.step import Made, Step
 from octavo.program.program import Op, Program, Value
 
 FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = (
-    ROW_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS | RANK_FORMULAS
+    ROW_FORMULAS | MIXER_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS | RANK_FORMULAS
 )
 
 

@@ -19,6 +19,7 @@ from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.kernels import Kernels
 from octavo.program import ops
+from octavo.program.mixers import SelectiveScan
 from octavo.program.program import Program
 
 
@@ -28,10 +29,10 @@ def kernels_suffice(
     """Returns whether whole steps are invariant: products, norms, experts, attention and sums of
     draws by kernels of fixed tiles, and everything else element by element. A CPU is not, because
     its loops treat the tail of a vector unlike its middle; nor is latent attention, whose products
-    around the cache are PyTorch's.
+    around the cache are PyTorch's, nor a recurrence, whose sums are.
     """
     fixed = kernels.is_invariant and attention.is_invariant and device.type == "cuda"
-    return fixed and not any(isinstance(op, ops.MlaAttention) for op in program.ops)
+    return fixed and not any(isinstance(op, ops.MlaAttention | SelectiveScan) for op in program.ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
     """
     own = batch.slots[:, row : row + 1] >= 0
     context = batch.context_lens[:, request : request + 1]
-    context = np.where(own, np.minimum(context, batch.places[row] + 1), context).astype(np.int32)
+    limit = batch.places[row] + 1 if batch.limits is None else batch.limits[row]
+    context = np.where(own, np.minimum(context, limit), context).astype(np.int32)
     return StepBatch(
         token_ids=batch.token_ids[row : row + 1],
         places=batch.places[row : row + 1],
@@ -86,6 +88,10 @@ def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
         ],
         sample_rows=np.zeros(0, np.int32),
         hidden=None if batch.hidden is None else batch.hidden[row : row + 1],
+        given=batch.given,
+        given_rows=None if batch.given_rows is None else batch.given_rows[row : row + 1],
+        limits=None if batch.limits is None else batch.limits[row : row + 1],
+        adapter_rows=None if batch.adapter_rows is None else batch.adapter_rows[row : row + 1],
         last_tokens=_last_tokens(batch, row, slice(0, 0)),
     )
 

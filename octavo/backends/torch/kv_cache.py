@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.kv import BLOCK_SIZE, KvLayout
+from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, KvLayout
 from octavo.backends.torch.block_copies import BlockCopies
 from octavo.backends.torch.fp8 import E4M3, as_e4m3
 from octavo.backends.torch.streams import streams_of
@@ -102,7 +102,11 @@ def _as_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTensors:
-    """K and V of one cache group, all layers."""
+    """K and V of one cache group, all layers.
+
+    Of a group of kind `state` these are the states `[L, blocks + 1, 2, H, P, N]`, and the tokens
+    that each stands for `[L, blocks + 1, 2]`.
+    """
 
     k: KvTensor
     v: KvTensor
@@ -120,8 +124,14 @@ class GroupTensors:
 
 def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
     """Returns the layout of a group whose numbers are stored as `dtype`, codes beside their
-    scales.
+    scales, and the rows of a convolution and states in fp32.
     """
+    if group.kind in ("conv", "state"):
+        dtype = torch.float32
+    if group.kind == "state":
+        numbers = STATES_A_BLOCK * group.num_kv_heads * group.k_width * group.v_width
+        sizes = (numbers * dtype.itemsize, STATES_A_BLOCK * dtype.itemsize)
+        return KvLayout(group, NAMES[dtype], sizes)
     num_heads = BLOCK_SIZE * group.num_kv_heads
     scales = (num_heads * torch.bfloat16.itemsize,) if dtype in CODES else ()
     k, v = (num_heads * width * dtype.itemsize for width in (group.k_width, group.v_width))
@@ -163,6 +173,11 @@ class TorchKvCache:
 def _group_tensors(
     group: CacheGroup, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> GroupTensors:
+    if group.kind == "state":
+        counts = (group.num_layers, num_blocks + 1, STATES_A_BLOCK)
+        heads = (group.num_kv_heads, group.k_width, group.v_width)
+        states = _zeros((*counts, *heads), dtype, device)
+        return GroupTensors(KvTensor(states), KvTensor(_zeros(counts, dtype, device)))
     shape = (group.num_layers, num_blocks + 1, BLOCK_SIZE, group.num_kv_heads)
 
     def stored(width: int) -> KvTensor:

@@ -27,7 +27,7 @@ GATHERED_ROWS = 8
 class Norm:
     """A norm's numbers: y = x / sqrt(mean(x^2) + eps) * (weight + offset) + bias over groups of
     `width` columns, where 0 is the whole row; `centered` takes x - mean(x) for x. `weight` and
-    `bias` are `[width] fp32`.
+    `bias` are `[width] fp32`, or `weight` is that of the whole row.
     """
 
     weight: Tensor
@@ -51,7 +51,8 @@ class PlainKernels:
         if norm.centered:
             groups = groups - groups.mean(dim=-1, keepdim=True)
         scale = torch.rsqrt((groups * groups).mean(dim=-1, keepdim=True) + norm.eps)
-        normed = groups * scale * (norm.weight + norm.offset if norm.offset else norm.weight)
+        weight = norm.weight.view(-1, width)
+        normed = groups * scale * (weight + norm.offset if norm.offset else weight)
         normed = normed if norm.bias is None else normed + norm.bias
         return normed.view(x.shape).to(x.dtype)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.backends.batch import SampleResult, SamplingBatch, StepBatch, StepOutput
 from octavo.backends.kv import KvCache, KvLayout
+from octavo.backends.torch.adapters import StepAdapters, TorchAdapters
 from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.fetch import Fetch, PendingStep, out_of_memory_named
 from octavo.backends.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
@@ -43,6 +44,7 @@ from octavo.backends.torch.step import Staging, Step, step_arrays
 from octavo.backends.torch.weights import ProgramWeights
 from octavo.errors import BackendUnavailable
 from octavo.outputs import Profile
+from octavo.program import ops
 from octavo.program.program import Program
 from octavo.progress import Bar
 
@@ -102,6 +104,7 @@ class TorchProgram:
             program, write_with_rope=runtime.attention.rope_write is not None
         )
         self._norms_ahead = norms_ahead([each.op for each in self.instructions.body])
+        self.adapters = TorchAdapters(program, runtime.device)
         self._attention_arrays = runtime.attention.arrays_of(program)
         self._progress = 0
         self._staging = Staging(runtime.device, runtime.staging_bytes)
@@ -163,7 +166,9 @@ class TorchProgram:
         graphs: dict[int, Graph] = {}
         with Bar("graphs", len(sizes)) as bar, torch.inference_mode():
             for size in sorted(sizes, reverse=True):
-                batch = longest_decode(size, width, len(kv.groups))
+                batch = longest_decode(
+                    size, width, len(kv.groups), ops.num_position_axes(self.program)
+                )
                 inputs = self._staging.put(self._arrays(batch, kv, fixed=True))
                 graphs[size] = record(partial(self._decode, batch, kv, inputs))
                 bar.advance()
@@ -181,7 +186,7 @@ class TorchProgram:
         """Queues one step and returns what makes its output, to be called once `fetch` has brought
         it.
         """
-        if "pooled" in self.program.outputs:
+        if any(value.axis == "requests" for value in self.program.outputs.values()):
             # The head is over requests, all of them at once.
             batch = dataclasses.replace(batch, sample_rows=batch.sample_rows[:0])
         chunks = [
@@ -193,9 +198,9 @@ class TorchProgram:
             if batch.sampling is None
             else [self._draws(batch, batch.sampling, chunk) for chunk in chunks]
         )
-        padded = (
-            self._graphs.padded(batch) if self._graphs is not None and self._times is None else None
-        )
+        # Graphs hold the plain Program: rows with adapters are computed op by op.
+        replays = self._times is None and StepAdapters.of(self.adapters, batch.adapter_rows) is None
+        padded = self._graphs.padded(batch) if self._graphs is not None and replays else None
         draw_inputs = {
             f"{index}/{name}": array
             for index, part in enumerate(draws)
@@ -272,6 +277,7 @@ class TorchProgram:
             kernels=runtime.kernels,
             norms_ahead=self._norms_ahead,
             ranks=runtime.ranks,
+            adapters=StepAdapters.of(self.adapters, batch.adapter_rows),
         )
 
     def _arrays(self, batch: StepBatch, kv: TorchKvCache, *, fixed: bool) -> dict[str, NDArray]:

@@ -33,15 +33,15 @@ so it is no watchdog: the front is, with `stall_timeout`."""
 
 
 class Rendezvous:
-    """The first rank's store, at which the other ranks join."""
+    """The first rank's store, at which the other ranks join. Implements `ranks.Meeting`."""
 
     def __init__(self, num_ranks: int) -> None:
         self._listener = socket.create_server((HOST, 0))
-        self.port: int = self._listener.getsockname()[1]
+        self.address: int = self._listener.getsockname()[1]
         """Port of the store, which the other ranks have to be given."""
         self.store = dist.TCPStore(
             HOST,
-            self.port,
+            self.address,
             num_ranks,
             is_master=True,
             wait_for_workers=False,
@@ -50,9 +50,18 @@ class Rendezvous:
         )
         self._listener.detach()  # the store closes it
 
+    def address_of(self, rank: int) -> list[int]:
+        return [self.address]
+
+    def inherited_by(self, rank: int) -> tuple[int, ...]:
+        return ()
+
 
 class TorchRanks:
-    """This process's place among the ranks, and its connection to them."""
+    """This process's place among the ranks, and its connection to them.
+
+    Implements `ranks.Ranks`.
+    """
 
     def __init__(
         self, rank: int, num_ranks: int, device: str, rendezvous: Rendezvous | int
@@ -72,9 +81,17 @@ class TorchRanks:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum of all ranks' x, added in fp32; x itself does not change."""
-        total = x.float() if x.dtype != torch.float32 else x.clone()
-        self._group.allreduce([total]).wait()
+        """Returns the sum of all ranks' x, added in fp32 in rank order; x itself does not change.
+
+        The parts are gathered and added here: a library's sum takes an order of its own, which
+        differs from place to place in x.
+        """
+        mine = x.contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        self._group.allgather([parts], [mine]).wait()
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
@@ -89,7 +106,7 @@ class TorchRanks:
             [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
         )
 
-    def broadcast(self, x: Tensor) -> Tensor:
+    def from_first(self, x: Tensor) -> Tensor:
         """Returns the first rank's x, which replaces the contents of x on the other ranks."""
         self._group.broadcast([x]).wait()
         return x
@@ -111,7 +128,7 @@ def broadcast_drawn(ranks: TorchRanks, drawn: Drawn | None, count: int) -> Drawn
     if drawn is not None:
         message.copy_(torch.stack([drawn.token_ids, drawn.failed]))
     if count:
-        message = ranks.broadcast(message)
+        message = ranks.from_first(message)
     return drawn or Drawn(message[0], message[1].bool(), None)
 
 

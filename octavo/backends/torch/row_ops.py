@@ -24,8 +24,10 @@ from octavo.program.program import Op, Value
 def embedding(op: ops.Embedding, step: Step) -> Made:
     ids = step.inputs["positions"][op.axis] + op.offset if op.ids is None else step.get(op.ids)
     if op.first_row is None:
-        rows = step.weights.matrix(op.table).take(ids).floats(torch.float32)
-        return ((rows * op.scale).to(step.dtype),)
+        rows = step.weights.matrix(op.table).take(ids).floats(torch.float32) * op.scale
+        if step.adapters is not None and op.site:
+            rows = step.adapters.table(op, ids, rows, step.adapter_rows(op.out))
+        return (rows.to(step.dtype),)
     ids = ids - op.first_row
     here = (ids >= 0) & (ids < op.table.shape[0])
     rows = step.weights.matrix(op.table).take(ids.where(here, 0)).floats(torch.float32)
@@ -92,7 +94,10 @@ def _first_norm(op: Op, x: Value) -> NormOp | None:
 
 def linear(op: ops.Linear, step: Step) -> Made:
     x = step.get(op.x) if op.norm is None else _normed(op.norm, op.x, step)
-    y = step.kernels.product(x, step.weights.product(op))
+    product = step.weights.product(op)
+    y = step.kernels.product(x, product)
+    if step.adapters is not None and op.sites:
+        y = step.adapters.product(op, x, y, step.adapter_rows(op.x), product.bias)
     if op.gate is not None:
         half = y.shape[1] // 2
         y = step.kernels.gated(y[:, :half], y[:, half:], op.gate)
@@ -154,7 +159,9 @@ def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
     """Returns cos and sin, `[T, 1, rotary_dim / 2] fp32`. Angles are computed in fp64: at a
     position of 100,000 fp32 has two digits left behind the point.
     """
-    angles = step.inputs["positions"][0].double()[:, None, None] * step.weights.constant(table)
+    positions = step.inputs["positions"]
+    at = positions[list(table.axes)].T if table.axes else positions[0][:, None]
+    angles = at.double()[:, None, :] * step.weights.constant(table)
     return (torch.cos(angles) * table.mscale).float(), (torch.sin(angles) * table.mscale).float()
 
 
@@ -173,6 +180,19 @@ def kv_write(op: ops.KvWrite, step: Step) -> Made:
 
 def gather_rows(op: ops.GatherRows, step: Step) -> Made:
     return (step.get(op.x)[step.inputs["sample_rows"]],)
+
+
+def scatter_rows(op: ops.ScatterRows, step: Step) -> Made:
+    count = len(step.inputs["places"])
+    if op.base is None:
+        out = torch.zeros(count, op.out.width, dtype=step.dtype, device=step.device)
+    else:
+        out = step.get(op.base)
+    if "given" not in step.inputs:
+        return (out,)
+    rows = step.inputs["given_rows"]
+    given = step.inputs["given"].to(step.dtype)[rows.clamp(min=0)]
+    return (torch.where((rows >= 0)[:, None], given, out),)
 
 
 def pool_rows(op: ops.PoolRows, step: Step) -> Made:
@@ -207,4 +227,5 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.KvWrite: kv_write,
     ops.GatherRows: gather_rows,
     ops.PoolRows: pool_rows,
+    ops.ScatterRows: scatter_rows,
 }

@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.backends.base import BackendOptions
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.backends.torch.adapters import StepAdapters
 from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.kernels import Kernels
 from octavo.backends.torch.kv_cache import GroupTensors
@@ -138,6 +139,13 @@ def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
     }
     if batch.hidden is not None:
         arrays["hidden"] = batch.hidden
+    if batch.given is not None and batch.given_rows is not None:
+        arrays["given"] = batch.given
+        arrays["given_rows"] = batch.given_rows.astype(np.int32)
+    if batch.limits is not None:
+        arrays["limits"] = batch.limits
+    if batch.adapter_rows is not None:
+        arrays["adapter_rows"] = batch.adapter_rows.astype(np.int32)
     return arrays
 
 
@@ -170,6 +178,8 @@ class Step:
     """`row_ops.norms_ahead` of the Program."""
     ranks: TorchRanks | None = None
     """The ranks that share the Program; None where there is one."""
+    adapters: StepAdapters | None = None
+    """Adapters of the step's rows; None where no row has one."""
     values: dict[str, Tensor] = field(default_factory=dict)
     normed: dict[str, Tensor] = field(default_factory=dict)
     """Norms that were computed together with the sum they norm, by the sum's name, until the op
@@ -186,6 +196,15 @@ class Step:
 
     def get(self, value: Value) -> Tensor:
         return self.values[value.name]
+
+    def adapter_rows(self, value: Value) -> Tensor:
+        """Returns the adapter slot of each row of a Value, -1: none."""
+        slots = self.inputs["adapter_rows"]
+        if value.axis == "samples":
+            return slots[self.inputs["sample_rows"]]
+        if value.axis == "requests":
+            return slots[(self.inputs["query_starts"][1:] - 1).clamp(min=0)]
+        return slots
 
     def once(self, key: Any, make: Callable[[], Shared]) -> Shared:
         """Returns what `make` makes, which is called for the step's first use of `key` only."""

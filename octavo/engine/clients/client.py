@@ -2,7 +2,7 @@
 
 Knows requests and outputs, and no text. Where the core runs is the implementation's business:
 `in_process.py` calls it directly, `process.py` talks to a process of its own, `supervised.py`
-replaces such a process when it hangs or dies.
+replaces such a process when it hangs or dies, `fleet.py` has several of these.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from octavo.engine.kv.pin import Pin
 from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
+from octavo.transfer.messages import TransferFacts
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -43,6 +44,8 @@ class EngineInfo(msgspec.Struct):
     kv_bytes: int = 0
     """Memory of the machine that the KV cache may take, in bytes; 0 on a device with its own."""
     model: ModelFacts = ModelFacts()
+    transfer: TransferFacts | None = None
+    """Facts that are compared with engines of which it fetches blocks; None where it does not."""
 
 
 class EngineClient(Protocol):
@@ -53,10 +56,13 @@ class EngineClient(Protocol):
     """
 
     info: EngineInfo
-    trouble: str
-    """Reason why nothing is computed at the moment though the engine is to go on; "" if all is
-    well.
-    """
+
+    @property
+    def trouble(self) -> str:
+        """Reason why nothing is computed at the moment though the engine is to go on; "" if all is
+        well.
+        """
+        ...
 
     def add(self, requests: list[EngineRequest]) -> None:
         """Hands all requests to the core, or none: raises InvalidRequest if one cannot be sent."""

@@ -107,7 +107,9 @@ class InProcessClient:
     def _query(self, query: Query) -> QueryAnswer:
         with self._lock:
             self._apply_commands()
-            return run_query(self.core, query)
+            answer = run_query(self.core, query)
+        self._arrival.set()  # the core may have something to tell now
+        return answer
 
     def _await_commands(self, timeout_s: float | None) -> None:
         """Waits for a command, at most the time that is given, and applies all that have come."""

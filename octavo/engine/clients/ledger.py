@@ -54,6 +54,15 @@ class RequestLedger:
             self._num_sent += 1
             self._num_sent_tokens += len(request.prompt_token_ids)
 
+    def give_up(self, request_id: str) -> EngineRequest:
+        """Forgets an unfinished request as if it had never been sent; returns it as another core
+        takes it in.
+        """
+        given = self.unfinished.pop(request_id)
+        self._num_sent -= 1
+        self._num_sent_tokens -= len(given.request.prompt_token_ids)
+        return msgspec.structs.replace(given.resumed(), fork_of=None)
+
     def change(self, changes: Iterable[RequestChange]) -> None:
         """Notes how unfinished requests were changed, for a core that resumes them."""
         for change in changes:

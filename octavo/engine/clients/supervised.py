@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.clients.ledger import RequestLedger, UnfinishedRequest
 from octavo.engine.clients.messages import encode_requests
@@ -28,6 +30,7 @@ from octavo.engine.stats import EngineStats
 from octavo.errors import OctavoError
 from octavo.outputs import FinishReason
 from octavo.progress import Report
+from octavo.transfer.block_events import BlocksCleared
 
 StartCore = Callable[[int], ProcessClient]
 """Starts a core; is told how many were started before it."""
@@ -151,6 +154,25 @@ class SupervisedClient:
     def pin_prefix(self, pin: Pin) -> int:
         return self._core.pin_prefix(pin)
 
+    def hand_over(self) -> list[EngineRequest]:
+        """Gives up the unfinished requests that another client may take; returns them.
+
+        There are such requests only while a core is being replaced: those under no suspicion, and
+        all of them where a core could not even start, which no request is to blame for.
+        """
+        with self._lock:
+            if not self._trying:
+                return []
+            is_hopeless = self._restart_at is not None and self._backoff.num_failed_starts > 0
+            names = [
+                name
+                for name, one in self._ledger.unfinished.items()
+                if not one.aborted and (is_hopeless or not self._suspects.has(name))
+            ]
+            for name in names:
+                self._suspects.ended(name)
+            return [self._ledger.give_up(name) for name in names]
+
     def close(self) -> None:
         with self._lock:
             self._closing = True
@@ -200,7 +222,7 @@ class SupervisedClient:
         self._stats = step.stats if self._before is None else step.stats.after(self._before)
         if self._trying:
             self._go_on()
-        return CoreOutputs(step.outputs, self._stats, step.view)
+        return msgspec.structs.replace(step, stats=self._stats)
 
     def _note_end(self, request: UnfinishedRequest, output: EngineOutput) -> None:
         """Forgets a request that has ended; one whose trial ends is cleared and goes on.
@@ -248,7 +270,11 @@ class SupervisedClient:
             in_step = self._core.heartbeat.step_requests()
             last = self._core.kill()
         outputs = [output for step in last for output in self._take(step).outputs]
-        failure = CoreFailure(reason, hung, self._core.is_ready, self._ledger.known(in_step))
+        was_ready = self._core.is_ready or bool(in_step)
+        if not self._core.is_ready and in_step:
+            # It died in its first step, before its message of being ready had left.
+            self._backoff.note_ready(time.monotonic())
+        failure = CoreFailure(reason, hung, was_ready, self._ledger.known(in_step))
         return self._recover(failure, outputs)
 
     def _recover(self, failure: CoreFailure, outputs: list[EngineOutput]) -> CoreOutputs | None:
@@ -271,7 +297,7 @@ class SupervisedClient:
             self._restart_at = now + delay_s
         self._report(self.trouble)
         self._watchdog.reset()
-        return CoreOutputs(outputs, self._before)
+        return CoreOutputs(outputs, self._before, block_events=[BlocksCleared()])
 
     def _describe_hang(self) -> str:
         num_requests = len(self._ledger.known(self._core.heartbeat.step_requests()))

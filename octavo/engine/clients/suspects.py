@@ -31,6 +31,10 @@ class Suspects:
         """Whether a request is on trial or waits for its trial."""
         return self.on_trial is not None or bool(self._held)
 
+    def has(self, request_id: str) -> bool:
+        """Returns whether a request may be to blame for the failure under trial."""
+        return request_id == self.on_trial or request_id in self._held or request_id in self._case
+
     def accuse(self, request_ids: Sequence[str], *, certain: bool = False) -> list[str]:
         """Takes in a failure while these were computed; returns those that are guilty of it.
 

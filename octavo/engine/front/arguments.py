@@ -13,12 +13,16 @@ from typing import Any, TypeAlias
 import msgspec
 
 from octavo.errors import InvalidRequest, shown
-from octavo.pooling_params import PoolingParams
+from octavo.lora_request import LoRARequest
+from octavo.pooling_params import PoolingParams, TextPair
 from octavo.sampling_params import SamplingParams, whole_number
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished.
 """
+
+PoolingPrompt: TypeAlias = Prompt | TextPair
+"""A prompt of which a pooled row is made."""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """One conversation: [{"role": "user", "content": "..."}, ...]"""
@@ -26,21 +30,25 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 MESSAGE_KEYS = ("role", "content")
 
 
-def text_of(prompt: Prompt) -> str:
+def text_of(prompt: PoolingPrompt) -> str:
     """Returns the text that a prompt must still be tokenized from; "" where it has token ids."""
+    if isinstance(prompt, TextPair):
+        return prompt.first + prompt.second
     if isinstance(prompt, Mapping):
         prompt = "" if prompt.get("prompt_token_ids") is not None else prompt.get("prompt", "")
     return prompt if isinstance(prompt, str) else ""
 
 
-def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """Returns one prompt (a text, a dict, token ids) or several as a list of prompts."""
+def prompt_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[Prompt]:
+    """Returns one prompt (a text, a dict, token ids) or several as a list of prompts; `name` is
+    what a refusal calls them.
+    """
     if isinstance(prompts, str | Mapping):
         return [prompts]
     items = as_list(prompts)
     if items is None:
         raise InvalidRequest(
-            f"prompts: got {type(prompts).__name__}, allowed are a text, token ids, a dict of one,"
+            f"{name}: got {type(prompts).__name__}, allowed are a text, token ids, a dict of one,"
             " or a list of them"
         )
     return [items] if items and whole_number(items[0]) is not None else items
@@ -124,7 +132,7 @@ def params_for_each(
 
 
 def pooling_params_of(
-    params: PoolingParams | None, truncate_prompt_tokens: int | None
+    params: PoolingParams | None, truncate_prompt_tokens: int | None = None
 ) -> PoolingParams:
     """Returns the params of pooled texts, with a bound on their tokens that stands beside them."""
     if params is None:
@@ -140,6 +148,22 @@ def priority_for_each(priority: int | Iterable[int], count: int) -> list[int]:
     """Returns a priority for each of `count` prompts, given one for all or one for each."""
     items = as_list(priority)
     return [priority] * count if items is None else _for_each("priority", items, count)  # type: ignore[list-item]
+
+
+def adapter_for_each(
+    adapter: LoRARequest | Iterable[LoRARequest | None] | None, count: int
+) -> list[LoRARequest | None]:
+    """Returns an adapter, or None, for each of `count` prompts, given one for all or one for
+    each.
+    """
+    items = as_list(adapter)
+    adapters = [adapter] * count if items is None else _for_each("lora_request", items, count)
+    for one in adapters:
+        if one is not None and not isinstance(one, LoRARequest):
+            raise InvalidRequest(
+                f"lora_request: got {shown(one)}, allowed is a LoRARequest", param="lora_request"
+            )
+    return adapters  # type: ignore[return-value]  # the items have just been looked at
 
 
 def _for_each(name: str, items: list[Any], count: int) -> list[Any]:

@@ -96,7 +96,7 @@ def _with_priority(inputs: InputProcessor, origin: Origin, priority: int) -> Ori
 
 def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
     """Returns a new length that is not below what is generated, nor beyond the context."""
-    num_prompt = len(state.request.prompt_token_ids)
+    num_prompt = len(state.request.samples[0].prompt_token_ids)
     lowest = max(1, state.num_output_tokens)
     highest = inputs.limits.prompts.max_num_tokens(num_prompt) - num_prompt
     number = whole_number(value)
@@ -124,6 +124,11 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequ
             "fork: got a beam search, or best_of above n, whose samples are known at the end;"
             " allowed are requests whose samples grow one by one"
         )
+    if parent.samples[0].encoder_input is not None:
+        raise InvalidRequest(
+            "fork: got a request of a decoder behind an encoder; allowed are those of decoders",
+            hint="ask for several samples with n",
+        )
     kept = _kept(state, fork)
     prompt_ids = [*parent.prompt_token_ids, *kept, *_following(inputs, fork.then)]
     num_added = len(prompt_ids) - len(parent.prompt_token_ids)
@@ -132,8 +137,12 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequ
         {"prompt_token_ids": prompt_ids, "cache_salt": parent.samples[0].cache_salt},
         _fork_params(params, num_added, fork.changes),
         fork.origin,
+        adapter=parent.samples[0].adapter,
     )
     sample = parent.samples[fork.index]
+    made.samples[0] = msgspec.structs.replace(
+        made.samples[0], media=sample.media, pixels=sample.pixels
+    )
     _continue_grammar(inputs, parent, made, prompt_ids[len(parent.prompt_token_ids) :], fork)
     if state.samples[fork.index].finish_reason is None:
         made.samples[0] = msgspec.structs.replace(

@@ -9,14 +9,15 @@ when, is its user's choice. Not safe to be called by two threads at once, but fo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.core import CoreOutputs
-from octavo.engine.front.arguments import Messages, Prompt
+from octavo.engine.front.adapter_names import AdapterNames
+from octavo.engine.front.arguments import Messages, PoolingPrompt, Prompt
 from octavo.engine.front.changes import Fork, RequestUpdate, changed, forked
 from octavo.engine.front.input_processor import (
     DEFAULT_ORIGIN,
@@ -28,20 +29,33 @@ from octavo.engine.front.input_processor import (
 )
 from octavo.engine.front.output_processor import OutputProcessor, RequestState
 from octavo.engine.front.pooling_inputs import PoolingInputs
+from octavo.engine.front.pooling_jobs import PoolingJobs
 from octavo.engine.front.recent_requests import KEPT_S
+from octavo.engine.front.transcriptions import Transcriptions
 from octavo.engine.kv.pin import COMPUTE, check_pin, pin_of
 from octavo.engine.live.requests import LiveRequest, live_request, views_by_id
 from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest, RequestNotFound, Unavailable
+from octavo.lora_request import LoRARequest
 from octavo.outputs import RequestOutput
-from octavo.pooling_params import PoolingParams, PoolingTask, RequestParams
+from octavo.pooling_params import PoolingParams, PoolingTask, RequestParams, TextPair
 from octavo.ports import DEFAULT_RENDERING, Profiler, Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
+from octavo.step import AdapterRef
+from octavo.transfer.block_events import BlockEvent
 
-TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "score texts"}
+TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "classify texts"}
 """The tasks in words."""
+
+
+class EventPublisher(Protocol):
+    """Tells others of an engine's block events."""
+
+    def publish(self, events: Sequence[BlockEvent]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -57,8 +71,14 @@ class Front:
     outputs: OutputProcessor
     generation_config: Mapping[str, Any]
     """Sampling values that the model's makers recommend; {} where they name none."""
+    transcriptions: Transcriptions | None = None
+    """Maker of requests of sounds; None for a model that does not hear."""
+    adapters: AdapterNames | None = None
+    """Adapters that requests may name; None where the engine takes none."""
     profiler: Profiler | None = None
     """Profiler of a core in this process; None for one in a process of its own."""
+    publishers: Sequence[EventPublisher] = ()
+    """Publishers of each engine's block events; () where none are published."""
     stats: EngineStats = field(default_factory=EngineStats)
     """Gauges and counters after the last step."""
 
@@ -89,6 +109,11 @@ class Front:
             )
         return self.inputs.tokenizer
 
+    @property
+    def pooling_jobs(self) -> PoolingJobs:
+        """Maker of what may be asked of a model that pools."""
+        return PoolingJobs(self.pools)
+
     # -- requests ----------------------------------------------------------------------------------
 
     def tokenize(
@@ -108,9 +133,11 @@ class Front:
     def prepare(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PoolingPrompt,
         params: RequestParams,
         origin: Origin = DEFAULT_ORIGIN,
+        *,
+        adapter: AdapterRef | None = None,
     ) -> FrontRequest:
         """Checks and tokenizes a request; raises the error of what is wrong with it. Nothing is
         registered and nothing runs.
@@ -118,7 +145,24 @@ class Front:
         if isinstance(params, PoolingParams):
             return self.pools("embed", "classify").process(request_id, prompt, params, origin)
         self.check_generates()
-        return self.inputs.process(request_id, prompt, params, origin)
+        if isinstance(prompt, TextPair):
+            raise InvalidRequest(
+                "prompt: got a pair of texts, allowed is one: pairs are for classifiers",
+                param="prompt",
+            )
+        return self.inputs.process(request_id, prompt, params, origin, adapter=adapter)
+
+    def adapter(self, request: LoRARequest) -> AdapterRef:
+        """Returns the adapter that a request names, once its files are read and checked;
+        InvalidRequest where they are not sound. Any thread may call it.
+        """
+        if self.adapters is None:
+            raise InvalidRequest(
+                "lora_request: this engine takes no adapters",
+                hint="start it with enable_lora",
+                param="lora_request",
+            )
+        return self.adapters.find(request)
 
     def pools(self, *tasks: PoolingTask) -> PoolingInputs:
         """Returns the checks of requests for a pooled row; InvalidRequest where the model does
@@ -139,13 +183,24 @@ class Front:
             )
         return self.pooling
 
+    @property
+    def hearing(self) -> Transcriptions:
+        """Maker of requests of sounds; InvalidRequest for a model that does not hear."""
+        if self.transcriptions is None:
+            raise InvalidRequest(
+                f"model: {self.config.model.served_model_name} reads texts, and hears no sound",
+                hint="take a model that hears, such as whisper-tiny.en",
+                param="model",
+            )
+        return self.transcriptions
+
     def check_generates(self) -> None:
         """Raises InvalidRequest where the model generates no text."""
         if self.pooling is not None:
             name = self.config.model.served_model_name
             does = TASKS[self.pooling.pools.task]
             raise InvalidRequest(
-                f"model: {name} is an encoder: it can {does}, and generates no text",
+                f"model: {name} can {does}, and generates no text",
                 hint="take a model that generates, such as smollm2",
                 param="model",
             )
@@ -166,6 +221,8 @@ class Front:
         ids of the requests that have something new.
         """
         self.stats = step.stats
+        if step.block_events and self.publishers:
+            self.publishers[step.engine].publish(step.block_events)
         effects = self.outputs.process(step.outputs, time.monotonic())
         if effects.abort_ids:
             self.client.abort(effects.abort_ids)
@@ -212,6 +269,18 @@ class Front:
     def recent_requests(self) -> list[LiveRequest]:
         """Returns the requests that have just finished."""
         return [live_request(one, {}) for one in self.outputs.recent(time.monotonic())]
+
+    def compute_here(self, request_id: str) -> None:
+        """Has a request compute its own prompt, for which it waits for another engine; one that
+        waits for none, or has ended, is left alone.
+        """
+        state = self.outputs.find(request_id, time.monotonic())
+        if state is not None and state.num_unfinished:
+            first = state.request.samples[0]
+            change = RequestChange(
+                first.request_id, first.params, first.priority, computes_here=True
+            )
+            self.client.change([change])
 
     def change(self, request_id: str, update: RequestUpdate) -> None:
         """Changes a request that waits or runs; the core applies it between two steps."""
@@ -292,3 +361,5 @@ class Front:
     def close(self) -> None:
         """Ends the core and gives back its threads and memory."""
         self.client.close()
+        for publisher in self.publishers:
+            publisher.close()

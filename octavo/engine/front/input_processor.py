@@ -18,18 +18,24 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.engine.front.arguments import Messages, Prompt, as_list, check_messages
+from octavo.engine.front.encoder_inputs import EncoderInputs
+from octavo.engine.front.images import KEY, ImageInputs, PlacedImages, images_of, taken_out
 from octavo.engine.front.params_resolver import ParamsResolver, need_tokenizer
 from octavo.engine.requests.request import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
+from octavo.lora_request import LoRARequest
 from octavo.pooling_params import RequestParams
-from octavo.ports import Rendering, Tokenizer
+from octavo.ports import ImageReader, Rendering, Tokenizer
+from octavo.sampling_limits import MAX_BIAS
 from octavo.sampling_params import SamplingParams, whole_number
-from octavo.structured_outputs import GrammarSpec, StructuredOutputs
+from octavo.step import AdapterRef, EncoderInput
+from octavo.structured_outputs import GrammarSpec
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.text.unicode import check_unicode, is_long
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", KEY)
+DECODER_KEYS = ("decoder_prompt", "decoder_prompt_token_ids")
 TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
 
 
@@ -40,6 +46,10 @@ class ModelLimits:
     vocab_size: int
     prompts: PromptLimits
     max_logprobs: int
+    processors: tuple[str, ...] = ()
+    """Names of the logits processors that requests may name."""
+    searches_forms: bool = True
+    """Whether a beam search may have a form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,8 @@ class FrontRequest:
     samples: list[EngineRequest]
     arrival_time: float
     origin: Origin = DEFAULT_ORIGIN
+    lora_request: LoRARequest | None = None
+    """Adapter as its user named it, which its output repeats."""
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -91,6 +103,20 @@ class Truncation:
     """Side at which tokens are cut off."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadInput:
+    """A prompt as tokens."""
+
+    text: str | None
+    token_ids: list[int]
+    """Tokens of what the user gave, which the request's output repeats."""
+    decoder_ids: list[int]
+    """Tokens that the decoder goes on from; the same ones where there is no encoder."""
+    salt: str = ""
+    encoder_input: EncoderInput | None = None
+    images: PlacedImages | None = None
+
+
 class InputProcessor:
     """Turns prompts and params into FrontRequests; InvalidRequest or ContextTooLong says what is
     wrong with them.
@@ -105,11 +131,19 @@ class InputProcessor:
         seed: int,
         scheduling_policy: str = "fcfs",
         grammars: LazyGrammars | None = None,
+        images: ImageReader | None = None,
+        encoder: EncoderInputs | None = None,
     ) -> None:
+        """Takes `encoder` for a model whose prompts are the input of an encoder."""
         self.limits = limits
+        self.images = ImageInputs(images)
+        self.encoder = encoder
         self.tokenizer = tokenizer
         self.params = ParamsResolver(
-            vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs, tokenizer=tokenizer
+            vocab_size=limits.vocab_size,
+            max_logprobs=limits.max_logprobs,
+            tokenizer=tokenizer,
+            processors=limits.processors,
         )
         self._eos_token_ids = [
             token for token in dict.fromkeys(eos_token_ids) if token < limits.vocab_size
@@ -129,15 +163,35 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         origin: Origin = DEFAULT_ORIGIN,
+        *,
+        adapter: AdapterRef | None = None,
     ) -> FrontRequest:
         """Checks a request and tokenizes its prompt."""
+        if self.encoder is None:
+            read = self._read_text(prompt)
+        else:
+            read = self._read_input(self.encoder, prompt)
+        return self.prepare(request_id, read, params, origin, adapter=adapter)
+
+    def prepare(
+        self,
+        request_id: str,
+        read: ReadInput,
+        params: SamplingParams,
+        origin: Origin = DEFAULT_ORIGIN,
+        *,
+        adapter: AdapterRef | None = None,
+    ) -> FrontRequest:
+        """Checks a request whose prompt is read."""
         origin = self.checked_origin(origin)
-        text, token_ids, salt = self.read_prompt(prompt)
+        token_ids = read.decoder_ids
         self.check_prompt(token_ids)
         self._check_beams(len(token_ids), params)
         params = self.params.resolve(params)
+        if self.encoder is not None:
+            params = _for_encoder(params, self.encoder)
         _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
-        grammar = self._grammar(params.structured_outputs)
+        grammar = self._grammar(params)
         arrival_time = time.monotonic()
         first = EngineRequest(
             self.next_core_id(),
@@ -145,21 +199,64 @@ class InputProcessor:
             msgspec.structs.replace(params, structured_outputs=None),
             seed=self._draw_seed() if params.seed is None else params.seed,
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-            cache_salt=salt,
+            cache_salt=read.salt,
             priority=origin.priority,
             tenant=origin.tenant,
             arrival_time=arrival_time,
             grammar=grammar,
+            adapter=adapter,
+            media=[] if read.images is None else read.images.media,
+            pixels=[] if read.images is None else read.images.pixels,
+            encoder_input=read.encoder_input,
         )
         return FrontRequest(
             request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
+            prompt=read.text,
+            prompt_token_ids=read.token_ids,
             params=params,
             samples=_samples(first),
             arrival_time=arrival_time,
             origin=origin,
         )
+
+    def _read_text(self, prompt: Prompt) -> ReadInput:
+        """Reads a prompt that the decoder itself reads, with its images in their places."""
+        text, token_ids, salt = self.read_prompt(prompt)
+        placed = None
+        if images := images_of(prompt):
+            placed = self.images.placed(token_ids, images)
+            token_ids = placed.token_ids
+        return ReadInput(text, token_ids, token_ids, salt, images=placed)
+
+    def _read_input(self, encoder: EncoderInputs, prompt: Prompt) -> ReadInput:
+        """Reads a prompt whose text is the encoder's input."""
+        named: Sequence[int] | None = None
+        if isinstance(prompt, Mapping):
+            given = {key: prompt[key] for key in DECODER_KEYS if prompt.get(key) is not None}
+            prompt = {key: prompt[key] for key in prompt if key not in DECODER_KEYS}
+            if given:
+                named = self._decoder_prompt(given)
+        text, token_ids, salt = self.read_prompt(prompt)
+        if not token_ids:
+            raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
+        self.params.check_ids("prompt", [min(token_ids), max(token_ids)])
+        encoded = encoder.of_tokens(token_ids)
+        return ReadInput(text, token_ids, encoder.prompt_of(named), salt, encoded)
+
+    def _decoder_prompt(self, given: Mapping[str, Any]) -> list[int]:
+        """Returns the tokens that a dict names for the decoder to begin with."""
+        if len(given) > 1:
+            raise InvalidRequest(
+                f"prompt: got {' and '.join(DECODER_KEYS)}, allowed is one of them", param="prompt"
+            )
+        ((key, value),) = given.items()
+        if isinstance(value, str) and key == "decoder_prompt":
+            return self.encode_plain(value)
+        token_ids = None if isinstance(value, str) else as_list(value)
+        if token_ids is None or key == "decoder_prompt":
+            allowed = "a text" if key == "decoder_prompt" else "token ids"
+            raise InvalidRequest(f"{key}: got {shown(value)}, allowed is {allowed}", param="prompt")
+        return _whole_ids(token_ids)
 
     def next_core_id(self) -> str:
         """Returns a name for a request of the core, which no other one has had."""
@@ -170,9 +267,20 @@ class InputProcessor:
     ) -> dict[str, Any]:
         """Renders a conversation as a prompt of token ids."""
         tokenizer = self._check_conversation(messages, rendering)
-        check = self._check_length if truncation is None else None
+        check = self.check_length if truncation is None else None
+        messages, sources = taken_out(messages)
+        if not sources:
+            token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
+            return {"prompt_token_ids": _truncated(token_ids, truncation)}
+        if truncation is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens: got it beside images, whose tokens cannot be cut",
+                param="truncate_prompt_tokens",
+            )
+        images = self.images.read(sources)
+        rendering = replace(rendering, replacements=self.images.replacements)
         token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
-        return {"prompt_token_ids": _truncated(token_ids, truncation)}
+        return {"prompt_token_ids": token_ids, KEY: {"image": images}}
 
     def render_chat(self, messages: Messages, rendering: Rendering) -> str:
         """Renders a conversation as text."""
@@ -199,8 +307,8 @@ class InputProcessor:
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
         """Returns the prompt that asks for the text between two texts."""
         tokenizer = need_tokenizer(self.tokenizer, "suffix: texts need a tokenizer", "suffix")
-        self._check_length(prefix)
-        self._check_length(suffix)
+        self.check_length(prefix)
+        self.check_length(suffix)
         return {"prompt_token_ids": tokenizer.infill(prefix, suffix)}
 
     def _check_conversation(self, messages: Messages, rendering: Rendering) -> Tokenizer:
@@ -222,13 +330,15 @@ class InputProcessor:
         self, prompt: Prompt, *, add_special_tokens: bool = True, may_be_long: bool = False
     ) -> tuple[str | None, list[int], str]:
         """Returns a prompt's text if it has one, its token ids and its cache salt."""
-        text, salt = None, ""
+        text, salt, has_images = None, "", bool(images_of(prompt))
         if isinstance(prompt, Mapping):
             text, prompt, salt = self._open_dict(prompt)
         if isinstance(prompt, str):
             if not may_be_long:
-                self._check_length(prompt)
-            return prompt, self._encode_prompt(prompt, add_special_tokens=add_special_tokens), salt
+                self.check_length(prompt)
+            written = self.images.replaced(prompt) if has_images else prompt
+            ids = self._encode_prompt(written, add_special_tokens=add_special_tokens)
+            return prompt, ids, salt
         token_ids = as_list(prompt)
         if token_ids is None:
             raise InvalidRequest(
@@ -250,11 +360,16 @@ class InputProcessor:
         """Returns a text's tokens without the special ones that stand around it."""
         return self._encode_prompt(text, add_special_tokens=False)
 
-    def _check_length(self, text: str) -> None:
-        """Refuses a long text that cannot fit, before the seconds that tokenizing it would take."""
-        if self.tokenizer is None or not is_long(text):
+    def check_length(self, *texts: str) -> None:
+        """Refuses long texts that cannot fit into one prompt, before the seconds that tokenizing
+        them would take.
+        """
+        if self.tokenizer is None or not any(map(is_long, texts)):
             return
-        least = self.tokenizer.fewest_tokens(text)
+        least = sum(map(self.tokenizer.fewest_tokens, texts))
+        if self.encoder is not None:
+            self.encoder.check_length(least, at_least=True)
+            return
         answer = self.limits.prompts.judge(least, at_least=True)
         if answer.verdict is Verdict.NEVER:
             raise ContextTooLong(answer.reason, hint=answer.hint, param="prompt")
@@ -314,10 +429,29 @@ class InputProcessor:
 
     # -- forms -------------------------------------------------------------------------------------
 
-    def _grammar(self, form: StructuredOutputs | None) -> GrammarSpec | None:
+    def check_form(self, params: SamplingParams) -> None:
+        """Compiles the form that an answer is to have, so that `process` need not; any thread may.
+        InvalidRequest where it cannot be kept.
+        """
+        self._grammar(params)
+
+    def knows_form(self, params: SamplingParams) -> bool:
+        """Returns whether the form that an answer is to have was admitted before; true for none."""
+        form = params.structured_outputs
+        return form is None or self._grammars is None or self._grammars.knows(form)
+
+    def _grammar(self, params: SamplingParams) -> GrammarSpec | None:
         """Returns the grammar of the form that an answer is to have."""
+        form = params.structured_outputs
         if form is None:
             return None
+        if params.beam_width is not None and not self.limits.searches_forms:
+            raise InvalidRequest(
+                f"{form.given_as}: got a form in a beam search, which the torch backend does not"
+                " take",
+                param=form.given_as,
+                hint="start the engine with the native backend, or leave beam_width out",
+            )
         need_tokenizer(
             self.tokenizer,
             f"{form.given_as}: a form needs a tokenizer, and this engine has none",
@@ -387,6 +521,23 @@ def _truncated(token_ids: list[int], truncation: Truncation | None) -> list[int]
     if truncation.side == "right":
         return token_ids[: truncation.max_tokens]
     return token_ids[len(token_ids) - truncation.max_tokens :]
+
+
+def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingParams:
+    """Returns the params of a request of a decoder behind an encoder, with the bans of the model's
+    makers.
+    """
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            f"prompt_logprobs: got {params.prompt_logprobs}, but an encoder reads the prompt and"
+            " draws none of its tokens",
+            hint="leave prompt_logprobs (and echo with logprobs) out",
+            param="prompt_logprobs",
+        )
+    if not encoder.banned_token_ids:
+        return params
+    banned = dict.fromkeys(encoder.banned_token_ids, -MAX_BIAS)
+    return msgspec.structs.replace(params, logit_bias={**(params.logit_bias or {}), **banned})
 
 
 def _check_continued(messages: Messages, rendering: Rendering) -> None:

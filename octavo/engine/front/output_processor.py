@@ -261,6 +261,7 @@ class OutputProcessor:
             metrics=state.metrics,
             error=state.error,
             pooled=state.pooled,
+            lora_request=request.lora_request,
             timings=Timings.merged(state.timings) if finished and state.timings else None,
         )
         if finished:

@@ -7,7 +7,7 @@ may call it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -21,10 +21,18 @@ from octavo.text.unicode import check_unicode
 class ParamsResolver:
     """Checks the SamplingParams of one model's requests; InvalidRequest says what is wrong."""
 
-    def __init__(self, *, vocab_size: int, max_logprobs: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_logprobs: int,
+        tokenizer: Tokenizer | None,
+        processors: Sequence[str] = (),
+    ) -> None:
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
         self._tokenizer = tokenizer
+        self._processors = processors
         self._breakers = Breakers(tokenizer, vocab_size)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
@@ -52,6 +60,7 @@ class ParamsResolver:
             if getattr(params, name):
                 words = f"{name}: stop texts need a tokenizer, and this engine has none"
                 need_tokenizer(self._tokenizer, words, name)
+        self._check_processors(params.logits_processors or ())
         if params.dry_multiplier:
             params.dry_sequence_breaker_ids = self._breakers.ids(params.dry_sequence_breakers)
         if params.bad_words:
@@ -66,6 +75,16 @@ class ParamsResolver:
                 raise InvalidRequest(
                     f"{name}: got the token id {token}, allowed are 0 to {self._vocab_size - 1}",
                     param=name,
+                )
+
+    def _check_processors(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._processors:
+                known = ", ".join(self._processors) or "none"
+                raise InvalidRequest(
+                    f"logits_processors: got {shown(name)}, allowed are the engine's: {known}",
+                    hint="the engine's option logits_processors says which there are",
+                    param="logits_processors",
                 )
 
     def _check_logprobs(self, name: str, value: int | None) -> None:

@@ -44,10 +44,10 @@ class QueueLimit:
     refused with Overloaded.
     """
 
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(self, options: SchedulerOptions, *, num_engines: int = 1) -> None:
         self._max_reqs = options.max_num_queued_reqs
         self._max_tokens = options.max_num_queued_tokens
-        self._max_running = options.max_num_seqs
+        self._max_running = options.max_num_seqs * num_engines
         self._sent = Size()
         self._stats = EngineStats()
         self._left: deque[tuple[float, Size]] = deque()

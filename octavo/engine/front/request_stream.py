@@ -61,6 +61,13 @@ class RequestStream:
         self._changed = True
         return await anext(self)
 
+    async def final_or_abandoned(self) -> RequestOutput:
+        """Waits for the final output; cancelling it aborts the request."""
+        try:
+            return await self.final()
+        finally:
+            self.abandon()
+
     def abandon(self) -> bool:
         """Aborts the request if it still runs; returns whether it did."""
         if self._finished:

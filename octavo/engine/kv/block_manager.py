@@ -24,6 +24,7 @@ from octavo.engine.kv.tier_connector import no_connector
 from octavo.group_life import UNBOUNDED, Extent
 from octavo.ports import Connector
 from octavo.step import BlockKey, BlockMove, BlockName
+from octavo.transfer.block_events import BlockEventLog
 
 PLAIN = BlockNaming()
 
@@ -71,7 +72,11 @@ class BlockManager:
         shares_blocks: bool = True,
         max_step_tokens: int = UNBOUNDED,
         connector: Connector | None = None,
+        logs_events: bool = False,
     ) -> None:
+        """Takes `logs_events`, whether the names of one group's blocks are logged as they come and
+        go.
+        """
         self.block_size = block_size
         self.pools = [BlockPool(group) for group in groups]
         """The blocks of each cache group."""
@@ -79,13 +84,21 @@ class BlockManager:
         """Blocks of swapped requests."""
         self.connector: Connector = connector or no_connector(len(groups))
         """Named blocks off the device."""
+        self.events = BlockEventLog()
+        """Events of named blocks that no step has handed out yet."""
+        self._logged = _group_to_log(self.pools) if logs_events else None
+        self._forget_names()
         self.prefix_counts = PrefixCounts()
         self.shares_blocks = shares_blocks
         """Whether requests may hold the same block; prefix caching needs it."""
         self._max_step_tokens = max_step_tokens
         self.capacity_tokens = self.capacity_of(1)
         """Tokens of the longest request that fits when it is alone."""
+        self.keeps_parts = all(pool.life.keeps_parts for pool in self.pools)
+        """Whether the first of a step's tokens hold where the others do not."""
         self._caching = enable_prefix_caching
+        intervals = [pool.life.checkpoint_tokens for pool in self.pools]
+        self._checkpoint_tokens = min(filter(None, intervals), default=0)
         self._tables = BlockTables(self.pools, block_size)
         self._finder = PrefixFinder(self.pools, block_size, self.connector)
         self._loader = PrefixLoader(self.pools, self._finder, self.connector)
@@ -128,17 +141,20 @@ class BlockManager:
         max_cached_tokens: int,
         reserve: int,
         at_once: bool,
+        source: str = "",
     ) -> Prefetch:
         """Brings the stored part of a prompt nearer before `start`, which is to wait where that
-        takes steps.
+        takes steps; and the part that the engine at `source` computes.
 
         Unless `at_once`, a step loads only so much that it does not keep others waiting.
         """
-        limit = min(len(token_ids) - 1, max_cached_tokens)
+        limit = min(len(token_ids) - 1, max_cached_tokens, naming.num_named_tokens)
         if not self.connector.reaches or not self._caching or limit <= 0:
             return NOTHING_TO_FETCH
         keys = self._keys_of(request_id, token_ids[:limit], naming)
-        return self._loader.prefetch(request_id, keys, reserve=reserve, at_once=at_once)
+        return self._loader.prefetch(
+            request_id, keys, reserve=reserve, at_once=at_once, source=source
+        )
 
     def start(
         self,
@@ -158,7 +174,7 @@ class BlockManager:
         wanted. Groups that do not keep all tokens get blocks for the next `step_tokens` only, fixed
         groups for `num_fixed_tokens`.
         """
-        limit = min(len(token_ids) - 1, max_cached_tokens)
+        limit = min(len(token_ids) - 1, max_cached_tokens, naming.num_named_tokens)
         reads = self._caching and limit > 0
         hit = self._find_hit(request_id, token_ids[:limit], naming) if reads else NO_HIT
         whole_extent = Extent(len(token_ids), step_tokens, num_fixed_tokens)
@@ -167,11 +183,22 @@ class BlockManager:
             return None
         chain = self._chain_of(request_id, naming)
         chain.num_named = placed.num_blocks
+        chain.last_mark = (len(token_ids) - 1) // self.block_size * self.block_size
         self.connector.release(request_id)
         loads = self._loader.load(placed, chain.keys, self.tables[request_id])
         if reads:
             self._count(chain, len(token_ids), placed)
         return StartedRequest(placed.num_tokens, loads + self._copies(request_id, placed))
+
+    def step_end(self, request_id: str, start: int, end: int) -> int:
+        """Returns where a step ends that begins at `start` and would end at `end`: where a
+        checkpoint lies between them, there.
+        """
+        if not (self._caching and self._checkpoint_tokens):
+            return end
+        interval, mark = self._checkpoint_tokens, self._chains[request_id].last_mark
+        end = min(end, (start // interval + 1) * interval)
+        return min(end, mark) if mark > start else end
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
         """Says whether the parent still has every block that the token after its first `num_tokens`
@@ -222,8 +249,31 @@ class BlockManager:
         `in_flight`: another step of the request is being computed.
         """
         if self._caching:
-            self._name(request_id, token_ids, num_computed_tokens // self.block_size)
+            self._name(request_id, token_ids, num_computed_tokens)
         self._tables.release_unread(request_id, num_computed_tokens, in_flight=in_flight)
+
+    # -- blocks for another engine -----------------------------------------------------------------
+
+    def offer_cached(self, request_id: str) -> None:
+        """Has the connector save the cached blocks of a request that has just started, which were
+        offered when they were computed and may be gone from there.
+        """
+        for group, key in self._named(self._chains[request_id].named()):
+            self.connector.offer(group, key)
+
+    def complete(
+        self, request_id: str, token_ids: Sequence[int], naming: BlockNaming = PLAIN
+    ) -> None:
+        """Tells the connector that no more blocks of a prompt will be computed for another
+        engine.
+        """
+        keys = self._keys_of(request_id, token_ids, naming)
+        self.connector.complete(BlockName(group, key.digest) for group, key in self._named(keys))
+
+    def _named(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
+        """Lists the keys with each group that has names."""
+        groups = [index for index, pool in enumerate(self.pools) if pool.life.is_named]
+        return [(group, key) for key in keys for group in groups]
 
     # -- a request leaves, for good or for a while -------------------------------------------------
 
@@ -284,8 +334,9 @@ class BlockManager:
         """
         if self.tables or self.host.tables:
             return False
-        for pool in self.pools:
-            pool.cache = PrefixCache()
+        self._forget_names()
+        if self._logged is not None:
+            self.events.cleared()
         if reset_connector:
             self.connector.reset()
         return True
@@ -316,6 +367,11 @@ class BlockManager:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _forget_names(self) -> None:
+        """Gives every pool a cache without names."""
+        for group, pool in enumerate(self.pools):
+            pool.cache = PrefixCache(self.events if group == self._logged else None)
+
     @property
     def _fullest(self) -> BlockPool:
         return min(self.pools, key=lambda pool: len(pool.free) / pool.num_blocks)
@@ -337,6 +393,8 @@ class BlockManager:
     def _find_hit(self, request_id: str, token_ids: Sequence[int], naming: BlockNaming) -> Hit:
         keys = self._keys_of(request_id, token_ids, naming)
         rest = tuple(token_ids[len(keys) * self.block_size :])
+        if naming.media.get(len(keys)):
+            rest = ()  # its tokens alone do not say what it holds
         return self._finder.find(keys, rest, root=naming.root())
 
     def _place_hit(self, request_id: str, hit: Hit, extent: Extent, reserve: int) -> Hit | None:
@@ -345,7 +403,10 @@ class BlockManager:
 
         `extent.step_end` counts from the end of the hit.
         """
-        kept = hit.kept or [[] for _ in self.pools]
+        kept = [
+            found[-1:] if pool.life.is_rewritten else found
+            for pool, found in zip(self.pools, hit.kept or [[] for _ in self.pools], strict=True)
+        ]
         whole = hit.without_partial_block(self.block_size)
         for found in (hit, whole) if hit.sources else (whole,):
             behind = extent._replace(step_end=found.num_tokens + extent.step_end)
@@ -373,8 +434,10 @@ class BlockManager:
         for group in range(len(self.pools)):
             self.connector.touch(group, chain.keys[: hit.num_blocks])
 
-    def _name(self, request_id: str, token_ids: Sequence[int], num_full: int) -> None:
+    def _name(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> None:
         chain = self._chains[request_id]
+        limit = chain.naming.num_named_tokens
+        num_full = min(num_tokens, limit) // self.block_size
         if num_full <= chain.num_named:
             return
         chain.extend(token_ids, num_full, self.block_size)
@@ -382,17 +445,36 @@ class BlockManager:
         for group, (pool, table) in enumerate(
             zip(self.pools, self.tables[request_id], strict=True)
         ):
-            for index, key in named if pool.life.is_named else ():
-                if table[index] != HOLE:
-                    pool.cache.add(table[index], key)
+            if pool.life.is_rewritten:
+                is_kept = num_tokens <= limit and self._is_mark(chain, num_tokens)
+                entries = [(table[0], named[-1][1])] if is_kept else []
+            else:
+                entries = [(table[index], key) for index, key in named if pool.life.is_named]
+            for block_id, key in entries:
+                if block_id != HOLE:
+                    pool.cache.add(block_id, key)
                     self.connector.offer(group, key)
+
+    def _is_mark(self, chain: BlockChain, num_tokens: int) -> bool:
+        """Says whether the state after so many tokens, whole blocks, is to be found again."""
+        interval = self._checkpoint_tokens
+        return interval > 0 and (num_tokens == chain.last_mark or num_tokens % interval == 0)
 
     def _returning(self, row: SwappedRow, group: int, step_tokens: int) -> SwappedTable:
         life, host = self.pools[group].life, self.host.tables[row.request_id][group]
         extent = Extent(row.num_tokens, row.num_computed_tokens + step_tokens)
+        has_keys = life.is_named and not life.is_rewritten
         return SwappedTable(
             host=host,
-            keys=self._chains[row.request_id].named() if life.is_named else (),
+            keys=self._chains[row.request_id].named() if has_keys else (),
             num_final=life.blocks_final(row.num_computed_tokens, len(host), self.block_size),
             num_blocks=max(len(host), life.blocks_at_start(extent, self.block_size)),
         )
+
+
+def _group_to_log(pools: Sequence[BlockPool]) -> int | None:
+    """Returns the group whose blocks say what is cached: the first that keeps every token, else
+    the first with names; None where none has names.
+    """
+    named = [group for group, pool in enumerate(pools) if pool.life.is_named]
+    return min(named, key=lambda group: not pools[group].life.keeps_every_token, default=None)

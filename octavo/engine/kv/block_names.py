@@ -1,7 +1,8 @@
 """The names of full KV blocks: a chain of hashes over all that a block's contents depend on.
 
 A block's digest hashes its parent's digest, its token ids and the digests of the media inside it;
-the parent of the first block is a root that hashes the request's salt and its adapter's content.
+the parent of the first block is a root that hashes the request's salt, its adapter's content and
+its encoder's input.
 Roots and blocks are hashed in domains of their own, so that no salt is ever taken for a block.
 Source: vLLM's hash per block.
 """
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from octavo.step import BlockKey
+from octavo.group_life import UNBOUNDED
+from octavo.step import BlockKey, MediaItem
 
 DIGEST_BYTES = 16
+TOKEN_BYTES = array("i").itemsize
 ROOT_DOMAIN = b"octavo root"
 BLOCK_DOMAIN = b"octavo block"
 
@@ -29,13 +32,21 @@ class BlockNaming:
     """A text that separates tenants: blocks are shared among equal salts only."""
     adapter_digest: bytes = b""
     """A digest of the adapter's content; empty for the plain model."""
+    input_digest: bytes = b""
+    """A digest of the encoder's input, which a decoder's tokens attend to; empty without one."""
     media: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """Digests of the media whose tokens lie in a block, by the block's index."""
+    """Digests of the media whose tokens lie in a block, by the block's index, as
+    `media_of_blocks` makes them."""
+    num_named_tokens: int = UNBOUNDED
+    """Tokens from the first one on whose blocks have names: K and V of those behind them are the
+    request's own, and none of the others' stand in for them."""
 
     def root(self) -> bytes:
         """Returns the parent of the first block."""
         salt = self.salt.encode()
-        parts = (struct.pack("<Q", len(salt)), salt, self.adapter_digest)
+        parts = [struct.pack("<Q", len(salt)), salt, self.adapter_digest]
+        if self.input_digest:
+            parts.append(b"encoder" + self.input_digest)
         return blake2b(b"".join(parts), digest_size=DIGEST_BYTES, person=ROOT_DOMAIN).digest()
 
     def block(self, parent: bytes, token_ids: tuple[int, ...], index: int) -> BlockKey:
@@ -47,23 +58,53 @@ class BlockNaming:
             hashed.update(struct.pack("<Q", len(digest)) + digest)
         return BlockKey(hashed.digest(), parent, token_ids, extra)
 
+    def digests(self, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        """Returns the digests of all full blocks of a text without media, as `block` makes them,
+        at less cost.
+        """
+        num_bytes = block_size * TOKEN_BYTES
+        data = array("i", token_ids).tobytes()
+        parent, made = self.root(), []
+        for end in range(num_bytes, len(data) + 1, num_bytes):
+            hashed = parent + data[end - num_bytes : end]
+            parent = blake2b(hashed, digest_size=DIGEST_BYTES, person=BLOCK_DOMAIN).digest()
+            made.append(parent)
+        return made
+
+
+def media_of_blocks(media: Iterable[MediaItem], block_size: int) -> dict[int, tuple[bytes, ...]]:
+    """Returns the digests of the media whose tokens lie in a block, by the block's index, each with
+    the place of its first token within the block: equal tokens may be other parts of an image.
+    """
+    found: dict[int, tuple[bytes, ...]] = {}
+    for item in media:
+        for index in range(item.place // block_size, -(-item.end // block_size)):
+            place = struct.pack("<q", item.place - index * block_size)
+            found[index] = (*found.get(index, ()), item.digest + place)
+    return found
+
 
 class BlockChain:
     """The keys of one request's full blocks, as far as anything has asked for them."""
 
-    __slots__ = ("keys", "naming", "num_named")
+    __slots__ = ("keys", "last_mark", "naming", "num_named")
 
     def __init__(self, naming: BlockNaming) -> None:
         self.naming = naming
         self.keys: list[BlockKey] = []
         self.num_named = 0
         """Blocks whose names the prefix cache knows, or another block bears."""
+        self.last_mark = 0
+        """End of the last whole block of what was known at the start, but for its last token;
+        there a state is kept.
+        """
 
     def fork(self, num_blocks: int) -> BlockChain:
         """Returns the chain of a row that shares the first `num_blocks` blocks."""
         child = BlockChain(self.naming)
         child.keys = self.keys[:num_blocks]
         child.num_named = min(num_blocks, self.num_named)
+        child.last_mark = self.last_mark
         return child
 
     def extend(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[BlockKey]:

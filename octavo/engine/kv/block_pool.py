@@ -69,6 +69,15 @@ class BlockPool:
         """Says whether a block must not be written: others hold it, or may find it by its name."""
         return self.ref_counts[block_id] > 1 or block_id in self.cache
 
+    def give_up_name(self, block_id: int) -> bool:
+        """Forgets the name of a block that one table holds, so that it may be written, where no
+        block is free for a copy; says whether that was done.
+        """
+        if self.free or self.ref_counts[block_id] > 1:
+            return False
+        self.cache.forget(block_id)
+        return True
+
     def hold(self, block_id: int) -> None:
         """Adds a reference to a block."""
         if self.ref_counts[block_id] == 0:

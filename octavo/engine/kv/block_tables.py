@@ -45,9 +45,10 @@ class BlockTables:
         self._block_size = block_size
         lives = [pool.life for pool in pools]
         self._growing = [index for index, life in enumerate(lives) if life.grows]
+        self._rewritten = [index for index, life in enumerate(lives) if life.is_rewritten]
         self._releasing = [index for index, life in enumerate(lives) if not life.keeps_every_token]
         self._allows_forks = all(life.allows_forks for life in lives)
-        self._outlive_steps = all(life.outlives_step for life in lives)
+        self._outlive_steps = all(life.outlives_step or not life.grows for life in lives)
 
     def place(
         self,
@@ -69,7 +70,7 @@ class BlockTables:
         ]
         entries = list(zip(self._pools, kept, wanted, strict=True))
         if not all(
-            pool.has_room(table, num_blocks, reserve + bool(spared))
+            pool.has_room(table, num_blocks, reserve + bool(spared) if pool.life.grows else 0)
             for pool, table, num_blocks in entries
         ):
             return False
@@ -123,9 +124,16 @@ class BlockTables:
         """
         tables = self.of[request_id]
         index, num_blocks = first_token // self._block_size, blocks_for(end, self._block_size)
+        for group in self._rewritten:
+            if self._pools[group].is_shared(tables[group][0]):
+                return self._extend(tables, index, num_blocks)
         for group in self._growing:
             table = tables[group]
-            if len(table) < num_blocks or self._must_replace(group, table[index]):
+            if (
+                len(table) < num_blocks
+                or table[num_blocks - 1] == HOLE
+                or self._must_replace(group, table[index])
+            ):
                 return self._extend(tables, index, num_blocks)
         return EMPTY_GRANT
 
@@ -208,16 +216,20 @@ class BlockTables:
         """Lists the entries that cannot be written as they are: a shared block, and holes.
 
         Only the first block written can be shared: a fork shares up to its first uncomputed token,
-        and a hit has full blocks.
+        and a hit has full blocks. A state that others hold or may find goes on in a copy; where
+        no block is free for it, the name is given up.
         """
-        if not self._pools[group].life.grows:
+        pool = self._pools[group]
+        if pool.life.is_rewritten:
+            is_kept = pool.is_shared(table[0]) and not pool.give_up_name(table[0])
+            return [0] if is_kept else []
+        if not pool.life.grows:
             return []
         end = min(num_blocks, len(table))
         return [
             place
             for place in range(index, end)
-            if table[place] == HOLE
-            or (place == index and self._pools[group].is_shared(table[place]))
+            if table[place] == HOLE or (place == index and pool.is_shared(table[place]))
         ]
 
     def _replace(self, group: int, table: list[int], index: int, grant: Grant) -> None:

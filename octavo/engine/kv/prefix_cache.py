@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from octavo.step import BlockKey
+from octavo.transfer.block_events import BlockEventLog
 
 
 class PartialMatch(NamedTuple):
@@ -25,7 +26,9 @@ class PartialMatch(NamedTuple):
 class PrefixCache:
     """Map between keys and the blocks that hold them: one block a key, one key a block."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: BlockEventLog | None = None) -> None:
+        """Takes the log in which names are noted that come and go."""
+        self._log = log
         self._block_of: dict[bytes, int] = {}
         self.key_of: dict[int, BlockKey] = {}
         """Names by block."""
@@ -68,12 +71,16 @@ class PrefixCache:
             self.key_of[block_id] = key
             siblings = self._after.setdefault(key.parent, [])
             siblings.insert(bisect_left(siblings, key.token_ids, key=_tokens_of), key)
+            if self._log is not None:
+                self._log.stored(key.digest, key.parent, key.token_ids)
 
     def forget(self, block_id: int) -> None:
         """Drops a block's name, if it has one."""
         key = self.key_of.pop(block_id, None)
         if key is None:
             return
+        if self._log is not None:
+            self._log.removed(key)
         del self._block_of[key.digest]
         siblings = self._after[key.parent]
         place = bisect_left(siblings, key.token_ids, key=_tokens_of)

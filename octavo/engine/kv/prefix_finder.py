@@ -24,7 +24,9 @@ class Hit:
     """The beginning of a prompt that is computed already."""
 
     kept: Kept = field(default_factory=list)
-    """The tables of its whole blocks; None stands for a block that the connector has."""
+    """Blocks of each group in the order of their names; None stands for one that the connector
+    has.
+    """
     num_blocks: int = 0
     """Whole blocks that are found."""
     num_tokens: int = 0
@@ -65,6 +67,8 @@ class PrefixFinder:
         """Whether a request may begin behind tokens that another has computed: every group allows
         it, and names tell what was computed.
         """
+        self._finds_parts = all(life.keeps_parts for life in lives)
+        """Whether a request may go on behind the beginning of another one's block."""
         self._pools = pools
         self._connector = connector
         self._block_size = block_size
@@ -84,7 +88,9 @@ class PrefixFinder:
         kept = self._longest(self._found(keys, self._connector.has))
         num_blocks = len(kept[0])
         num_tokens = num_blocks * self._block_size
-        wanted = keys[num_blocks].token_ids if num_blocks < len(keys) else rest
+        wanted = rest
+        if num_blocks < len(keys):  # the tokens of a block with media do not say what it holds
+            wanted = () if keys[num_blocks].extra else keys[num_blocks].token_ids
         # The block at which the hit ends may share its beginning with one that is known.
         parent = keys[num_blocks - 1].digest if num_blocks else root
         sources, num_common = self._partial_block(parent, wanted)
@@ -111,7 +117,7 @@ class PrefixFinder:
         """Finds a block whose beginning is wanted: its id in each group, and how many of its tokens
         are common; ([], 0) where there is none.
         """
-        named = [pool for pool in self._pools if pool.life.is_named]
+        named = [pool for pool in self._pools if pool.life.is_named and self._finds_parts]
         match = named[0].cache.find_partial(parent, wanted) if named else None
         if match is None:
             return [], 0
@@ -154,6 +160,7 @@ class PrefixFinder:
         return [[] for _ in self._pools]
 
     def _firsts(self, num_blocks: int) -> list[int]:
-        """Returns for each group the first block that the token after `num_blocks` blocks reads."""
-        position = num_blocks * self._block_size
-        return [pool.life.first_read(position, self._block_size) for pool in self._pools]
+        """Returns for each group the first block that must be found for the token after
+        `num_blocks` blocks.
+        """
+        return [pool.life.first_found(num_blocks, self._block_size) for pool in self._pools]

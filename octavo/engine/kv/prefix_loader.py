@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from octavo.engine.kv.block_pool import BlockPool
 from octavo.engine.kv.prefix_finder import Hit, PrefixFinder
@@ -40,9 +41,16 @@ class PrefixLoader:
         self._connector = connector
 
     def prefetch(
-        self, request_id: str, keys: Sequence[BlockKey], *, reserve: int, at_once: bool
+        self,
+        request_id: str,
+        keys: Sequence[BlockKey],
+        *,
+        reserve: int,
+        at_once: bool,
+        source: str = "",
     ) -> Prefetch:
-        """Fetches the stored blocks of a prompt into slots, then loads them ahead of its start.
+        """Fetches the stored blocks of a prompt into slots, and those that the engine at `source`
+        computes, then loads them ahead of its start.
 
         Unless `at_once`, a step loads only so much that it does not keep others waiting; blocks
         loaded ahead are free, and found by name at the next step.
@@ -51,8 +59,10 @@ class PrefixLoader:
         if connector.is_waiting(request_id):
             return FETCHING
         if not connector.has_fetched(request_id):
-            stored = self._finder.find_whole(keys, connector.can_fetch).stored()
-            if connector.fetch(request_id, [(group, keys[index]) for group, index in stored]):
+            is_stored = partial(connector.can_fetch, source=source)
+            stored = self._finder.find_whole(keys, is_stored).stored()
+            wanted = [(group, keys[index]) for group, index in stored]
+            if connector.fetch(request_id, wanted, source):
                 return FETCHING
         return NOTHING_TO_FETCH if at_once else self._load_ahead(keys, reserve)
 
@@ -63,7 +73,11 @@ class PrefixLoader:
         on.
         """
         return [
-            self._load_block(group, keys[index], tables[group][index])
+            self._load_block(
+                group,
+                keys[index],
+                tables[group][0 if self._pools[group].life.is_rewritten else index],
+            )
             for group, index in hit.stored()
         ]
 

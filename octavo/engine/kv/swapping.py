@@ -52,7 +52,8 @@ class SwapIn:
                     shared.add(host_id)
         num_appended = sum(row.num_blocks - len(row.host) for row in self._rows)
         needed += self._present()
-        return self._pool.has_room(needed, len(needed) + num_appended, reserve)
+        spare = reserve if self._pool.life.grows else 0
+        return self._pool.has_room(needed, len(needed) + num_appended, spare)
 
     def fill(self) -> list[list[int]]:
         """Takes the blocks; returns the rows' tables."""

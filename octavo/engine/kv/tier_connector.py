@@ -29,7 +29,10 @@ from octavo.step import (
 )
 
 SAVED_BYTES_PER_STEP = 16 << 20
-"""Bytes that one step copies from the device, 2 ms at 8 GB/s; what is left waits for the next."""
+"""Bytes that one step copies from the device where no one waits for them, 2 ms at 8 GB/s."""
+
+SENT_BYTES_PER_STEP = 128 << 20
+"""Bytes that one step copies from the device where other engines wait for them: 16 ms."""
 
 LOADED_BYTES_PER_STEP = 64 << 20
 """Bytes that one step copies to the device while others compute: 8 ms."""
@@ -48,6 +51,8 @@ class Tiers(msgspec.Struct):
     keeps: bool = False
     """Whether there are files behind the slots."""
     max_pinned_bytes: int = 0
+    saved_bytes_per_step: int = SAVED_BYTES_PER_STEP
+    """Bytes that one step copies from the device; what is left waits for the next."""
     first: ConnectorReport | None = None
     """Report of the blocks that are stored at the start."""
 
@@ -69,6 +74,7 @@ class TierConnector:
         self.max_pinned_bytes = tiers.max_pinned_bytes
         self.stats = ConnectorStats(tiers.num_slots)
         self._block_bytes = tiers.block_bytes
+        self._saved_bytes_per_step = tiers.saved_bytes_per_step
         self.slots = [TierSlots(tiers.num_slots) for _ in tiers.block_bytes]
         self._behind: set[BlockName] = set()
         """Blocks in files."""
@@ -82,6 +88,10 @@ class TierConnector:
         """Times until which blocks are pinned, wherever they are, in seconds since 1970."""
         self.held: dict[str, list[tuple[int, Slot]]] = {}
         """(group, slot) by request, of those that wait, or have waited and not yet started."""
+        self._completed: list[BlockName] = []
+        """Blocks of prompts for other engines that have ended, until those of them that the device
+        has are saved.
+        """
         self._plan = ConnectorPlan()
         """Plan that goes with the next step."""
         self.under_way: deque[StepUnderWay] = deque()
@@ -98,7 +108,7 @@ class TierConnector:
     @property
     def has_work(self) -> bool:
         """Whether it wants a step though no request runs: to send a plan or to get a report."""
-        return bool(self._unsaved or self.keeping or _is_any(self._plan))
+        return bool(self._unsaved or self.keeping or self._completed or _is_any(self._plan))
 
     # -- what is there -----------------------------------------------------------------------------
 
@@ -107,20 +117,24 @@ class TierConnector:
         slot = self.slots[group].find(key)
         return slot is not None and slot.ready
 
-    def can_fetch(self, group: int, key: BlockKey) -> bool:
-        """Says whether the block is in a slot or on its way to one, or in a readable file."""
+    def can_fetch(self, group: int, key: BlockKey, source: str = "") -> bool:
+        """Says whether the block is in a slot or on its way to one, or in a readable file, or
+        computed by the engine at `source`.
+        """
         name = BlockName(group, key.digest)
         if self.slots[group].find(key) is not None:
             return True
         return (
-            name in self._behind
+            bool(source or name in self._behind)
             and name not in self.fetching
             and not self.slots[group].has_name(key)
         )
 
     # -- a request wants blocks --------------------------------------------------------------------
 
-    def fetch(self, request_id: str, wanted: Iterable[tuple[int, BlockKey]]) -> bool:
+    def fetch(
+        self, request_id: str, wanted: Iterable[tuple[int, BlockKey]], source: str = ""
+    ) -> bool:
         """Fetches as many of these blocks, from the first on, as there are slots for, and holds
         them for the request.
 
@@ -128,7 +142,7 @@ class TierConnector:
         """
         held: list[tuple[int, Slot]] = []
         for group, key in wanted:
-            slot = self.slots[group].find(key) or self._begin_fetch(group, key)
+            slot = self.slots[group].find(key) or self._begin_fetch(group, key, source)
             if slot is None:
                 break
             self.slots[group].hold(slot)
@@ -139,10 +153,11 @@ class TierConnector:
         self.release(request_id)
         return False
 
-    def _begin_fetch(self, group: int, key: BlockKey) -> Slot | None:
-        slot = self.slots[group].claim(key) if self.can_fetch(group, key) else None
+    def _begin_fetch(self, group: int, key: BlockKey, source: str) -> Slot | None:
+        slot = self.slots[group].claim(key) if self.can_fetch(group, key, source) else None
         if slot is not None:
-            block = SlotBlock(group, slot.index, key)
+            is_own = BlockName(group, key.digest) in self._behind
+            block = SlotBlock(group, slot.index, key, "" if is_own else source)
             self._plan.fetch.append(block)
             self.fetching[block.name] = slot
         return slot
@@ -159,6 +174,9 @@ class TierConnector:
         """Ends the holds of a request that has started or ended."""
         for group, slot in self.held.pop(request_id, ()):
             self.slots[group].release(slot)
+            name = BlockName(group, slot.key.digest)
+            if slot.num_holds == 1 and self.fetching.get(name) is slot:
+                self._plan.cancel.append(name)  # only the fetch itself still holds it
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
         """Says whether this step may still load blocks at these places, (group, index), while
@@ -189,6 +207,11 @@ class TierConnector:
         """Queues a block to be saved that was just filled on the device."""
         if self.stats.num_slots and len(self._unsaved) < MAX_UNSAVED:
             self._unsaved[BlockName(group, key.digest)] = key
+
+    def complete(self, names: Iterable[BlockName]) -> None:
+        """Notes the blocks of a prompt that was computed for another engine and has ended."""
+        if self.keeps:
+            self._completed += names
 
     def forget(self, group: int, keys: Iterable[BlockKey]) -> None:
         """Lets blocks be found no more, in slots and files."""
@@ -249,16 +272,15 @@ class TierConnector:
         self.under_way.append(StepUnderWay())
         moves: list[BlockMove] = []
         num_bytes = 0
-        while self._unsaved and num_bytes < SAVED_BYTES_PER_STEP:
+        while self._unsaved and num_bytes < self._saved_bytes_per_step:
             name, key = next(iter(self._unsaved.items()))
             if name in self.keeping:
                 break  # forgotten while it was written, and named again: its slot is still in use
             block_id = find(name.group, key)
-            if (
-                block_id is not None
-                and name not in self._behind
-                and not self.slots[name.group].has_name(key)
-            ):
+            is_new = name not in self._behind
+            if is_new and (slot := self._whole_slot(name.group, key)) is not None:
+                self._begin_keep(name, slot)  # its file is gone, and its slot is not
+            elif block_id is not None and is_new and not self.slots[name.group].has_name(key):
                 slot = self.slots[name.group].claim(key)
                 if slot is None:
                     break
@@ -271,14 +293,25 @@ class TierConnector:
     def _begin_save(self, name: BlockName, slot: Slot) -> None:
         self.under_way[-1].saving[name] = slot
         if self.keeps:
-            self.slots[name.group].hold(slot)
-            self.keeping[name] = slot
-            self._plan.keep.append(SlotBlock(name.group, slot.index, slot.key))
-            if name in self.pins:  # its file was lost, and its pin with it
-                self._plan.pin.append(BlockPin(name, self.pins[name]))
+            self._begin_keep(name, slot)
+
+    def _begin_keep(self, name: BlockName, slot: Slot) -> None:
+        self.slots[name.group].hold(slot)
+        self.keeping[name] = slot
+        self._plan.keep.append(SlotBlock(name.group, slot.index, slot.key))
+        if name in self.pins:  # its file was lost, and its pin with it
+            self._plan.pin.append(BlockPin(name, self.pins[name]))
+
+    def _whole_slot(self, group: int, key: BlockKey) -> Slot | None:
+        """Returns the slot of a block that is to be kept behind it and is in it already."""
+        slot = self.slots[group].find(key) if self.keeps else None
+        return slot if slot is not None and slot.ready else None
 
     def end_step(self) -> ConnectorPlan | None:
         """Returns what the worker half begins after the step's moves; None where it is nothing."""
+        if self._completed and not self._unsaved:
+            self._plan.complete += self._completed
+            self._completed = []
         plan, self._plan = self._plan, ConnectorPlan()
         self.under_way[-1].plan = plan
         return plan if _is_any(plan) else None
@@ -306,6 +339,8 @@ class TierConnector:
             self._end(self.fetching, block.name, ready=False)
         self._plan.pin = step.plan.pin + self._plan.pin
         self._plan.forget += step.plan.forget
+        self._plan.complete += step.plan.complete
+        self._plan.cancel += step.plan.cancel
         self._plan.forget_all = step.plan.forget_all
 
     def take(self, report: ConnectorReport) -> None:

@@ -47,6 +47,8 @@ class RecordingHeader(msgspec.Struct, tag=True):
     kv_bytes: int
     """Bytes of all groups' blocks; an engine with as many gets these groups."""
     tiers: Tiers | None = None
+    redraws: bool = True
+    """Whether the backend could draw rows again."""
 
 
 class RequestAdded(msgspec.Struct, tag=True):
@@ -200,6 +202,7 @@ def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
         [NO_LOGPROBS] * count if count else None,
         failure=row.failure,
         num_kept=row.num_kept,
+        draft_ids=row.draft_ids,
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from octavo.config.engine_config import BackendChoice, LoraOptions, SparsityOptions
 from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.recording.recorder import (
     Event,
@@ -37,7 +38,7 @@ from octavo.ports import Between, Executor
 from octavo.step import RowResult, StepPlan, StepResult
 
 MAX_STEPS_AHEAD = 1
-"""Most steps in flight when a plan is made."""
+"""Most steps in flight when a plan is made, of an engine with one lane."""
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class Replay:
         self.found = Replayed()
         self.scheduler = scheduler_of(header, stop_texts)
         """The new scheduler, which stands where the last event has brought it."""
+        self._max_steps_ahead = max(MAX_STEPS_AHEAD, BackendChoice.lanes_in(header.options) - 1)
         self._executor = executor
         self._in_flight: deque[StepPlanned] = deque()
         """Recorded plans whose results have not come yet."""
@@ -108,7 +110,7 @@ class Replay:
             raise _damaged("it begins a second time")
 
     def _schedule(self, then: StepPlanned) -> None:
-        if len(self._in_flight) > MAX_STEPS_AHEAD:
+        if len(self._in_flight) > self._max_steps_ahead:
             raise _damaged(f"step {self._in_flight[0].plan.step} has no result, but others follow")
         plan = self.scheduler.schedule(then.now, then.costs)
         self._in_flight.append(then)
@@ -165,6 +167,10 @@ def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = Non
         max_model_len=header.max_model_len,
         tiers=header.tiers,
         stop_texts=stop_texts,
+        num_adapter_slots=LoraOptions.slots_in(header.options),
+        redraws=header.redraws,
+        names_generated=not SparsityOptions.is_approximate_in(header.options),
+        num_lanes=BackendChoice.lanes_in(header.options),
     )
 
 

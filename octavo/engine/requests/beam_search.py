@@ -86,6 +86,7 @@ class BeamSearch:
         num_prompt_tokens: int,
         max_num_tokens: int,
         stop_texts: StopTexts | None = None,
+        has_grammar: bool = False,
     ) -> None:
         assert params.beam_width is not None
         self.beams: list[Beam] = []
@@ -97,6 +98,7 @@ class BeamSearch:
         self._num_prompt_tokens = num_prompt_tokens
         self._max_output_tokens = max_num_tokens - num_prompt_tokens
         self._stop_texts = stop_texts
+        self._has_grammar = has_grammar
         self._width = Width(
             params.beam_width, max(2, 1 + len(self._end_token_ids)) * params.beam_width
         )
@@ -111,6 +113,8 @@ class BeamSearch:
 
     wants: Wants = "draw"
     reads_logprobs = True
+    may_draft = False
+    draws_in_turn = False
     needs_last_token = "a beam search: which beams go on is decided by what they yield"
 
     @property
@@ -192,17 +196,29 @@ class BeamSearch:
         self, rows: Sequence[TokenRow], yields: dict[str, RowResult]
     ) -> list[Continuation]:
         """Returns the best continuations of all rows together, the best first."""
-        num_output_tokens = rows[0].num_tokens - self._num_prompt_tokens
-        banned = self._end_token_ids if num_output_tokens < self._params.min_tokens else frozenset()
         every = [
             Continuation(row, token_id, _cumulative(row) + logprob, place)
             for row in rows
-            for place, (token_id, logprob) in enumerate(_alternatives(yields[row.request_id]))
-            if token_id not in banned and logprob > -math.inf
+            for place, token_id, logprob in self._allowed(row, yields[row.request_id])
         ]
         return heapq.nlargest(
             self._width.num_candidates, every, key=lambda best: best.cumulative_logprob
         )
+
+    def _allowed(self, row: TokenRow, result: RowResult) -> list[tuple[int, int, float]]:
+        """Returns the continuations of one row: their places, tokens and logprobs. Before
+        min_tokens none is an end token, unless a grammar allows nothing else.
+        """
+        num_output_tokens = row.num_tokens - self._num_prompt_tokens
+        every = [
+            (place, token_id, logprob)
+            for place, (token_id, logprob) in enumerate(_alternatives(result))
+            if logprob > -math.inf
+        ]
+        if num_output_tokens >= self._params.min_tokens:
+            return every
+        others = [one for one in every if one[1] not in self._end_token_ids]
+        return every if self._has_grammar and not others else others
 
     def _end_of(self, best: Continuation, num_output_tokens: int) -> Finish | None:
         if best.token_id in self._end_token_ids:
@@ -324,7 +340,8 @@ def _chosen(result: RowResult, place: int, num_logprobs: int) -> TokenLogprobs:
         _entry(result),
         range(1, len(_entry(result).token_ids) if num_logprobs == -1 else 1 + num_logprobs),
     )
-    order = [place + 1, *wanted]
+    # A grammar may leave fewer tokens than are wanted.
+    order = [place + 1, *(i for i in wanted if entry.logprobs[i] > -math.inf)]
     return TokenLogprobs(
         [entry.token_ids[i] for i in order],
         [entry.logprobs[i] for i in order],

@@ -18,3 +18,5 @@ class RequestChange(msgspec.Struct):
     params: RequestParams
     """All of its params; only what the worker does not know may differ from those before."""
     priority: int
+    computes_here: bool = False
+    """Whether it waits no more for blocks of another engine, and computes its prompt itself."""

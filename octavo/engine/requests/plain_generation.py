@@ -66,6 +66,9 @@ class PlainGeneration:
         self.row_params = params
         self.needs_last_token = GRAMMAR if has_grammar else _needs_last_token(params)
         self._rules = rules
+        # A processor is a user's function: it is called for no text that may never come.
+        self.may_draft = not (rules.one_token or params.logits_processors)
+        self.draws_in_turn = params.mirostat_mode > 0
         self._watched = (
             rules.one_token
             or rules.repetition is not None

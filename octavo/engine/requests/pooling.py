@@ -19,6 +19,8 @@ class Pooling:
     wants: Wants = "pool"
     reads_logprobs = False
     num_seqs = 1
+    may_draft = False
+    draws_in_turn = False
     needs_last_token = ""
 
     def __init__(self, params: PoolingParams) -> None:

@@ -21,7 +21,7 @@ from octavo.engine.requests.timings import Stopwatch
 from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.outputs import FinishReason, Timings
 from octavo.pooling_params import PoolingParams, RequestParams
-from octavo.step import TokenLogprobs
+from octavo.step import AdapterRef, EncoderInput, MediaItem, MediaPixels, TokenLogprobs
 from octavo.structured_outputs import GrammarSpec
 
 BACKGROUND_PRIORITY = 1 << 31
@@ -67,6 +67,18 @@ class EngineRequest(msgspec.Struct):
     """Name of the model's Program that computes it."""
     second_start: int | None = None
     """Index of the first token of the second text, where the prompt is a pair of texts."""
+    kv_source: str = ""
+    """Address of the engine that computes its prompt's KV blocks; "" where this one does."""
+    sends_kv: bool = False
+    """Whether it is computed for another engine, which fetches the prompt's KV blocks."""
+    adapter: AdapterRef | None = None
+    """Adapter that its tokens are computed with; None: the plain model."""
+    media: list[MediaItem] = []
+    """Images among the prompt's tokens, in their order."""
+    pixels: list[MediaPixels] = []
+    """Pixels of these images, each once."""
+    encoder_input: EncoderInput | None = None
+    """Input of the encoder before the decoder that computes its tokens; None without one."""
     one_token: bool = False
     """Whether it ends as aborted once it has one more token, unless that one is its end anyway."""
 
@@ -124,6 +136,7 @@ class Request(TokenRow):
         "consumer",
         "end_token_ids",
         "fork_of",
+        "is_encoded",
         "max_num_tokens",
         "num_cached_tokens",
         "num_preemptions",
@@ -154,6 +167,7 @@ class Request(TokenRow):
             params.stop_token_ids or ()
         )
         self.fork_of = source.fork_of
+        self.is_encoded = source.encoder_input is None
         self.status = RequestStatus.WAITING
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -175,6 +189,7 @@ class Request(TokenRow):
                 num_prompt_tokens=self.num_prompt_tokens,
                 max_num_tokens=self.max_num_tokens,
                 stop_texts=stop_texts,
+                has_grammar=source.grammar is not None,
             )
         rules = EndRules(
             frozenset(source.eos_token_ids),
@@ -214,6 +229,16 @@ class Request(TokenRow):
     def num_plain_draws(self) -> int:
         """Number of tokens that it may draw before the scheduler has something to decide."""
         return self.consumer.num_plain_draws(self.num_tokens)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Rows of its encoder's input; 0 without one."""
+        return 0 if self.source.encoder_input is None else self.source.encoder_input.num_tokens
+
+    @property
+    def num_unencoded(self) -> int:
+        """Rows that its encoder computes before its own next tokens."""
+        return 0 if self.is_encoded else self.num_input_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -285,6 +310,7 @@ class Request(TokenRow):
         """Returns the request to waiting, with nothing computed."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.is_encoded = self.source.encoder_input is None
         self.token_ids = self.consumer.start_over(self.token_ids)
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()

@@ -98,6 +98,18 @@ class ResultConsumer(Protocol):
         """
         ...
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether tokens may be guessed, and several be drawn at once."""
+        ...
+
+    @property
+    def draws_in_turn(self) -> bool:
+        """Whether how a token is drawn changes with what was drawn before, beyond its tokens: with
+        guesses, the backend then has to draw again.
+        """
+        ...
+
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         """Changes the most tokens that a row may come to hold, prompt included."""
         ...

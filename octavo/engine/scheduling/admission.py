@@ -52,7 +52,7 @@ class PromptLimits:
         """Returns the longest prompt that `judge` takes where `num_needed` tokens come after it."""
         most = min(self.max_model_len, self.kv_capacity_tokens) - num_needed
         limits = (self.max_prompt_len, self.max_whole_prompt)
-        return min(most, *(limit for limit in limits if limit is not None))
+        return min([most, *(limit for limit in limits if limit is not None)])
 
     def max_num_tokens(self, num_prompt_tokens: int, num_seqs: int = 1) -> int:
         """Returns the most tokens of each of a request's rows, which share the full blocks of the
@@ -154,16 +154,17 @@ class Admission:
         return replace(self.limits, kv_capacity_tokens=kv_capacity_tokens)
 
     def may_start(
-        self, num_tokens: int, *, budget: int, room: int, num_seqs: int = 1
+        self, num_tokens: int, *, budget: int, room: int, num_seqs: int = 1, num_whole: int = 0
     ) -> AdmissionDecision:
         """Returns OK or LATER for a request of `num_tokens` and `num_seqs` rows, by what is left of
-        the step: a `budget` of tokens and `room` for rows.
+        the step: a `budget` of tokens and `room` for rows. Before its own tokens `num_whole` others
+        are computed, in one step.
         """
         if room < num_seqs:
             return AdmissionDecision(Verdict.LATER, "batch full")
         whole = self.limits.max_whole_prompt
         least = num_tokens if whole is not None and num_tokens <= whole else 1
-        return OK if budget >= least else STEP_FULL
+        return OK if budget >= num_whole + least else STEP_FULL
 
     def reserve(self, num_running: int) -> int:
         """Returns the blocks to be left free: one for each running row, or the watermark where that
@@ -176,6 +177,7 @@ STEP_FULL = AdmissionDecision(Verdict.LATER, "step full")
 NO_BLOCKS = AdmissionDecision(Verdict.LATER, "KV full")
 READING = AdmissionDecision(Verdict.LATER, "reading the prefix cache")
 COMPILING = AdmissionDecision(Verdict.LATER, "compiling its grammar")
+LOADING = AdmissionDecision(Verdict.LATER, "loading its adapter")
 NO_PROMPT = AdmissionDecision(Verdict.LATER, "the prompt that it shares is not computed")
 
 HELD_BACK = "held back by the policy"

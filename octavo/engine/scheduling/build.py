@@ -23,6 +23,8 @@ from octavo.engine.scheduling.placement import Placement, Preemption
 from octavo.engine.scheduling.policy import Fair, FirstComeFirstServed, Policy, Priority
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.step_planner import StepLimits
+from octavo.engine.speculation.speculation import Drafting
+from octavo.transfer.kv_wire import parse_events_config
 
 
 def build_scheduler(
@@ -34,9 +36,14 @@ def build_scheduler(
     max_model_len: int,
     tiers: Tiers | None = None,
     stop_texts: MakeStopTexts | None = None,
+    num_adapter_slots: int = 0,
+    redraws: bool = True,
+    names_generated: bool = True,
+    num_lanes: int = 1,
 ) -> Scheduler:
     """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
-    which the front alone cannot end.
+    which the front alone cannot end; `redraws` says whether the backend can draw rows again,
+    `names_generated` whether K and V of generated tokens are those of a prompt.
     """
     blocks = BlockManager(
         groups,
@@ -45,6 +52,7 @@ def build_scheduler(
         shares_blocks=shares_blocks(cache),
         max_step_tokens=options.max_num_batched_tokens,
         connector=None if tiers is None else TierConnector(tiers),
+        logs_events=parse_events_config(cache.kv_events_config).enable_kv_cache_events,
     )
     admission = Admission(
         prompt_limits(
@@ -64,6 +72,7 @@ def build_scheduler(
             max_chunk=_max_chunk(options),
             itl_target_s=None if options.itl_target_ms is None else options.itl_target_ms / 1000,
             keeps_kv=cache.kv_cache,
+            num_lanes=num_lanes,
         ),
         admission=admission,
         policy=build_policy(options),
@@ -73,10 +82,24 @@ def build_scheduler(
             window_s=options.batch_window_ms / 1000,
             delay_factor=options.scheduler_delay_factor,
         ),
-        placement=Placement(blocks, admission, Preemption(blocks, options.preemption_mode)),
+        placement=Placement(
+            blocks,
+            admission,
+            Preemption(blocks, options.preemption_mode),
+            names_generated=names_generated,
+        ),
         multi_step_policy=MultiStepPolicy(blocks, options.num_scheduler_steps or 1),
+        drafting=_drafting(options, redraws=redraws),
         stop_texts=stop_texts,
+        num_adapter_slots=num_adapter_slots,
+        media_cache_tokens=cache.media_cache_tokens,
     )
+
+
+def _drafting(options: SchedulerOptions, *, redraws: bool) -> Drafting | None:
+    if options.spec_method is None:
+        return None
+    return Drafting(options.spec_method, options.spec_tokens, redraws=redraws)
 
 
 def _max_chunk(options: SchedulerOptions) -> int | None:

@@ -51,7 +51,11 @@ class MultiStepPolicy:
         most = min(self._max_num_steps, int(MAX_CALL_S / step_s))
         if most < 2 or not all(row.wants == "draw" and row.num_tokens == 1 for row in builder.rows):
             return 1
-        return min(most, *(request.num_plain_draws for request, _ in builder.owners))
+        ends = [
+            self._blocks.step_end(row.request_id, row.start, row.start + most) - row.start
+            for row in builder.rows
+        ]
+        return min(most, *ends, *(request.num_plain_draws for request, _ in builder.owners))
 
     def _reserve(self, builder: StepBuilder, num_steps: int) -> bool:
         """Grants blocks for all rows' tokens, or for none; returns which."""
@@ -60,10 +64,5 @@ class MultiStepPolicy:
         )
         if grants is None:
             return False
-        for row in builder.rows:
-            if added := grants.get(row.request_id):
-                row.new_block_ids = [
-                    old + new
-                    for old, new in zip(row.new_block_ids or [[]] * len(added), added, strict=True)
-                ]
+        builder.add_blocks(grants)
         return True

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
-from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.kv.block_names import BlockNaming, media_of_blocks
 from octavo.engine.kv.prefix_loader import Prefetch
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import Branch
@@ -25,6 +27,7 @@ from octavo.engine.scheduling.admission import (
     AdmissionDecision,
 )
 from octavo.engine.scheduling.step_builder import StepBuilder
+from octavo.group_life import UNBOUNDED
 from octavo.step import BlockMove
 
 Mode = Literal["auto", "swap", "recompute"]
@@ -70,7 +73,18 @@ class Placement:
     of running rows, beside which some blocks stay free.
     """
 
-    def __init__(self, blocks: BlockManager, admission: Admission, preemption: Preemption) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        admission: Admission,
+        preemption: Preemption,
+        *,
+        names_generated: bool = True,
+    ) -> None:
+        """Takes `names_generated`, whether blocks with generated tokens are found again by others:
+        not where their K and V differ from those of a prompt.
+        """
+        self._names_generated = names_generated
         self._blocks = blocks
         self._admission = admission
         self._preemption = preemption
@@ -102,7 +116,7 @@ class Placement:
         """
         if parent is not None and not self._is_shareable(request, parent):
             parent = None
-        if parent is not None and not _has_shared_tokens(request, parent):
+        if parent is not None and not self._has_shared_tokens(request, parent):
             return NO_PROMPT
         if parent is None:
             prefetch = self.prefetch(request, num_running, at_once=not num_running)
@@ -110,7 +124,11 @@ class Placement:
             if prefetch.is_waiting:
                 return READING
         decision = self._admission.may_start(
-            request.num_tokens, budget=builder.budget, room=room, num_seqs=request.num_seqs
+            request.num_tokens,
+            budget=builder.budget,
+            room=room,
+            num_seqs=request.num_seqs,
+            num_whole=0 if parent is not None else request.num_input_tokens,
         )
         if decision is not OK:
             return decision
@@ -130,11 +148,27 @@ class Placement:
         return self._blocks.prefetch(
             request.request_id,
             request.token_ids,
-            naming=BlockNaming(request.source.cache_salt),
+            naming=self._naming(request),
             max_cached_tokens=request.max_cached_tokens,
             reserve=self._admission.reserve(num_running),
             at_once=at_once,
+            source=_kv_source(request),
         )
+
+    def forget_source(self, request: Request) -> None:
+        """Has a waiting request compute its prompt here instead of in another engine."""
+        if request.source.kv_source and request.status is RequestStatus.WAITING:
+            request.source = msgspec.structs.replace(request.source, kv_source="")
+            self._blocks.connector.release(request.request_id)
+
+    def sent(self, request: Request) -> None:
+        """Notes the end of a request; where it was computed for another engine, that one is told
+        which of the prompt's blocks it gets.
+        """
+        if request.source.sends_kv:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            naming = self._naming(request)
+            self._blocks.complete(request.request_id, prompt, naming)
 
     def _is_shareable(self, request: Request, parent: Request) -> bool:
         """Returns whether the parent has blocks to share, or computes the same prompt for the first
@@ -144,9 +178,9 @@ class Placement:
             parent.status is RequestStatus.WAITING and parent.num_preemptions
         ):
             return False
-        if not _has_shared_tokens(request, parent):
+        if not self._has_shared_tokens(request, parent):
             return request.source.fork_tokens is None
-        return self._blocks.can_fork(parent.request_id, _num_shared_tokens(request, parent))
+        return self._blocks.can_fork(parent.request_id, self._num_shared_tokens(request, parent))
 
     def _take_blocks(
         self, request: Request, builder: StepBuilder, num_running: int
@@ -157,13 +191,16 @@ class Placement:
         start = self._blocks.start(
             request.request_id,
             request.token_ids,
-            naming=BlockNaming(request.source.cache_salt),
+            naming=self._naming(request),
             max_cached_tokens=request.max_cached_tokens,
             reserve=self._admission.reserve(num_running) + self._branches_reserve(request),
             step_tokens=builder.budget,
+            num_fixed_tokens=request.num_input_tokens,
         )
         if start is None:
             return None
+        if request.source.sends_kv:
+            self._blocks.offer_cached(request.request_id)
         request.num_computed_tokens = start.num_cached_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = start.num_cached_tokens
@@ -184,7 +221,7 @@ class Placement:
         copy its last block: the last token is computed again for its logits. None where no block
         is free for the copy.
         """
-        num_computed = _num_shared_tokens(request, parent)
+        num_computed = self._num_shared_tokens(request, parent)
         self._blocks.fork(parent.request_id, request.request_id, num_computed)
         end = min(request.num_tokens, num_computed + builder.budget)
         grant = self._blocks.grow(request.request_id, num_computed, end)
@@ -192,6 +229,7 @@ class Placement:
             self._blocks.free(request.request_id)
             return None
         request.num_computed_tokens = request.num_cached_tokens = num_computed
+        request.is_encoded = True  # by the parent, whose keys it shares
         return grant.moves
 
     # -- its rows branch off each other ------------------------------------------------------------
@@ -248,30 +286,51 @@ class Placement:
         builder.moves += moves or []
         return moves is not None
 
+    def _num_shared_tokens(self, request: Request, parent: Request) -> int:
+        """Returns how many tokens a request shares with its running parent: the prompt that both
+        have, but for the last token; or, where it goes on from the parent's own, those that are
+        computed, and would be the same in a prompt.
+        """
+        if request.source.fork_tokens is None:
+            return request.num_prompt_tokens - 1
+        return min(
+            request.source.fork_tokens,
+            parent.num_computed_tokens,
+            request.num_tokens - 1,
+            request.max_cached_tokens,
+            UNBOUNDED if self._names_generated else parent.num_prompt_tokens,
+        )
+
+    def _has_shared_tokens(self, request: Request, parent: Request) -> bool:
+        """Returns whether the parent has the tokens to share on the device."""
+        if parent.status is not RequestStatus.RUNNING:
+            return False
+        if parent.source.encoder_input is not None and parent.num_computed_tokens == 0:
+            return False  # its encoder has not been computed
+        if request.source.fork_tokens is None:
+            return parent.num_computed_tokens >= parent.num_prompt_tokens - 1
+        return self._num_shared_tokens(request, parent) > 0
+
+    def _naming(self, request: Request) -> BlockNaming:
+        """Returns what the names of a request's blocks depend on beside its tokens."""
+        source = request.source
+        return BlockNaming(
+            source.cache_salt,
+            b"" if source.adapter is None else source.adapter.digest,
+            b"" if source.encoder_input is None else source.encoder_input.digest,
+            media_of_blocks(source.media, self._blocks.block_size),
+            num_named_tokens=UNBOUNDED if self._names_generated else request.num_prompt_tokens,
+        )
+
     def _leave_worker(self, request: Request) -> None:
         for row in request.rows:
             row.is_on_worker = False
             self.freed_rows.append(row.request_id)
 
 
-def _num_shared_tokens(request: Request, parent: Request) -> int:
-    """Returns how many tokens a request shares with its running parent: the prompt that both have,
-    but for the last token; or, where it goes on from the parent's own, those that are computed.
+def _kv_source(request: Request) -> str:
+    """Returns the address of the engine that computes the prompt now; one that starts over computes
+    it here.
     """
-    if request.source.fork_tokens is None:
-        return request.num_prompt_tokens - 1
-    return min(
-        request.source.fork_tokens,
-        parent.num_computed_tokens,
-        request.num_tokens - 1,
-        request.max_cached_tokens,
-    )
-
-
-def _has_shared_tokens(request: Request, parent: Request) -> bool:
-    """Returns whether the parent has the tokens to share on the device."""
-    if parent.status is not RequestStatus.RUNNING:
-        return False
-    if request.source.fork_tokens is None:
-        return parent.num_computed_tokens >= parent.num_prompt_tokens - 1
-    return _num_shared_tokens(request, parent) > 0
+    starts_over = request.num_preemptions or request.source.resumed
+    return "" if starts_over else request.source.kv_source

@@ -6,9 +6,10 @@ consumer says and frees what an ended request held. Knows nothing of how steps a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from octavo.engine.adapters import AdapterPlaces
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.requests.request import EngineOutput, Request, RequestStatus
 from octavo.engine.requests.result_consumer import RequestProgress
@@ -18,6 +19,7 @@ from octavo.engine.scheduling.grammar_gate import GrammarGate
 from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
+from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.stats import EngineStats
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
@@ -31,9 +33,11 @@ class ResultIntake:
     placement: Placement
     in_flight: StepsInFlight
     grammars: GrammarGate
+    adapters: AdapterPlaces
     times: Timekeeper
     stats: EngineStats
     keeps_kv: bool
+    speculation: Speculation | None = None
     leaving: list[Request] = field(default_factory=list)
     """Finished requests whose last step is still in flight; freed when it has come back."""
 
@@ -54,9 +58,11 @@ class ResultIntake:
         self.times.computed(result.busy_s, result.num_steps)
         self.stats.num_steps += result.num_steps - 1
         self.stats.busy_s += result.busy_s
+        if result.weights is not None:
+            self.stats.weights = result.weights
         self.blocks.connector.step_done(result.connector)
         self.grammars.compiled(result.compiled)
-        outputs = []
+        outputs = self._end_without_adapter(self.adapters.loaded(result.adapters))
         for (request, row), scheduled, row_result in zip(
             owners, plan.rows, result.rows, strict=True
         ):
@@ -80,6 +86,8 @@ class ResultIntake:
         if result.prompt_logprobs:
             request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
         progress = request.consumer.take(request, row, result) if scheduled.wants else None
+        if self.speculation is not None:
+            self.speculation.took(scheduled, result)
         self._advance_row(request, row, scheduled, result)
         return None if progress is None else self._advance(request, progress)
 
@@ -87,7 +95,10 @@ class ResultIntake:
         self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult
     ) -> None:
         """Counts a row's computed tokens and names the blocks that they fill."""
-        row.num_computed_tokens = min(scheduled.start + result.num_kept, row.num_tokens)
+        kept = scheduled.start + result.num_kept
+        if result.num_kept < scheduled.num_tokens and not self.blocks.keeps_parts:
+            kept = scheduled.start
+        row.num_computed_tokens = min(kept, row.num_tokens)
         row.num_tokens_in_flight -= scheduled.num_tokens
         if self.keeps_kv:
             self.blocks.record(
@@ -137,22 +148,39 @@ class ResultIntake:
             timings = request.timings(self.times.so_far(request.watch))
         return EngineOutput(request.request_id, token_ids, logprobs, timings=timings)
 
+    def _end_without_adapter(self, faults: Mapping[bytes, str]) -> list[EngineOutput]:
+        """Ends the waiting requests whose adapters could not be loaded."""
+        if not faults:
+            return []
+        return [
+            self.finish(request, Finish("error", error=faults[adapter.digest]))
+            for request in list(self.queues.waiting.order())
+            if (adapter := request.source.adapter) is not None and adapter.digest in faults
+        ]
+
     # -- requests end ------------------------------------------------------------------------------
 
     def finish(self, request: Request, finish: Finish) -> EngineOutput:
         """Ends a request, frees all that it holds and returns its final output."""
         self.queues.end(request)
+        if self.speculation is not None:
+            self.speculation.forget(request.request_id)
+        self.placement.sent(request)
         if finish.reason == "error":
             self.placement.forget(request)
         # A step in flight still writes to its blocks and reads its row.
         if self.in_flight.computes(request):
             self.leaving.append(request)
         else:
-            self.placement.free(request)
+            self._free(request)
         return self.final_output(request, finish)
 
     def final_output(self, request: Request, finish: Finish) -> EngineOutput:
         return request.final_output(finish, self.times.so_far(request.watch))
+
+    def _free(self, request: Request) -> None:
+        self.placement.free(request)
+        self.adapters.release(request.request_id, request.source.adapter)
 
     def _free_leaving(self) -> None:
         still_computed = []
@@ -160,5 +188,5 @@ class ResultIntake:
             if self.in_flight.computes(request):
                 still_computed.append(request)
             else:
-                self.placement.free(request)
+                self._free(request)
         self.leaving = still_computed

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from octavo.engine.adapters import AdapterPlaces
 from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.media import MediaPlaces
 from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineOutput, EngineRequest, Request, RequestStatus
 from octavo.engine.requests.timings import STEP_RUNNING, Timekeeper
@@ -29,6 +31,7 @@ from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.result_intake import ResultIntake
 from octavo.engine.scheduling.step_planner import StepLimits, StepPlanner
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
+from octavo.engine.speculation.speculation import Drafting, Speculation
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.outputs import Timings
@@ -55,7 +58,10 @@ class Scheduler:
         batching: Batching,
         placement: Placement,
         multi_step_policy: MultiStepPolicy,
+        drafting: Drafting | None = None,
         stop_texts: MakeStopTexts | None = None,
+        num_adapter_slots: int = 0,
+        media_cache_tokens: int = 0,
     ) -> None:
         """Takes `stop_texts` for beam searches with stop strings; those of other requests are found
         by the front.
@@ -64,14 +70,19 @@ class Scheduler:
         self.admission = admission
         self.placement = placement
         self.queues = RequestQueues(policy)
-        self.in_flight = StepsInFlight()
+        self.in_flight = StepsInFlight(draws_ahead=limits.num_lanes == 1)
         self._grammars = GrammarGate()
+        self.adapters = AdapterPlaces(num_adapter_slots)
+        self.media = MediaPlaces(media_cache_tokens)
         self._batching = batching
         self._stop_texts = stop_texts
         self._outputs: list[EngineOutput] = []
         """Final outputs of requests that were refused or aborted since the last update."""
         self._times = Timekeeper()
         self._stats = EngineStats()
+        speculation = None
+        if drafting is not None:
+            speculation = Speculation(blocks, self._stats, drafting)
         self._planner = StepPlanner(
             limits=limits,
             queues=self.queues,
@@ -79,8 +90,11 @@ class Scheduler:
             batching=batching,
             placement=placement,
             multi_step_policy=multi_step_policy,
+            speculation=speculation,
             in_flight=self.in_flight,
             grammars=self._grammars,
+            adapters=self.adapters,
+            media=self.media,
             times=self._times,
             stats=self._stats,
         )
@@ -90,9 +104,11 @@ class Scheduler:
             placement=placement,
             in_flight=self.in_flight,
             grammars=self._grammars,
+            adapters=self.adapters,
             times=self._times,
             stats=self._stats,
             keeps_kv=limits.keeps_kv,
+            speculation=speculation,
         )
 
     # -- a step ------------------------------------------------------------------------------------
@@ -112,6 +128,7 @@ class Scheduler:
         after the final outputs of requests that ended between steps.
         """
         outputs, self._outputs = self._outputs, []
+        self.media.forget(result.not_encoded)
         return outputs + self._intake.update(plan, result)
 
     def plan_failed(self, plan: StepPlan) -> None:
@@ -124,6 +141,8 @@ class Scheduler:
         self.blocks.connector.step_failed()
         # Where these were not begun, they are compiled with the rows that have them.
         self._grammars.compiled(spec.digest for spec in plan.compiles)
+        self.adapters.load_again(plan.adapters)
+        self.media.forget(pixels.digest for pixels in plan.encodes)
         for request in self.in_flight.oldest.swapped_out:
             if request.status is RequestStatus.SWAPPED:
                 self._planner.start_over(request)
@@ -171,6 +190,8 @@ class Scheduler:
         if request is None:
             return
         self.queues.set_priority(request, change.priority)
+        if change.computes_here:
+            self.placement.forget_source(request)
         most = self.admission.limits.max_num_tokens(request.num_prompt_tokens)
         request.change(change.params, max_num_tokens=most)
         if request.num_tokens >= request.max_num_tokens:

@@ -5,6 +5,7 @@ Knows requests as far as a row of the plan needs them; decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_tables import Grant
@@ -12,7 +13,7 @@ from octavo.engine.requests.request import Request
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.step_time import StepTime
 from octavo.engine.step_costs import StepCosts
-from octavo.step import BlockMove, NewRow, ScheduledRow
+from octavo.step import BlockMove, MediaItem, NewRow, ScheduledRow
 
 
 @dataclass(slots=True)
@@ -40,9 +41,9 @@ class StepBuilder:
     has_prompt: bool = False
     """Whether the step computes a prompt's tokens."""
     runs_ahead: bool = False
-    """Whether a step is in flight. The tokens that it draws are planned with before they are known,
-    and no request is preempted.
-    """
+    """Whether a step is in flight, so that no request is preempted."""
+    draws_ahead: bool = False
+    """Whether the tokens that a step in flight draws are planned with before they are known."""
     is_short: bool = False
     """Whether a row found no block, and another request would have to be preempted."""
 
@@ -51,12 +52,22 @@ class StepBuilder:
         known tokens, and one more where a step in flight draws the next.
         """
         num_tokens = len(row.token_ids)
-        if self.runs_ahead and start == num_tokens and request.may_run_ahead:
+        if self.draws_ahead and start == num_tokens and request.may_run_ahead:
             num_tokens += 1
-        end = min(num_tokens, start + min(self.budget, self.max_chunk))
-        if self.time is None or end == start:
-            return end
-        return start + self.time.room(row.request_id, start, end - start, len(self.moves))
+        budget = max(0, self.budget - request.num_unencoded)
+        end = min(num_tokens, start + min(budget, self.max_chunk))
+        if self.time is not None and end > start:
+            end = start + self.time.room(row.request_id, start, end - start, len(self.moves))
+        whole = _cut_medium(request.source.media, start, end)
+        return end if whole is None else self._end_beside(whole, start)
+
+    def _end_beside(self, whole: MediaItem, start: int) -> int:
+        """Returns the end of a chunk that reaches into a medium whose tokens are computed in one
+        step: before it, or at its end where the chunk begins with it and the budget has room.
+        """
+        if start < whole.place:
+            return whole.place
+        return whole.end if whole.end - start <= self.budget else start
 
     @property
     def is_out_of_time(self) -> bool:
@@ -65,8 +76,9 @@ class StepBuilder:
 
     def add_row(self, request: Request, row: TokenRow, start: int, end: int, grant: Grant) -> None:
         """Adds the tokens from `start` up to `end` of a row, with the blocks granted for them."""
+        num_encoded, request.is_encoded = request.num_unencoded, True
         row.num_tokens_in_flight += end - start
-        self.budget -= end - start
+        self.budget -= end - start + num_encoded
         if self.time is not None:
             self.time.take(row.request_id, start, end - start)
         self.has_prompt = self.has_prompt or start < request.num_prompt_tokens
@@ -91,10 +103,29 @@ class StepBuilder:
                 num_prompt_logprobs=num_prompt_logprobs,
                 search_of=search_of,
                 from_device=start == num_known,
+                max_num_tokens=None if request.source.grammar is None else request.max_num_tokens,
+                num_encoded=num_encoded,
             )
         )
 
-    def add_new_row(self, request: Request, row: TokenRow) -> None:
+    def add_draft(self, index: int, draft_ids: list[int]) -> None:
+        """Adds guesses behind the last token of a row, for which it has the blocks."""
+        scheduled = self.rows[index]
+        scheduled.draft_ids = draft_ids
+        scheduled.num_tokens += len(draft_ids)
+        self.owners[index][1].num_tokens_in_flight += len(draft_ids)
+        self.budget -= len(draft_ids)
+
+    def add_blocks(self, grants: Mapping[str, list[list[int]]]) -> None:
+        """Adds blocks to those that rows gain in the step, by request and group."""
+        for row in self.rows:
+            if added := grants.get(row.request_id):
+                row.new_block_ids = [
+                    old + new
+                    for old, new in zip(row.new_block_ids or [[]] * len(added), added, strict=True)
+                ]
+
+    def add_new_row(self, request: Request, row: TokenRow, adapter_slot: int) -> None:
         """Adds a row that the worker does not know; `add_row` then brings all of its blocks."""
         source = request.source
         row.is_on_worker = True
@@ -110,6 +141,9 @@ class StepBuilder:
                 grammar=source.grammar,
                 mirostat_mu=row.mirostat_mu,
                 second_start=source.second_start,
+                adapter_slot=adapter_slot,
+                media=source.media,
+                encoder_input=source.encoder_input,
             )
         )
 
@@ -119,8 +153,15 @@ class StepBuilder:
         """
         for index in range(len(self.rows) - 1, -1, -1):
             if self.owners[index][0] is request:
-                self.budget += self.rows[index].num_tokens
+                self.budget += self.rows[index].num_tokens + self.rows[index].num_encoded
                 self.owners[index][1].num_tokens_in_flight -= self.rows[index].num_tokens
                 del self.rows[index], self.owners[index]
         names = {row.request_id for row in request.rows}
         self.new_rows = [new for new in self.new_rows if new.request_id not in names]
+
+
+def _cut_medium(media: Sequence[MediaItem], start: int, end: int) -> MediaItem | None:
+    """Returns the medium that must be computed in one step and that a chunk would end within."""
+    if end == start:
+        return None
+    return next((item for item in media if item.is_whole and item.place < end < item.end), None)

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from octavo.engine.adapters import AdapterPlaces
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_tables import Grant
+from octavo.engine.media import MediaPlaces
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.admission import (
     COMPILING,
     HELD_BACK,
+    LOADING,
     NO_BLOCKS,
     NO_PROMPT,
     OK,
@@ -27,6 +30,7 @@ from octavo.engine.scheduling.admission import (
 )
 from octavo.engine.scheduling.batching import Batching, BatchingState, PromptStep
 from octavo.engine.scheduling.grammar_gate import GrammarGate
+from octavo.engine.scheduling.lane import Lane
 from octavo.engine.scheduling.multi_step import MultiStepPolicy
 from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.policy import Policy
@@ -34,6 +38,7 @@ from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.engine.scheduling.step_time import step_time
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
+from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import StepCosts
 from octavo.step import StepPlan
@@ -51,6 +56,10 @@ class StepLimits:
     """Longest time between two tokens that a step is to leave to the rows that generate."""
     keeps_kv: bool = True
     """False: every step computes all of a request's tokens again, for comparison."""
+    num_lanes: int = 1
+    """Steps in flight at once over which the requests that generate are shared out. A request's
+    next token is planned once the last one has come back.
+    """
 
     def chunk(self, policy: Policy) -> int:
         """Returns the most tokens of one request in the coming step."""
@@ -69,8 +78,11 @@ class StepPlanner:
     batching: Batching
     placement: Placement
     multi_step_policy: MultiStepPolicy
+    speculation: Speculation | None
     in_flight: StepsInFlight
     grammars: GrammarGate
+    adapters: AdapterPlaces
+    media: MediaPlaces
     times: Timekeeper
     stats: EngineStats
     prompt_since: float | None = None
@@ -80,6 +92,7 @@ class StepPlanner:
     def plan(self, now: float, costs: StepCosts, *, single_step: bool) -> StepPlan:
         """Returns the next step's plan, of one decode step where `single_step`."""
         self.times.begin_step(now)
+        self.adapters.begin_step()
         if self.prompt_since is not None:
             self.last_prompt = PromptStep(now, now - self.prompt_since)
         builder = StepBuilder(
@@ -88,6 +101,7 @@ class StepPlanner:
             budget=self.limits.max_num_batched_tokens,
             max_chunk=self.limits.chunk(self.queues.waiting),
             runs_ahead=bool(self.in_flight),
+            draws_ahead=bool(self.in_flight) and self.limits.num_lanes == 1,
             time=step_time(costs, self.limits.itl_target_s, self.queues.running),
         )
         builder.moves += self.blocks.begin_step()
@@ -113,12 +127,16 @@ class StepPlanner:
 
     def _continue_running(self, builder: StepBuilder) -> None:
         """Gives each running request as many of its missing tokens as the budget has."""
+        lane = Lane.of(self.queues.running, self.limits.num_lanes)
         for request in list(self.queues.waiting.ranked(self.queues.running)):
             if builder.budget == 0:
                 break
             # An earlier one may have preempted it.
-            if request.status is RequestStatus.RUNNING:
+            if request.status is RequestStatus.RUNNING and lane.has_room_for(request):
+                num_rows = len(builder.rows)
                 self._compute(request, builder)
+                if len(builder.rows) > num_rows:
+                    lane.take(request)
 
     def _compute(self, request: Request, builder: StepBuilder) -> None:
         """Adds tokens of the request's rows to the step. A beam that has none waits for the
@@ -129,13 +147,15 @@ class StepPlanner:
             end = builder.end_of(request, row, start)
             if end == start:
                 continue
+            end = self.blocks.step_end(row.request_id, start, end)
             grant = self._make_room(request, row, start, end, builder)
             if grant is None:
                 return
             if not row.is_on_worker:
-                builder.add_new_row(request, row)
+                builder.add_new_row(request, row, self.adapters.slot_of(request.source.adapter))
                 grant = Grant(self.blocks.block_ids(row.request_id), moves=grant.moves)
             builder.add_row(request, row, start, end, grant)
+            self.media.use(request.source, start, end)
 
     def _make_room(
         self, request: Request, row: TokenRow, start: int, end: int, builder: StepBuilder
@@ -225,7 +245,7 @@ class StepPlanner:
                 continue
             builder.waits_for = decision.reason
             # The next in order may go before one that waits for nothing scarce.
-            if decision not in (NO_PROMPT, READING, COMPILING):
+            if decision not in (NO_PROMPT, READING, COMPILING, LOADING):
                 break
         for request in started:
             queues.leave_waiting(request)
@@ -234,7 +254,10 @@ class StepPlanner:
         """Runs a waiting request where it may start. One that belongs to the batch already, by a
         preemption or its parent sample, needs no more than a place.
         """
-        if not self.grammars.is_ready(request.source.grammar):
+        source = request.source
+        if not self.adapters.is_ready(source.request_id, source.adapter):
+            return LOADING
+        if not self.grammars.is_ready(source.grammar):
             return COMPILING
         num_running = self.queues.num_running_seqs
         parent = None if request.fork_of is None else self.queues.find(request.fork_of)
@@ -247,6 +270,7 @@ class StepPlanner:
         )
         if decision is OK:
             self.queues.waiting.started(request)
+            self.adapters.hold(source.request_id, source.adapter)
             self._run(request, builder)
         return decision
 
@@ -266,6 +290,8 @@ class StepPlanner:
         freed_rows = self.placement.take_freed_rows()
         connector = self.blocks.connector.end_step()
         num_steps = 1
+        if self.speculation is not None and not self.in_flight:
+            single_step |= self.speculation.add_drafts(builder)
         if not (single_step or queues.swapped or len(queues.waiting) or self.in_flight):
             num_steps = self.multi_step_policy.num_steps(builder, num_running=len(queues.running))
         plan = StepPlan(
@@ -277,6 +303,9 @@ class StepPlanner:
             connector=connector,
             num_steps=num_steps,
             compiles=self.grammars.take_wanted(),
+            adapters=self.adapters.take_loads(),
+            encodes=self.media.take_encodes(),
+            dropped_media=self.media.take_dropped(),
         )
         self.in_flight.add(builder)
         self.prompt_since = builder.now if builder.has_prompt else None

@@ -38,7 +38,9 @@ class PlannedStep:
 class StepsInFlight:
     """Planned steps in their order, which is that of their results."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws_ahead: bool = True) -> None:
+        """`draws_ahead`: a step may compute tokens that one in flight has not drawn yet."""
+        self._draws_ahead = draws_ahead
         self._steps: deque[PlannedStep] = deque()
 
     def __bool__(self) -> bool:
@@ -84,7 +86,7 @@ class StepsInFlight:
             return SWAPPING if last.swapped_out else SHORT
         reason = ALL_MAY_END
         for request in running:
-            if request.may_run_ahead or _has_tokens_to_plan(request):
+            if (self._draws_ahead and request.may_run_ahead) or _has_tokens_to_plan(request):
                 return ""
             reason = request.consumer.needs_last_token or reason
         return reason

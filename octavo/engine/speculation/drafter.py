@@ -21,6 +21,19 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft([], 0)
 
 
+class GivenDraft(NamedTuple):
+    """A guess that came back from the worker, of what follows a row's first `num_tokens` tokens."""
+
+    num_tokens: int
+    token_ids: list[int]
+
+
+NOTHING_GIVEN = GivenDraft(-1, [])
+LIKE_MATCH = 16
+"""Length of the match that a guess of the worker is expected to hold like, until some were tried.
+"""
+
+
 class Drafter(Protocol):
     """Guesses for one row; it lives as long as the row."""
 

@@ -1,4 +1,5 @@
-"""The pass that gives experts their gate: two products and an ActMul become one op.
+"""The pass that gives experts their gate: two products and an ActMul become one op, and so do one
+product and an Act.
 
 For backends whose kernels multiply gate and up together; runs behind fuse, which does the same for
 dense layers, and leaves alone what it cannot fold.
@@ -9,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from octavo.program.ops import ActMul, Gate, GroupedLinear
+from octavo.program.ops import Act, ActMul, Gate, GroupedLinear
 from octavo.program.program import Op, Program, Value
 
 
 def fold_expert_gates(program: Program) -> Program:
-    """Turns each ActMul over two experts' products of the same rows into the gate of one."""
+    """Turns each ActMul over two experts' products of the same rows into the gate of one, and each
+    Act over one into its activation.
+    """
     reads = Counter(value for op in program.ops for value in op.inputs)
     makers: dict[Value, GroupedLinear] = {
         op.out: op for op in program.ops if isinstance(op, GroupedLinear) and reads[op.out] == 1
@@ -24,6 +27,9 @@ def fold_expert_gates(program: Program) -> Program:
         if isinstance(op, ActMul) and (one := _folded(op, makers)) is not None:
             folded = [each for each in folded if {op.gate, op.up}.isdisjoint(each.outputs)]
             folded.append(one)
+        elif isinstance(op, Act) and (maker := makers.get(op.x)) is not None:
+            folded = [each for each in folded if op.x not in each.outputs]
+            folded.append(replace(maker, out=op.out, activation=op.activation))
         else:
             folded.append(op)
     result = replace(program, ops=tuple(folded))

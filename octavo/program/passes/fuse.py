@@ -50,19 +50,19 @@ def _is_plain(op: Op) -> bool:
 
 
 def _merge_linears(ops: list[Op], uses: _Uses) -> list[Op]:
-    """Merges plain Linears of the same x into one, where the first of them stands."""
-    merged: dict[Value, Linear] = {}
+    """Merges plain Linears that read the same x alike into one, where the first of them stands."""
+    merged: dict[tuple[Value, float], Linear] = {}
     for op in ops:
         if isinstance(op, Linear) and _is_plain(op):
-            first = merged.get(op.x)
-            merged[op.x] = op if first is None else _concatenated(first, op)
+            first = merged.get((op.x, op.threshold))
+            merged[op.x, op.threshold] = op if first is None else _concatenated(first, op)
     result, placed = [], set()
     for op in ops:
         if not isinstance(op, Linear) or not _is_plain(op):
             result.append(op)
-        elif op.x not in placed:
-            placed.add(op.x)
-            result.append(merged[op.x])
+        elif (op.x, op.threshold) not in placed:
+            placed.add((op.x, op.threshold))
+            result.append(merged[op.x, op.threshold])
     return result
 
 
@@ -72,6 +72,7 @@ def _concatenated(a: Linear, b: Linear) -> Linear:
         a,
         outs=a.outs + b.outs,
         weights_=a.weights_ + b.weights_,
+        sites=a.sites + b.sites,
         biases=biases if any(biases) else (),
     )
 
@@ -93,7 +94,7 @@ def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
             or any(uses.read_once_by(value) != at for value in linear.outs)
         ):
             continue
-        gate = Gate(op.activation, op.clamp, op.alpha, op.up_offset)
+        gate = Gate(op.activation, op.clamp, op.alpha, op.up_offset, op.threshold)
         result[source] = replace(linear, outs=(op.out,), gate=gate)
         gone.add(at)
     return [op for at, op in enumerate(result) if at not in gone]

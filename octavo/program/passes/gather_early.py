@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.ops import (
     HOST_OPS,
     Act,
@@ -32,6 +33,10 @@ ROW_BY_ROW = (Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Act, ActMul,
 """Ops whose row r is made of row r of their inputs alone, whatever rows there are."""
 
 
+MIXING = (Attention, MlaAttention, ShortConv, SelectiveScan)
+"""Ops that read other rows than their own."""
+
+
 def gather_early(program: Program) -> Program:
     """Moves the Program's one GatherRows behind the last attention, where nothing but that gather
     reads the rows in between; returns the Program as it is elsewhere.
@@ -40,7 +45,7 @@ def gather_early(program: Program) -> Program:
     if len(gathers) != 1:
         return program
     early = gathered_before(program, gathers[0], wanted_by(gathers[0], program))
-    attended = {op.out for op in program.ops if isinstance(op, Attention | MlaAttention)}
+    attended = {out for op in program.ops if isinstance(op, MIXING) for out in op.outputs}
     return (
         early
         if any(isinstance(op, GatherRows) and op.x in attended for op in early.ops)

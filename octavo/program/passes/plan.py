@@ -77,11 +77,14 @@ class _Readers:
     def __init__(self, program: Program, stages: list[int]) -> None:
         self.op: dict[Value, int] = {}
         self.stage: dict[Value, int] = {}
+        laid_out: dict[Value, Value] = {}
         for at, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
             crosses = any(
                 _in_body(v) and not _in_body(out) for v in op.inputs for out in op.outputs
             )
-            for value in op.inputs:
+            if isinstance(op, Route) and op.scales_rows:
+                laid_out[op.outs[0]] = op.x
+            for value in (*op.inputs, *(laid_out[v] for v in op.inputs if v in laid_out)):
                 self.op[value] = at
                 # Another axis reads it again for each of its chunks, so it lives to the end.
                 self.stage[value] = stages[-1] if crosses else max(stage, self.stage.get(value, 0))

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from octavo.program import ops
+from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.splits import (
     Even,
     Spans,
     UnitOf,
     head_spans,
+    is_by_heads,
     is_split,
     kv_spans,
     query_spans,
@@ -74,6 +76,8 @@ class _Sharder:
         return sharded
 
     def _group(self, group: CacheGroup) -> CacheGroup:
+        if group.kind == "state":
+            return group
         first, last = kv_spans(group, self._num_ranks)[self._rank]
         return replace(group, num_kv_heads=last - first)
 
@@ -289,6 +293,14 @@ class _Sharder:
             replace(op, k_parts=tuple(map(own, op.k_parts)), v=None if op.v is None else own(op.v))
         )
 
+    def _shard_mixer(self, op: ShortConv | SelectiveScan) -> None:
+        """Leaves the op whole on every rank, as it does the rows or the states of its group."""
+        values = {value: self._whole(value) for value in op.inputs}
+        values |= {value: self._make(value) for value in op.outputs}
+        self._ops.append(op.on(values))
+
+    _shard_ShortConv = _shard_SelectiveScan = _shard_mixer
+
     def _shard_Rope(self, op: ops.Rope) -> None:
         (x,), spans = self._alike([op.x])
         self._ops.append(
@@ -298,7 +310,7 @@ class _Sharder:
     # -- row by row --------------------------------------------------------------------------------
 
     def _shard_RmsNorm(self, op: ops.RmsNorm) -> None:
-        by_heads = op.group_width not in (0, op.x.width)
+        by_heads = is_by_heads(op)
         (x,), spans = self._alike([op.x]) if by_heads else ([self._whole(op.x)], None)
         self._ops.append(replace(op, x=x, out=self._make(op.out, spans)))
 
@@ -359,7 +371,9 @@ class _Sharder:
 
     def _shard_ScatterRows(self, op: ops.ScatterRows) -> None:
         self._ops.append(
-            replace(op, x=self._whole(op.x), base=self._whole(op.base), out=self._make(op.out))
+            replace(
+                op, base=None if op.base is None else self._whole(op.base), out=self._make(op.out)
+            )
         )
 
 

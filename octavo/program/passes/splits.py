@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from octavo.errors import ConfigError
 from octavo.program import ops
+from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
 
 Spans = tuple[Span, ...]
@@ -42,7 +43,10 @@ Wish = Even | Whole | Spans
 EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Act, ops.GatherRows, ops.PoolRows)
 """Ops of one input, each column of which is made of the same column."""
 
-WHOLE_ROWS = (ops.Embedding, ops.LayerNorm, ops.Route, ops.ScatterRows)
+MIXERS = (ShortConv, SelectiveScan)
+"""Ops that mix rows without attention, which every rank computes whole."""
+
+WHOLE_ROWS = (ops.Embedding, ops.LayerNorm, ops.Route, ops.ScatterRows, *MIXERS)
 """Ops that need all columns of all their inputs."""
 
 
@@ -136,6 +140,11 @@ def met(a: Wish, b: Wish) -> Wish:
     return a if isinstance(b, Even) else Whole()
 
 
+def is_by_heads(norm: ops.RmsNorm) -> bool:
+    """Tells whether a norm treats all groups of columns alike, so that any of them may be apart."""
+    return norm.group_width not in (0, norm.x.width) and norm.weight.shape == (norm.group_width,)
+
+
 def is_split(wish: Wish | None) -> bool:
     return wish is not None and not isinstance(wish, Whole)
 
@@ -190,8 +199,8 @@ def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wi
     elif isinstance(op, ops.Rope):
         yield op.x, met(found.get(op.out, Whole()), Even(op.head_width))
     elif isinstance(op, ops.RmsNorm):
-        by_heads = op.group_width not in (0, op.x.width)
-        yield op.x, met(found.get(op.out, Whole()), Even(op.group_width)) if by_heads else Whole()
+        wish = met(found.get(op.out, Whole()), Even(op.group_width)) if is_by_heads(op) else Whole()
+        yield op.x, wish
     elif isinstance(op, WHOLE_ROWS):
         yield from ((value, Whole()) for value in op.inputs)
     else:

@@ -13,6 +13,7 @@ from octavo.server.anthropic.bodies import (
     ThinkingConfig,
     TurnMessage,
 )
+from octavo.server.images import block_source, content_of, image_part, text_part
 from octavo.server.plain_chat import (
     TextBlock,
     joined_text,
@@ -101,7 +102,10 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
 
 
 def _is_text(*messages: dict[str, Any]) -> bool:
-    return all(message.keys() == {"role", "content"} for message in messages)
+    return all(
+        message.keys() == {"role", "content"} and isinstance(message["content"], str)
+        for message in messages
+    )
 
 
 def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
@@ -109,7 +113,7 @@ def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[dict[str, Any]] = []
-    texts: list[TextBlock] = []
+    parts: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for index, block in enumerate(message.content):
         path = f"{where}[{index}]"
@@ -122,12 +126,15 @@ def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
         elif block.type == "thinking" and block.thinking is not None:
             check_role(message.role, "assistant", path)
             about["reasoning_content"] = about.get("reasoning_content", "") + block.thinking
+        elif block.type == "image":
+            check_role(message.role, "user", path)
+            source = block_source((block.model_extra or {}).get("source"), f"{path}.source")
+            parts.append(image_part(source))
         else:
-            texts.append(_checked(block, path))
-    if not (texts or about) and results:
+            parts.append(text_part(_checked(block, path).text or ""))
+    if not (parts or about) and results:
         return results
-    content = "\n".join(block.text or "" for block in texts)
-    return [*results, {"role": message.role, "content": content, **about}]
+    return [*results, {"role": message.role, "content": content_of(parts), **about}]
 
 
 def _call(block: ContentBlock, where: str) -> dict[str, Any]:

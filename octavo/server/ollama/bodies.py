@@ -133,6 +133,7 @@ class OllamaMessage(BaseModel):
     content: str = ""
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
+    images: list[str] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -176,7 +177,7 @@ class OllamaGenerateBody(OllamaBody):
         "null or an empty list; POST /api/chat takes a conversation", "tokens of an earlier answer"
     )
     images: list[str] | None = field(
-        "an empty list; this server's models read text only", "images that the prompt speaks of"
+        "a list of images in base64", "images that the prompt speaks of"
     )
 
 

@@ -7,6 +7,7 @@ model is loaded.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.generation import prompt_of
+from octavo.server.images import Content, base64_source, image_part, text_part
 from octavo.server.ollama.answer import ChatLines, GenerateLines, LineStream, OllamaAnswer
 from octavo.server.ollama.bodies import (
     NAMES,
@@ -71,15 +73,17 @@ async def generate(
     body: Annotated[OllamaGenerateBody, Depends(body_of(OllamaGenerateBody))],
 ) -> Response:
     model = service.model(known_name(service, body.model))
-    refuse_values(body, ["template", "context", "images"])
+    refuse_values(body, ["template", "context"])
     params = _params(body, model)
     answer = GenerateLines(body.model, model, params)
     if not body.prompt and not body.suffix:
         return _loaded(answer, body)
     if body.suffix or body.raw:
+        refuse_values(body, ["images"])
         return await _answer(request, body, answer, await _prompt(body, model), PLAIN)
     system = [{"role": "system", "content": body.system}] if body.system else []
-    messages: list[dict[str, Any]] = [*system, {"role": "user", "content": body.prompt}]
+    asked = _seen(body.prompt or "", body.images)
+    messages: list[dict[str, Any]] = [*system, {"role": "user", "content": asked}]
     conversation = _conversation(messages, body, model)
     prompt = await conversation.prompt(model)
     return await _answer(request, body, answer, prompt, conversation.reading(model, prompt))
@@ -97,6 +101,7 @@ async def _answer(
     name = f"ollama-{secrets.token_hex(12)}"
     origin = origin_of(request, None, None)
     with in_their_words(NAMES):
+        await answer.model.llm.check_form(reading.fitted(answer.params))
         turn = turn_of(
             answer.model,
             prompt,
@@ -147,9 +152,17 @@ def _messages(body: OllamaChatBody) -> list[dict[str, Any]]:
     return plain
 
 
+def _seen(text: str, images: Sequence[str] | None) -> Content:
+    """Returns a text with the images that it speaks of before it."""
+    if not images:
+        return text
+    return [*(image_part(base64_source(image)) for image in images), text_part(text)]
+
+
 def _plain(message: OllamaMessage) -> dict[str, Any]:
     """Returns a message as templates read it."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = _seen(message.content, message.images)
+    plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking is not None:
         plain["reasoning_content"] = message.thinking
     if message.tool_calls:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from octavo.sampling_limits import MAX_LISTED
+from octavo.sampling_limits import MAX_LISTED, MAX_PROCESSORS
 from octavo.server.body import Body
 from octavo.server.fields import Whole, field, needed, sampling, taken
 from octavo.server.openai.filter_body import FilterBody
@@ -58,6 +58,7 @@ SAMPLING_FIELDS = (
     "repetition_detection",
     "ignore_eos",
     "min_tokens",
+    "logits_processors",
     "logprob_token_ids",
     "prompt_logprobs",
     "prompt_logprob_start",
@@ -87,7 +88,6 @@ class SamplingBody(FilterBody):
             "audio",
             "include_reasoning",
             "kv_transfer_params",
-            "logits_processors",
             "mm_processor_kwargs",
             "moderation",
             "prediction",
@@ -132,6 +132,11 @@ class SamplingBody(FilterBody):
         f"a list of 1 to {MAX_LISTED} different token ids; logprobs is left out or their number",
         "tokens whose logprobs are given at each place, beside the drawn token's",
         rules={"excludes": {"use_beam_search": "a search gives the likeliest tokens'"}},
+    )
+    logits_processors: list[str] | None = field(
+        f"a list of at most {MAX_PROCESSORS} names that the engine has",
+        "functions that change the logits of each draw",
+        rules={"excludes": {"use_beam_search": "a search draws nothing"}},
     )
     prompt_logprobs: Whole | None = sampling(
         "prompt_logprobs", "alternatives given for each token of the prompt"
@@ -283,6 +288,20 @@ class CompletionBody(PromptBody):
         "a whole number from n up",
         "samples made, of which the n best are returned; in a stream n",
         rules={"minimum": 1},
+    )
+    decoder_prompt: str | None = field(
+        "a text, for an encoder before a decoder",
+        "what the decoder begins with, in place of what the model's makers say",
+        rules={
+            "excludes": {
+                "suffix": "an encoder reads one text",
+                "decoder_prompt_token_ids": "the decoder begins with one of them",
+            }
+        },
+    )
+    decoder_prompt_token_ids: list[TokenId] | None = field(
+        "a list of token ids, for an encoder before a decoder",
+        "what the decoder begins with, as tokens",
     )
     suffix: str | None = field(
         "a text, where the vocabulary has tokens for filling in the middle",

@@ -65,10 +65,12 @@ async def chat(
     origin = origin_of(request, body.priority, body.user)
     prompt = await conversation.prompt(model)
     answer.reading = conversation.reading(model, prompt)
+    fitted = answer.reading.fitted(params)
+    await model.llm.check_form(fitted)
     generation = Generation(
         model,
         [prompt],
-        answer.reading.fitted(params),
+        fitted,
         answer.id,
         origin=origin,
         deltas=bool(body.stream),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -50,6 +50,7 @@ async def complete(
     _check(body)
     params = _params(body, llm.get_default_sampling_params())
     prompts = [await _prompt(body, prompt, llm) for prompt in as_prompts(body.prompt)]
+    await llm.check_form(params)
     answer = CompletionAnswer(body, params, model)
     origin = origin_of(request, body.priority, body.user)
     generation = Generation(
@@ -179,13 +180,22 @@ async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> Engine
                 "suffix: got a prompt of token ids, needed is a text", param="suffix"
             )
         return await llm.infill_prompt(prompt, body.suffix) | {"cache_salt": body.cache_salt}
-    return await prompt_of(
+    made = await prompt_of(
         llm,
         prompt,
         add_special_tokens=body.add_special_tokens,
         cache_salt=body.cache_salt,
         truncation=truncation_of(body, llm, _max_tokens(body)),
     )
+    named = {
+        "decoder_prompt": body.decoder_prompt,
+        "decoder_prompt_token_ids": body.decoder_prompt_token_ids,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    if not given:
+        return made
+    assert isinstance(made, Mapping), "prompt_of returns a text's tokens in a dict"
+    return {**made, **given}
 
 
 def _max_tokens(body: CompletionBody) -> int:

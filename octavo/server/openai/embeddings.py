@@ -16,11 +16,12 @@ from octavo.outputs import RequestOutput
 from octavo.pooling_outputs import pooled_row
 from octavo.pooling_params import PoolingParams
 from octavo.server.auth import origin_of
-from octavo.server.body import Body, body_of
+from octavo.server.body import body_of
 from octavo.server.fields import Whole, field, needed
 from octavo.server.generation import as_prompts
 from octavo.server.openai.bodies import TokenId
 from octavo.server.pooling import PoolingCall, pooled
+from octavo.server.pooling_body import PoolingBody, PoolingUsage
 from octavo.server.state.service import Service, service_of
 from octavo.server.turn import in_their_words
 
@@ -29,12 +30,9 @@ PATH = "/v1/embeddings"
 router = APIRouter()
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(PoolingBody):
     """Body of POST /v1/embeddings."""
 
-    stream_type = None
-
-    model: str | None = field("the name of a model", "who answers; null is the only model")
     input: str | list[str] | list[TokenId] | list[list[TokenId]] = needed(
         "a text, token ids, or a list of either", "what is embedded"
     )
@@ -51,22 +49,6 @@ class EmbeddingBody(Body):
     normalize: bool | None = field(
         "true or false", "gives an embedding the length 1; null does as the checkpoint says"
     )
-    truncate_prompt_tokens: Whole | None = field(
-        "-1, or a whole number from 1 to the model's most",
-        "cuts a text to this many tokens; -1 to as many as the model takes",
-        rules={"minimum": -1},
-    )
-    user: str | None = field(
-        "a text of at most 200 characters; a fair policy shares among them",
-        "who asks",
-        max_length=200,
-    )
-    priority: int | None = field(
-        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
-        "place in the queue",
-        ge=-(2**31),
-        lt=2**31,
-    )
 
 
 class EmbeddingEntry(msgspec.Struct):
@@ -77,18 +59,13 @@ class EmbeddingEntry(msgspec.Struct):
     object: str = "embedding"
 
 
-class EmbeddingUsage(msgspec.Struct):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class EmbeddingList(msgspec.Struct):
     """The answer to one request."""
 
     id: str
     data: list[EmbeddingEntry]
     model: str
-    usage: EmbeddingUsage
+    usage: PoolingUsage
     object: str = "list"
 
 
@@ -106,18 +83,17 @@ async def embed(
     )
     name = f"embd-{secrets.token_hex(12)}"
     with in_their_words({"input": "prompt"}):
-        prompts = as_prompts(body.input)
-    call = PoolingCall(name, prompts, params, origin_of(request, body.priority, body.user))
-    outputs = await pooled(request, model, call)
-    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        job = model.llm.pooling_jobs.embedding(as_prompts(body.input), params)
+    call = PoolingCall(name, job, origin_of(request, body.priority, body.user))
+    answer = await pooled(request, model, call)
     made = EmbeddingList(
         name,
         [
-            EmbeddingEntry(index, _written(output, body.encoding_format))
-            for index, output in enumerate(outputs)
+            EmbeddingEntry(index, _written(row, body.encoding_format))
+            for index, row in enumerate(answer.rows)
         ],
         model.name,
-        EmbeddingUsage(num_tokens, num_tokens),
+        PoolingUsage.of(answer.num_tokens),
     )
     return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
 

@@ -12,5 +12,11 @@ from octavo.version import __version__
 @functools.lru_cache(maxsize=64)
 def fingerprint_of(config: EngineConfig) -> str:
     """Returns a short name of what decides the numbers of an engine's answers."""
-    deciding = (__version__, config.model, config.backend, config.cache.kv_cache_dtype)
+    deciding = (
+        __version__,
+        config.model,
+        config.backend,
+        config.cache.kv_cache_dtype,
+        config.sparsity,
+    )
     return f"fp_{blake2b(repr(deciding).encode(), digest_size=6).hexdigest()}"

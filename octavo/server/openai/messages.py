@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest, shown
+from octavo.server.images import Content, content_of, image_part, text_part, url_source
 from octavo.server.openai.bodies import ContentPart, Message, ToolCall
 from octavo.server.tool_use import check_role
 
@@ -87,8 +88,10 @@ def arguments_object(given: object, where: str) -> dict[str, Any]:
     return found
 
 
-def _content(message: Message, where: str) -> str:
-    """Joins the parts of a content, each on lines of its own; a call of tools needs none."""
+def _content(message: Message, where: str) -> Content:
+    """Joins the parts of a content, each on lines of its own, but for those beside an image; a call
+    of tools needs none.
+    """
     content = message.content
     if isinstance(content, str):
         return content
@@ -98,8 +101,24 @@ def _content(message: Message, where: str) -> str:
         if message.tool_calls:
             return ""
         raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
-    texts = [_text(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
-    return "\n".join(texts)
+    return content_of(
+        [
+            _plain_part(part, f"{where}.content[{index}]", message.role)
+            for index, part in enumerate(content)
+        ]
+    )
+
+
+def _plain_part(part: ContentPart, where: str, role: str) -> dict[str, Any]:
+    if part.type != "image_url":
+        return text_part(_text(part, where))
+    check_role(role, "user", where)
+    extra = dict(part.model_extra or {})
+    source = url_source(extra.pop("image_url", None), f"{where}.image_url")
+    for name, value in extra.items():
+        if value is not None:
+            raise InvalidRequest(f"{where}.{name}: no such field", param=f"{where}.{name}")
+    return image_part(source)
 
 
 def _text(part: ContentPart, where: str) -> str:
@@ -110,8 +129,7 @@ def _text(part: ContentPart, where: str) -> str:
     if text is None:
         raise InvalidRequest(
             f"{where}: got a part of type {part.type!r}, allowed are parts of type 'text' with a"
-            " text and of type 'refusal'",
-            hint="this model reads text only",
+            " text, of type 'image_url' and of type 'refusal'",
             param=where,
         )
     return text

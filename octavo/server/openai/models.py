@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from octavo.config.paths import public_name
 from octavo.errors import Unavailable
 from octavo.server.anthropic import cards
 from octavo.server.error_forms import VERSION_HEADER
+from octavo.server.state.adapters import ServedAdapter
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
 
@@ -38,7 +40,8 @@ async def list_models(
     if VERSION_HEADER in request.headers:
         slots = list(service.models)
         return cards.page_of(slots, limit=limit, after_id=after_id, before_id=before_id)
-    return {"object": "list", "data": [card_of(slot) for slot in service.models]}
+    cards_of_all = [card for slot in service.models for card in _cards_of(slot)]
+    return {"object": "list", "data": cards_of_all}
 
 
 @router.get("/v1/models/{name:path}")
@@ -47,7 +50,24 @@ async def show_model(
 ) -> dict[str, Any]:
     """Shows one model in any state, with the progress of its load or why it failed."""
     slot = service.models.find(name)
+    if name in slot.adapters and not service.models.answers_to(name):
+        return adapter_card_of(slot, slot.adapters[name])
     return cards.card_of(slot) if VERSION_HEADER in request.headers else card_of(slot)
+
+
+def _cards_of(slot: EngineSlot) -> list[dict[str, Any]]:
+    """Returns the cards of a model and its adapters."""
+    return [card_of(slot), *(adapter_card_of(slot, each) for each in slot.adapters.values())]
+
+
+def adapter_card_of(slot: EngineSlot, adapter: ServedAdapter) -> dict[str, Any]:
+    """Returns the card of an adapter, whose `parent` is its model."""
+    return card_of(slot) | {
+        "id": adapter.name,
+        "created": adapter.created,
+        "root": public_name(adapter.ref.path),
+        "parent": slot.name,
+    }
 
 
 def card_of(slot: EngineSlot) -> dict[str, Any]:

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
-from octavo.sampling_limits import DRAWS_ONLY, SEARCH_VALUES
+from octavo.backends.kv import BLOCK_SIZE
+from octavo.config.engine_config import EngineConfig
+from octavo.pooling_params import PoolingTask
+from octavo.sampling_limits import DRAWS_ONLY, FORM_VALUES, SEARCH_VALUES
 from octavo.server.body import Body
 from octavo.server.fields import described
 from octavo.server.openai import chat, completions, embeddings
 from octavo.server.openai.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
+from octavo.server.scoring import classify, rerank, score
+from octavo.server.scoring.bodies import ClassifyBody, CohereRerankBody, RerankBody, ScoreBody
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
+from octavo.transfer.kv_wire import offset_endpoint, parse_events_config
 
 BODIES: dict[str, type[Body]] = {
     chat.PATH: ChatBody,
     completions.PATH: CompletionBody,
 }
-POOLING_BODIES: dict[str, type[Body]] = {embeddings.PATH: embeddings.EmbeddingBody}
+SCORING_BODIES: dict[str, type[Body]] = {
+    score.PATH: ScoreBody,
+    rerank.PATH: RerankBody,
+    rerank.COHERE_PATH: CohereRerankBody,
+}
+POOLING_BODIES: Mapping[PoolingTask, dict[str, type[Body]]] = {
+    "embed": {embeddings.PATH: embeddings.EmbeddingBody} | SCORING_BODIES,
+    "classify": {classify.PATH: ClassifyBody} | SCORING_BODIES,
+}
 COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 LONGEST_ANSWER = ("max_tokens", "max_completion_tokens")
 
@@ -42,9 +56,28 @@ async def capabilities(
         "max_model_len": info.max_model_len,
         "vocab_size": info.vocab_size,
         "max_logprobs": config.model.max_logprobs,
+        "block_size": BLOCK_SIZE if config.cache.kv_cache else None,
+        "kv_events": _kv_events(config),
         "features": _features(served, service),
         "fields": list(_fields(served)),
         "routes": _routes(request.app),
+    }
+
+
+def _kv_events(config: EngineConfig) -> dict[str, Any] | None:
+    """Returns where the engines publish their KV events, for routers; None where they do not."""
+    events = parse_events_config(config.cache.kv_events_config)
+    if not events.publishes:
+        return None
+    engines = range(config.fleet.data_parallel_size)
+    replay = events.replay_endpoint
+    return {
+        "endpoints": [offset_endpoint(events.endpoint, engine) for engine in engines],
+        "replay_endpoints": [offset_endpoint(replay, engine) for engine in engines]
+        if replay is not None
+        else [],
+        "topic": events.topic,
+        "is_locked": events.secret is not None,
     }
 
 
@@ -52,10 +85,10 @@ def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
     """Yields each field once, with the paths that take it; one whose meaning differs between paths
     comes once for each.
     """
-    pools = model.llm.pools is not None
+    pools = model.llm.pools
     defaults = {} if pools else msgspec.structs.asdict(model.llm.get_default_sampling_params())
     rows: dict[str, list[dict[str, Any]]] = {}
-    for path, kind in (POOLING_BODIES if pools else BODIES).items():
+    for path, kind in (POOLING_BODIES[pools] if pools else BODIES).items():
         for name, row in described(kind).items():
             row = _fitted(row, model, defaults)
             if path == completions.PATH and name == "max_tokens":
@@ -77,6 +110,8 @@ def _fitted(row: dict[str, Any], model: ServedModel, defaults: dict[str, Any]) -
         row["default"] = defaults[name]
     if name in SEARCH_VALUES:
         row["allowed_in_beam_search"] = list(SEARCH_VALUES[name])
+    if name in FORM_VALUES:
+        row["allowed_with_a_form"] = list(FORM_VALUES[name])
     if name in DRAWS_ONLY:
         row["allowed_at_temperature_0"] = [DRAWS_ONLY[name]]
     if name in COUNTS_OF_LOGPROBS and row["type"] == "integer":
@@ -101,6 +136,7 @@ def _features(model: ServedModel, service: Service) -> dict[str, Any]:
         "tool_call_format": model.formats.tools.name,
         "reasoning_format": None if reasoning is None else reasoning.name,
         "structured_outputs": tokenizer is not None and model.llm.pools is None,
+        "logits_processors": [entry.name for entry in model.llm.config.draws.processors],
         "images": False,
         "priority": model.llm.config.scheduler.scheduling_policy == "priority",
     }

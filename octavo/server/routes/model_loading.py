@@ -22,7 +22,16 @@ from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
 
 OF_THE_MACHINE = frozenset(
-    {"tokenizer", "chat_template", "prefix_cache_dir", "record", "cpu_level", "device"}
+    {
+        "tokenizer",
+        "chat_template",
+        "prefix_cache_dir",
+        "weights_dir",
+        "calibration",
+        "record",
+        "cpu_level",
+    }
+    | {"device", "weights_memory_bytes", "weights_schedule"}
 )
 """Options that name the machine's files or devices, which are the command line's business."""
 OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})
@@ -147,6 +156,8 @@ def _make_room(service: Service, name: str) -> None:
             f"the model `{name}` exists and is {taken.state} (hint: give another name, or unload"
             " it first)",
         )
+    if service.models.with_adapter(name) is not None:
+        raise HTTPException(409, f"an adapter is called `{name}` (hint: give another name)")
     limit = service.settings.max_models
     if taken is None and len(service.models) >= limit:
         raise Overloaded(

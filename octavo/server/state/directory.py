@@ -53,18 +53,30 @@ class ModelDirectory:
         return self._slots.get(name)
 
     def find(self, name: str | None = None) -> EngineSlot:
-        """Returns the slot that a request means; None stands for the only one.
+        """Returns the slot that a request means; None stands for the only one, the name of an
+        adapter for its model's.
 
         A model also answers to the text that the server was given for it. Raises ModelNotFound,
         and InvalidRequest where None may be one of several.
         """
         if name is None:
             return self._only()
-        found = self.get(name) or next((slot for slot in self if slot.answers_to(name)), None)
+        found = self._with_name(name) or self.with_adapter(name)
         if found is None:
             hint = f"this server has {self._listed()}" if self._slots else "this server has none"
             raise ModelNotFound(f"The model `{name}` does not exist.", hint=hint, param="model")
         return found
+
+    def _with_name(self, name: str) -> EngineSlot | None:
+        return self.get(name) or next((slot for slot in self if slot.answers_to(name)), None)
+
+    def answers_to(self, name: str) -> bool:
+        """Tells whether a model, rather than an adapter of one, is meant by a name."""
+        return self._with_name(name) is not None
+
+    def with_adapter(self, name: str) -> EngineSlot | None:
+        """Returns the slot of the model that an adapter is for, if there is one of that name."""
+        return next((slot for slot in self if name in slot.adapters), None)
 
     def add(self, slot: EngineSlot) -> None:
         """Takes in a slot, in place of one of the same name that failed."""

@@ -26,7 +26,7 @@ from octavo.server.state.model_metrics import HISTOGRAMS
 PREFIXES = ("octavo:", "vllm:")
 LABELS = ("model_name", "engine")
 ENGINE = "0"
-"""Value of the label `engine`: each model has one."""
+"""Value of the label `engine` where a model has one engine, and of series of the whole model."""
 
 GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": (
@@ -106,6 +106,34 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Files that could not be written there.",
         lambda stats: stats.connector.stored.num_write_errors,
     ),
+    "spec_decode_num_drafts": (
+        "Guesses of requests' next tokens that were verified.",
+        lambda stats: stats.num_drafts,
+    ),
+    "spec_decode_num_draft_tokens": (
+        "Tokens of these guesses.",
+        lambda stats: stats.num_draft_tokens,
+    ),
+    "spec_decode_num_accepted_tokens": (
+        "Guessed tokens that held.",
+        lambda stats: stats.num_accepted_tokens,
+    ),
+    "weights_streamed_bytes": (
+        "Bytes of weights read from weights_dir while steps were computed.",
+        lambda stats: stats.weights.num_bytes,
+    ),
+    "weights_found": (
+        "Pieces of these weights that had arrived when a product asked for them.",
+        lambda stats: stats.weights.num_found,
+    ),
+    "weights_waited": (
+        "Pieces of these weights that a product waited for.",
+        lambda stats: stats.weights.num_waited,
+    ),
+    "weights_wait_seconds": (
+        "Seconds in which products waited for them.",
+        lambda stats: stats.weights.wait_s,
+    ),
     "num_preemptions": (
         "Requests that had to give up their KV blocks.",
         lambda stats: stats.num_preemptions,
@@ -117,6 +145,14 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
 }
 READINESS = ("model_ready", "Whether the model's engine takes requests: 1, or 0.")
+LEFT_OUT = (
+    "sparsity",
+    "Share of generated tokens' numbers that count as zeros; above 0, results are approximate.",
+)
+REJECTIONS = (
+    "admission_rejections",
+    "Requests answered with 429, as the queue was full or would have made them too late.",
+)
 ENDINGS = ("request_success", "Requests by how they ended.")
 
 
@@ -136,27 +172,48 @@ class ServerMetrics:
         loaded = [(slot, slot.loaded.stats()) for slot in self._models if slot.loaded is not None]
         if not loaded:
             return
+        engines = [
+            (slot, str(index), one)
+            for slot, stats in loaded
+            for index, one in enumerate(stats.engines or [stats])
+        ]
+        yield self._left_out()
         for name, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            for slot, stats in loaded:
-                gauge.add_metric((slot.name, ENGINE), read(stats))
+            for slot, index, stats in engines:
+                gauge.add_metric((slot.name, index), read(stats))
             yield gauge
         for name, (text, read) in COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=LABELS)
-            for slot, stats in loaded:
-                counter.add_metric((slot.name, ENGINE), read(stats))
+            for slot, index, stats in engines:
+                counter.add_metric((slot.name, index), read(stats))
             yield counter
         endings = CounterMetricFamily(*ENDINGS, labels=(*LABELS, "finished_reason"))
         for slot, _ in loaded:
             for reason, count in slot.metrics.endings.items():
                 endings.add_metric((slot.name, ENGINE, reason), count)
         yield endings
+        rejections = CounterMetricFamily(*REJECTIONS, labels=(*LABELS, "reason"))
+        for slot, _ in loaded:
+            if slot.loaded is not None:
+                for reason, count in slot.loaded.limits.rejections.items():
+                    rejections.add_metric((slot.name, ENGINE, reason), count)
+        yield rejections
         for name, (text, _) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(name, text, labels=LABELS)
             for slot, _ in loaded:
                 buckets = slot.metrics.tallies[name].buckets()
                 histogram.add_metric((slot.name, ENGINE), *buckets)
             yield histogram
+
+    def _left_out(self) -> Metric:
+        family = GaugeMetricFamily(*LEFT_OUT, labels=(*LABELS, "of"))
+        for slot in self._models:
+            if slot.loaded is not None:
+                sparsity = slot.loaded.config.sparsity
+                family.add_metric((slot.name, ENGINE, "inputs"), sparsity.activation_sparsity)
+                family.add_metric((slot.name, ENGINE, "gates"), sparsity.gate_sparsity)
+        return family
 
     def _readiness(self) -> Metric:
         family = GaugeMetricFamily(*READINESS, labels=LABELS)

@@ -13,6 +13,7 @@ from octavo.server.request_limits import RequestLimits
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.request_record import RequestRecord
+from octavo.step import AdapterRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class ServedModel:
     """Record of the HTTP request that asks for work."""
     formats: ModelFormats
     """Formats of its calls and its reasoning."""
+    adapter: AdapterRef | None = None
+    """Adapter that its requests are computed with; None: the plain model."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -39,12 +39,17 @@ class Service:
     """Record of the HTTP request that is answered; an empty one outside of requests."""
 
     def model(self, name: str | None = None) -> ServedModel:
-        """Returns the model that a request names, for new work; None stands for the only one.
+        """Returns the model that a request names, for new work; None stands for the only one. An
+        adapter's name is one of its model.
 
         Raises ModelNotFound for an unknown one, and Unavailable for one that is not ready.
         """
         slot = self.models.find(name)
-        return self._served(slot, slot.llm)
+        served = self._served(slot, slot.llm)
+        if name is None or self.models.answers_to(name):
+            return served
+        adapter = slot.adapters[name]
+        return replace(served, name=adapter.name, adapter=adapter.ref)
 
     def background_record(self, owner: str) -> RequestRecord:
         """Returns the record of work that the server does by itself for a key."""

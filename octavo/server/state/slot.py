@@ -13,6 +13,7 @@ from typing import Literal
 from octavo.async_llm import AsyncLLM
 from octavo.errors import EngineDead, OctavoError, Unavailable
 from octavo.pooling_params import PoolingTask
+from octavo.server.state.adapters import ServedAdapter
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.model_spec import ModelSpec
@@ -33,6 +34,8 @@ class EngineSlot:
         self.metrics = ModelMetrics()
         self.memory_bytes = 0
         """Memory set aside for the engine, in bytes; 0 where none was planned."""
+        self.adapters: dict[str, ServedAdapter] = {}
+        """Adapters of the model by their public names."""
         self._llm = llm
         self._formats: ModelFormats | None = None
         self._progress = "starting"

@@ -84,7 +84,6 @@ export class ChatView {
     const { top } = source.tokens[at];
     const chosen = { ...alternative, top, wasChosen: true };
     this.stop();
-    this.views.get(turn).asTokens = true;
     const kept = [...source.tokens.slice(0, at), chosen];
     this.conversation.again(turn, kept, source);
     this.run(turn, { kept, point: forkPoint(source, at), then: alternative.id });

@@ -87,14 +87,21 @@ export class EngineView {
     announce(`${byId("strip-readout").textContent}`);
   }
 
+  /** Shows the frame at a place once it is there, unless the player has gone on to another one. */
   async move(at) {
+    const { source } = this;
+    const isLate = () => source !== this.source || at !== this.player.at;
+    byId("engine").ariaBusy = String(!source.frame(at));
     try {
-      await this.source.reach(at, NUM_FRAMES);
+      await source.reach(at, NUM_FRAMES);
     } catch (error) {
+      if (!isLate()) byId("engine").ariaBusy = "false";
       showBanner(error.message);
       return;
     }
-    this.frame = this.source.frame(at) ?? this.frame;
+    if (isLate()) return;
+    byId("engine").ariaBusy = "false";
+    this.frame = source.frame(at) ?? this.frame;
     this.redraw();
   }
 

@@ -2,6 +2,7 @@
 
 import { count, h, seconds } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
+import { ProseTokens } from "./prose.js";
 import { TokenView } from "./tokens.js";
 import { shown } from "./conversation.js";
 
@@ -61,9 +62,11 @@ export class AnswerMessage {
     this.version = null;
     this.prose = h("div", { class: "prose" });
     this.tokenBox = h("div");
+    this.proseTokens = new ProseTokens(this.prose, (at, other) => this.actions.goOn(this.turn, at, other));
     this.thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Reasoning"), h("div"));
     this.fault = h("p", { class: "fault", role: "alert", hidden: true });
-    this.body = h("div", { class: "message-body" }, this.thinking, this.prose, this.tokenBox, this.fault);
+    this.body = h("div", { class: "message-body" }, this.thinking, this.prose,
+      this.tokenBox, this.proseTokens.marker, this.fault);
     this.foot = h("div", { class: "message-foot" });
     this.element = h("article", { class: "message assistant", "aria-label": "Answer" }, this.body, this.foot);
     this.update();
@@ -74,6 +77,7 @@ export class AnswerMessage {
     if (version !== this.version) this.begin(version);
     if (this.asTokens) this.tokenView.show(version.tokens);
     else this.markdown.show(version.text);
+    this.proseTokens.show(version.text, version.tokens);
     this.prose.hidden = this.asTokens;
     this.tokenBox.hidden = !this.asTokens;
     this.thinking.hidden = !version.reasoning;

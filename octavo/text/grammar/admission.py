@@ -20,8 +20,7 @@ from octavo.text.grammar import lark
 from octavo.text.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
-    first_line,
-    limits,
+    fault_in,
     probe,
     refuse,
 )
@@ -40,6 +39,10 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
 """Whitespace between the parts of JSON, so that no answer is whitespace until its length ends."""
 MAX_TAGS = 256
 """Structures of one structural tag."""
+MAX_RULE_DEPTH = 200
+"""Rules of a grammar that refer to one another in a row; llguidance's messages about the last of
+them grow with the cube.
+"""
 
 Grammar = dict[str, Any]
 """One grammar as llguidance reads it: a name, and a JSON schema or a text in Lark's notation."""
@@ -124,9 +127,15 @@ def _lark(form: StructuredOutputs) -> str:
         made: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         return made
     try:
-        return str(any_to_lark(text))
+        made = str(any_to_lark(text))
     except (RecursionError, Exception) as error:  # the converter raises what it likes
         raise refuse(form.given_as, f"grammar: not readable: {error}"[:500]) from None
+    if (depth := lark.depth(made)) > MAX_RULE_DEPTH:
+        raise refuse(
+            form.given_as,
+            f"grammar: {depth:,} rules refer to one another in a row, allowed are {MAX_RULE_DEPTH}",
+        )
+    return made
 
 
 def _check_length(form: StructuredOutputs, num_chars: int) -> None:
@@ -142,7 +151,7 @@ def fault_of(grammar: Grammar) -> SchemaError | None:
 
     def check(schema: dict[str, Any]) -> str:
         whole = {"grammars": [{"name": "part", "json_schema": schema | {OPTIONS: options}}]}
-        return first_line(LLMatcher.validate_grammar(json.dumps(whole), limits=limits()))
+        return fault_in(json.dumps(whole))
 
     schema = {key: value for key, value in grammar["json_schema"].items() if key != OPTIONS}
     return blame(schema, check) if check(schema) else None
@@ -162,7 +171,18 @@ def _tag_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gr
         stop_after_first=tag.get("stop_after_first") is True,
         begins_unlike=form.begins_with,
     )
-    whole = lark.tags(structures, names, compiler.special_tokens, layout)
+    special = compiler.special_tokens
+    if form.frame is not None:
+        if not lark.has_marks(form.frame, special):
+            raise refuse(
+                form.given_as,
+                f"the model has no special tokens for {form.frame.opening!r} and"
+                f" {form.frame.text!r}, by which its messages are told apart",
+                "--tool-call-parser names another format",
+            )
+        whole = lark.framed(structures, names, special, form.frame, layout)
+    else:
+        whole = lark.tags(structures, names, special, layout)
     return [{"name": "answer", "lark_grammar": whole}, *bodies]
 
 

@@ -8,14 +8,21 @@ compiles in the front compiles in the worker.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from functools import partial
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.numpy import fill_next_token_bitmask_par
 
 from octavo.errors import InvalidRequest
-from octavo.ports import Tokenizer
+from octavo.ports import Matcher, Tokenizer
 from octavo.structured_outputs import GrammarSpec
 from octavo.text.grammar import lark
+from octavo.text.grammar.closing import JSON_ORDER, LAST_ORDER, closing
+from octavo.text.grammar.deep_stack import with_deep_stack
+from octavo.text.grammar.vocabulary import VocabularyTexts
 
 MAX_LEXER_STATES = 20_000
 """States of the regular expressions of one grammar; each takes about 1.5 KB."""
@@ -29,6 +36,15 @@ BYTES_OF_TEXT, LEAST_BYTES = 100, 64 << 10
 """Memory that a compiled grammar takes for each byte of its text, and in all at least; measured
 with enumerations and objects of thousands of names.
 """
+
+
+MOST_MASK_THREADS = 8
+"""Threads that make the masks of one step; a mask takes about 50 us."""
+
+PANIC = "panic"
+"""Word before what llguidance says of its own faults."""
+JSON_KINDS = ("json", "json_object", "structural_tag")
+"""Forms whose texts are closed as JSON is."""
 
 
 class GrammarError(Exception):
@@ -56,18 +72,34 @@ class TokenMatcher:
     """One answer's way through a grammar. Implements `ports.Matcher`."""
 
     def __init__(
-        self, matcher: LLMatcher, *, end_token_ids: frozenset[int], mask_bytes: int
+        self,
+        matcher: LLMatcher,
+        *,
+        end_token_ids: frozenset[int],
+        mask_bytes: int,
+        texts: VocabularyTexts,
+        orders: Sequence[bytes],
     ) -> None:
+        """Takes the orders of bytes in which the text is closed."""
         self._matcher = matcher
         self._end_token_ids = end_token_ids
         self._mask_bytes = mask_bytes
+        self._texts = texts
+        self._orders = orders
         self._has_ended = False
+
+    @property
+    def parser(self) -> LLMatcher:
+        """The state of llguidance's parser."""
+        return self._matcher
 
     def copy(self) -> TokenMatcher:
         copied = TokenMatcher(
             self._matcher.deep_copy(),
             end_token_ids=self._end_token_ids,
             mask_bytes=self._mask_bytes,
+            texts=self._texts,
+            orders=self._orders,
         )
         copied._has_ended = self._has_ended
         return copied
@@ -94,6 +126,26 @@ class TokenMatcher:
         # llguidance counts words of a mask in its own way.
         return found[: self._mask_bytes].ljust(self._mask_bytes, b"\0")
 
+    def only_token(self) -> int | None:
+        if self.is_complete:
+            is_only = not self._has_ended and len(self._end_token_ids) == 1
+            return min(self._end_token_ids) if is_only else None
+        forced = self._matcher.compute_ff_bytes()
+        if not forced or self._matcher.is_accepting():
+            return None
+        return self._texts.only_token(forced, self.allows)
+
+    def closing(self, most: int) -> list[int] | None:
+        if self._has_ended:
+            return []
+        tokens = closing(self._matcher, self._texts, self._orders, most - 1)
+        return None if tokens is None else [*tokens, min(self._end_token_ids)]
+
+    def likely_tokens(self) -> list[int]:
+        if self.is_complete or not self._matcher.compute_ff_bytes():
+            return []
+        return list(self._matcher.compute_ff_tokens())
+
     @property
     def is_complete(self) -> bool:
         return self._has_ended or self._matcher.is_stopped()
@@ -118,7 +170,11 @@ class GrammarCompiler:
         self._mask_bytes = 4 * -(-vocab_size // 32)
         ends = sorted(self._end_token_ids)
         adapter = VocabularyAdapter(tokenizer, vocab_size, ends[0])
+        self._texts = VocabularyTexts(adapter.tokens, adapter.special_token_ids)
         self._tokenizer = LLTokenizer(TokenizerWrapper(adapter), eos_token=list(ends))
+        self._own_mask_words = max(-(-self._tokenizer.vocab_size // 32), self._mask_bytes // 4)
+        self._executor: LLExecutor | None = None
+        """Threads that make masks, once several are wanted at a time."""
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -129,10 +185,32 @@ class GrammarCompiler:
         """Returns a matcher at the beginning of the grammar's text; GrammarError where llguidance
         refuses the grammar.
         """
-        matcher = LLMatcher(self._tokenizer, self._whole(spec), log_level=0, limits=limits())
+        text = self._whole(spec)
+        matcher = with_deep_stack(
+            lambda: LLMatcher(self._tokenizer, text, log_level=0, limits=limits()), len(text)
+        )
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
-        return TokenMatcher(matcher, end_token_ids=self._end_token_ids, mask_bytes=self._mask_bytes)
+        return TokenMatcher(
+            matcher,
+            end_token_ids=self._end_token_ids,
+            mask_bytes=self._mask_bytes,
+            texts=self._texts,
+            orders=(JSON_ORDER,) if spec.kind in JSON_KINDS else (JSON_ORDER, LAST_ORDER),
+        )
+
+    def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
+        """Returns the masks of matchers of this vocabulary; None where one has met a bound."""
+        if self._executor is None:
+            self._executor = LLExecutor(min(MOST_MASK_THREADS, num_cores()))
+        parsers = [one.parser for one in matchers if isinstance(one, TokenMatcher)]
+        masks = np.zeros((len(matchers), self._own_mask_words), np.int32)
+        places = [(parser, index) for index, parser in enumerate(parsers)]
+        fill_next_token_bitmask_par(self._executor, places, masks)
+        return [
+            None if parser.is_error() else mask.tobytes()[: self._mask_bytes]
+            for parser, mask in zip(parsers, masks, strict=True)
+        ]
 
     def num_bytes(self, spec: GrammarSpec) -> int:
         """Returns about how much memory the compiled grammar takes."""
@@ -144,6 +222,13 @@ class GrammarCompiler:
             whole = lark.after(spec, grammars[0]["name"], self._special)
             grammars.insert(0, {"name": "whole", "lark_grammar": whole})
         return json.dumps({"grammars": grammars})
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def limits() -> LLParserLimits:
@@ -169,8 +254,27 @@ def probe(matcher: TokenMatcher) -> None:
             return
 
 
+def fault_in(whole: str) -> str:
+    """Returns why llguidance refuses grammars, given as it reads them; "" where it does not."""
+    validate = partial(LLMatcher.validate_grammar, whole, limits=limits())
+    try:
+        return first_line(with_deep_stack(validate, len(whole)))
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return first_line(f"{PANIC}: {error}")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Returns whether llguidance met a fault of its own, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def first_line(error: str) -> str:
     """Returns what llguidance says of an error, without its dumps of the parser's state."""
+    if error.startswith(PANIC):
+        what = error.removeprefix(f"{PANIC}: ").partition("<backtrace>")[0].strip()
+        return f"too large, or not readable: {what}"[:500]
     lines = [line.strip() for line in error.splitlines() if not line.startswith("<")]
     return "; ".join(line for line in lines if line)[:500]
 

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.structured_outputs import GrammarSpec
+from octavo.structured_outputs import GrammarSpec, MessageFrame
 
 BETWEEN = r"BETWEEN: /[ \t\r\n]{0,8}/"
 """Rule of the whitespace that models write between the parts of an answer."""
+
+DEFINED = re.compile(r"([^\W\d]\w*)\s*(?:\.\s*-?\d+\s*)?(?:\[[^\]]*\]\s*)?:")
+"""Name of a rule or terminal, where it is defined."""
+NAME = re.compile(r"[^\W\d]\w*")
+
+
+def depth(grammar: str) -> int:
+    """Returns how many rules and terminals of a grammar refer to one another in a row, as they are
+    met from the first; one that has been met before counts once.
+    """
+    found = list(DEFINED.finditer(grammar))
+    ends = [*(match.start() for match in found[1:]), len(grammar)]
+    bodies = {match[1]: grammar[match.end() : end] for match, end in zip(found, ends, strict=True)}
+    met: set[str] = set()
+    deepest, open_names = 0, [iter(bodies)]
+    while open_names:
+        name = next((name for name in open_names[-1] if name in bodies and name not in met), None)
+        if name is None:
+            open_names.pop()
+            continue
+        met.add(name)
+        open_names.append(iter(NAME.findall(bodies[name])))
+        deepest = max(deepest, len(open_names) - 1)
+    return deepest
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
@@ -25,7 +49,7 @@ def literal(text: str, special: Mapping[str, int] | None = None) -> str:
 
 def choice(texts: Sequence[str]) -> str:
     """Returns the grammar of an answer that is one of some texts."""
-    return "start: " + " | ".join(literal(text) for text in dict.fromkeys(texts)) + "\n"
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(literal, dict.fromkeys(texts))) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +99,68 @@ def tags(
         if len(lark[0]) > len(start):
             lark += _tag_rules(f"head_{index}", "HEAD", structure, name, special)
     return "\n".join(lark) + "\n"
+
+
+def framed(
+    structures: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    special: Mapping[str, int],
+    frame: MessageFrame,
+    layout: TagLayout,
+) -> str:
+    """Returns the grammar of messages, some of which are structures, or of structures alone;
+    reasoning may come before them. A header holds no text that belongs to the structures' own.
+    """
+    own = " | ".join(f"tag_{index}" for index in range(len(structures)))
+    opening, text, between = (
+        literal(part, special) for part in (frame.opening, frame.text, frame.between)
+    )
+    thought = f"{opening} {literal(frame.thought, special)} {text}"
+    limit = "" if frame.most_tokens is None else f"[max_tokens={frame.most_tokens}]"
+    unlike = frame.unlike if frame.most_tokens is None else (*frame.unlike, frame.thought)
+    lark = [
+        f"start: {_thoughts(frame, between)} ({_messages(own, between, layout)})",
+        f"message: {opening} HEADER {text} FREE",
+        f"think: {'' if frame.has_begun else thought}{' cut' if frame.most_tokens != 0 else ''}",
+        f"cut{limit}: /(.|\\n)*/",
+        "FREE: /(.|\\n)*/",
+        f"HEADER: {_without(unlike)}",
+    ]
+    for index, (structure, name) in enumerate(zip(structures, names, strict=True)):
+        end = literal(structure["end"], special) if structure["end"] else ""
+        lark.append(f"tag_{index}: {literal(structure['begin'], special)} @{name} {end}")
+    return "\n".join(lark) + "\n"
+
+
+def _thoughts(frame: MessageFrame, between: str) -> str:
+    """Returns what stands before the first message."""
+    if frame.has_begun:
+        return f"think {between}"
+    if not frame.thought:
+        return ""
+    return f"(think {between}){'*' if frame.most_tokens is None else '?'}"
+
+
+def _messages(own: str, between: str, layout: TagLayout) -> str:
+    """Returns an answer's messages: structures alone, or any of which some are structures."""
+    if layout.at_least_one:
+        more = "" if layout.stop_after_first else f" ({between} ({own}))*"
+        return f"({own}){more}"
+    any_ = "message" if layout.stop_after_first else f"({own} | message)"
+    last = f" | FREE ({own}) | FREE message ({between} message)* {between} ({own})"
+    return f"FREE | FREE {any_} ({between} {any_})*{last if layout.stop_after_first else ''}"
+
+
+def has_marks(frame: MessageFrame, special: Mapping[str, int]) -> bool:
+    """Returns whether special tokens, which no text holds, begin and end all parts of messages."""
+    between = any(frame.between.startswith(mark) for mark in special)
+    return frame.opening in special and frame.text in special and between
+
+
+def _without(texts: Iterable[str]) -> str:
+    """Returns the pattern of texts in which none of some others stands."""
+    banned = "|".join(re.escape(text).replace("/", "\\/") for text in texts)
+    return f"/(.|\\n)*/ & ~/(.|\\n)*({banned})(.|\\n)*/"
 
 
 def any_text(rule: str, begins_unlike: str) -> str:

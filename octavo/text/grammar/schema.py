@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -23,8 +23,6 @@ MAX_NODES = 20_000
 """Objects and arrays in a schema."""
 MAX_PROPERTIES = 2_000
 """Properties of one object; the time to compile them grows with the square."""
-MAX_PASSES = 50
-"""Passes over a schema in which every reference must have shown that it ends."""
 BLAME_S = 0.5
 """Upper bound on the search for the place of a fault, in seconds."""
 
@@ -121,11 +119,12 @@ def _own_bytes(pointer: str, value: Any) -> int:
             if not isinstance(key, str):
                 raise SchemaError(_cut(pointer), f"got the key {key!r}, keys are texts")
             _check_text(pointer, key)
-        if len(value.get("properties") or ()) > MAX_PROPERTIES:
-            raise SchemaError(
-                f"{pointer}/properties",
-                f"got {len(value['properties']):,}, allowed are {MAX_PROPERTIES:,}",
-            )
+        for key in ("properties", "required"):
+            names = value.get(key)
+            if isinstance(names, Mapping | list | tuple) and len(names) > MAX_PROPERTIES:
+                raise SchemaError(
+                    _cut(f"{pointer}/{key}"), f"got {len(names):,}, allowed are {MAX_PROPERTIES:,}"
+                )
         return sum(len(key) + 4 for key in value)
     if isinstance(value, float) and not (abs(value) < float("inf")):
         raise SchemaError(_cut(pointer), f"got {value}, which JSON has no number for")
@@ -210,7 +209,7 @@ def prepared(schema: dict[str, Any], *, closes_objects: bool) -> dict[str, Any]:
 
     With `closes_objects`, objects have no properties but those that their schema names.
     """
-    schema = json.loads(json.dumps(schema))
+    schema = json.loads(json.dumps(schema), parse_float=_number)
     for place in places(schema):
         if not isinstance(place.schema, dict):
             continue
@@ -223,6 +222,12 @@ def prepared(schema: dict[str, Any], *, closes_objects: bool) -> dict[str, Any]:
         if closes_objects and "properties" in place.schema:
             place.schema.setdefault("additionalProperties", False)
     return schema
+
+
+def _number(text: str) -> int | float:
+    """Returns a number with a fraction or an exponent, as an integer where it is a small one."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def _open_one_of(root: Schema, schema: dict[str, Any]) -> None:
@@ -290,30 +295,31 @@ def _constants_of(root: Schema, schema: Schema, name: str) -> set[str] | None:
 
 def check_cycles(root: Schema) -> None:
     """Refuses a schema whose every instance is endless: it requires itself."""
-    waiting = [place for place in places(root) if isinstance(place.schema, dict)]
-    endless = {id(place.schema) for place in waiting}
-    for _ in range(MAX_PASSES):
-        before = len(waiting)
-        waiting = [place for place in reversed(waiting) if not _settle(root, place.schema, endless)]
-        if len(waiting) == before:
-            break
-    if waiting:
-        at = next((place for place in waiting if "$ref" in place.schema), waiting[0])
+    found = [place for place in places(root) if isinstance(place.schema, dict)]
+    endless = {id(place.schema): place for place in found}
+    needed_by: dict[int, list[SubSchema]] = {}
+    for place in found:
+        for part in (*children(place), resolved(root, place.schema.get("$ref"))):
+            if part is not None:
+                needed_by.setdefault(id(part.schema), []).append(place)
+    waiting = dict.fromkeys(id(place.schema) for place in reversed(found))
+    while waiting:
+        place = endless[next(iter(waiting))]
+        del waiting[id(place.schema)]
+        if _has_end(root, place.schema, endless):
+            del endless[id(place.schema)]
+            others = needed_by.get(id(place.schema), ())
+            waiting |= {id(one.schema): None for one in others if id(one.schema) in endless}
+    if endless:
+        at = next((one for one in endless.values() if "$ref" in one.schema), None)
+        at = at or next(iter(endless.values()))
         raise SchemaError(
             f"{at.pointer}/$ref" if "$ref" in at.schema else at.pointer,
             "needs itself again and again, so that no text that meets it would end",
         )
 
 
-def _settle(root: Schema, schema: Schema, endless: set[int]) -> bool:
-    """Removes a schema from the `endless` ones where it has a finite instance; returns whether."""
-    if not _has_end(root, schema, endless):
-        return False
-    endless.discard(id(schema))
-    return True
-
-
-def _has_end(root: Schema, schema: Schema, endless: set[int]) -> bool:
+def _has_end(root: Schema, schema: Schema, endless: Container[int]) -> bool:
     """Returns whether some instance of a schema is finite, as far as `endless` tells."""
 
     def ends(part: Any) -> bool:

@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
-from octavo.structured_outputs import StructuredOutputs
+from octavo.errors import InvalidRequest
+from octavo.structured_outputs import MessageFrame, StructuredOutputs
 from octavo.text.grammar import lark
+from octavo.text.grammar.schema import SchemaError, check_cycles, prepared, read
 from octavo.text.parsers.formats import NAME_HERE, ChannelFormat, ToolFormat
 
 
@@ -51,6 +53,8 @@ class ReasoningSpan:
 
 
 NO_REASONING = ReasoningSpan()
+OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
+"""Options of a form that hold for all JSON in it."""
 
 
 def form_of_answer(
@@ -62,6 +66,8 @@ def form_of_answer(
     """Returns the form of an answer that calls functions, or has the form `own` where it calls
     none.
     """
+    if isinstance(tools, ChannelFormat) and not rules.must_call:
+        return _framed_form(own, tools, rules, before)
     if own is None or rules.must_call:
         tag = _calls_tag(tools, rules)
         return StructuredOutputs(structural_tag=tag, given_as=rules.given_as, **before.fields)
@@ -74,6 +80,53 @@ def form_of_answer(
     return behind(own, before, structural_tag=tag)
 
 
+def _framed_form(
+    own: StructuredOutputs | None, tools: ChannelFormat, rules: CallRules, before: ReasoningSpan
+) -> StructuredOutputs:
+    """Returns the form of messages among which calls may stand, or of calls or the form `own`."""
+    tag = _calls_tag(tools, replace(rules, must_call=own is not None))
+    if own is not None:
+        if own.structural_tag is not None:
+            raise InvalidRequest(
+                f"{own.given_as}: got a structural_tag with tools, which an answer of several"
+                " messages cannot have",
+                hint="give a schema, or no tools",
+                param=own.given_as,
+            )
+        begin, end = tools.answer
+        tag["structures"].append({"begin": begin, "end": end, **_part(own)})
+        tag["triggers"] = sorted({*tag["triggers"], begin})
+        tag["stop_after_first"] = True
+    given = rules if own is None else own
+    options = {} if own is None else {name: getattr(own, name) for name in OPTIONS}
+    return StructuredOutputs(
+        structural_tag=tag,
+        frame=_frame(tools.frame, before),
+        given_as=given.given_as,
+        **options,
+    )
+
+
+def _frame(frame: MessageFrame, before: ReasoningSpan) -> MessageFrame:
+    """Returns a frame with the reasoning that its messages come after."""
+    thought = before.opening.removeprefix(frame.opening).removesuffix(frame.text)
+    return msgspec.structs.replace(
+        frame,
+        thought=thought,
+        has_begun=bool(before.closing and not before.opening),
+        most_tokens=before.most_tokens,
+    )
+
+
+def _part(own: StructuredOutputs) -> dict[str, Any]:
+    """Returns a form as what a structure holds."""
+    if own.choice is not None:
+        return {"grammar": lark.choice(own.choice)}
+    found = {"schema": own.json, "regex": own.regex, "grammar": own.grammar}
+    given = {kind: value for kind, value in found.items() if value is not None}
+    return given or {"schema": {"type": "object"}}
+
+
 def behind(own: StructuredOutputs, before: ReasoningSpan, **changed: Any) -> StructuredOutputs:
     """Returns a form that begins behind the reasoning, with other values of some fields."""
     return msgspec.structs.replace(own, **before.fields, **changed)
@@ -81,7 +134,10 @@ def behind(own: StructuredOutputs, before: ReasoningSpan, **changed: Any) -> Str
 
 def _calls_tag(tools: ToolFormat | ChannelFormat, rules: CallRules) -> dict[str, Any]:
     """Returns the structural tag of calls: within free text, or where they must come alone."""
-    structures = [_structure(tools, name, schema) for name, schema in rules.functions.items()]
+    structures = [
+        _structure(tools, name, _checked(name, schema, rules.given_as))
+        for name, schema in rules.functions.items()
+    ]
     return {
         "structures": structures,
         "triggers": sorted({_trigger(tools, structure["begin"]) for structure in structures}),
@@ -102,6 +158,18 @@ def _structure(
     begin, end = tools.written
     structure: dict[str, Any] = {"begin": begin.replace(NAME_HERE, name), "end": end}
     return structure | tools.arguments_form(schema)
+
+
+def _checked(name: str, schema: Mapping[str, Any], given_as: str) -> dict[str, Any]:
+    """Returns the schema of a function's arguments as the compiler may see it, wherever a format
+    puts its parts; InvalidRequest where it is too large, or needs itself without an end.
+    """
+    try:
+        made = prepared(read(schema), closes_objects=False)
+        check_cycles(made)
+    except SchemaError as error:
+        raise InvalidRequest(f"{given_as}: {name}: {error}", param=given_as) from None
+    return made
 
 
 def _trigger(tools: ToolFormat | ChannelFormat, begin: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.text.parsers.calls import is_text
+from octavo.text.parsers.patterns import whole_pattern
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
 """Whitespace between the parts of a JSON value."""
@@ -45,7 +46,8 @@ def pairs_grammar(rules: Sequence[PairRule], root: Mapping[str, Any]) -> str:
             lark.append(f"pair_{rule.index}: {front} ({choices}) {ending}")
         elif is_text(rule.schema):
             lark.append(f"pair_{rule.index}: {front} {value}")
-            lark.append(f"{value}[suffix={ending}]: {_any_text(rule.schema)}")
+            lark.append(f"TEXT_{rule.index}: {_any_text(rule.schema)}")
+            lark.append(f"{value}[suffix={ending}]: TEXT_{rule.index}")
         else:
             lark.append(f"pair_{rule.index}: {front} {value} {ending}")
             lark.append(f"{value}: %json {_inlined(rule.schema, root)}")
@@ -77,12 +79,14 @@ def _choices(schema: Any) -> str:
 
 
 def _any_text(schema: Any) -> str:
-    """Returns the rule of a text, with the length that its schema gives it."""
+    """Returns the rule of a text, with the length and the pattern that its schema gives it."""
     bounds = schema if isinstance(schema, Mapping) else {}
     least, most = bounds.get("minLength", 0), bounds.get("maxLength")
-    if not least and most is None:
-        return "/(.|\\n)*/"
-    return f"/(.|\\n){{{least},{'' if most is None else most}}}/"
+    pattern = bounds.get("pattern")
+    rules = [f"/{whole_pattern(pattern)}/"] if isinstance(pattern, str) else []
+    if least or most is not None:
+        rules.append(f"/(.|\\n){{{least},{'' if most is None else most}}}/")
+    return " & ".join(rules) or "/(.|\\n)*/"
 
 
 def _inlined(schema: Any, root: Mapping[str, Any]) -> str:

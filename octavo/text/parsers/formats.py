@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.structured_outputs import MessageFrame
 from octavo.text.parsers.bodies import JsonCalls, JsonOr, KeyValues, NamedJson
 from octavo.text.parsers.calls import CallBody
 from octavo.text.parsers.pythonic import PythonCalls
@@ -85,6 +86,14 @@ class ReasoningFormat:
         return (self.opening, self.closing, *self.dropped)
 
 
+CHANNELS = MessageFrame(
+    opening="<|channel|>",
+    text="<|message|>",
+    between="<|end|><|start|>assistant",
+    unlike=("to=functions.",),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ChannelFormat:
     """Messages with headers, gpt-oss's: thoughts, answers and calls are channels of one form."""
@@ -114,6 +123,9 @@ class ChannelFormat:
         "",
     )
     triggers: Sequence[str] = ()
+    answer: tuple[str, str] = ("<|channel|>final<|message|>", "")
+    """Texts before and behind an answer that is no call."""
+    frame: MessageFrame = CHANNELS
 
     def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         return {"schema": schema}

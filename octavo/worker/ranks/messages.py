@@ -21,8 +21,8 @@ class RankSetup(msgspec.Struct, tag=True):
     """Engine options by their flat names."""
     rank: int
     num_ranks: int
-    port: int
-    """Port at which all ranks meet."""
+    address: list[int]
+    """Address that the `Meeting` at which all ranks join has for this one."""
 
 
 class Measure(msgspec.Struct, tag=True):
@@ -43,11 +43,25 @@ class Execute(msgspec.Struct, tag=True):
     plan: StepPlan
 
 
+class DrawnTokens(msgspec.Struct):
+    """Tokens that a step has drawn for a request, from the place `start` of its text on."""
+
+    request_id: str
+    start: int
+    token_ids: list[int]
+
+
+class TakeIn(msgspec.Struct, tag=True):
+    """Note tokens that another rank has drawn; comes before the steps that compute them."""
+
+    drawn: list[DrawnTokens]
+
+
 class CloseRank(msgspec.Struct, tag=True):
     """End."""
 
 
-ToRank = RankSetup | Measure | Allocate | Execute | CloseRank
+ToRank = RankSetup | Measure | Allocate | Execute | TakeIn | CloseRank
 
 # -- from a rank -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.backends.ranks import Meeting
 from octavo.child_process import ChildFailed, describe_exit, end_process, start_bound
 from octavo.errors import EngineDead, OctavoError
 from octavo.worker.ranks.messages import CloseRank, FromRank, RankSetup, ToRank
@@ -34,7 +35,7 @@ OnLoss = Callable[[OctavoError], None]
 class RankProcess:
     """One other rank: its process, and a thread that reads what it says."""
 
-    def __init__(self, setup: RankSetup, on_loss: OnLoss) -> None:
+    def __init__(self, setup: RankSetup, inherited: tuple[int, ...], on_loss: OnLoss) -> None:
         self._name = f"rank {setup.rank} of {setup.num_ranks}"
         self._on_loss = on_loss
         self._decoder = msgspec.msgpack.Decoder(FromRank)
@@ -46,7 +47,7 @@ class RankProcess:
         # killed with that thread only if it is the main one, which lives as long as the process.
         dies_with_parent = int(threading.current_thread() is threading.main_thread())
         arguments = [str(theirs.fileno()), str(dies_with_parent)]
-        self.process = start_bound(MAIN, arguments, pass_fds=[theirs.fileno()])
+        self.process = start_bound(MAIN, arguments, pass_fds=[theirs.fileno(), *inherited])
         theirs.close()
         self._reader = threading.Thread(
             target=self._read, name=f"octavo-rank-{setup.rank}", daemon=True
@@ -92,8 +93,10 @@ class RankProcess:
 class OtherRanks:
     """Ranks 1 to num_ranks - 1, started at once."""
 
-    def __init__(self, build: str, options: dict[str, Any], num_ranks: int, port: int) -> None:
-        """`build` names a `process.BuildRank`, "module:function"; all ranks meet at `port`."""
+    def __init__(
+        self, build: str, options: dict[str, Any], num_ranks: int, meeting: Meeting
+    ) -> None:
+        """`build` names a `process.BuildRank`, "module:function"."""
         self.num_ranks = num_ranks
         self._encoder = msgspec.msgpack.Encoder()
         self._lost: OctavoError | None = None
@@ -103,8 +106,8 @@ class OtherRanks:
         self._ranks: list[RankProcess] = []
         try:
             for rank in range(1, num_ranks):
-                setup = RankSetup(build, options, rank, num_ranks, port)
-                self._ranks.append(RankProcess(setup, self._note_loss))
+                setup = RankSetup(build, options, rank, num_ranks, meeting.address_of(rank))
+                self._ranks.append(RankProcess(setup, meeting.inherited_by(rank), self._note_loss))
         except BaseException:
             self.close()
             raise

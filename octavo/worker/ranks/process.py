@@ -22,9 +22,11 @@ import msgspec
 from octavo.child_process import ChildFailed, bind_to_parent
 from octavo.errors import OctavoError
 from octavo.ports import Executor
+from octavo.step import StepPlan
 from octavo.worker.ranks.messages import (
     Allocate,
     CloseRank,
+    DrawnTokens,
     Execute,
     FittingBlocks,
     FromRank,
@@ -33,6 +35,7 @@ from octavo.worker.ranks.messages import (
     RankReady,
     RankSetup,
     RankStarted,
+    TakeIn,
     ToRank,
 )
 
@@ -53,6 +56,14 @@ class LoadedRank(Protocol):
 
     def worker(self, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> Executor:
         """Allocates the KV cache, block counts per cache group, and returns what executes plans."""
+        ...
+
+    def await_input(self, plan: StepPlan) -> None:
+        """Waits for what the plan's step reads of another rank's, if anything."""
+        ...
+
+    def take_in(self, drawn: Sequence[DrawnTokens]) -> None:
+        """Notes tokens that another rank has drawn."""
         ...
 
 
@@ -101,8 +112,12 @@ class RankLoop:
         wanted = self._expect(Allocate)
         worker = loaded.worker(wanted.num_blocks, wanted.num_host_blocks)
         self._send(RankReady())
-        while isinstance(message := self._receive(), Execute):
-            worker.execute(message.plan)
+        while isinstance(message := self._receive(), Execute | TakeIn):
+            if isinstance(message, TakeIn):
+                loaded.take_in(message.drawn)
+            else:
+                loaded.await_input(message.plan)
+                worker.execute(message.plan)
         assert isinstance(message, CloseRank)
         worker.close()
 

@@ -6,11 +6,11 @@ Every function also serves an engine of one rank, for which `others` is None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from octavo.backends.devices import Device
+from octavo.backends.ranks import Abortable, Meeting
 from octavo.ports import ConnectorWorker
 from octavo.progress import Report
 from octavo.worker.loaded_model import LoadedModel
@@ -26,26 +26,30 @@ from octavo.worker.ranks.messages import (
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from octavo.backends.torch.ranks import TorchRanks
     from octavo.worker.ranks.other_ranks import OtherRanks
     from octavo.worker.ranks.ranked_worker import RankedWorker
+    from octavo.worker.stages.pipelined_worker import PipelinedWorker
+
+Joined = TypeVar("Joined", bound=Abortable)
 
 
 def start_ranks(
-    build: str, options: dict[str, Any], num_ranks: int, device: Device
-) -> tuple[TorchRanks, OtherRanks]:
+    build: str,
+    options: dict[str, Any],
+    num_ranks: int,
+    meeting: Meeting,
+    join: Callable[[], Joined],
+) -> tuple[Joined, OtherRanks]:
     """Starts the other ranks and meets them.
 
-    `build` names a `process.BuildRank`, "module:function". PyTorch must be known to be installed.
+    `build` names a `process.BuildRank`, "module:function"; `join` makes this process the first one.
     """
-    from octavo.backends.torch.ranks import Rendezvous, TorchRanks
     from octavo.worker.ranks.other_ranks import OtherRanks
 
-    rendezvous = Rendezvous(num_ranks)
-    others = OtherRanks(build, options, num_ranks, rendezvous.port)
+    others = OtherRanks(build, options, num_ranks, meeting)
     try:
         others.expect(RankStarted)
-        ranks = TorchRanks(0, num_ranks, device, rendezvous)
+        ranks = join()
         others.when_lost(lambda error: ranks.abort())
         return ranks, others
     except BaseException as error:
@@ -81,7 +85,7 @@ def common_worker(
     *,
     connector: ConnectorWorker | None,
     report: Report,
-) -> Worker | RankedWorker:
+) -> Worker | RankedWorker | PipelinedWorker:
     """Allocates the KV cache on every rank, block counts per cache group; returns the executor."""
     if others is not None:
         others.send(Allocate(list(num_blocks), list(num_host_blocks)))
@@ -89,6 +93,9 @@ def common_worker(
     if others is None:
         return worker
     from octavo.worker.ranks.ranked_worker import RankedWorker
+    from octavo.worker.stages.pipelined_worker import PipelinedWorker
 
     others.expect(RankReady)
+    if loaded.link is not None:
+        return PipelinedWorker(worker, others, loaded.link)
     return RankedWorker(worker, others)

@@ -108,6 +108,21 @@ def test_unchanged_logits_draw_the_references_token(level, vocab, width):
     )
 
 
+@pytest.mark.parametrize("vocab", [1, 5, 16, 65, 5000])
+def test_candidates_are_what_draws_under_masks_would_take(level, vocab):
+    """A checked draw keeps the reference's tokens in the reference's order, greedy and sampled."""
+    g, rows = rng(vocab), 24
+    logits = np.round(g.normal(size=(rows, vocab)) * 3, 1).astype(np.float32)
+    temperatures = np.where(np.arange(rows) % 3 == 0, 0, g.uniform(0.1, 2, rows))
+    seeds = g.integers(0, 1 << 64, rows, dtype=np.uint64)
+    bias = [[(row % vocab, -np.inf)] * (vocab > 1) for row in range(rows)]
+    batch = batch_for(rows, vocab, temperature=temperatures, seed=seeds, bias=bias)
+    batch.keeps_logits = True
+    found, wanted = sample_native(logits, batch, level), sampling.sample(logits, batch)
+    np.testing.assert_array_equal(found.candidates, wanted.candidates)
+    np.testing.assert_array_equal(found.candidates[:, 0], found.token_ids)
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_draws_have_their_probabilities(level, name):
     """Every sampler draws from the distribution that its definition gives."""

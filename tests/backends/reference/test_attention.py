@@ -298,12 +298,6 @@ def test_kv_layout():
     ("op", "message"),
     [
         (
-            ops.Lora(
-                Value("x", "tokens", 4), Value("x", "tokens", 4), Value("y", "tokens", 4), "q"
-            ),
-            "the op Lora (in test)",
-        ),
-        (
             ops.Attention(
                 Value("x", "tokens", 4), Value("y", "tokens", 4), "kv", 0, 1, 1.0, "tree"
             ),
@@ -323,13 +317,6 @@ def test_what_it_cannot_run_it_refuses_by_name(op, message):
     with pytest.raises(BackendUnavailable) as error:
         ReferenceBackend().prepare(program, lambda w: None)
     assert message in str(error.value)
-
-
-def test_states_are_refused():
-    with pytest.raises(BackendUnavailable, match="cache groups of kind state"):
-        ReferenceBackend().prepare(
-            Program("test", {}, {}, (), (CacheGroup("s", "state", 1, 1, 4, 0),)), lambda w: None
-        )
 
 
 def test_a_weight_of_another_shape_is_a_mismatch():

@@ -276,6 +276,24 @@ def test_route_chooses_by_bias_within_the_best_groups():
     close(weights, [[0.5, 0.5]])
 
 
+def test_route_ranks_groups_by_their_best_where_asked():
+    z = np.array([[4.0, 0, 0, 3, 3, 0]])
+    op = route_op(6, 2, num_groups=2, top_groups=1, group_rank="best")
+    assert run(op, {"x": np.zeros((1, 3)), "z": z})[1].tolist() == [[0, 1]]
+
+
+def test_route_weighs_experts_among_those_that_come_near():
+    """A route of margin 0.5 weighs 4 beside 3, which is near, and 3 alone, since 1 is far; each of
+    several equals shares with those left.
+    """
+    z = np.array([[1.0, 4, 3, -1], [0, 0, 0, 0]])
+    _, ids, weights = run(
+        route_op(4, 2, score="sparsemixer", jitter=0.25), {"x": np.zeros((2, 3)), "z": z}
+    )
+    assert ids.tolist() == [[1, 2], [0, 1]]
+    close(weights, [[1 / (1 + np.exp(-1)), 1], [1 / 4, 1 / 3]])
+
+
 def test_route_takes_the_lower_of_equals():
     _, ids, _ = run(route_op(5, 3), {"x": np.zeros((1, 3)), "z": np.array([[1.0, 2, 2, 1, 2]])})
     assert ids.tolist() == [[1, 2, 4]]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
+from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
 from octavo.group_life import (
     GROWING,
@@ -29,7 +30,8 @@ WINDOW = 6
 FIXED = 11
 """Rows of the fixed group, of each request."""
 NUM_BLOCKS = 40
-LIVES: list[AnyLife] = [GROWING, WindowLife(WINDOW), FixedLife(FIXED), StateLife(), StepLife()]
+STATE = StateLife(8)
+LIVES: list[AnyLife] = [GROWING, WindowLife(WINDOW), FixedLife(FIXED), STATE, StepLife()]
 
 
 def held(table: list[int]) -> list[int]:
@@ -58,6 +60,8 @@ class LivesMachine(RuleBasedStateMachine):
         )
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
+        self.stands_for: dict[int, list[int]] = {}
+        """Tokens that a named state stands for, by its block."""
         self.swapped: set[str] = set()
         self.count = 0
 
@@ -71,9 +75,21 @@ class LivesMachine(RuleBasedStateMachine):
         if started is None:
             self.blocks.free(request_id)
             return
-        if any(life in (FixedLife(FIXED), StateLife()) for life in self.lives):
+        if FixedLife(FIXED) in self.lives:
             assert started.num_cached_tokens == 0
+        if STATE in self.lives and started.num_cached_tokens:
+            self.check_checkpoint(request_id, tokens[: started.num_cached_tokens])
         self.tokens[request_id], self.computed[request_id] = tokens, started.num_cached_tokens
+
+    def check_checkpoint(self, request_id, tokens):
+        """Checks that a request begins with the state after exactly these tokens."""
+        key = BlockChain(BlockNaming()).extend(tokens, len(tokens) // BLOCK, BLOCK)[-1]
+        assert len(tokens) % BLOCK == 0
+        for life, pool, table in zip(
+            self.lives, self.blocks.pools, self.blocks.tables[request_id], strict=True
+        ):
+            if life == STATE:
+                assert pool.cache.find(key) == table[0] and self.stands_for[table[0]] == tokens
 
     @precondition(lambda self: self.running())
     @rule(
@@ -85,19 +101,32 @@ class LivesMachine(RuleBasedStateMachine):
         """Computes a step, and maybe plans the next one before it is taken in."""
         request_id = self.running()[which % len(self.running())]
         first = self.computed[request_id]
-        end = first + num_tokens
+        end = self.blocks.step_end(request_id, first, first + num_tokens)
         tokens = self.tokens[request_id]
         tokens += [0] * (end + num_ahead - len(tokens))
         if not self.grow(request_id, first, end):
             return
+        num_ahead = self.blocks.step_end(request_id, end, end + num_ahead) - end
         ahead = num_ahead > 0 and self.grow(request_id, end, end + num_ahead)
         self.computed[request_id] = end
         self.blocks.record(request_id, tokens, end, in_flight=ahead)
+        self.note_checkpoints(request_id, tokens[:end])
         if ahead:
-            self.check_written(request_id, end, end + num_ahead)
+            self.check_read(request_id, end)
             self.computed[request_id] = end + num_ahead
             self.blocks.record(request_id, tokens, end + num_ahead)
+            self.note_checkpoints(request_id, tokens[: end + num_ahead])
         self.check_between_steps(request_id)
+
+    def note_checkpoints(self, request_id, tokens):
+        """Notes which tokens a named state stands for; until it is written again it keeps them."""
+        for life, pool, table in zip(
+            self.lives, self.blocks.pools, self.blocks.tables[request_id], strict=True
+        ):
+            if life == STATE and len(tokens) % BLOCK == 0:
+                key = BlockChain(BlockNaming()).extend(tokens, len(tokens) // BLOCK, BLOCK)[-1]
+                if pool.cache.find(key) == table[0]:
+                    self.stands_for[table[0]] = list(tokens)
 
     def grow(self, request_id, first, end):
         before = self.blocks.block_ids(request_id)
@@ -112,6 +141,8 @@ class LivesMachine(RuleBasedStateMachine):
         for life, pool, table in zip(
             self.lives, self.blocks.pools, self.blocks.tables[request_id], strict=True
         ):
+            if life.is_rewritten:
+                assert not pool.is_shared(table[0]), "what others may find is not written"
             if life.grows:
                 written = [table[index] for index in blocks_between(first, end)]
                 assert HOLE not in written
@@ -147,7 +178,7 @@ class LivesMachine(RuleBasedStateMachine):
     def fork(self, which, share):
         parent = self.running()[which % len(self.running())]
         num_shared = int(self.computed[parent] * share)
-        if StateLife() in self.lives:
+        if STATE in self.lives:
             assert not self.blocks.can_fork(parent, num_shared)
         if not self.blocks.can_fork(parent, num_shared):
             return
@@ -319,6 +350,58 @@ def test_a_state_is_one_block_however_long_the_request():
     assert len(blocks.block_ids("a")[0]) == 1 and not blocks.can_fork("a", 30)
     assert blocks.capacity_tokens == UNBOUNDED
     assert blocks.capacity_of(NUM_BLOCKS + 1) == 0, "each row has a state of its own"
+
+
+def run(blocks: BlockManager, request_id: str, tokens: list[int]) -> tuple[int, int]:
+    """Starts a request and computes all of its tokens, in steps as long as checkpoints allow;
+    returns how many were found, and how many states were copied.
+    """
+    started = blocks.start(request_id, tokens, reserve=0)
+    assert started is not None
+    first, num_copied = started.num_cached_tokens, 0
+    while first < len(tokens):
+        end = blocks.step_end(request_id, first, len(tokens))
+        grant = blocks.grow(request_id, first, end)
+        assert grant is not None
+        num_copied += sum(move.group == 1 for move in grant.moves)
+        blocks.record(request_id, tokens, end)
+        first = end
+    return started.num_cached_tokens, num_copied
+
+
+def test_a_state_is_found_where_it_was_kept_and_goes_on_in_a_copy():
+    blocks = manager(GROWING, StateLife(8))
+    tokens = list(range(30))
+    assert run(blocks, "a", tokens) == (0, 4), "after 8, 16, 24 and 28 tokens"
+    blocks.free("a")
+    assert run(blocks, "b", tokens) == (28, 1)
+    assert run(blocks, "c", [*tokens[:19], *range(50, 70)])[0] == 16
+    assert run(blocks, "d", [*tokens, *range(50, 53)])[0] == 28
+    assert run(blocks, "e", [7, 8, 9, 10, 11])[0] == 0
+
+
+def test_a_state_is_written_where_it_lies_when_no_block_is_free_for_a_copy():
+    blocks = BlockManager(
+        [BlockGroup(NUM_BLOCKS), BlockGroup(1, StateLife(8))],
+        block_size=BLOCK,
+        enable_prefix_caching=True,
+    )
+    tokens = list(range(18))
+    assert run(blocks, "a", tokens) == (0, 0)
+    blocks.free("a")
+    assert run(blocks, "b", tokens)[0] == 0, "its state after 16 tokens was written over"
+
+
+def test_rows_that_share_a_state_write_copies_of_it():
+    blocks = manager(GROWING, StateLife())
+    compute(blocks, "parent", list(range(6)))
+    blocks.fork("parent", "child", 6)
+    (shared,) = blocks.block_ids("child")[1]
+    assert blocks.block_ids("parent")[1] == [shared]
+    grant = blocks.grow("child", 6, 7)
+    assert grant is not None and (1, 0, blocks.block_ids("child")[1][0]) in grant.replaced
+    assert blocks.block_ids("child")[1] != [shared]
+    assert blocks.grow("parent", 6, 7).moves == []
 
 
 DEMANDS = st.builds(

@@ -245,3 +245,20 @@ def test_a_real_model(tmp_path, backend):
     executor.close()
     assert found.differences == [] and found.num_requests == 8 and found.num_tokens == 8 * 30
     assert json.loads(path.read_text().splitlines()[1])["request"]["seed"] != 0
+
+
+def test_a_recording_holds_no_secret_and_can_be_read_again(tmp_path):
+    path = tmp_path / "log"
+    secret = "known to these engines alone"
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/kv", "secret": secret}
+    options = {
+        "backend": "native",
+        "kv_transfer": "zmq",
+        "kv_transfer_secret": secret,
+        "kv_events_config": json.dumps(events),
+    }
+    with make_llm(record=str(path), **options) as llm:
+        llm.generate(prompts_of(40), SamplingParams(max_tokens=3), use_tqdm=False)
+    assert secret not in path.read_text()
+    header, steps = read_log(path)
+    assert Replay(header).run(steps).differences == []

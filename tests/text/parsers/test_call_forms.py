@@ -5,8 +5,10 @@ import random
 
 import jsonschema
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
+from octavo.errors import InvalidRequest
 from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar.admission import admit
 from octavo.text.grammar.compiler import GrammarCompiler, TokenMatcher
@@ -17,7 +19,12 @@ from octavo.text.parsers.call_forms import (
     any_text,
     form_of_answer,
 )
-from octavo.text.parsers.formats import TOOL_FORMATS, named_reasoning_format, named_tool_format
+from octavo.text.parsers.formats import (
+    HARMONY,
+    TOOL_FORMATS,
+    named_reasoning_format,
+    named_tool_format,
+)
 from octavo.text.parsers.reader import MessageForm, read_message
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiny_tokenizer import save_tiny_tokenizer
@@ -72,13 +79,13 @@ def written(compiler, tokenizer, form, seed: int, *, begin: str = "") -> str:
     """Returns a text that a grammar allows, drawn at random; plain letters where they are legal."""
     draw = random.Random(seed)
     matcher = compiler.compile(admit(form, compiler))
-    ids = tokenizer.encode(begin, add_special_tokens=False)
+    ids = tokenizer.encode(begin, add_special_tokens=False, allow_special_text=True)
     matcher.take(ids)
     for _ in range(600):
         allowed = legal(matcher)
         assert allowed, tokenizer.decode(ids)
         if END in allowed:
-            return tokenizer.decode(ids)
+            return tokenizer.decode(ids, skip_special_tokens=False)
         texts = {i: tokenizer.token_text(i) for i in allowed}
         plain = [i for i, text in texts.items() if text in set('abc12"}])<,/')]
         ids.append(draw.choice(plain or allowed))
@@ -105,7 +112,7 @@ def test_a_call_that_must_be_made_is_read_and_meets_its_schema(compiler, tokeniz
         check(message.calls)
 
 
-@pytest.mark.parametrize("name", [row.name for row in TOOL_FORMATS if row.name != "openai"])
+@pytest.mark.parametrize("name", [row.name for row in TOOL_FORMATS if row is not HARMONY])
 def test_a_call_that_has_begun_is_completed(compiler, tokenizer, name):
     tools = named_tool_format(name)
     assert tools is not None
@@ -116,6 +123,109 @@ def test_a_call_that_has_begun_is_completed(compiler, tokenizer, name):
     message = read_message(MessageForm(tools, None, FUNCTIONS), text)
     check(message.calls)
     assert message.calls[0].name == "look_up"
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory):
+    """A tokenizer and a compiler of a vocabulary with the marks of messages."""
+    folder = tmp_path_factory.mktemp("channels")
+    save_tiny_tokenizer(folder)
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in HARMONY.marks])
+    tokenizer.save(file)
+    source = tokenizer_source(folder, {}, {})
+    assert source is not None
+    loaded = load_tokenizer(source)
+    return loaded, GrammarCompiler(loaded, vocab_size=loaded.vocab_size, end_token_ids=[END])
+
+
+ANALYSIS = "<|channel|>analysis<|message|>I to=functions.x it.<|end|><|start|>assistant"
+LOOK_UP = "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
+NOW = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+FINAL = "<|channel|>final<|message|>"
+NEXT = "<|end|><|start|>assistant"
+
+
+def allows(channels, form, text: str) -> bool:
+    """Returns whether a form's grammar takes a whole text."""
+    tokenizer, compiler = channels
+    matcher = compiler.compile(admit(form, compiler))
+    ids = tokenizer.encode(text, add_special_tokens=False, allow_special_text=True)
+    for token_id in ids:
+        if not matcher.allows(token_id):
+            return False
+        matcher.take([token_id])
+    return matcher.allows(END)
+
+
+def test_a_call_among_messages_is_completed(channels):
+    tokenizer, compiler = channels
+    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
+    words = "<|channel|>commentary<|message|>I look." + NEXT
+    for front in ("", ANALYSIS, words, ANALYSIS + words):
+        made = written(compiler, tokenizer, form, 3, begin=front + LOOK_UP)
+        message = read_message(MessageForm(HARMONY, HARMONY, FUNCTIONS), made)
+        assert message.calls[0].name == "look_up"
+        check(message.calls)
+
+
+def test_messages_need_their_marks(compiler):
+    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
+    with pytest.raises(InvalidRequest, match="no special tokens for"):
+        admit(form, compiler)
+
+
+FRAMED = [
+    ("Plain words.", True),
+    (FINAL + "Done.", True),
+    (ANALYSIS + FINAL + "Done.", True),
+    (ANALYSIS + NOW, True),
+    (NOW + NEXT + NOW, True),
+    (NOW + NEXT + FINAL + "Done.", True),
+    ("<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}", False),
+    ("<|channel|>commentary to=functions.now <|message|>{}", False),
+    (LOOK_UP + '{"city": 3}', False),
+    (LOOK_UP + '{"city": "Oslo"', False),
+    ("<|start|>assistant", False),
+]
+
+
+@pytest.mark.parametrize(("text", "allowed"), FRAMED)
+def test_messages_stand_around_calls(channels, text, allowed):
+    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS), NO_REASONING)
+    assert allows(channels, form, text) is allowed
+
+
+def test_one_call_at_most_among_messages(channels):
+    rules = CallRules(FUNCTIONS, may_call_several=False)
+    form = form_of_answer(None, HARMONY, rules, NO_REASONING)
+    assert allows(channels, form, ANALYSIS + NOW)
+    assert not allows(channels, form, NOW + NEXT + NOW)
+
+
+@pytest.mark.parametrize("most", [None, 5])
+def test_an_answer_of_messages_has_its_form_or_calls(channels, most):
+    own = StructuredOutputs(json={"const": {"a": 1}})
+    before = ReasoningSpan(HARMONY.opening, HARMONY.before_call, most)
+    form = form_of_answer(own, HARMONY, CallRules(FUNCTIONS), before)
+    analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for front in ("", analysis):
+        assert allows(channels, form, front + FINAL + '{"a": 1}')
+        assert allows(channels, form, front + NOW)
+        assert not allows(channels, form, front + FINAL + '{"a": 2}')
+        assert not allows(channels, form, front + FINAL + "words")
+
+
+def test_messages_go_on_behind_a_reasoning_that_its_budget_ends(channels):
+    before = ReasoningSpan(HARMONY.opening, HARMONY.before_call, 3)
+    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS), before)
+    assert allows(channels, form, HARMONY.opening + "abc" + NEXT + NOW)
+    assert allows(channels, form, HARMONY.opening + "abc" + NEXT + FINAL + "Done.")
+    assert allows(channels, form, HARMONY.opening + "a" + NEXT + NOW)
+    assert allows(channels, form, NOW) and allows(channels, form, FINAL + "Done.")
+    assert not allows(channels, form, HARMONY.opening + "abcd" + NEXT + NOW)
+    assert not allows(channels, form, HARMONY.opening + "a" + NEXT + HARMONY.opening + "more")
 
 
 def test_one_call_alone_where_several_are_not_wanted(compiler, tokenizer):
@@ -173,3 +283,53 @@ def test_reasoning_within_its_budget_ends_by_itself(compiler, tokenizer):
         matcher = compiler.compile(admit(form, compiler))
         matcher.take(tokenizer.encode(text, add_special_tokens=False))
         assert END in legal(matcher), text
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "hermes"])
+def test_schemas_of_arguments_are_checked_in_every_format(compiler, tokenizer, name):
+    tools = named_tool_format(name)
+    assert tools is not None
+    endless = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}
+    functions = {"f": {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}} | endless}
+    with pytest.raises(InvalidRequest, match=r"tools: f: #/.*needs itself"):
+        form_of_answer(None, tools, CallRules(functions, must_call=True), NO_REASONING)
+    told_apart = [
+        {"type": "object", "required": ["k"], "properties": {"k": {"const": kind}}}
+        for kind in ("a", "b")
+    ]
+    schema = {"type": "object", "properties": {"x": {"oneOf": told_apart}}, "required": ["x"]}
+    functions = {"f": schema | {"additionalProperties": False}}
+    form = form_of_answer(None, tools, CallRules(functions, must_call=True), NO_REASONING)
+    message = read_message(
+        MessageForm(tools, None, functions), written(compiler, tokenizer, form, 1)
+    )
+    jsonschema.validate(json.loads(message.calls[0].arguments), functions["f"])
+
+
+PATTERNS = {
+    "^[a-c]{2,4}$": 3,
+    "[0-9]+/x": 3,
+    "^a|b$": 0,
+    "^(a|b)+\\$$": 0,
+    "^[^|]{3}\\|": 0,
+}
+
+
+@pytest.mark.parametrize(("pattern", "least"), PATTERNS.items())
+@pytest.mark.parametrize("name", ["qwen3_coder", "hermes"])
+def test_a_text_has_the_pattern_of_its_schema(compiler, tokenizer, name, pattern, least):
+    text = {"type": "string", "pattern": pattern, "maxLength": 8}
+    schema = {
+        "type": "object",
+        "properties": {"text": text | ({"minLength": least} if least else {})},
+    }
+    functions = {"say": schema | {"required": ["text"], "additionalProperties": False}}
+    tools = named_tool_format(name)
+    assert tools is not None
+    form = form_of_answer(None, tools, CallRules(functions, must_call=True), NO_REASONING)
+    for seed in range(3):
+        message = read_message(
+            MessageForm(tools, None, functions), written(compiler, tokenizer, form, seed)
+        )
+        for call in message.calls:
+            jsonschema.validate(json.loads(call.arguments), functions["say"])

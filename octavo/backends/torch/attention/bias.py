@@ -1,6 +1,7 @@
-"""Biases of attention scores by the distance of key and query: ALiBi's slopes and T5's buckets.
+"""Biases of attention scores by the distance of key and query: ALiBi's slopes, T5's buckets and
+windows to both sides.
 
-Formulas and sources: `ops.AlibiBias`, `ops.T5Bias`.
+Formulas and sources: `ops.AlibiBias`, `ops.T5Bias`, `ops.NearBias`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from octavo.backends.torch.step import Step
 from octavo.program import ops
 
 
-def bias_of(bias: ops.T5Bias | ops.AlibiBias | None, step: Step) -> Bias | None:
+def bias_of(op: ops.Attention, step: Step) -> Bias | None:
     """Returns an op's bias with its numbers on the device; None where the op has none."""
+    bias = op.bias
     if isinstance(bias, ops.T5Bias):
         return _t5_bias(bias, step)
     if isinstance(bias, ops.AlibiBias):
@@ -23,7 +25,26 @@ def bias_of(bias: ops.T5Bias | ops.AlibiBias | None, step: Step) -> Bias | None:
             lambda keys, queries: slopes[:, None, None] * _distance(keys, queries)[..., None, :, :],
             slopes=slopes,
         )
+    if isinstance(bias, ops.NearBias):
+        return _near_bias(bias, op.num_heads, step)
     return None
+
+
+def _near_bias(bias: ops.NearBias, num_heads: int, step: Step) -> Bias:
+    def far(distance: Tensor) -> Tensor:
+        zero = torch.zeros((), device=step.device)
+        return torch.where(distance.abs() > bias.reach, ops.FAR, zero)
+
+    def make(keys: Tensor, queries: Tensor) -> Tensor:
+        added = far(_distance(keys, queries))[..., None, :, :]
+        return added.expand(*added.shape[:-3], num_heads, -1, -1)
+
+    def by_distance() -> Tensor:
+        end = bias.reach + 1
+        added = far(torch.arange(-end, end + 1, device=step.device))
+        return added.expand(num_heads, -1).contiguous()
+
+    return Bias(make, by_distance=lambda: step.once(bias, by_distance))
 
 
 def _t5_bias(bias: ops.T5Bias, step: Step) -> Bias:

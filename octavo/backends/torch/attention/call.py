@@ -75,6 +75,8 @@ class AttentionCall:
     window: int | None = None
     full: bool = False
     """Whether a row sees every key of its request, whatever the key's place."""
+    limits: Tensor | None = None
+    """One past the last key that each row sees, on the device, `[T] int32`; None: its place + 1."""
     softcap: float | None = None
     sinks: Tensor | None = None
     """Attention sinks, one logit a query head, `[H] fp32`."""

@@ -38,7 +38,7 @@ def attention(op: ops.Attention, step: Step) -> Made:
         v_width=group.v_width,
         softcap=op.softcap,
         sinks=None if op.sinks is None else step.weights.vector(op.sinks),
-        bias=bias_of(op.bias, step),
+        bias=bias_of(op, step),
     )
     return (step.attention.attend(call).reshape(len(q), op.out.width),)
 
@@ -105,6 +105,7 @@ def _paging(step: Step, at: int, *, full: bool, window: int | None) -> dict[str,
         "block_tables": step.inputs["block_tables"][at],
         "context_lens": step.inputs["context_lens"][at],
         "places": step.inputs["places"],
+        "limits": step.inputs.get("limits"),
         "inputs": step.inputs,
         "batch": step.batch,
         "group": at,

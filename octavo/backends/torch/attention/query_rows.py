@@ -80,6 +80,8 @@ def _span(batch: StepBatch, group: int, request: int, *, full: bool, window: int
     context = int(batch.context_lens[group, request])
     first = 0
     last = int(batch.places[stop - 1]) + 1
+    if batch.limits is not None:
+        last = int(batch.limits[start:stop].max())
     if window is not None:
         first = max(0, int(batch.places[start]) + 1 - window)
     return Span(request, start, stop, first, context if full else min(last, context))

@@ -7,6 +7,8 @@ Where a call has a soft cap, sinks or a bias, the formula is computed in fp32 in
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,26 +43,42 @@ class Sdpa:
         return _attend(call)
 
 
+class _Keys(NamedTuple):
+    """The keys of rows that are the only ones of their requests."""
+
+    places: Tensor
+    """Places of the rows, `[R]`."""
+    tables: Tensor
+    context_lens: Tensor
+    limits: Tensor | None
+    """One past the last key that each row sees, `[R]`; None: its place + 1."""
+
+
 def _attend(call: AttentionCall) -> Tensor:
     rows = call.rows
+    keys = _Keys(call.places, call.block_tables, call.context_lens, call.limits)
     if rows.singles is None and not rows.spans:
-        return _decode(call, call.q, call.places, call.block_tables, call.context_lens)
+        return _decode(call, call.q, keys)
     out = torch.zeros(
         len(call.q), call.q.shape[1], call.v_width, dtype=call.q.dtype, device=call.q.device
     )
     if rows.num_singles:
         assert rows.singles is not None and rows.rows is not None
-        tables, lens = call.block_tables[rows.singles], call.context_lens[rows.singles]
-        out[rows.rows] = _decode(call, call.q[rows.rows], call.places[rows.rows], tables, lens)
+        keys = _Keys(
+            call.places[rows.rows],
+            call.block_tables[rows.singles],
+            call.context_lens[rows.singles],
+            None if call.limits is None else call.limits[rows.rows],
+        )
+        out[rows.rows] = _decode(call, call.q[rows.rows], keys)
     for span in rows.spans:
         out[span.start : span.stop] = _prefill(call, span)
     return out
 
 
-def _decode(
-    call: AttentionCall, q: Tensor, places: Tensor, tables: Tensor, context_lens: Tensor
-) -> Tensor:
+def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
     """Computes requests of one row, `q [R, H, Dk]`, all over as many blocks as the longest."""
+    places, tables, context_lens, limits = rows
     first, last = call.rows.first_block, call.rows.last_block
     at_once = max(1, MOST_SCORES // max(1, (last - first) * BLOCK_SIZE * q.shape[1] * 4))
     made = []
@@ -68,7 +86,8 @@ def _decode(
         part = slice(start, start + at_once)
         keys = torch.arange(first * BLOCK_SIZE, last * BLOCK_SIZE, device=q.device)
         at, limit = places[part, None], context_lens[part, None]
-        seen = (keys < limit) if call.full else (keys < limit) & (keys <= at)
+        own = at + 1 if limits is None else limits[part, None]
+        seen = (keys < limit) if call.full else (keys < limit) & (keys < own)
         if call.window is not None:
             seen = seen & (keys > at - call.window)
         k, v = _gather(call, tables[part, first:last], seen)
@@ -88,7 +107,8 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
     for start in range(span.start, span.stop, at_once):
         part = slice(start, min(start + at_once, span.stop))
         at = call.places[part]
-        seen = within if call.full else within & (keys <= at[:, None])
+        own = at + 1 if call.limits is None else call.limits[part]
+        seen = within if call.full else within & (keys < own[:, None])
         if call.window is not None:
             seen = seen & (keys > at[:, None] - call.window)
         bias = None if call.bias is None else call.bias.make(keys[None], at[None])

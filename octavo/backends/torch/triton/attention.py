@@ -77,6 +77,8 @@ class TritonAttention:
             return "expanded latent attention makes keys of its own, which no kernel reads"
         if kv_dtype not in KV_DTYPES:
             return f"its kernels read no KV cache of {str(kv_dtype).removeprefix('torch.')}"
+        if isinstance(op, ops.Attention) and op.sees_ahead:
+            return "its kernels know no tokens that see later ones"
         assert isinstance(op, ops.Attention | ops.MlaAttention)
         return self._tiles.refusal(*_widths_of(op), kv_dtype)
 

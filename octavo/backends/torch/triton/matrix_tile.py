@@ -63,6 +63,7 @@ class MatrixBytes(NamedTuple):
     scale_supers: Tensor | None
     mins: Tensor | None
     min_supers: Tensor | None
+    zeros: Tensor | None
     num_outputs: int
     row_bytes: int
     num_groups: int
@@ -90,6 +91,7 @@ class MatrixBytes(NamedTuple):
             scale_supers=scale_supers,
             mins=mins,
             min_supers=min_supers,
+            zeros=weight.zeros,
             num_outputs=weight.codes.shape[-2],
             row_bytes=weight.codes.shape[-1],
             num_groups=num_groups,
@@ -170,9 +172,11 @@ def _dot(a, b, acc):
 
 @triton.jit
 def values_of(codes, scale, least, matrix):
-    """Returns what codes stand for, in fp32."""
+    """Returns what codes stand for, in fp32; `least` are mins or zeros."""
     if matrix.lookup is not None:
         values = tl.load(matrix.lookup + codes.to(tl.int32)) * scale
+    elif matrix.zeros is not None:
+        values = (codes.to(tl.float32) - matrix.ZERO_POINT - least) * scale
     else:
         values = (codes.to(tl.float32) - matrix.ZERO_POINT) * scale
     if matrix.mins is not None:
@@ -184,8 +188,8 @@ def values_of(codes, scale, least, matrix):
 def scales_of_tile(
     matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Returns the scales and the mins of a tile, as `numbers_of_groups` does; without mins the
-    scales twice.
+    """Returns the scales and the mins or zeros of a tile, as `numbers_of_groups` does; without
+    these the scales twice.
     """
     scale = numbers_of_groups(
         values=matrix.scales,
@@ -204,6 +208,18 @@ def scales_of_tile(
             values=matrix.mins,
             supers=matrix.min_supers,
             supers_of=matrix.min_supers_of,
+            matrix=matrix,
+            outputs=outputs,
+            outputs_mask=outputs_mask,
+            tile=tile,
+            BLOCK_N=BLOCK_N,
+            BLOCK_B=BLOCK_B,
+        )
+    if matrix.zeros is not None:
+        least = numbers_of_groups(
+            values=matrix.zeros,
+            supers=None,
+            supers_of=1,
             matrix=matrix,
             outputs=outputs,
             outputs_mask=outputs_mask,

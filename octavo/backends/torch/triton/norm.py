@@ -23,7 +23,8 @@ WIDEST = 32768
 
 
 def carries(x: Tensor, norm: Norm) -> bool:
-    return (norm.width or x.shape[1]) <= WIDEST and x.stride(1) == 1
+    width = norm.width or x.shape[1]
+    return width <= WIDEST and len(norm.weight) == width and x.stride(1) == 1
 
 
 def norm_rows(x: Tensor, norm: Norm) -> Tensor:

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest
+from octavo.server.images import content_of, image_part, text_part, url_source
 from octavo.server.openai.messages import arguments_object
 from octavo.server.openai.responses.body import InputItem, ItemPart
 from octavo.server.openai.responses.output import call_item, output_part
+from octavo.server.tool_use import check_role
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Each role of an item, and the role that a chat template knows for it."""
@@ -49,7 +51,7 @@ def messages_of(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
                 )
             case _:
-                content = "\n".join(_text(part) for part in item["content"])
+                content = content_of([_plain_part(part) for part in item["content"]])
                 messages.append({"role": ROLES[item["role"]], "content": content})
         if thought and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = thought
@@ -65,6 +67,12 @@ def _call(item: dict[str, Any]) -> dict[str, Any]:
         arguments = {}
     function = {"name": item["name"], "arguments": arguments}
     return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "input_image":
+        return image_part(part["image_url"])
+    return text_part(_text(part))
 
 
 def _text(part: dict[str, Any]) -> str:
@@ -148,7 +156,18 @@ def _parts(item: InputItem, where: str) -> list[dict[str, Any]]:
         if item.role == "assistant":
             return [output_part(item.content)]
         return [{"type": "input_text", "text": item.content}]
-    return [_part(part, f"{where}[{index}]") for index, part in enumerate(item.content)]
+    return [
+        _image(part, f"{where}[{index}]", item.role or "")
+        if part.type == "input_image"
+        else _part(part, f"{where}[{index}]")
+        for index, part in enumerate(item.content)
+    ]
+
+
+def _image(part: ItemPart, where: str, role: str) -> dict[str, Any]:
+    check_role(role, "user", where)
+    extra = part.model_extra or {}
+    return {"type": "input_image", "image_url": url_source(extra.get("image_url"), where)}
 
 
 def _part(part: ItemPart, where: str) -> dict[str, Any]:
@@ -160,6 +179,6 @@ def _part(part: ItemPart, where: str) -> dict[str, Any]:
         return {"type": "refusal", "refusal": part.refusal}
     raise InvalidRequest(
         f"{where}: got a part of type {part.type!r}, allowed are input_text and output_text with a"
-        " text, and refusal",
+        " text, input_image, and refusal",
         param=where,
     )

@@ -122,7 +122,9 @@ async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prep
         else await talk.prompt(model)
     )
     first = _first(asked, model, params, is_stored=body.is_stored and store is not None)
-    return Prepared(asked, model, params, prompt, first, talk.reading(model, prompt))
+    reading = talk.reading(model, prompt)
+    await model.llm.check_form(reading.fitted(params))
+    return Prepared(asked, model, params, prompt, first, reading)
 
 
 def failed(first: dict[str, Any], message: str) -> dict[str, Any]:

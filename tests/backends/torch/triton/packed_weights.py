@@ -67,6 +67,13 @@ def kinds(width=256, outputs=70, lead=()):
         "pairs": weight(
             4, 128, scales=levels(width // 128), mins=levels(width // 128), nibbles="pairs"
         ),
+        "zeros": weight(
+            4,
+            32,
+            scales=levels(width // 32),
+            zeros=rng.integers(0, 17, (*lead, outputs, width // 32)).astype(np.int8),
+            nibbles="pairs",
+        ),
         "a large group": weight(
             4, 256, scales=levels(width // 256), zero_point=7, nibbles="halves"
         ),

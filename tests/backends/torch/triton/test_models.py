@@ -104,6 +104,7 @@ def test_encoder_and_decoder():
     )
 
 
+@pytest.mark.slow
 def test_requests_that_begin_alike_share_reads_in_captured_steps():
     """Steps of 4 and of 3 requests, padded to a captured size of 4, share the reads of their own
     prefixes, not those of the captured step.

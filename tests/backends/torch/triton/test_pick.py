@@ -141,6 +141,7 @@ def leaders(d, kept, **fields):
     return found
 
 
+@pytest.mark.slow
 def test_values_of_every_size_in_one_row():
     """Values that differ in their last bit, and others hundreds apart, are cut in their order."""
     d = np.array([[0, 1e-300, 5e-324, -1e-16, -700, 1, np.nextafter(1, 2), -1e-3, 1, -744]])

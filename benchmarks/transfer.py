@@ -1,0 +1,171 @@
+"""How fast KV blocks go from one engine's worker to another's, beside raw TCP in turns.
+
+    python benchmarks/transfer.py --blocks 256 --block-kib 720 --rounds 5 [--transport mooncake]
+
+Sender and receiver are two processes on this machine's loopback. A round sends the same bytes once
+over a plain TCP socket and once through two `TransferWorker`s; the last line has the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from octavo.step import BlockKey, ConnectorPlan, SlotBlock
+from octavo.transfer.address import TransferEnds
+from octavo.worker.cache_engine import HostShape
+from octavo.worker.connectors.mooncake_mover import MooncakeMover
+from octavo.worker.connectors.transfer import TransferWorker
+
+HOST = "127.0.0.1"
+CHUNK = 1 << 20
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "big"), bytes(16), (number,))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+@dataclass(frozen=True, slots=True)
+class SendingWay:
+    """How blocks go from the sender to the receiver."""
+
+    listen: str
+    secret: str | None
+    transport: str
+
+
+def worker_of(shape: HostShape, way: SendingWay, *, sends: bool) -> TransferWorker:
+    listen, num_bytes = way.listen if sends else None, shape.num_blocks * shape.block_bytes
+    ends = TransferEnds(bytes(32), listen, way.secret, timeout_s=60.0, max_bytes=num_bytes)
+    mover = MooncakeMover(HOST) if way.transport == "mooncake" else None
+    return TransferWorker([shape], ends, mover)
+
+
+def wait_for(worker: TransferWorker, num_blocks: int, field: str) -> None:
+    """Waits until the worker has reported so many blocks."""
+    found = 0
+    while found < num_blocks:
+        report = worker.report(wait_s=0.1)
+        if report is not None:
+            found += len(getattr(report, field))
+            if report.not_fetched or report.not_kept:
+                raise SystemExit("a block was lost")
+
+
+# -- the sending process ---------------------------------------------------------------------------
+
+
+def send_blocks(shape: HostShape, way: SendingWay, pipe: Connection) -> None:
+    """Keeps all blocks and sends them to all that ask, until the pipe closes."""
+    worker = worker_of(shape, way, sends=True)
+    for index in range(shape.num_blocks):
+        worker.slot(0, index)[:] = index % 251
+    worker.begin(
+        ConnectorPlan(
+            keep=[SlotBlock(0, index, key_of(index)) for index in range(shape.num_blocks)]
+        )
+    )
+    wait_for(worker, shape.num_blocks, "kept")
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    worker.close()
+
+
+def send_raw(num_bytes: int, port: int, pipe: Connection) -> None:
+    """Sends so many bytes to each connection, until the pipe closes."""
+    data = bytes(CHUNK)
+    with socket.create_server((HOST, port)) as server:
+        pipe.send("ready")
+        while pipe.recv() == "go":
+            connection, _ = server.accept()
+            with connection:
+                for start in range(0, num_bytes, CHUNK):
+                    connection.sendall(data[: min(CHUNK, num_bytes - start)])
+
+
+@contextlib.contextmanager
+def process(target: object, *arguments: object) -> Iterator[Connection]:
+    """Runs a sender in a process of its own; yields the pipe to it once it is ready."""
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    child = context.Process(target=target, args=(*arguments, far), daemon=True)  # type: ignore[arg-type]
+    child.start()
+    assert near.recv() == "ready"
+    yield near
+    near.send("end")
+    child.join(10)
+
+
+# -- the receiving process -------------------------------------------------------------------------
+
+
+def fetch_all(shape: HostShape, way: SendingWay) -> float:
+    """Fetches all blocks with a worker of its own; returns the seconds."""
+    worker = worker_of(shape, way, sends=False)
+    for index in range(shape.num_blocks):
+        worker.slot(0, index)[:] = 255  # memory that was never written costs a fault for each page
+    wanted = [SlotBlock(0, index, key_of(index), way.listen) for index in range(shape.num_blocks)]
+    began = time.perf_counter()
+    worker.begin(ConnectorPlan(fetch=wanted))
+    wait_for(worker, shape.num_blocks, "fetched")
+    seconds = time.perf_counter() - began
+    assert all((worker.slot(0, index) == index % 251).all() for index in range(shape.num_blocks))
+    worker.close()
+    return seconds
+
+
+def receive_raw(num_bytes: int, port: int, pipe: Connection) -> float:
+    memory = memoryview(bytearray(num_bytes))
+    pipe.send("go")
+    began = time.perf_counter()
+    with socket.create_connection((HOST, port)) as connection:
+        num_read = 0
+        while num_read < num_bytes:
+            num_read += connection.recv_into(memory[num_read:])
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--block-kib", type=int, default=720)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--secret", help="lock the sockets with it")
+    parser.add_argument("--transport", choices=("zmq", "mooncake"), default="zmq")
+    args = parser.parse_args()
+    shape = HostShape(args.blocks, args.block_kib << 10)
+    num_bytes = shape.num_blocks * shape.block_bytes
+    port, way = free_port(), SendingWay(f"tcp://{HOST}:{free_port()}", args.secret, args.transport)
+    raw, blocks = [], []
+    with (
+        process(send_raw, num_bytes, port) as pipe,
+        process(send_blocks, shape, way),
+    ):
+        for _ in range(args.rounds):
+            raw.append(num_bytes / receive_raw(num_bytes, port, pipe) / 1e9)
+            blocks.append(num_bytes / fetch_all(shape, way) / 1e9)
+            print(f"raw TCP {raw[-1]:.2f} GB/s, blocks {blocks[-1]:.2f} GB/s", flush=True)
+    ratio = statistics.median(two / one for one, two in zip(raw, blocks, strict=True))
+    print(
+        f"{num_bytes / 1e6:.0f} MB: raw TCP {statistics.median(raw):.2f}, blocks"
+        f" {statistics.median(blocks):.2f} GB/s, median ratio {ratio:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+#include "shared_ranks.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <system_error>
+#include <thread>
+
+namespace octavo {
+
+namespace {
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "words that processes share");
+
+constexpr size_t kPage = 4096, kFirstSlot = 64 << 10;
+// The same as that of compute threads between stages (thread_pool.cpp).
+constexpr auto kSpin = std::chrono::microseconds(50);
+// Upper bound on one sleep: a wait that an abort has missed by a hair ends after it.
+constexpr long kSleepNs = 50'000'000;
+
+size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+void* map_file(int file, size_t bytes) {
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (p == MAP_FAILED) fail("the memory of the ranks cannot be mapped");
+    return p;
+}
+
+// Sleeps while the word has that value, at most kSleepNs. Other processes share the word.
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+#ifdef __linux__
+    const timespec most{0, kSleepNs};
+    syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAIT, value, &most, nullptr, 0);
+#else
+    if (word.load(std::memory_order_acquire) == value)
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+#endif
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+#ifdef __linux__
+    syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#else
+    (void)word;
+#endif
+}
+
+// Whether a count has come to a number; both wrap around.
+bool has_come(uint32_t count, uint32_t number) { return (int32_t)(count - number) >= 0; }
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+SharedRanks::SharedRanks(int file, int rank, int num_ranks)
+    : file_(-1),
+      rank_(rank),
+      num_ranks_(num_ranks),
+      header_bytes_(whole_pages(sizeof(Control) + sizeof(Line) * (size_t)std::max(num_ranks, 0))) {
+    if (num_ranks < 1 || rank < 0 || rank >= num_ranks)
+        throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(num_ranks));
+    file_ = dup(file);
+    if (file_ < 0) fail("no file of the ranks");
+    try {
+        map(kFirstSlot);
+    } catch (...) {
+        close(file_);
+        throw;
+    }
+}
+
+SharedRanks::~SharedRanks() {
+    unmap();
+    munmap(control_, header_bytes_);
+    close(file_);
+}
+
+// The file only grows, and its new bytes are zeros: ranks come here in any order.
+void SharedRanks::map(size_t slot_bytes) {
+    const size_t bytes = header_bytes_ + 2 * (size_t)num_ranks_ * slot_bytes;
+    const off_t have = lseek(file_, 0, SEEK_END);
+    if (have < 0 || ((size_t)have < bytes && ftruncate(file_, (off_t)bytes)))
+        fail("the memory of the ranks cannot be made larger");
+    if (!control_) {
+        control_ = (Control*)map_file(file_, header_bytes_);
+        lines_ = (Line*)(control_ + 1);
+    }
+    memory_ = (uint8_t*)map_file(file_, bytes);
+    mapped_bytes_ = bytes;
+    slot_bytes_ = slot_bytes;
+}
+
+void SharedRanks::unmap() {
+    if (memory_) munmap(memory_, mapped_bytes_);
+    memory_ = nullptr;
+}
+
+void SharedRanks::reserve(size_t slot_bytes) {
+    slot_bytes = whole_pages(slot_bytes);
+    require_exchange(next_++);  // all have read what lies in the slots so far
+    if (slot_bytes <= slot_bytes_) return;
+    unmap();
+    map(slot_bytes);
+}
+
+void SharedRanks::all_reduce(const float* x, float* out, size_t count) {
+    const size_t most = slot_bytes_ / sizeof(float);
+    for (size_t first = 0; first < count; first += most) {
+        const size_t n = std::min(most, count - first);
+        const uint32_t number = next_++;
+        std::memcpy(own_slot(number), x + first, n * sizeof(float));
+        require_exchange(number);
+        std::memcpy(out + first, slot(0, number), n * sizeof(float));
+        for (int r = 1; r < num_ranks_; r++) {
+            const float* part = (const float*)slot(r, number);
+            for (size_t i = 0; i < n; i++) out[first + i] += part[i];
+        }
+    }
+}
+
+void SharedRanks::all_gather(const float* x, float* out, size_t rows, const std::vector<int>& widths) {
+    if ((int)widths.size() != num_ranks_)
+        throw std::invalid_argument("widths of " + std::to_string(widths.size()) + " ranks, there are " +
+                                    std::to_string(num_ranks_));
+    const int widest = *std::max_element(widths.begin(), widths.end());
+    if (*std::min_element(widths.begin(), widths.end()) < 0) throw std::invalid_argument("a width below 0");
+    size_t width = 0;
+    for (const int w : widths) width += (size_t)w;
+    const size_t row_bytes = std::max((size_t)widest, (size_t)1) * sizeof(float);
+    if (row_bytes > slot_bytes_) reserve(row_bytes);
+    const size_t most = slot_bytes_ / row_bytes;
+    for (size_t first = 0; first < rows; first += most) {
+        const size_t n = std::min(most, rows - first), own = (size_t)widths[rank_];
+        const uint32_t number = next_++;
+        std::memcpy(own_slot(number), x + first * own, n * own * sizeof(float));
+        require_exchange(number);
+        float* to = out + first * width;
+        for (int r = 0; r < num_ranks_; r++) {
+            const auto* part = (const float*)slot(r, number);
+            for (size_t row = 0; row < n; row++)
+                std::memcpy(to + row * width, part + row * (size_t)widths[r],
+                            (size_t)widths[r] * sizeof(float));
+            to += widths[r];
+        }
+    }
+}
+
+void SharedRanks::from_first(uint8_t* bytes, size_t count) {
+    for (size_t first = 0; first < count; first += slot_bytes_) {
+        const size_t n = std::min(slot_bytes_, count - first);
+        const uint32_t number = next_++;
+        if (rank_ == 0) std::memcpy(own_slot(number), bytes + first, n);
+        require_exchange(number);
+        if (rank_ != 0) std::memcpy(bytes + first, slot(0, number), n);
+    }
+}
+
+void SharedRanks::abort() {
+    control_->aborted.store(1, std::memory_order_seq_cst);
+    for (int r = 0; r < num_ranks_; r++) wake_all(lines_[r].arrived);
+}
+
+void SharedRanks::require_exchange(uint32_t number) {
+    if (!exchange(number)) throw RanksAborted();
+}
+
+bool SharedRanks::exchange(uint32_t number) {
+    announce(number);
+    for (int r = 0; r < num_ranks_; r++)
+        if (r != rank_ && !wait_for(lines_[r], number)) return false;
+    return !aborted();
+}
+
+// Whichever thread comes first says it for all.
+void SharedRanks::announce(uint32_t number) {
+    Line& own = lines_[rank_];
+    uint32_t seen = own.arrived.load(std::memory_order_acquire);
+    while (!has_come(seen, number)) {
+        if (!own.arrived.compare_exchange_weak(seen, number, std::memory_order_seq_cst)) continue;
+        if (own.waiting.load(std::memory_order_seq_cst)) wake_all(own.arrived);
+        return;
+    }
+}
+
+bool SharedRanks::wait_for(Line& line, uint32_t number) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 1; !has_come(line.arrived.load(std::memory_order_acquire), number); i++) {
+        if (i % 64 == 0) {
+            if (aborted()) return false;
+            if (std::chrono::steady_clock::now() - start > kSpin) break;
+        }
+        relax();
+    }
+    for (;;) {
+        const uint32_t seen = line.arrived.load(std::memory_order_acquire);
+        if (has_come(seen, number)) return true;
+        if (aborted()) return false;
+        line.waiting.fetch_add(1, std::memory_order_seq_cst);
+        if (line.arrived.load(std::memory_order_seq_cst) == seen) sleep_while(line.arrived, seen);
+        line.waiting.fetch_sub(1, std::memory_order_seq_cst);
+    }
+}
+
+}  // namespace octavo

@@ -1,0 +1,186 @@
+#include "weight_stream.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+namespace octavo {
+
+WeightStream::WeightStream(Source source, const std::vector<WeightChunk>& resident,
+                           std::vector<WeightChunk> streamed, size_t memory_bytes)
+    : source_(std::move(source)), chunks_(std::move(streamed)), memory_(memory_bytes) {
+    if (source_.num_threads < 1 || !source_.block_bytes || source_.block_bytes % kDirectAlign)
+        throw std::logic_error("reads of weights that are none");
+    for (const std::vector<WeightChunk>* list : {&resident, &std::as_const(chunks_)})
+        for (const WeightChunk& c : *list)
+            if (!c.bytes || c.memory_offset + c.bytes > memory_bytes || c.bytes % kDirectAlign ||
+                c.file_offset % kDirectAlign || c.memory_offset % kDirectAlign)
+                throw std::logic_error("a chunk of weights that lies wrong");
+    for (int i = 0; i < count(); i++) {
+        int back = 1;
+        while (!chunks_[i].overlaps(chunks_[((i - back) % count() + count()) % count()])) back++;
+        back_.push_back(back);
+    }
+    left_.resize(count());
+    open_file();
+    try {
+        for (const WeightChunk& c : resident) {
+            const Failure failure = read(c.file_offset, c.bytes, memory_.data() + c.memory_offset);
+            if (failure.code || failure.truncated) raise(failure);
+        }
+        bytes_read_ = 0;
+        if (count())
+            for (int t = 0; t < source_.num_threads; t++) threads_.emplace_back([this] { serve(); });
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+WeightStream::~WeightStream() { stop(); }
+
+void WeightStream::stop() {
+    {
+        const std::lock_guard lock(mutex_);
+        stopping_ = true;
+    }
+    may_read_.notify_all();
+    for (auto& thread : threads_) thread.join();
+    threads_.clear();
+    if (file_ >= 0) close(file_);
+    file_ = -1;
+}
+
+// Not every file system has reads that pass by the cache; the first read tells.
+void WeightStream::open_file() {
+    file_ = open(source_.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (file_ >= 0 && source_.read_at(file_, memory_.data(), kDirectAlign, 0) < 0 && errno == EINVAL) {
+        close(file_);
+        file_ = -1;
+        errno = EINVAL;
+    }
+    if (file_ < 0 && errno == EINVAL) {
+        direct_ = false;
+        file_ = open(source_.path.c_str(), O_RDONLY | O_CLOEXEC);
+    }
+    if (file_ < 0) raise({errno, 0, false});
+}
+
+WeightStream::Failure WeightStream::read(int64_t offset, size_t bytes, uint8_t* to) {
+    constexpr size_t kMost = 4u << 20;
+    while (bytes) {
+        const ssize_t got = source_.read_at(file_, to, std::min(bytes, kMost), offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return {errno, offset, false};
+        // A direct read is whole but at the end of the file.
+        if (got == 0 || (direct_ && got % kDirectAlign)) return {0, offset + got, true};
+        bytes_read_.fetch_add(got, std::memory_order_relaxed);
+        offset += got, to += got, bytes -= (size_t)got;
+    }
+    return {};
+}
+
+void WeightStream::raise(const Failure& failure) const {
+    const std::string where = source_.path + " at byte " + std::to_string(failure.offset);
+    if (failure.truncated) throw WeightFileTruncated("the file of weights ends too early: " + where);
+    throw WeightReadError("weights could not be read from " + where + ": " + std::strerror(failure.code));
+}
+
+bool WeightStream::may_read() const {
+    return !failed_.load(std::memory_order_relaxed) && released_ > reading_ - back_[reading_ % count()];
+}
+
+void WeightStream::serve() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+        may_read_.wait(lock, [&] { return stopping_ || may_read(); });
+        if (stopping_) return;
+        const int index = (int)(reading_ % count());
+        const WeightChunk& chunk = chunks_[index];
+        const size_t at = block_ * source_.block_bytes,
+                     bytes = std::min(source_.block_bytes, chunk.bytes - at);
+        if (block_++ == 0) left_[index] = (chunk.bytes + source_.block_bytes - 1) / source_.block_bytes;
+        if (at + bytes == chunk.bytes) reading_++, block_ = 0;
+        in_flight_++;
+        lock.unlock();
+        const Failure failure =
+            read(chunk.file_offset + (int64_t)at, bytes, memory_.data() + chunk.memory_offset + at);
+        lock.lock();
+        in_flight_--;
+        left_[index]--;
+        if ((failure.code || failure.truncated) && !failed_) {
+            failure_ = failure;
+            failed_.store(true, std::memory_order_release);
+        }
+        int64_t arrived = arrived_.load(std::memory_order_relaxed);
+        while (!failed_ && arrived < reading_ && left_[arrived % count()] == 0) arrived++;
+        if (arrived != arrived_.load(std::memory_order_relaxed) || failed_) {
+            arrived_.store(arrived, std::memory_order_release);
+            has_arrived_.notify_all();
+        }
+    }
+}
+
+// Counts the chunks up to a position, each once, whichever thread is the first to ask; true for that one.
+bool WeightStream::count_asked(int64_t position) {
+    int64_t asked = asked_.load(std::memory_order_relaxed);
+    while (asked <= position)
+        if (asked_.compare_exchange_weak(asked, position + 1, std::memory_order_relaxed)) {
+            const int64_t arrived = std::clamp(arrived_.load(std::memory_order_relaxed), asked, position + 1);
+            num_found_.fetch_add(arrived - asked, std::memory_order_relaxed);
+            num_waited_.fetch_add(position + 1 - arrived, std::memory_order_relaxed);
+            return true;
+        }
+    return false;
+}
+
+bool WeightStream::await(int chunk) {
+    const int64_t position = first_ + chunk;
+    const bool is_first = count_asked(position);
+    if (arrived_.load(std::memory_order_acquire) > position) return true;
+    const auto start = std::chrono::steady_clock::now();
+    std::unique_lock lock(mutex_);
+    has_arrived_.wait(lock, [&] { return failed_ || arrived_.load(std::memory_order_relaxed) > position; });
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (is_first)
+        wait_ns_.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count(),
+                           std::memory_order_relaxed);
+    return arrived_.load(std::memory_order_relaxed) > position;
+}
+
+void WeightStream::release(int end) {
+    const std::lock_guard lock(mutex_);
+    if (first_ + end <= released_) return;
+    released_ = first_ + end;
+    may_read_.notify_all();
+}
+
+// Chunks that the step had no use for, such as the head's without sampled rows, are waited for too: what
+// comes into their place must not cross them.
+void WeightStream::end_step() {
+    if (!count()) return;
+    std::unique_lock lock(mutex_);
+    has_arrived_.wait(lock, [&] {
+        return failed_ ? in_flight_ == 0 : arrived_.load(std::memory_order_relaxed) >= first_ + count();
+    });
+    const Failure failure = failure_;
+    const int64_t next = (first_ / count() + 1) * count();
+    if (failed_) {  // all that was read ahead is read again
+        reading_ = next;
+        arrived_.store(next, std::memory_order_release);
+        block_ = 0;
+        failure_ = {};
+        failed_.store(false, std::memory_order_release);
+    }
+    first_ = released_ = next;
+    asked_.store(next, std::memory_order_relaxed);  // chunks that no stage asked for are not counted
+    may_read_.notify_all();
+    lock.unlock();
+    if (failure.code || failure.truncated) raise(failure);
+}
+
+}  // namespace octavo

@@ -1,0 +1,452 @@
+// Products with weights that lie by columns: the codes that one input is multiplied with are neighbours, those
+// of all outputs.
+//
+// Few rows read only the columns of inputs that are not zero in all of them, four at a time, and interleave
+// their bytes to quads as a tile has them; a block's sums stay in the first-level cache. Sums of codes are
+// exact, over all inputs or over a group's, so results have the bits of the same weight in tiles. With more
+// rows, tiles are put together from their columns and multiplied as such: what that costs is shared by the
+// rows.
+#pragma once
+#include "linear.inl"
+
+namespace octavo {
+namespace {
+
+// Outputs whose quads come out of one interleaving.
+#if defined(__AVX512BW__)
+constexpr int kInterleaved = 64;
+#else
+constexpr int kInterleaved = 16;
+#endif
+constexpr int kQuadVectors = kInterleaved / kTile;
+// Sums of a block: outputs times rows.
+constexpr int kBlockSums = 2048;
+
+using Columns = const uint8_t* [4];
+
+OCTAVO_INLINE size_t codes_bytes(const Tiles& w) { return (size_t)w.num_groups * kGroup * w.column_stride; }
+
+// Writes the bytes of four columns at sixteen outputs as quads [16][4].
+OCTAVO_INLINE void interleave16(const Columns& columns, int64_t at, uint8_t* to) {
+#if defined(__SSE2__)
+    __m128i c[4];
+    for (int i = 0; i < 4; i++) c[i] = _mm_loadu_si128((const __m128i*)(columns[i] + at));
+    const __m128i low01 = _mm_unpacklo_epi8(c[0], c[1]), high01 = _mm_unpackhi_epi8(c[0], c[1]),
+                  low23 = _mm_unpacklo_epi8(c[2], c[3]), high23 = _mm_unpackhi_epi8(c[2], c[3]);
+    _mm_storeu_si128((__m128i*)to, _mm_unpacklo_epi16(low01, low23));
+    _mm_storeu_si128((__m128i*)(to + 16), _mm_unpackhi_epi16(low01, low23));
+    _mm_storeu_si128((__m128i*)(to + 32), _mm_unpacklo_epi16(high01, high23));
+    _mm_storeu_si128((__m128i*)(to + 48), _mm_unpackhi_epi16(high01, high23));
+#else
+    for (int o = 0; o < kTile; o++)
+        for (int i = 0; i < 4; i++) to[4 * o + i] = columns[i][at + o];
+#endif
+}
+
+// Interleaves four columns at kInterleaved outputs. Where a register holds 64 bytes, vector j has the outputs
+// 4j .. 4j + 3 of each sixteen, and `sums_of` puts the sums back in order.
+OCTAVO_INLINE void interleave(const Columns& columns, int64_t at, vi (&quads)[kQuadVectors]) {
+#if defined(__AVX512BW__)
+    __m512i c[4];
+    for (int i = 0; i < 4; i++) c[i] = _mm512_loadu_si512(columns[i] + at);
+    const __m512i low01 = _mm512_unpacklo_epi8(c[0], c[1]), high01 = _mm512_unpackhi_epi8(c[0], c[1]),
+                  low23 = _mm512_unpacklo_epi8(c[2], c[3]), high23 = _mm512_unpackhi_epi8(c[2], c[3]);
+    quads[0] = (vi)_mm512_unpacklo_epi16(low01, low23);
+    quads[1] = (vi)_mm512_unpackhi_epi16(low01, low23);
+    quads[2] = (vi)_mm512_unpacklo_epi16(high01, high23);
+    quads[3] = (vi)_mm512_unpackhi_epi16(high01, high23);
+#else
+    alignas(64) uint8_t bytes[64];
+    interleave16(columns, at, bytes);
+    quads[0] = load_i(bytes);
+#endif
+}
+
+// Loads the sums of one interleaving, vector by vector the sixteen outputs of a tile.
+OCTAVO_INLINE void load_sums(const int32_t* sums, vi (&tiles)[kQuadVectors]) {
+#if defined(__AVX512BW__)
+    __m512i v[4];
+    for (int j = 0; j < 4; j++) v[j] = _mm512_loadu_si512(sums + kTile * j);
+    const __m512i even01 = _mm512_shuffle_i32x4(v[0], v[1], 0x88),
+                  odd01 = _mm512_shuffle_i32x4(v[0], v[1], 0xdd),
+                  even23 = _mm512_shuffle_i32x4(v[2], v[3], 0x88),
+                  odd23 = _mm512_shuffle_i32x4(v[2], v[3], 0xdd);
+    tiles[0] = (vi)_mm512_shuffle_i32x4(even01, even23, 0x88);
+    tiles[1] = (vi)_mm512_shuffle_i32x4(odd01, odd23, 0x88);
+    tiles[2] = (vi)_mm512_shuffle_i32x4(even01, even23, 0xdd);
+    tiles[3] = (vi)_mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+#else
+    tiles[0] = load_i(sums);
+#endif
+}
+
+// The inputs that are not zero in all of M rows, and the rows' two terms for each. Those of a run of inputs, a
+// group or all, begin at a multiple of four; zeros fill it up.
+struct ActiveInputs {
+    static constexpr int kBehind = 8;
+    int64_t capacity;
+    int32_t *inputs, *ends;
+    int8_t* terms;  // [kColumnRows][2][capacity]
+
+    ActiveInputs(uint8_t* memory, int num_groups)
+        : capacity(capacity_of(num_groups)),
+          inputs((int32_t*)memory),
+          ends(inputs + capacity),
+          terms((int8_t*)(ends + num_groups)) {}
+    static int64_t capacity_of(int num_groups) { return (int64_t)num_groups * kGroup + kBehind; }
+    static size_t num_bytes(int num_groups) {
+        const size_t inputs = (size_t)num_groups * kGroup;
+        return capacity_of(num_groups) * (sizeof(int32_t) + 2 * kColumnRows) + num_groups * sizeof(int32_t) +
+               inputs * kColumnRows;
+    }
+    int8_t* of(int row, int term) const { return terms + (2 * row + term) * capacity; }
+    // Memory for the second terms of all inputs of a row.
+    int8_t* seconds(int row, int num_inputs) const { return of(kColumnRows, 0) + (int64_t)row * num_inputs; }
+};
+
+// A row's two terms, those of input k at `at(k)`; `second` null: it has one.
+struct RowTerms {
+    const int8_t *first, *second;
+    bool in_groups;  // whether a group's first and second terms lie together
+
+    RowTerms() = default;
+    // `memory` is for second terms that do not lie in the row.
+    RowTerms(const Rows& x, int64_t row, int8_t* memory)
+        : first((const int8_t*)x.values + row * x.stride),
+          second(nullptr),
+          in_groups(x.type == RowType::two_terms) {
+        const int num_inputs = x.num_groups * kGroup;
+        if (in_groups) second = first + kGroup;
+        if (x.type == RowType::whole) second = first + num_inputs;
+        if (x.type != RowType::outliers) return;
+        const OutlierList list((int8_t*)first, num_inputs);
+        std::memset(memory, 0, num_inputs);
+        for (int i = 0; i < *list.count; i++) std::memcpy(memory + 4 * list.quads[i], list.terms + 4 * i, 4);
+        second = memory;
+    }
+    OCTAVO_INLINE int64_t at(int input) const { return in_groups ? input + input / kGroup * kGroup : input; }
+};
+
+// `run`: inputs of a run, a multiple of 32.
+template <int M>
+void find_active(const Rows& x, int64_t row0, int run, ActiveInputs& active) {
+    const int num_inputs = x.num_groups * kGroup;
+    RowTerms rows[M];
+    for (int m = 0; m < M; m++) rows[m] = RowTerms(x, row0 + m, active.seconds(m, num_inputs));
+    int count = 0;
+    const auto add = [&](int input, bool is_active) {
+        active.inputs[count] = input;
+        for (int m = 0; m < M; m++) {
+            const int64_t at = rows[m].at(input);
+            active.of(m, 0)[count] = is_active ? rows[m].first[at] : 0;
+            active.of(m, 1)[count] = is_active && rows[m].second ? rows[m].second[at] : 0;
+        }
+        count++;
+    };
+    for (int base = 0; base < num_inputs; base += 8) {
+        uint64_t some = 0;
+        for (int m = 0; m < M; m++) {
+            uint64_t words[2] = {};
+            const int64_t at = rows[m].at(base);
+            std::memcpy(words, rows[m].first + at, 8);
+            if (rows[m].second) std::memcpy(words + 1, rows[m].second + at, 8);
+            some |= words[0] | words[1];
+        }
+        for (; some; some &= ~(0xffull << (__builtin_ctzll(some) & ~7)))
+            add(base + __builtin_ctzll(some) / 8, true);
+        if ((base + 8) % run == 0) {
+            while (count % 4) add(base, false);
+            active.ends[(base + 8) / run - 1] = count;
+        }
+    }
+    for (int i = 0; i < 4; i++) add(num_inputs - 1, false);  // prefetched, and no more
+}
+
+// Loads the rows' terms for four inputs from `i` on; returns whether any second term is not zero.
+template <int M>
+OCTAVO_INLINE bool load_terms(const ActiveInputs& active, int i, vi (&terms)[M][2]) {
+    int32_t second = 0;
+    for (int m = 0; m < M; m++) {
+        int32_t quad;
+        std::memcpy(&quad, active.of(m, 1) + i, 4);
+        second |= quad;
+        for (int term = 0; term < 2; term++) terms[m][term] = broadcast4(active.of(m, term) + i);
+    }
+    return second != 0;
+}
+
+// -- 8-bit with one scale an output --
+
+// Adds four columns, from output `from` of the weight on, to the sums of a block: [M][2 terms][outputs].
+template <int M, bool kSecond>
+OCTAVO_INLINE void add_columns(const Columns& columns, const Columns& ahead, const vi (&terms)[M][2],
+                               int num_outputs, int outputs, int32_t* sums) {
+    for (int at = 0; at < num_outputs; at += kInterleaved) {
+        vi quads[kQuadVectors];
+        interleave(columns, at, quads);
+        for (int i = 0; i < 4; i++) __builtin_prefetch(ahead[i] + at, 0, 3);
+        for (int v = 0; v < kQuadVectors; v++) {
+            const vi codes = quads[v] ^ (int32_t)0x80808080;
+            for (int m = 0; m < M; m++) {
+                int32_t* to = sums + 2 * m * outputs + at + v * kTile;
+                store_i(to, dot4(load_i(to), codes, terms[m][0]));
+                if (kSecond) store_i(to + outputs, dot4(load_i(to + outputs), codes, terms[m][1]));
+            }
+        }
+    }
+}
+
+// Multiplies M rows by `count` tiles from `tile` on, into acc [..][M][16].
+template <int M>
+void sparse_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
+                    uint8_t* scratch) {
+    constexpr int kOutputs = kBlockSums / M;  // of a block
+    ActiveInputs active(scratch, x.num_groups);
+    find_active<M>(x, row0, x.num_groups * kGroup, active);
+    alignas(64) int32_t sums[2 * (kOutputs + kInterleaved) * M];
+    constexpr int kStride = kOutputs + kInterleaved;
+    const float* scales = (const float*)(w.data + codes_bytes(w));
+    for (int first = 0; first < count * kTile; first += kOutputs) {
+        const int outputs = std::min(kOutputs, count * kTile - first);
+        const uint8_t* base = w.data + (int64_t)tile * kTile + first;
+        std::memset(sums, 0, sizeof sums);
+        const auto columns_at = [&](int i, Columns& columns) {
+            for (int c = 0; c < 4; c++) columns[c] = base + (int64_t)active.inputs[i + c] * w.column_stride;
+        };
+        for (int i = 0; i < active.ends[0]; i += 4) {
+            Columns columns, ahead;
+            columns_at(i, columns);
+            columns_at(i + 4, ahead);
+            vi terms[M][2];
+            const bool second = load_terms<M>(active, i, terms);
+            second ? add_columns<M, true>(columns, ahead, terms, outputs, kStride, sums)
+                   : add_columns<M, false>(columns, ahead, terms, outputs, kStride, sums);
+        }
+        for (int m = 0; m < M; m++) {
+            const int64_t row = row0 + m;
+            const int32_t* of_terms = x.sums + x.half_at(row, 0, 0);
+            for (int at = 0; at < outputs; at += kInterleaved) {
+                vi firsts[kQuadVectors], seconds[kQuadVectors];
+                load_sums(sums + 2 * m * kStride + at, firsts);
+                load_sums(sums + (2 * m + 1) * kStride + at, seconds);
+                for (int v = 0; v < kQuadVectors && at + v * kTile < outputs; v++) {
+                    const int output = first + at + v * kTile;
+                    const vf whole = to_float(firsts[v] - splat_i(128 * of_terms[0])),
+                             more = to_float(seconds[v] - splat_i(128 * of_terms[kTile]));
+                    const vf unscaled = kTwoTerms ? fma(whole, splat(kWholeUnit), more)
+                                                  : fma(more, splat(kOutlierUnit), whole);
+                    const vf scale = load(scales + (int64_t)tile * kTile + output);
+                    store(acc + ((int64_t)output * M + m * kTile),
+                          unscaled * (scale * splat(x.scales[x.at(row, 0)])));
+                }
+            }
+        }
+    }
+}
+
+// -- 4-bit --
+
+// A group of 32 inputs lies as [32 inputs][outputs / 2]: byte j of sixteen holds the codes of outputs j (low)
+// and j + 16 of two tiles. Behind them lie the scales of all outputs, then their mins or zeros.
+
+template <ScaleType S, Low L>
+constexpr size_t tile_group_bytes() {
+    return 256 + scale_bytes<S>() + low_bytes<S, L>();
+}
+
+// Does what add_columns does with 4-bit codes: sums [M][2 terms][outputs], of which each 2 * kInterleaved are
+// the low codes' and then the high ones'.
+template <int M, bool kSecond>
+OCTAVO_INLINE void add_nibbles(const Columns& columns, const Columns& ahead, const vi (&terms)[M][2],
+                               int num_bytes, int outputs, int32_t* sums) {
+    for (int at = 0; at < num_bytes; at += kInterleaved) {
+        vi quads[kQuadVectors];
+        interleave(columns, at, quads);
+        for (int i = 0; i < 4; i++) __builtin_prefetch(ahead[i] + at, 0, 3);
+        for (int v = 0; v < kQuadVectors; v++)
+            for (int half = 0; half < 2; half++) {
+                const vi codes = (half ? quads[v] >> 4 : quads[v]) & 0x0f0f0f0f;
+                for (int m = 0; m < M; m++) {
+                    int32_t* to = sums + 2 * m * outputs + 2 * at + half * kInterleaved + v * kTile;
+                    store_i(to, dot4(load_i(to), codes, terms[m][0]));
+                    if (kSecond) store_i(to + outputs, dot4(load_i(to + outputs), codes, terms[m][1]));
+                }
+            }
+    }
+}
+
+// Multiplies M rows by `count` tiles from `tile` on, into acc [..][M][16]. A product of one tile of a pair
+// computes both.
+template <int M, ScaleType S, Low L>
+void sparse_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
+                    uint8_t* scratch) {
+    constexpr int kOutputs = kBlockSums / M, kStride = kOutputs + 2 * kInterleaved;
+    const size_t group_bytes = (size_t)w.num_tiles() * tile_group_bytes<S, L>();
+    const size_t codes = (size_t)kGroup * w.column_stride, all_scales = w.num_tiles() * scale_bytes<S>();
+    ActiveInputs active(scratch, x.num_groups);
+    find_active<M>(x, row0, kGroup, active);
+    alignas(64) int32_t sums[2 * M * kStride];
+    alignas(64) float totals[M * kStride];
+    const int from = tile / 2 * 2, end = (tile + count + 1) / 2 * 2;
+    for (int block = from; block < end; block += kOutputs / kTile) {
+        const int tiles = std::min(kOutputs / kTile, end - block);
+        const auto columns_at = [&](int i, Columns& columns) {
+            for (int c = 0; c < 4; c++) {
+                const int input = active.inputs[i + c];
+                columns[c] = w.data + input / kGroup * group_bytes +
+                             (int64_t)(input % kGroup) * w.column_stride + block * (kTile / 2);
+            }
+        };
+        std::memset(totals, 0, sizeof totals);
+        for (int g = 0; g < x.num_groups; g++) {
+            std::memset(sums, 0, sizeof sums);
+            for (int i = g ? active.ends[g - 1] : 0; i < active.ends[g]; i += 4) {
+                Columns columns, ahead;
+                columns_at(i, columns);
+                columns_at(i + 4, ahead);
+                vi terms[M][2];
+                const bool second = load_terms<M>(active, i, terms);
+                second ? add_nibbles<M, true>(columns, ahead, terms, tiles * kTile / 2, kStride, sums)
+                       : add_nibbles<M, false>(columns, ahead, terms, tiles * kTile / 2, kStride, sums);
+            }
+            const uint8_t* scales = w.data + g * group_bytes + codes;
+            for (int m = 0; m < M; m++) {
+                const int64_t row = row0 + m;
+                const int32_t* halves = x.sums + x.half_at(row, g, 0);
+                const vi zeros = splat_i(-w.zero_point * (halves[0] + halves[kTile]));
+                const float d = x.scales[x.at(row, g)], scaled = x.scaled_sums[x.at(row, g)];
+                const int both = 2 * kInterleaved;  // low codes' sums, then the high ones'
+                for (int at = 0; at < (tiles * kTile + both - 1) / both * both; at += kInterleaved) {
+                    vi firsts[kQuadVectors], seconds[kQuadVectors];
+                    load_sums(sums + 2 * m * kStride + at, firsts);
+                    if (kTwoTerms) load_sums(sums + (2 * m + 1) * kStride + at, seconds);
+                    for (int v = 0; v < kQuadVectors; v++) {
+                        const int pair = at / (2 * kInterleaved) * kQuadVectors + v,
+                                  of = 2 * pair + at / kInterleaved % 2;  // the tile of the block
+                        if (of >= tiles) break;
+                        const vi sum = (kTwoTerms ? firsts[v] * kFirstUnit + seconds[v] : firsts[v]) + zeros;
+                        const vf scale = load_scale<S>(scales + (block + of) * scale_bytes<S>());
+                        float* total = totals + m * kStride + of * kTile;
+                        vf to = fma(to_float(sum), scale * d, load(total));
+                        if (L != Low::none)
+                            to = fma(
+                                load_min<S, L>(scales + all_scales + (block + of) * low_bytes<S, L>(), scale),
+                                splat(scaled), to);
+                        store(total, to);
+                    }
+                }
+            }
+        }
+        for (int of = std::max(tile - block, 0); of < std::min(tiles, tile + count - block); of++)
+            for (int m = 0; m < M; m++)
+                store(acc + ((int64_t)(block + of - tile) * M + m) * kTile,
+                      load(totals + m * kStride + of * kTile));
+    }
+}
+
+template <int M, ScaleType S>
+void choose_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
+                    uint8_t* scratch) {
+    switch (w.low) {
+        case Low::none: return sparse_nibbles<M, S, Low::none>(w, tile, count, x, row0, acc, scratch);
+        case Low::min: return sparse_nibbles<M, S, Low::min>(w, tile, count, x, row0, acc, scratch);
+        case Low::zero: return sparse_nibbles<M, S, Low::zero>(w, tile, count, x, row0, acc, scratch);
+    }
+}
+
+// -- many rows --
+
+// Puts the tiles of pairs together from the columns of 4-bit codes, as gather_tiles does.
+void gather_nibbles(const Tiles& w, int tile, int count, uint8_t* to) {
+    const size_t scale = w.scale_type == ScaleType::fp16 ? 32 : 64,
+                 low = w.low == Low::none   ? 0
+                       : w.low == Low::zero ? kTile
+                                            : scale,
+                 step = 256 + scale + low;
+    const int all = w.num_tiles();
+    for (int g = 0; g < w.num_groups; g++) {
+        const uint8_t* group = w.data + g * all * step;
+        const uint8_t* levels = group + (size_t)kGroup * w.column_stride;
+        for (int t = tile / 2 * 2; t < tile + count; t += 2)
+            for (int v = 0; v < 4; v++) {
+                alignas(64) uint8_t low_codes[4][kTile], high_codes[4][kTile];
+                for (int b = 0; b < 4; b++) {
+                    const uint8_t* first = group + (int64_t)(8 * v + b) * w.column_stride + t * (kTile / 2);
+                    const uint8_t* second = first + 4 * (int64_t)w.column_stride;
+                    for (int o = 0; o < kTile; o++) {
+                        low_codes[b][o] = (uint8_t)((first[o] & 15) | (second[o] << 4));
+                        high_codes[b][o] = (uint8_t)((first[o] >> 4) | (second[o] & 240));
+                    }
+                }
+                const Columns lows = {low_codes[0], low_codes[1], low_codes[2], low_codes[3]},
+                              highs = {high_codes[0], high_codes[1], high_codes[2], high_codes[3]};
+                const auto at = [&](int of) { return to + (of - tile) * w.tile_bytes + g * step + 64 * v; };
+                if (t >= tile) interleave16(lows, 0, at(t));
+                if (t + 1 < tile + count) interleave16(highs, 0, at(t + 1));
+            }
+        for (int t = tile; t < tile + count; t++) {
+            uint8_t* out = to + (t - tile) * w.tile_bytes + g * step + 256;
+            std::memcpy(out, levels + t * scale, scale);
+            std::memcpy(out + scale, levels + all * scale + t * low, low);
+        }
+    }
+}
+
+// Puts `count` tiles together from their columns, one behind the other; returns a weight of them alone.
+Tiles gather_tiles(const Tiles& w, int tile, int count, uint8_t* to) {
+    Tiles gathered = w;
+    gathered.column_stride = 0;
+    gathered.num_rows = std::min(count * kTile, w.num_rows - tile * kTile);
+    gathered.tile_stride = w.tile_bytes;
+    gathered.data = to;
+    if (w.code == Code::u4) {
+        gather_nibbles(w, tile, count, to);
+        return gathered;
+    }
+    for (int k = 0; k < w.num_groups * kGroup; k += 4) {
+        Columns columns;
+        for (int c = 0; c < 4; c++) columns[c] = w.data + (int64_t)(k + c) * w.column_stride;
+        for (int t = 0; t < count; t++)
+            interleave16(columns, (int64_t)(tile + t) * kTile, to + t * w.tile_bytes + 16 * (size_t)k);
+    }
+    const uint8_t* scales = w.data + codes_bytes(w);
+    constexpr size_t kScales = kTile * sizeof(float);
+    for (int t = 0; t < count; t++)
+        std::memcpy(to + (t + 1) * w.tile_bytes - kScales, scales + (tile + t) * kScales, kScales);
+    return gathered;
+}
+
+size_t column_scratch_bytes(const Tiles& w) {
+    const size_t few = ActiveInputs::num_bytes(w.num_groups), many = kGatheredTiles * w.tile_bytes;
+    return (std::max(few, many) + 63) / 64 * 64;
+}
+
+template <int M>
+void few_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
+                 uint8_t* scratch) {
+    if (w.code == Code::i8) return sparse_columns<M>(w, tile, count, x, row0, acc, scratch);
+    w.scale_type == ScaleType::fp16
+        ? choose_nibbles<M, ScaleType::fp16>(w, tile, count, x, row0, acc, scratch)
+        : choose_nibbles<M, ScaleType::fp32>(w, tile, count, x, row0, acc, scratch);
+}
+
+// `dense` multiplies tiles, as KernelTable::tile_products does.
+template <typename Dense>
+void multiply_columns(const Dense& dense, const Tiles& w, int tile, int count, const Rows& x, int64_t row0,
+                      int num_rows, float* acc, uint8_t* scratch) {
+    switch (num_rows) {
+        case 1: return few_columns<1>(w, tile, count, x, row0, acc, scratch);
+        case 2: return few_columns<2>(w, tile, count, x, row0, acc, scratch);
+        case 3: return few_columns<3>(w, tile, count, x, row0, acc, scratch);
+        case 4: return few_columns<4>(w, tile, count, x, row0, acc, scratch);
+    }
+    const Tiles gathered = gather_tiles(w, tile, count, scratch);
+    for (int t = 0; t < count; t += 2) {
+        const auto sums_at = [&](int at) { return acc + (int64_t)at * num_rows * kTile; };
+        const TileRef refs[2] = {{&gathered, t, sums_at(t)}, {&gathered, t + 1, sums_at(t + 1)}};
+        dense(refs, std::min(2, count - t), x, row0, num_rows, scratch + column_scratch_bytes(w));
+    }
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,149 @@
+// Products of single rows that read no weight whose input is zero.
+//
+// A row is a sequence of words of 32 bits (four int8, two bf16, one fp32), and a tile of these formats has one
+// vector of 16 outputs for each. A word of zeros changes no sum, and the words that are left are added in the
+// order of linear.inl, so the results are the same bits. Lines are prefetched word by word: what is skipped
+// keeps the hardware's prefetcher from seeing a stream.
+#pragma once
+#include "linear.inl"
+
+namespace octavo {
+namespace {
+
+// Rows of a call up to which skipping pays: more rows share few zeros, and reading a weight once for all of
+// them is cheaper.
+constexpr int kSkippingRows = 2;
+// Whether bf16 sums have the order of linear.inl: the tile unit's is another.
+#if defined(__AMX_INT8__)
+constexpr bool kSkipsBf16 = false;
+#else
+constexpr bool kSkipsBf16 = true;
+#endif
+// Words from one that is multiplied to the one that is prefetched: with a tenth of the inputs left, 256 were
+// better than 64 and 768 on a 2-core Xeon (avx512_bf16), for int8 and bf16.
+constexpr int kWordsAhead = 256;
+
+// A row's words, and the tile that they meet.
+struct RowWords {
+    const uint8_t* first;
+    const uint8_t* second;  // of the second terms, or null
+    int32_t bits;  // bits of a word that tell it from zero: a float's sign does not
+    int count;  // a multiple of 16
+
+    // Returns a bit for each of the sixteen words from `base` on.
+    OCTAVO_INLINE uint32_t active(int base) const {
+        vi words = load_i(first + 4 * (size_t)base);
+        if (second) words = words | load_i(second + 4 * (size_t)base);
+        return nonzero_lanes(words & bits);
+    }
+};
+
+// Calls fn(word) for the words that are not zero, in order; a vector of the tile has kBytes, and behind the
+// tile lies the next one, which the same row meets.
+template <size_t kBytes, typename Fn>
+OCTAVO_INLINE void each_word(const RowWords& row, const uint8_t* tile, size_t tile_bytes, const Fn& fn) {
+    for (int base = 0; base < row.count; base += 16) {
+        int ahead = base + kWordsAhead;
+        const uint8_t* to = tile;
+        if (ahead >= row.count) ahead -= row.count, to += tile_bytes;
+        if (ahead >= 0 && ahead < row.count)
+            for (uint32_t left = row.active(ahead); left; left &= left - 1)
+                __builtin_prefetch(to + kBytes * (size_t)(ahead + __builtin_ctz(left)), 0, kIntoCache);
+        fn(base, row.active(base));
+    }
+}
+
+// Four inputs a word. Sums are exact, so their order is free.
+void skipping_int8(const TileRef& ref, const Rows& x, int64_t row, int done) {
+    const Tiles& w = *ref.weight;
+    const uint8_t* tile = ref.data();
+    const int inputs = w.num_groups * kGroup;
+    const uint8_t* q = (const uint8_t*)x.values + row * x.stride;
+    const int32_t* sums = x.sums + x.half_at(row, 0, 0);
+    float* out = ref.acc + 16 * done;
+    vi first = {}, second = {};
+    const RowWords words{q, kTwoTerms ? q + inputs : nullptr, -1, inputs / 4};
+    each_word<64>(words, tile, w.tile_bytes, [&](int base, uint32_t left) {
+        for (; left; left &= left - 1) {
+            const size_t at = base + __builtin_ctz(left);
+            const vi codes = load_i(tile + 64 * at);
+            if (kTwoTerms) {
+                const vi offset = codes ^ (int32_t)0x80808080;
+                first = dot4(first, offset, broadcast4(q + 4 * at));
+                second = dot4(second, offset, broadcast4(q + inputs + 4 * at));
+            } else {
+                first = dot4_signed(first, for_dot4_signed(codes), broadcast4(q + 4 * at));
+            }
+        }
+    });
+    const vf scale = scales_of(w, tile);
+    if (kTwoTerms)
+        return store(out, scale_whole(x, row, scale, first - 128 * sums[0], second - 128 * sums[kTile]));
+    vi more[1] = {splat_i(-kSignedOffset * sums[kTile])};
+    const uint8_t* const tiles[1] = {tile};
+    add_outliers<1>(OutlierList((int8_t*)q, inputs), tiles, more);
+    first += splat_i(-kSignedOffset * sums[0]);
+    store(out, fma(to_float(more[0]), splat(kOutlierUnit), to_float(first)) *
+                   (scale * splat(x.scales[x.at(row, 0)])));
+}
+
+// Two inputs a word, in one chain.
+void skipping_bf16(const TileRef& ref, const Rows& x, int64_t row, int done) {
+    const uint8_t* tile = ref.data();
+    const uint8_t* values = (const uint8_t*)x.values + 2 * row * x.stride;
+    vf acc = {};
+    const RowWords words{values, nullptr, 0x7fff7fff, x.num_groups * kGroup / 2};
+    each_word<64>(words, tile, ref.weight->tile_bytes, [&](int base, uint32_t left) {
+        for (; left; left &= left - 1) {
+            const size_t at = base + __builtin_ctz(left);
+            acc = dot2_bf16(acc, load_i(tile + 64 * at), broadcast4(values + 4 * at));
+        }
+    });
+    store(ref.acc + 16 * done, acc);
+}
+
+// One input a word, in four chains.
+template <bool kHalf>
+void skipping_float(const TileRef& ref, const Rows& x, int64_t row, int done) {
+    constexpr size_t kBytes = kHalf ? 32 : 64;
+    const uint8_t* tile = ref.data();
+    const float* values = (const float*)x.values + row * x.stride;
+    vf acc[4] = {};
+    const RowWords words{(const uint8_t*)values, nullptr, 0x7fffffff, x.num_groups * kGroup};
+    each_word<kBytes>(words, tile, ref.weight->tile_bytes, [&](int base, uint32_t active) {
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++)
+            for (uint32_t left = active & (0x1111u << c); left; left &= left - 1) {
+                const size_t at = base + __builtin_ctz(left);
+                const uint8_t* p = tile + kBytes * at;
+                const vf weights = kHalf ? load_fp16((const uint16_t*)p) : load((const float*)p);
+                acc[c] = fma(weights, splat(values[at]), acc[c]);
+            }
+    });
+    store(ref.acc + 16 * done, (acc[0] + acc[1]) + (acc[2] + acc[3]));
+}
+
+using SkippingProduct = void (*)(const TileRef& ref, const Rows& x, int64_t row, int done);
+
+// Null for weights with scales between their codes: a group's sum is scaled whether or not words are skipped.
+SkippingProduct choose_skipping(Code code) {
+    switch (code) {
+        case Code::i8: return skipping_int8;
+        case Code::bf16: return kSkipsBf16 ? skipping_bf16 : nullptr;
+        case Code::fp16: return skipping_float<true>;
+        case Code::fp32: return skipping_float<false>;
+        default: return nullptr;
+    }
+}
+
+// Multiplies as vector_products does; false, with nothing done, where that is as good.
+bool skipping_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows) {
+    const SkippingProduct product = choose_skipping(tiles->weight->code);
+    if (!x.skips_zeros || num_rows > kSkippingRows || !product) return false;
+    for (int i = 0; i < count; i++)
+        for (int m = 0; m < num_rows; m++) product(tiles[i], x, row0 + m, m);
+    return true;
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,298 @@
+// Routed experts on the executor: what they make of each row is what plain loops in double make, and bitwise
+// the same alone or in a batch, on any number of threads, and beside rows that are not numbers.
+#include "../core/executor.h"
+
+#include <algorithm>
+
+#include "matrices.h"
+
+namespace octavo::test {
+
+namespace {
+
+constexpr int kTable = 90, kHidden = 64, kInner = 70, kExperts = 8, kChosen = 3, kMostRows = 400;
+constexpr int kFaulty = kTable - 1;  // a row of the table that is not of numbers
+
+using Score = RouteSpec::Score;
+using GroupRank = RouteSpec::GroupRank;
+
+struct Experts {
+    Floats table, correction, bias;
+    PackedTiles packed;
+    TestMatrix router;
+    std::vector<TestMatrix> gates, ups, downs;
+
+    Experts(Format f, ThreadPool& pool)
+        : table(normal(kTable * kHidden, 1)),
+          correction(normal(kExperts, 2, 0.2f)),
+          bias(normal(kExperts * kHidden, 3)),
+          router(kExperts, kHidden, 4, Format::fp32, pool) {
+        std::fill_n(table.end() - kHidden, kHidden, NAN);
+        WeightMemory memory;
+        packed =
+            pack(pool, memory,
+                 Matrix{Matrix::Kind::fp32, (const uint8_t*)table.data(), kTable, kHidden, kHidden * 4, 4},
+                 Code::fp32);
+        for (uint32_t e = 0; e < kExperts; e++) {
+            gates.emplace_back(kInner, kHidden, 10 + e, f, pool);
+            ups.emplace_back(kInner, kHidden, 20 + e, f, pool);
+            downs.emplace_back(kHidden, kInner, 30 + e, f, pool);
+        }
+    }
+};
+
+RouteSpec route_of(Score score, int groups, GroupRank rank) {
+    return RouteSpec{.top_k = kChosen,
+                     .score = score,
+                     .bias = nullptr,
+                     .num_groups = groups,
+                     .top_groups = 2,
+                     .group_rank = rank,
+                     .normalize = score == Score::sigmoid,
+                     .scale = 1.5f,
+                     .jitter = 0.3f};
+}
+
+// -- plain loops --
+
+std::vector<double> scores_of(const RouteSpec& spec, const Row& logits) {
+    Row scores = logits;
+    double sum = 0;
+    for (const double z : logits) sum += std::exp(z);
+    for (double& z : scores) {
+        if (spec.score == Score::softmax) z = std::exp(z) / sum;
+        if (spec.score == Score::sigmoid) z = 1 / (1 + std::exp(-z));
+    }
+    return scores;
+}
+
+// Returns the experts of groups that rank among the best.
+std::vector<bool> allowed(const RouteSpec& spec, const Row& choice) {
+    const int size = kExperts / spec.num_groups;
+    std::vector<std::pair<double, int>> ranks;
+    for (int g = 0; g < spec.num_groups; g++) {
+        Row group(choice.begin() + g * size, choice.begin() + (g + 1) * size);
+        std::sort(group.rbegin(), group.rend());
+        const bool two = spec.group_rank == GroupRank::two_best && size > 1;
+        ranks.push_back({group[0] + (two ? group[1] : 0), g});
+    }
+    std::sort(ranks.rbegin(), ranks.rend());
+    std::vector<bool> keep(kExperts, spec.num_groups == 1);
+    for (int i = 0; i < spec.top_groups && spec.num_groups > 1; i++)
+        std::fill_n(keep.begin() + ranks[i].second * size, size, true);
+    return keep;
+}
+
+Row weights_of(const RouteSpec& spec, const Row& logits, const Row& scores, const std::vector<int>& ids) {
+    Row weights;
+    std::vector<bool> taken(kExperts, false);
+    double sum = 0, chosen = 0;
+    for (const int e : ids) chosen += std::exp(logits[e]);
+    for (const int e : ids) {
+        double near = 0;
+        for (int i = 0; i < kExperts; i++) {
+            const double margin = 2 * (double)spec.jitter * std::max(std::fabs(logits[i]), logits[e]);
+            if (!taken[i] && logits[e] - logits[i] <= margin) near += std::exp(logits[i] - logits[e]);
+        }
+        taken[e] = true;
+        weights.push_back(spec.score == Score::sparsemixer     ? 1 / near
+                          : spec.score == Score::sigmoid_top_k ? 1 / (1 + std::exp(-logits[e]))
+                          : spec.score == Score::softmax_top_k ? std::exp(logits[e]) / chosen
+                                                               : scores[e]);
+        sum += weights.back();
+    }
+    for (double& w : weights) w *= spec.scale / (spec.normalize ? sum : 1);
+    return weights;
+}
+
+Row plain(const Experts& experts, const RouteSpec& spec, int token) {
+    const float* first = experts.table.data() + (size_t)token * kHidden;
+    const Row x(first, first + kHidden), logits = experts.router.times(x), scores = scores_of(spec, logits);
+    Row choice = scores;
+    for (int e = 0; e < kExperts && spec.bias; e++) choice[e] += spec.bias[e];
+    const std::vector<bool> keep = allowed(spec, choice);
+    std::vector<int> ids;
+    for (int e = 0; e < kExperts; e++)
+        if (keep[e]) ids.push_back(e);
+    std::sort(ids.begin(), ids.end(), [&](int a, int b) { return choice[a] > choice[b]; });
+    ids.resize(kChosen);
+    const Row weights = weights_of(spec, logits, scores, ids);
+    Row out(kHidden, 0);
+    for (int j = 0; j < kChosen; j++) {
+        const int e = ids[j];
+        Row read = x;
+        for (double& value : read) value *= spec.scales_rows ? weights[j] : 1;
+        Row inner = experts.gates[e].times(read);
+        const Row up = experts.ups[e].times(read);
+        for (int i = 0; i < kInner; i++) inner[i] = inner[i] / (1 + std::exp(-inner[i])) * up[i];
+        const Row down = experts.downs[e].times(inner);
+        for (int i = 0; i < kHidden; i++)
+            out[i] += (spec.scales_rows ? 1 : weights[j]) * (down[i] + experts.bias[(size_t)e * kHidden + i]);
+    }
+    return out;
+}
+
+// -- the executor --
+
+ExpertsSpec product_of(Executor& e, int route, const PreparedRows* rows,
+                       const std::vector<TestMatrix>& weights, const Place& out) {
+    ExpertsSpec spec{.rows = rows, .plan = e.expert_plan(route), .out = out};
+    for (const TestMatrix& m : weights) {
+        spec.weights.push_back(m.packed.tiles);
+        spec.owners.push_back(m.packed.memory);
+    }
+    return spec;
+}
+
+void add_gated(Executor& e, int route, const PreparedRows* rows, const Experts& experts, const Place& inner) {
+    ExpertsSpec spec = product_of(e, route, rows, experts.gates, inner);
+    for (const TestMatrix& m : experts.ups) {
+        spec.ups.push_back(m.packed.tiles);
+        spec.owners.push_back(m.packed.memory);
+    }
+    spec.epilogue.gated = true;
+    spec.epilogue.activation = 0;
+    e.add_experts(std::move(spec));
+}
+
+// Converts the rows of the second product in the first one, or in a stage of its own where the format needs
+// whole rows, or the first product reads the memory that they would have.
+const PreparedRows* inner_rows(Executor& e, const KernelTable& kernels, int route, const Tiles& down,
+                               const Place& inner) {
+    const RowType type = kernels.row_type(down.code);
+    if (!e.expert_plan(route)->scales_rows && type != RowType::whole && type != RowType::outliers) {
+        const PreparedRows* rows = e.convert_in_last_stage(inner, down);
+        e.begin_stage(false, 1);
+        return rows;
+    }
+    e.begin_stage(false, 1);
+    return e.add_expert_conversion(inner, route, down);
+}
+
+void build(Executor& e, const KernelTable& kernels, const Experts& experts, RouteSpec spec) {
+    Arena tokens{Axis::tokens}, rows{Axis::experts}, samples{Axis::samples};
+    const Place x = tokens.place(kHidden), out = tokens.place(kHidden), inner = rows.place(kInner),
+                down = rows.place(kHidden), sampled = samples.place(kHidden);
+    spec.logits = tokens.place(kExperts);
+    spec.weights = tokens.place(kChosen);
+    e.begin_stage(false, 0);
+    e.add_row_op(make_embedding({experts.packed.tiles, experts.packed.memory, x}));
+    const PreparedRows* converted = e.add_conversion(x, {}, experts.router.packed.tiles);
+    e.begin_stage(false, 0);
+    e.add_linear(LinearSpec{.rows = converted, .parts = {part(experts.router, spec.logits)}});
+    e.begin_stage(false, 1);
+    const int route = e.add_route(spec);
+    const Tiles& gate = experts.gates[0].packed.tiles;
+    if (!spec.scales_rows) converted = e.convert_in_route(x, gate);
+    e.begin_stage(false, 1);
+    if (spec.scales_rows) converted = e.add_expert_conversion(x, route, gate, &spec.weights);
+    add_gated(e, route, converted, experts, inner);
+    converted = inner_rows(e, kernels, route, experts.downs[0].packed.tiles, inner);
+    ExpertsSpec second = product_of(e, route, converted, experts.downs, down);
+    second.bias = experts.bias.data();
+    e.add_experts(std::move(second));
+    e.begin_stage(false, 2);
+    e.add_row_op(make_combine(down, spec.weights, out, *e.expert_plan(route)));
+    e.begin_stage(true, 3);
+    e.add_row_op(make_gather(out, sampled));
+    e.begin_stage(true, 3);
+    e.add_output(sampled);
+    e.finish(tokens.used, 0, samples.used, rows.used);
+}
+
+struct Runner {
+    ThreadPool pool;
+    Executor executor;
+    KvMemory kv;
+
+    Runner(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, int threads)
+        : pool(threads),
+          executor(pool, kernels, kMostRows, kHidden),
+          kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}}) {
+        build(executor, kernels, experts, spec);
+    }
+    Floats run(const std::vector<int32_t>& ids) {
+        const int count = (int)ids.size();
+        std::vector<int32_t> rows(count), slots(count, -1), starts = {0, count}, zero = {0};
+        for (int i = 0; i < count; i++) rows[i] = i;
+        Floats out((size_t)count * kHidden);
+        Batch b{};
+        b.num_tokens = b.num_samples = count;
+        b.num_requests = b.table_width = b.num_axes = 1;
+        b.token_ids = ids.data();
+        b.places = b.positions = b.sample_rows = rows.data();
+        b.query_starts = starts.data();
+        b.context_lens = b.block_tables = zero.data();
+        b.slots = slots.data();
+        b.out_rows = out.data();
+        executor.run(b, kv);
+        return out;
+    }
+};
+
+// -- tests --
+
+Floats row_of(const Floats& rows, size_t row) {
+    return Floats(rows.begin() + (int64_t)row * kHidden, rows.begin() + (int64_t)(row + 1) * kHidden);
+}
+
+std::vector<int32_t> some_tokens(int count) {
+    std::mt19937 generator(5);
+    std::vector<int32_t> ids(count);
+    for (int32_t& id : ids) id = (int32_t)(generator() % kFaulty);
+    return ids;
+}
+
+void check_against_plain(const Floats& found, const std::vector<int32_t>& ids, const Experts& experts,
+                         const RouteSpec& spec, Format format) {
+    double error = 0, size = 0;
+    for (size_t t = 0; t < ids.size(); t++) {
+        const Row wanted = plain(experts, spec, ids[t]);
+        for (int i = 0; i < kHidden; i++) {
+            error += std::pow(found[t * kHidden + i] - wanted[i], 2);
+            size += std::pow(wanted[i], 2);
+        }
+    }
+    const double bounds[] = {1e-5, 0.01, 0.02, 0.02};
+    CHECK(std::sqrt(error / size) < bounds[(int)format], "%s, score %d: off by %g of the rows' size",
+          kFormatNames[(int)format], (int)spec.score, std::sqrt(error / size));
+}
+
+void test_format(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, Format format) {
+    const std::vector<int32_t> ids = some_tokens(kMostRows);
+    Runner one(kernels, experts, spec, 1), three(kernels, experts, spec, 3);
+    const Floats wanted = one.run(ids);
+    check_against_plain(wanted, ids, experts, spec, format);
+    CHECK(same_bits(three.run(ids), wanted), "%s on three threads", kFormatNames[(int)format]);
+    for (const size_t row : {0, 7, 399})
+        CHECK(same_bits(three.run({ids[row]}), row_of(wanted, row)), "%s, row %zu alone",
+              kFormatNames[(int)format], row);
+    std::vector<int32_t> beside(ids.begin(), ids.begin() + 9);
+    beside[4] = kFaulty;
+    const Floats found = three.run(beside);
+    for (const size_t row : {0, 3, 5, 8})
+        CHECK(same_bits(row_of(found, row), row_of(wanted, row)), "%s, row %zu beside one without numbers",
+              kFormatNames[(int)format], row);
+}
+
+}  // namespace
+
+void test_experts(const KernelTable& kernels) {
+    ThreadPool packers(1);
+    for (const Format format : {Format::fp32, Format::bf16, Format::int8, Format::int4}) {
+        const Experts experts(format, packers);
+        test_format(kernels, experts, route_of(Score::softmax, 1, GroupRank::two_best), format);
+        RouteSpec scaled = route_of(Score::sigmoid_top_k, 1, GroupRank::two_best);
+        scaled.scales_rows = true;
+        test_format(kernels, experts, scaled, format);
+        if (format != Format::fp32) continue;
+        RouteSpec corrected = route_of(Score::sigmoid, 4, GroupRank::two_best);
+        corrected.bias = experts.correction.data();
+        for (const RouteSpec& spec : {corrected, route_of(Score::softmax, 4, GroupRank::best),
+                                      route_of(Score::softmax_top_k, 1, GroupRank::two_best),
+                                      route_of(Score::sparsemixer, 1, GroupRank::two_best)})
+            test_format(kernels, experts, spec, format);
+    }
+}
+
+}  // namespace octavo::test

@@ -1,0 +1,131 @@
+// Ranks as threads, each with a mapping of its own: their collectives, in slots that grow and in several
+// pieces, and the end of a wait for a rank that never comes.
+#include "../core/shared_ranks.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "check.h"
+
+namespace octavo::test {
+
+namespace {
+
+// A file that is gone once its last descriptor is closed.
+struct MemoryFile {
+    int file;
+    explicit MemoryFile(const std::string& directory) {
+        std::string name = directory + "/ranks-XXXXXX";
+        file = mkstemp(name.data());
+        CHECK(file >= 0);
+        unlink(name.c_str());
+    }
+    ~MemoryFile() { close(file); }
+};
+
+void on_ranks(int file, int num_ranks, const std::function<void(SharedRanks&)>& run) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < num_ranks; rank++)
+        threads.emplace_back([=, &run] {
+            SharedRanks ranks(file, rank, num_ranks);
+            run(ranks);
+        });
+    for (auto& thread : threads) thread.join();
+}
+
+Floats part_of(int rank, size_t count) { return normal(count, 7 + (uint32_t)rank, (float)(1 + rank)); }
+
+// Sums are those of a loop in rank order, bit by bit, whether they fit a slot or take several.
+void test_sums(const std::string& directory, int num_ranks) {
+    for (const size_t count : {1, 577, 40'000}) {
+        MemoryFile memory(directory);
+        Floats wanted(count);
+        for (int rank = 0; rank < num_ranks; rank++) {
+            const Floats part = part_of(rank, count);
+            for (size_t i = 0; i < count; i++) wanted[i] = rank ? wanted[i] + part[i] : part[i];
+        }
+        on_ranks(memory.file, num_ranks, [&](SharedRanks& ranks) {
+            for (int round = 0; round < 20; round++) {
+                Floats sum(count);
+                const Floats part = part_of(ranks.rank(), count);
+                ranks.all_reduce(part.data(), sum.data(), count);
+                CHECK(same_bits(sum, wanted));
+                if (round == 9) ranks.reserve(count * sizeof(float));
+            }
+        });
+    }
+}
+
+// Rank r has r + 1 columns, each entry its rank and place.
+void test_columns(const std::string& directory, int num_ranks) {
+    MemoryFile memory(directory);
+    std::vector<int> widths;
+    for (int rank = 0; rank < num_ranks; rank++) widths.push_back(rank * 5'000 + 1);
+    on_ranks(memory.file, num_ranks, [&](SharedRanks& ranks) {
+        const size_t rows = 9, own = (size_t)widths[ranks.rank()];
+        size_t width = 0;
+        for (const int w : widths) width += (size_t)w;
+        Floats x(rows * own), out(rows * width);
+        for (size_t i = 0; i < x.size(); i++) x[i] = (float)(ranks.rank() * 1'000'000) + (float)i;
+        ranks.all_gather(x.data(), out.data(), rows, widths);
+        for (size_t row = 0, at = 0; row < rows; row++)
+            for (int rank = 0; rank < num_ranks; rank++)
+                for (int column = 0; column < widths[rank]; column++)
+                    CHECK(out[at++] == (float)(rank * 1'000'000) + (float)(row * widths[rank] + column));
+    });
+}
+
+void test_first(const std::string& directory) {
+    MemoryFile memory(directory);
+    on_ranks(memory.file, 3, [&](SharedRanks& ranks) {
+        std::vector<uint8_t> bytes(100'000);
+        for (size_t i = 0; i < bytes.size(); i++) bytes[i] = (uint8_t)(i * (ranks.rank() ? 3 : 1));
+        ranks.from_first(bytes.data(), bytes.size());
+        for (size_t i = 0; i < bytes.size(); i++) CHECK(bytes[i] == (uint8_t)i);
+    });
+}
+
+// The second of two ranks never comes to the sum, and ends the first one's wait from its own mapping.
+void test_abort(const std::string& directory) {
+    using Clock = std::chrono::steady_clock;
+    MemoryFile memory(directory);
+    SharedRanks first(memory.file, 0, 2), second(memory.file, 1, 2);
+    bool was_aborted = false;
+    std::thread waiting([&] {
+        float x = 1;
+        try {
+            first.all_reduce(&x, &x, 1);
+        } catch (const RanksAborted&) {
+            was_aborted = true;
+        }
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const auto start = Clock::now();
+    second.abort();
+    waiting.join();
+    CHECK(was_aborted && Clock::now() - start < std::chrono::seconds(5));
+    bool again = false;
+    try {
+        second.reserve(1);
+    } catch (const RanksAborted&) {
+        again = true;
+    }
+    CHECK(again);
+}
+
+}  // namespace
+
+void test_shared_ranks(const std::string& directory) {
+    for (const int num_ranks : {1, 2, 3}) {
+        test_sums(directory, num_ranks);
+        test_columns(directory, num_ranks);
+    }
+    test_first(directory);
+    test_abort(directory);
+}
+
+}  // namespace octavo::test

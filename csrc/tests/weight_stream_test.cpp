@@ -1,0 +1,273 @@
+// Streamed weights: every stage finds the bytes of its chunk, whatever the disk does. Reads that fail or end too
+// early are the step's error or the start's, slow ones are waited for, and nothing hangs.
+#include "../core/weight_stream.h"
+
+#include <fcntl.h>
+
+#include <cerrno>
+#include <chrono>
+#include <optional>
+#include <thread>
+
+#include "../core/thread_pool.h"
+#include "check.h"
+
+namespace octavo::test {
+
+namespace {
+
+constexpr size_t kPage = (size_t)kDirectAlign;
+
+// Faults of the disk: `fails_at` counts reads down to the one that fails with `error`, 0 being a read that finds
+// the file's end; with `erratic`, reads are slow, interrupted or short.
+std::atomic<int> fails_at{-1}, error{0};
+std::atomic<bool> erratic{false};
+std::atomic<uint32_t> reads{0};
+
+ssize_t read_at(int file, void* to, size_t bytes, off_t offset) {
+    if (fails_at >= 0 && fails_at-- == 0) {
+        if (error == 0) return 0;
+        errno = error;
+        return -1;
+    }
+    if (erratic) {
+        const uint32_t kind = std::minstd_rand(reads++ + 1)() % 8;
+        if (kind == 0) {
+            errno = EINTR;
+            return -1;
+        }
+        if (kind < 3) bytes = std::min(bytes, kPage);
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    return pread(file, to, bytes, offset);
+}
+
+uint32_t word_at(size_t offset) { return (uint32_t)(offset / 4 * 2654435761u); }
+
+// A file whose words tell their places.
+struct WordFile {
+    std::string path;
+    WordFile(const std::string& directory, size_t bytes) : path(directory + "/words-XXXXXX") {
+        const int file = mkstemp(path.data());
+        CHECK(file >= 0, "%s: %s", path.c_str(), std::strerror(errno));
+        std::vector<uint32_t> words(bytes / 4);
+        for (size_t i = 0; i < words.size(); i++) words[i] = word_at(4 * i);
+        CHECK(write(file, words.data(), bytes) == (ssize_t)bytes);
+        close(file);
+    }
+    ~WordFile() { unlink(path.c_str()); }
+    void truncate_to(size_t bytes) const { CHECK(truncate(path.c_str(), (off_t)bytes) == 0); }
+};
+
+// Chunks of some pages in a ring, with a kept one behind it, as the offload pass lays them.
+struct Layout {
+    std::vector<WeightChunk> resident, streamed;
+    size_t memory_bytes = 0;
+    size_t file_bytes = 0;
+};
+
+Layout layout_of(int count, size_t ring_pages, uint32_t seed) {
+    std::mt19937 generator(seed);
+    Layout layout;
+    size_t at = 0, file = 0;
+    for (int i = 0; i < count; i++) {
+        const size_t pages = 1 + generator() % (ring_pages / 2);
+        if (at + pages > ring_pages) at = 0;
+        layout.streamed.push_back({(int64_t)(file * kPage), pages * kPage, at * kPage});
+        at += pages, file += pages;
+    }
+    layout.resident.push_back({(int64_t)(file * kPage), 2 * kPage, ring_pages * kPage});
+    layout.memory_bytes = (ring_pages + 2) * kPage;
+    layout.file_bytes = (file + 2) * kPage;
+    return layout;
+}
+
+void check_words(const WeightStream& stream, const WeightChunk& chunk) {
+    const auto* words = (const uint32_t*)(stream.memory() + chunk.memory_offset);
+    for (size_t i = 0; i < chunk.bytes / 4; i++)
+        CHECK(words[i] == word_at((size_t)chunk.file_offset + 4 * i), "word %zu of the chunk at %lld", i,
+              (long long)chunk.file_offset);
+}
+
+// A step as the executor walks it: each stage waits for its chunk, reads it in several threads, and releases it.
+struct Step : ThreadPool::Work {
+    WeightStream& stream;
+    const int num_asked;  // chunks that have a stage; the others are a head's without sampled rows
+    const int num_pieces;
+    Step(WeightStream& s, int asked, int pieces) : stream(s), num_asked(asked), num_pieces(pieces) {}
+    int num_stages() const override { return num_asked; }
+    int pieces(int) const override { return num_pieces; }
+    void run(int stage, int, int) override {
+        if (stream.await(stage) && !stream.failed()) check_words(stream, stream.streamed()[stage]);
+    }
+    void finished(int stage) override { stream.release(stage + 1); }
+};
+
+struct Bench {
+    Layout layout;
+    WordFile file;
+    ThreadPool pool{2};
+    Bench(const std::string& directory, int count, size_t ring_pages, uint32_t seed)
+        : layout(layout_of(count, ring_pages, seed)), file(directory, layout.file_bytes) {}
+
+    std::unique_ptr<WeightStream> open(int num_threads = 3) const {
+        return std::make_unique<WeightStream>(
+            WeightStream::Source{file.path, num_threads, 2 * kPage, read_at}, layout.resident,
+            layout.streamed, layout.memory_bytes);
+    }
+    int count() const { return (int)layout.streamed.size(); }
+    // Walks one step; returns what it threw, or nothing.
+    std::string step(WeightStream& stream, int asked = -1) {
+        Step work(stream, asked < 0 ? count() : asked, 2);
+        pool.walk(work);
+        try {
+            stream.end_step();
+        } catch (const WeightFileTruncated& thrown) {
+            return std::string("truncated: ") + thrown.what();
+        } catch (const WeightReadError& thrown) {
+            return std::string("failed: ") + thrown.what();
+        }
+        return "";
+    }
+};
+
+template <class Thrown>
+std::string thrown_by(const Bench& bench) {
+    try {
+        bench.open();
+    } catch (const Thrown& thrown) {
+        return thrown.what();
+    }
+    return "";
+}
+
+bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
+
+void test_bytes(const std::string& directory) {
+    for (uint32_t seed = 0; seed < 12; seed++) {
+        Bench bench(directory, 1 + (int)seed, 4 + seed % 5 * 4, seed);
+        erratic = seed % 3 == 2;
+        const auto stream = bench.open(1 + (int)seed % 4);
+        size_t step_bytes = 0;
+        for (const WeightChunk& chunk : bench.layout.streamed) step_bytes += chunk.bytes;
+        check_words(*stream, bench.layout.resident[0]);
+        constexpr int kSteps = 6;
+        for (int i = 0; i < kSteps; i++) CHECK(bench.step(*stream).empty());
+        check_words(*stream, bench.layout.resident[0]);
+        CHECK(stream->num_found() + stream->num_waited() == kSteps * bench.count());
+        CHECK(stream->bytes_read() >= (int64_t)(kSteps * step_bytes));
+        CHECK(stream->bytes_read() <= (int64_t)((kSteps + 1) * step_bytes), "more than one step ahead");
+    }
+    erratic = false;
+}
+
+void test_chunks_nobody_asks_for(const std::string& directory) {
+    Bench bench(directory, 6, 16, 1);
+    const auto stream = bench.open();
+    // The head's chunks lie apart in any plan; here the last one is the head.
+    for (int i = 0; i < 8; i++) CHECK(bench.step(*stream, i % 2 ? 6 : 5).empty());
+    CHECK(stream->num_found() + stream->num_waited() == 4 * 6 + 4 * 5);
+}
+
+// Each read of two steps in turn fails: that step does, and the ones after it find their weights.
+void test_read_errors(const std::string& directory) {
+    Bench bench(directory, 5, 10, 3);
+    int num_failed = 0;
+    for (int read = 0; read < 24; read++) {
+        const auto stream = bench.open();
+        CHECK(bench.step(*stream).empty());
+        error = EIO;
+        fails_at = read;
+        std::string thrown;
+        for (int i = 0; i < 4 && thrown.empty(); i++) thrown = bench.step(*stream);
+        fails_at = -1;
+        num_failed += !thrown.empty();
+        if (!thrown.empty())
+            CHECK(
+                contains(thrown, "failed: weights could not be read from " + bench.file.path + " at byte ") &&
+                    contains(thrown, "Input/output error"),
+                "%s", thrown.c_str());
+        for (int i = 0; i < 3; i++) CHECK(bench.step(*stream).empty());
+    }
+    CHECK(num_failed == 24, "%d of 24", num_failed);
+}
+
+// A file that ends too early in the middle of a run, and one that was shorter from the start.
+void test_short_files(const std::string& directory) {
+    Bench bench(directory, 5, 10, 5);
+    const auto stream = bench.open();
+    CHECK(bench.step(*stream).empty());
+    const size_t whole = bench.layout.file_bytes;
+    bench.file.truncate_to((size_t)bench.layout.streamed[2].file_offset + 100);
+    const std::string expected = "the file of weights ends too early: " + bench.file.path + " at byte ";
+    for (int i = 0; i < 3; i++) {
+        const std::string thrown = bench.step(*stream);
+        CHECK(i == 0 || contains(thrown, "truncated: " + expected), "%s", thrown.c_str());
+    }
+    for (const size_t bytes : {whole - kPage, whole - kPage - 5, kPage, (size_t)0}) {
+        if (bytes < whole) bench.file.truncate_to(bytes);
+        const std::string thrown = thrown_by<WeightFileTruncated>(bench);
+        CHECK(contains(thrown, expected), "%zu: %s", bytes, thrown.c_str());
+    }
+}
+
+void test_failing_starts(const std::string& directory) {
+    Bench bench(directory, 3, 8, 7);
+    error = EIO;
+    // Read 0 only asks whether direct reads work.
+    for (int read = 1; read < 2; read++) {
+        fails_at = read;
+        CHECK(contains(thrown_by<WeightReadError>(bench), "could not be read from " + bench.file.path));
+        fails_at = -1;
+    }
+    unlink(bench.file.path.c_str());
+    CHECK(contains(thrown_by<WeightReadError>(bench), "No such file"));
+}
+
+void test_layouts_that_cannot_be(const std::string& directory) {
+    Bench bench(directory, 3, 8, 9);
+    const Layout good = bench.layout;
+    CHECK(thrown_by<std::logic_error>(bench).empty());
+    bench.layout.streamed[1].bytes = 0;
+    CHECK(!thrown_by<std::logic_error>(bench).empty());
+    bench.layout = good;
+    bench.layout.streamed[1].memory_offset += 512;
+    CHECK(!thrown_by<std::logic_error>(bench).empty());
+    bench.layout = good;
+    bench.layout.memory_bytes -= kPage;
+    CHECK(!thrown_by<std::logic_error>(bench).empty());
+}
+
+// A stage waits for a slow disk, and says for how long; a stream goes away while reads are under way.
+void test_slow_disk(const std::string& directory) {
+    Bench bench(directory, 8, 8, 11);
+    erratic = true;
+    for (int steps = 0; steps < 4; steps++) {
+        const auto stream = bench.open(1);
+        for (int i = 0; i < steps; i++) CHECK(bench.step(*stream).empty());
+        if (steps) CHECK(stream->num_waited() > 0 && stream->wait_seconds() > 0);
+    }
+    erratic = false;
+    const auto stream = bench.open();
+    while (stream->bytes_read() < (int64_t)bench.layout.streamed[0].bytes + (int64_t)kPage)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    CHECK(stream->await(0));
+    CHECK(stream->num_found() == 1 && stream->num_waited() == 0 && stream->wait_seconds() == 0);
+}
+
+}  // namespace
+
+void test_weight_stream(const std::string& directory) {
+    test_bytes(directory);
+    test_chunks_nobody_asks_for(directory);
+    test_read_errors(directory);
+    test_short_files(directory);
+    test_failing_starts(directory);
+    test_layouts_that_cannot_be(directory);
+    test_slow_disk(directory);
+}
+
+}  // namespace octavo::test

@@ -1,0 +1,114 @@
+"""The reference's page on JSON schema: the keywords that answers are held to, found by compiling a
+schema of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables import table
+
+from octavo.structured_outputs import StructuredOutputs
+from octavo.text.grammar.admission import fault_of, json_options
+from octavo.text.grammar.schema import OPTIONS as OPTIONS_KEY
+from octavo.text.grammar.schema import prepared
+
+NUMBER, TEXT, LIST, OBJECT = ({"type": kind} for kind in ("number", "string", "array", "object"))
+NAMED = OBJECT | {"properties": {"a": NUMBER}}
+TWO = [{"type": "string"}, {"type": "null"}]
+
+KEYWORDS: dict[str, dict[str, Any]] = {
+    "type": NUMBER,
+    "enum": {"enum": [1, "a", None, [1]]},
+    "const": {"const": {"a": 1}},
+    "$ref": {"$ref": "#/$defs/a", "$defs": {"a": NUMBER}},
+    "$defs": {"$ref": "#/$defs/a", "$defs": {"a": NUMBER}},
+    "definitions": {"$ref": "#/definitions/a", "definitions": {"a": NUMBER}},
+    "$anchor": {"$ref": "#a", "$defs": {"a": {"$anchor": "a"} | NUMBER}},
+    "$dynamicRef": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a"}}},
+    "allOf": {"allOf": [NUMBER, {"minimum": 1}]},
+    "anyOf": {"anyOf": TWO},
+    "oneOf": {"oneOf": TWO},
+    "not": {"not": TEXT},
+    "if": {"if": TEXT, "then": TEXT},
+    "properties": NAMED,
+    "required": NAMED | {"required": ["a"]},
+    "additionalProperties": NAMED | {"additionalProperties": TEXT},
+    "patternProperties": OBJECT | {"patternProperties": {"^a": NUMBER}},
+    "propertyNames": OBJECT | {"propertyNames": {"pattern": "^a"}},
+    "minProperties": NAMED | {"minProperties": 1, "additionalProperties": False},
+    "maxProperties": NAMED | {"maxProperties": 1, "additionalProperties": False},
+    "dependentRequired": OBJECT | {"dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": OBJECT | {"dependentSchemas": {"a": NAMED}},
+    "dependencies": OBJECT | {"dependencies": {"a": ["b"]}},
+    "unevaluatedProperties": OBJECT | {"unevaluatedProperties": False},
+    "items": LIST | {"items": NUMBER},
+    "prefixItems": LIST | {"prefixItems": [NUMBER]},
+    "additionalItems": LIST | {"items": [NUMBER], "additionalItems": False},
+    "minItems": LIST | {"minItems": 1},
+    "maxItems": LIST | {"maxItems": 2},
+    "uniqueItems": LIST | {"uniqueItems": True},
+    "contains": LIST | {"contains": NUMBER},
+    "unevaluatedItems": LIST | {"unevaluatedItems": False},
+    "minLength": TEXT | {"minLength": 1},
+    "maxLength": TEXT | {"maxLength": 2},
+    "pattern": TEXT | {"pattern": "^[a-z]+$"},
+    "minimum": NUMBER | {"minimum": 1},
+    "maximum": NUMBER | {"maximum": 2},
+    "exclusiveMinimum": NUMBER | {"exclusiveMinimum": 1},
+    "exclusiveMaximum": NUMBER | {"exclusiveMaximum": 2},
+    "multipleOf": {"type": "integer", "multipleOf": 3},
+}
+"""A schema that uses each keyword."""
+
+FORMATS = (
+    "date date-time time duration email hostname ipv4 ipv6 uuid uri uri-reference iri regex"
+    " idn-email idn-hostname uri-template byte binary int32 int64 float double password"
+)
+"""Values of `format` that schemas have."""
+
+
+def json_schema() -> str:
+    """Returns the keywords of JSON schema that answers are held to, found by compiling each."""
+    kept = {
+        name: not fault_of({"name": "a", "json_schema": _with_options(schema)})
+        for name, schema in KEYWORDS.items()
+    }
+    formats = {
+        name: not fault_of({"name": "a", "json_schema": _with_options(TEXT | {"format": name})})
+        for name in FORMATS.split()
+    }
+    rows = [
+        (f"`{name}`", "yes" if holds else "refused", NOTES.get(name, ""))
+        for name, holds in kept.items()
+    ]
+    known = ", ".join(f"`{name}`" for name, holds in formats.items() if holds)
+    others = ", ".join(f"`{name}`" for name, holds in formats.items() if not holds)
+    return "\n\n".join(
+        (
+            "# JSON schema",
+            "The keywords that an answer is held to. A schema with one that is refused is answered"
+            " with 400 and the place of the keyword; none is passed over. Words that hold no answer"
+            " to anything (`title`, `description`, `default`, `examples` ...) are taken.",
+            table(("keyword", "kept", ""), rows),
+            f"Values of `format` that are kept: {known}. Refused, with every other: {others}.",
+        )
+    )
+
+
+NOTES = {
+    "properties": "written in the order of the schema",
+    "oneOf": "where types or constants tell the branches apart",
+    "pattern": "without look-around and back-references",
+    "patternProperties": "where no two patterns match the same name",
+    "minProperties": "where all names are listed",
+    "maxProperties": "where all names are listed",
+    "enum": "numbers as the schema spells them",
+    "const": "numbers as the schema spells them",
+}
+"""Limits of a keyword."""
+
+
+def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
+    form = StructuredOutputs(json=schema)
+    return prepared(schema, closes_objects=False) | {OPTIONS_KEY: json_options(form)}

@@ -1,0 +1,78 @@
+"""Sounds as the encoder of a model takes them: read, resampled, cut into windows, each as log-mel
+frames laid out for its convolutions.
+
+Implements `engine.front.transcriptions.Hearing`, without knowing it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.audio.log_mel import RATE, LogMel
+from octavo.audio.resampling import resample
+from octavo.audio.wav import read_wav
+
+MAX_SECONDS = 2 * 3600.0
+"""Longest sound of one request."""
+DIGEST_BYTES = 16
+
+
+class HeardRows(NamedTuple):
+    """A window's rows for the encoder."""
+
+    digest: bytes
+    rows: bytes
+    num_rows: int
+
+
+class HeardWindow(NamedTuple):
+    """A window of a sound."""
+
+    samples: NDArray[np.float32]
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ear:
+    """Makes the encoder's rows of sounds, for one model."""
+
+    log_mel: LogMel
+    max_seconds: float = MAX_SECONDS
+
+    def hear(self, data: bytes) -> list[HeardWindow]:
+        """Returns a WAV file's sound in windows; InvalidRequest where it is none."""
+        sound = read_wav(data, max_seconds=self.max_seconds)
+        samples = resample(sound.samples, sound.rate, RATE)
+        size = self.log_mel.num_samples
+        return [
+            HeardWindow(part, first / RATE, (first + len(part)) / RATE)
+            for first in range(0, len(samples), size)
+            for part in [samples[first : first + size]]
+        ]
+
+    def rows(self, window: HeardWindow) -> HeardRows:
+        """Returns what the encoder takes of a window."""
+        rows = convolved_rows(self.log_mel.features(window.samples)).astype("<f4")
+        data = rows.tobytes()
+        return HeardRows(blake2b(data, digest_size=DIGEST_BYTES).digest(), data, len(rows))
+
+
+def convolved_rows(frames: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns for every second frame of `[F, B]` the three runs of three frames that its
+    convolutions see, `[F / 2, 3 * (3 * B + 1)]`; each run ends with a 1, one whose middle lies
+    before the first frame is all zeros.
+    """
+    num_frames, num_bands = frames.shape
+    padded = np.pad(frames, ((1, 1), (0, 0)))
+    runs = np.zeros((num_frames + 1, 3 * num_bands + 1), np.float32)
+    for tap in range(3):
+        runs[1:, tap * num_bands : (tap + 1) * num_bands] = padded[tap : tap + num_frames]
+    runs[1:, -1] = 1
+    starts = np.arange(0, num_frames, 2)
+    return np.concatenate([runs[starts + tap] for tap in range(3)], axis=1)

@@ -1,0 +1,110 @@
+"""AWQ (Lin et al. 2024) as AutoAWQ saves it, codes of 4 bits.
+
+Version "gemm": `qweight [in, out / 8]`, `qzeros [groups, out / 8]` and `scales [groups, out]`; a
+word holds eight outputs in the order 0 2 4 6 1 3 5 7. Version "gemv": `qweight [out, in / 8]` along
+the inputs in their order, `qzeros` and `scales [out, groups]`, padded. Zeros are stored as they
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoint.formats.format import (
+    Described,
+    Tensors,
+    check_shape,
+    modules_with,
+    needed,
+)
+from octavo.checkpoint.formats.options import choice, flag, group_size
+from octavo.errors import WeightMismatch
+from octavo.quant.bitstream import unpack_bits
+from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
+from octavo.quant.packed import PackedWeight
+
+BITS = 4
+PER_WORD = 8
+PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Place within a word of each of its eight outputs."""
+QUANTIZED = "_proj"
+
+
+class AwqLevels(NamedTuple):
+    """Scales and zeros of one module, and its shape."""
+
+    scales: NDArray
+    zeros: NDArray[np.int16]
+    group: int
+    num_inputs: int
+
+
+class Awq:
+    """Implements `QuantizedFormat`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._by_output = choice(config, "version", ("gemm", "gemv", "GEMM", "GEMV"), "gemm")
+        self._by_output = self._by_output.lower() == "gemv"
+        choice(config, "bits", (BITS,), BITS)
+        self._has_zeros = flag(config, "zero_point", default=True)
+        self._group = group_size(config)
+        self._excluded = config.get("modules_to_not_convert") or []
+
+    def parts(self, names: Collection[str]) -> dict[str, list[str]]:
+        return modules_with(names, "qweight", ("qzeros", "scales"))
+
+    def describe(self, module: str, tensors: Tensors) -> Described:
+        levels = self._read(module, tensors)
+        has_zeros = common_zero(levels.zeros) is None
+        name = grouped_name(BITS, levels.scales.dtype, levels.group, has_zeros=has_zeros)
+        return Described((levels.scales.shape[0], levels.num_inputs), name)
+
+    def weight(self, module: str, tensors: Tensors) -> PackedWeight:
+        levels, words = self._read(module, tensors), tensors["qweight"]
+        codes = (
+            unpack_bits(words, BITS, levels.num_inputs)
+            if self._by_output
+            else np.ascontiguousarray(_by_word(words).T)
+        )
+        return grouped_weight(GroupedCodes(codes, BITS, levels.scales, levels.zeros, levels.group))
+
+    def planned_name(self, module: str) -> str | None:
+        if QUANTIZED not in module or any(str(one) in module for one in self._excluded):
+            return None
+        fp16 = np.dtype(np.float16)
+        return grouped_name(BITS, fp16, self._group or 32, has_zeros=self._has_zeros)
+
+    def _read(self, module: str, tensors: Tensors) -> AwqLevels:
+        words, scales = needed(tensors, "qweight", module), needed(tensors, "scales", module)
+        zeros = needed(tensors, "qzeros", module)
+        if words.ndim != 2:
+            raise WeightMismatch(f"{module}.qweight has shape {words.shape}, expected two axes")
+        if self._by_output:
+            num_inputs = words.shape[1] * PER_WORD
+            group = min(self._group or num_inputs, num_inputs)
+            num_groups = -(-num_inputs // group)
+            padded = (words.shape[0], zeros.shape[-1] * PER_WORD)
+            check_shape(scales, padded, "scales", module, "eight for each word of qzeros")
+            if padded[1] < num_groups:
+                raise WeightMismatch(
+                    f"{module}.scales has {padded[1]} groups, expected {num_groups} of {group}"
+                )
+            own = unpack_bits(zeros, BITS, num_groups).astype(np.int16)
+            return AwqLevels(scales[:, :num_groups], own, group, num_inputs)
+        num_inputs, num_words = words.shape
+        group = min(self._group or num_inputs, num_inputs)
+        num_groups, why = -(-num_inputs // group), f"groups of {group} inputs"
+        check_shape(scales, (num_groups, num_words * PER_WORD), "scales", module, why)
+        check_shape(zeros, (num_groups, num_words), "qzeros", module, why)
+        own = _by_word(zeros).T.astype(np.int16)
+        return AwqLevels(np.ascontiguousarray(scales.T), own, group, num_inputs)
+
+
+def _by_word(words: NDArray) -> NDArray[np.uint8]:
+    """Returns the numbers of each row in the order of the outputs: `[n, words]` to `[n, out]`."""
+    numbers = unpack_bits(words, BITS, words.shape[1] * PER_WORD)
+    return numbers.reshape(*words.shape, PER_WORD)[..., PLACES].reshape(len(words), -1)

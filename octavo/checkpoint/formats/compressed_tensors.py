@@ -1,0 +1,325 @@
+"""compressed-tensors (llm-compressor's format), whose config says for groups of modules how their
+weights are stored.
+
+    pack-quantized    integers of 1 to 8 bits: `weight_packed [out, words]` along the inputs, signed
+                      numbers plus 2 ** (bits - 1); `weight_scale [out, groups]`, `weight_shape`,
+                      `weight_zero_point [words, groups]` along the outputs, `weight_g_idx`
+    int-quantized     int8 as `weight`, `weight_scale`, `weight_zero_point`
+    float-quantized   e4m3 as `weight`, `weight_scale`
+    nvfp4-pack-quantized, mxfp4-pack-quantized
+                      e2m1 pairs as `weight_packed [out, in / 2] u8`, scales as e4m3 (divided by
+                      `weight_global_scale`) or e8m0
+
+Scales of activations are left: rows get their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoint.formats.e2m1 import describe_e2m1, e2m1_name, read_e2m1
+from octavo.checkpoint.formats.format import (
+    Described,
+    Tensors,
+    check_shape,
+    modules_with,
+    needed,
+)
+from octavo.checkpoint.formats.fp8 import SCALES, block_of, describe_fp8, read_fp8
+from octavo.checkpoint.formats.gptq import by_group
+from octavo.checkpoint.formats.options import choice, flag, group_size, refused
+from octavo.errors import WeightMismatch, shown
+from octavo.quant.bitstream import num_words, unpack_bits
+from octavo.quant.fp8 import Fp8Scheme
+from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
+from octavo.quant.packed import Levels, PackedWeight
+
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+)
+CLASSES = ("Linear",)
+"""Classes of modules that a target may name."""
+MODULE_TENSORS = ("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale")
+QUANTIZED = "_proj"
+MAX_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class IntScheme:
+    """Integers of a group of modules."""
+
+    bits: int
+    group: int | None
+    """Inputs that share a scale; None: a whole row, or all."""
+    is_symmetric: bool
+
+
+@dataclass(frozen=True, slots=True)
+class E2m1Scheme:
+    """Floats of 4 bits of a group of modules."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigGroup:
+    """The modules that a scheme is for."""
+
+    name: str
+    targets: tuple[str, ...]
+    scheme: IntScheme | Fp8Scheme | E2m1Scheme
+
+    def is_meant_by_name(self, module: str) -> bool:
+        return any(_matches(target, module) for target in self.targets)
+
+    @property
+    def is_meant_by_class(self) -> bool:
+        return any(target in CLASSES for target in self.targets)
+
+    def is_meant(self, module: str) -> bool:
+        return self.is_meant_by_class or self.is_meant_by_name(module)
+
+
+class CompressedTensors:
+    """Implements `QuantizedFormat`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        choice(config, "format", FORMATS, None)
+        groups = config.get("config_groups")
+        if (
+            not isinstance(groups, dict)
+            or not groups
+            or not all(isinstance(group, dict) for group in groups.values())
+        ):
+            raise refused("config_groups is missing")
+        self._groups = [_group(name, group) for name, group in groups.items()]
+        self._ignored = _patterns(config.get("ignore") or (), "ignore")
+
+    def parts(self, names: Collection[str]) -> dict[str, list[str]]:
+        packed = modules_with(names, "weight_packed", (*SCALES, *MODULE_TENSORS))
+        plain = modules_with(names, "weight", (*SCALES, *MODULE_TENSORS))
+        found = packed | {
+            module: rests for module, rests in plain.items() if set(rests) & set(SCALES)
+        }
+        for group in self._groups:
+            named = [target for target in group.targets if target not in CLASSES]
+            if named and not any(map(group.is_meant, found)):
+                raise WeightMismatch(
+                    f"quantization_config: {group.name}: its targets {', '.join(named)} name none"
+                    " of the quantised modules",
+                    hint="config.json and the weights belong to different models",
+                )
+        return found
+
+    def describe(self, module: str, tensors: Tensors) -> Described:
+        scheme = self._scheme_of(module)
+        if isinstance(scheme, Fp8Scheme):
+            return describe_fp8(tensors, scheme)
+        if isinstance(scheme, E2m1Scheme):
+            return describe_e2m1(module, tensors, scheme.group)
+        codes = _read(module, tensors, scheme)
+        if _has_whole_rows(scheme, codes):
+            return Described(codes.shape, "I8")
+        has_zeros = common_zero(codes.zeros) is None
+        name = grouped_name(scheme.bits, codes.scales.dtype, codes.group, has_zeros=has_zeros)
+        return Described(codes.shape, name)
+
+    def weight(self, module: str, tensors: Tensors) -> PackedWeight:
+        scheme = self._scheme_of(module)
+        if isinstance(scheme, Fp8Scheme):
+            return read_fp8(module, tensors, scheme)
+        if isinstance(scheme, E2m1Scheme):
+            return read_e2m1(module, tensors, scheme.group)
+        levels = _read(module, tensors, scheme)
+        codes = _codes(tensors, scheme.bits, levels.shape[1])
+        if _has_whole_rows(scheme, levels):
+            return _whole_rows(codes, levels)
+        if levels.permutation is not None:
+            codes = codes[:, levels.permutation]
+        return grouped_weight(
+            GroupedCodes(
+                codes, scheme.bits, levels.scales, levels.zeros, levels.group, levels.permutation
+            )
+        )
+
+    def planned_name(self, module: str) -> str | None:
+        if QUANTIZED not in module or any(_matches(one, module) for one in self._ignored):
+            return None
+        scheme = self._scheme_of(module)
+        if isinstance(scheme, Fp8Scheme):
+            return scheme.format_name
+        if isinstance(scheme, E2m1Scheme):
+            return e2m1_name(scheme.group)
+        if scheme.bits == MAX_BITS and scheme.group is None and scheme.is_symmetric:
+            return "I8"
+        bf16 = np.dtype(ml_dtypes.bfloat16)
+        return grouped_name(
+            scheme.bits, bf16, scheme.group or 32, has_zeros=not scheme.is_symmetric
+        )
+
+    def _scheme_of(self, module: str) -> IntScheme | Fp8Scheme | E2m1Scheme:
+        """Returns the scheme of the group that names the module, or its class."""
+        named = [group for group in self._groups if group.is_meant_by_name(module)]
+        meant = named or [group for group in self._groups if group.is_meant_by_class]
+        if not meant:
+            raise WeightMismatch(
+                f"{module} is quantised, and no group of quantization_config has it as a target"
+            )
+        return meant[0].scheme
+
+
+@dataclass(frozen=True, slots=True)
+class IntLevels:
+    """Scales, zeros and groups of a module's integers, and its shape."""
+
+    shape: tuple[int, int]
+    scales: NDArray
+    """Scales, `[out, groups]`."""
+    zeros: NDArray[np.int16]
+    """Zeros of codes that begin at 0, `[out, groups]`."""
+    group: int
+    permutation: NDArray[np.int32] | None
+
+
+def _read(module: str, tensors: Tensors, scheme: IntScheme) -> IntLevels:
+    """Reads and checks everything but a module's codes."""
+    shape = _shape(module, tensors, scheme)
+    outputs, inputs = shape
+    group = min(scheme.group or inputs, inputs)
+    groups = -(-inputs // group)
+    scales = needed(tensors, "weight_scale", module)
+    if scales.size == 1 and groups == 1:
+        scales = np.broadcast_to(scales.reshape(1, 1), (outputs, 1))
+    if scales.shape == (outputs,) and groups == 1:
+        scales = scales[:, None]
+    check_shape(scales, (outputs, groups), "weight_scale", module, f"groups of {group} inputs")
+    index = tensors.get("weight_g_idx")
+    has_order = index is not None and index.size > 0 and int(index.min()) >= 0
+    return IntLevels(
+        shape,
+        np.ascontiguousarray(scales),
+        _zeros(module, tensors, scheme, (outputs, groups)),
+        group,
+        by_group(index, group, inputs, module) if index is not None and has_order else None,
+    )
+
+
+def _shape(module: str, tensors: Tensors, scheme: IntScheme) -> tuple[int, int]:
+    """Returns a module's outputs and inputs."""
+    if "weight" in tensors:
+        found = tensors["weight"].shape
+        if len(found) != 2 or tensors["weight"].dtype != np.int8:
+            raise WeightMismatch(f"{module}.weight is of shape {found}, expected int8 [out, in]")
+        return found[0], found[1]
+    stored = needed(tensors, "weight_shape", module)
+    if stored.shape != (2,) or stored.min() < 1:
+        raise WeightMismatch(f"{module}.weight_shape holds {shown(stored.tolist())}, expected two")
+    outputs, inputs = map(int, stored)
+    words = (outputs, num_words(inputs, scheme.bits))
+    why = f"{scheme.bits} bits for each of {outputs} x {inputs}"
+    check_shape(tensors["weight_packed"], words, "weight_packed", module, why)
+    return outputs, inputs
+
+
+def _zeros(
+    module: str, tensors: Tensors, scheme: IntScheme, shape: tuple[int, int]
+) -> NDArray[np.int16]:
+    middle = 1 << scheme.bits - 1
+    if scheme.is_symmetric:
+        return np.full(shape, middle, np.int16)
+    stored = needed(tensors, "weight_zero_point", module)
+    if stored.dtype == np.int32:  # packed along the outputs
+        words = (num_words(shape[0], scheme.bits), shape[1])
+        check_shape(stored, words, "weight_zero_point", module, f"{scheme.bits} bits for each")
+        return unpack_bits(stored.T, scheme.bits, shape[0]).T.astype(np.int16)
+    check_shape(stored, shape, "weight_zero_point", module, "one for each scale")
+    return stored.astype(np.int16) + np.int16(middle)
+
+
+def _codes(tensors: Tensors, bits: int, inputs: int) -> NDArray[np.uint8]:
+    """Returns the codes from 0 up, `[out, in]`."""
+    if "weight_packed" in tensors:
+        return unpack_bits(tensors["weight_packed"], bits, inputs)
+    moved: NDArray[np.uint8] = (tensors["weight"].astype(np.int16) + (1 << bits - 1)).astype(
+        np.uint8
+    )
+    return moved
+
+
+def _has_whole_rows(scheme: IntScheme, levels: IntLevels) -> bool:
+    """Whether a matrix has signed bytes and one scale an output."""
+    return scheme.bits == MAX_BITS and scheme.is_symmetric and levels.scales.shape[1] == 1
+
+
+def _whole_rows(codes: NDArray[np.uint8], levels: IntLevels) -> PackedWeight:
+    return PackedWeight(
+        levels.shape,
+        MAX_BITS,
+        "int",
+        (codes ^ np.uint8(1 << MAX_BITS - 1)).view(np.int8),
+        levels.shape[1],
+        Levels(levels.scales),
+        activation="per_token",
+    )
+
+
+# -- the config ------------------------------------------------------------------------------------
+
+
+def _group(name: str, group: Mapping[str, Any]) -> ConfigGroup:
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise refused(f"{name}: weights is {shown(weights)}, expected an object")
+    targets = _patterns(group.get("targets") or CLASSES, "targets")
+    return ConfigGroup(name, targets, _scheme(weights, group.get("input_activations") is not None))
+
+
+def _scheme(weights: Mapping[str, Any], quantises_rows: bool) -> IntScheme | Fp8Scheme | E2m1Scheme:
+    kind, bits, strategy = (weights.get(key) for key in ("type", "num_bits", "strategy"))
+    if kind == "float" and bits == 4:
+        choice(weights, "strategy", ("group", "tensor_group"), None)
+        return E2m1Scheme(group_size(weights) or 16)
+    if kind == "float":
+        if bits != MAX_BITS:
+            raise refused("floats of compressed-tensors are supported as floats of 8 bits and of 4")
+        choice(weights, "strategy", ("tensor", "channel", "block"), None)
+        block = block_of(weights.get("block_structure")) if strategy == "block" else None
+        return Fp8Scheme(block, "per_token" if quantises_rows else "none")
+    if kind not in ("int", None):
+        raise refused(f"type is {shown(kind)}, supported are 'int' and 'float'")
+    choice(weights, "num_bits", range(1, MAX_BITS + 1), None)
+    choice(weights, "strategy", ("tensor", "channel", "group"), None)
+    group = group_size(weights) if strategy == "group" else None
+    return IntScheme(int(bits or 0), group, flag(weights, "symmetric", default=True))
+
+
+def _patterns(found: Any, key: str) -> tuple[str, ...]:
+    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+        raise refused(f"{key} is {shown(found)}, allowed is a list of names")
+    for one in found:
+        if one.startswith("re:"):
+            try:
+                re.compile(one[3:])
+            except re.error as error:
+                raise refused(f"{key} holds {shown(one)}: {error}") from None
+    return tuple(found)
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target names a module: by its name, by an ending of it, or as a pattern."""
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return module == target or module.endswith(f".{target}")

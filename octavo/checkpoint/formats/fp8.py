@@ -1,0 +1,66 @@
+"""fp8 (e4m3) as transformers' FineGrainedFP8Config and DeepSeek-V3 save it: codes under the
+weight's own name, scales beside it that are multiplied with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from octavo.checkpoint.formats.format import Described, Tensors, modules_with
+from octavo.checkpoint.formats.options import refused
+from octavo.quant.fp8 import Fp8Scheme, fp8_weight
+from octavo.quant.packed import PackedWeight
+
+SCALES = ("weight_scale_inv", "weight_scale")
+"""Rests of the names of scales; both kinds are multiplied with the codes."""
+QUANTIZED = "_proj"
+
+
+class Fp8:
+    """Implements `QuantizedFormat`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        if config.get("fmt", "e4m3") != "e4m3":
+            raise refused(f"fmt is {config['fmt']!r}, supported is 'e4m3'")
+        block = config.get("weight_block_size")
+        self._scheme = Fp8Scheme(None if block is None else block_of(block), "per_token")
+
+    def parts(self, names: Collection[str]) -> dict[str, list[str]]:
+        return with_scales(names)
+
+    def describe(self, module: str, tensors: Tensors) -> Described:
+        return describe_fp8(tensors, self._scheme)
+
+    def weight(self, module: str, tensors: Tensors) -> PackedWeight:
+        return read_fp8(module, tensors, self._scheme)
+
+    def planned_name(self, module: str) -> str | None:
+        return self._scheme.format_name if QUANTIZED in module else None
+
+
+def with_scales(names: Collection[str]) -> dict[str, list[str]]:
+    """Returns the modules whose weight has scales beside it."""
+    found = modules_with(names, "weight", SCALES)
+    return {module: rests for module, rests in found.items() if len(rests) > 1}
+
+
+def describe_fp8(tensors: Tensors, scheme: Fp8Scheme) -> Described:
+    return Described(tensors["weight"].shape, scheme.format_name)
+
+
+def read_fp8(module: str, tensors: Tensors, scheme: Fp8Scheme) -> PackedWeight:
+    """Makes the packed weight of a module's codes and scales."""
+    scales = next(tensors[rest] for rest in SCALES if rest in tensors)
+    return fp8_weight(tensors["weight"], scales, scheme, f"{module}.weight")
+
+
+def block_of(block: object) -> tuple[int, int]:
+    """Returns the outputs and inputs that share a scale."""
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
+        raise refused(f"weight_block_size is {block!r}, allowed are two whole numbers above 0")
+    return block[0], block[1]

@@ -1,0 +1,181 @@
+"""GPTQ (Frantar et al. 2023) as AutoGPTQ and GPTQModel save it.
+
+A module holds `qweight [in * bits / 32, out]`, codes along the inputs; `scales [groups, out]`;
+`qzeros [groups, out * bits / 32]`, along the outputs; and `g_idx [in]`, the group of each input. In
+the first version of the format zeros are stored less 1, and 2 ** bits can come of it. Files that
+name the first version and hold symmetric zeros of the second are told by these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoint.formats.format import (
+    Described,
+    Tensors,
+    check_shape,
+    modules_with,
+    needed,
+)
+from octavo.checkpoint.formats.options import choice, flag, group_size, refused
+from octavo.errors import WeightMismatch, shown
+from octavo.quant.bitstream import num_words, unpack_bits
+from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
+from octavo.quant.packed import PackedWeight
+
+BITS = (2, 3, 4, 8)
+VERSIONS = ("gptq", "gptq_v2")
+QUANTIZED = "_proj"
+"""Part of the names of modules that are quantised, where only the config is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GptqScheme:
+    """The numbers of one module's codes."""
+
+    bits: int
+    group: int | None
+    """Inputs of a group; None: one group."""
+    is_symmetric: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> GptqScheme:
+        bits = choice(config, "bits", BITS, None)
+        return GptqScheme(bits, group_size(config), flag(config, "sym", default=True))
+
+
+@dataclass(frozen=True, slots=True)
+class GptqLevels:
+    """Scales, zeros and groups of one module."""
+
+    scales: NDArray
+    zeros: NDArray[np.int16]
+    group: int
+    permutation: NDArray[np.int32] | None
+    num_inputs: int
+
+
+class Gptq:
+    """Implements `QuantizedFormat`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._stores_less_one = choice(config, "checkpoint_format", VERSIONS, "gptq") == "gptq"
+        choice(config, "pack_dtype", ("int32",), "int32")
+        self._scheme = GptqScheme.of(config)
+        self._own = _schemes_by_pattern(config)
+
+    def parts(self, names: Collection[str]) -> dict[str, list[str]]:
+        return modules_with(names, "qweight", ("qzeros", "scales", "g_idx"))
+
+    def describe(self, module: str, tensors: Tensors) -> Described:
+        scheme, levels = self._read(module, tensors)
+        has_zeros = common_zero(levels.zeros) is None
+        name = grouped_name(scheme.bits, levels.scales.dtype, levels.group, has_zeros=has_zeros)
+        return Described((tensors["qweight"].shape[1], levels.num_inputs), name)
+
+    def weight(self, module: str, tensors: Tensors) -> PackedWeight:
+        scheme, levels = self._read(module, tensors)
+        codes = unpack_bits(tensors["qweight"].T, scheme.bits, levels.num_inputs)
+        if levels.permutation is not None:
+            codes = codes[:, levels.permutation]
+        return grouped_weight(
+            GroupedCodes(
+                codes, scheme.bits, levels.scales, levels.zeros, levels.group, levels.permutation
+            )
+        )
+
+    def planned_name(self, module: str) -> str | None:
+        scheme = self._scheme_of(module) if QUANTIZED in module else None
+        if scheme is None:
+            return None
+        fp16 = np.dtype(np.float16)
+        return grouped_name(
+            scheme.bits, fp16, scheme.group or 32, has_zeros=not scheme.is_symmetric
+        )
+
+    def _scheme_of(self, module: str) -> GptqScheme | None:
+        """Returns a module's scheme; None where the config leaves it as it is."""
+        for pattern, scheme in self._own:
+            if pattern.match(module):
+                return scheme
+        return self._scheme
+
+    def _read(self, module: str, tensors: Tensors) -> tuple[GptqScheme, GptqLevels]:
+        scheme = self._scheme_of(module)
+        if scheme is None:
+            raise WeightMismatch(f"{module} is quantised, and quantization_config says it is not")
+        words, scales = needed(tensors, "qweight", module), needed(tensors, "scales", module)
+        if words.ndim != 2 or words.shape[0] * 32 % scheme.bits:
+            raise WeightMismatch(
+                f"{module}.qweight has shape {words.shape}, expected [in * {scheme.bits} / 32, out]"
+            )
+        num_inputs = words.shape[0] * 32 // scheme.bits
+        group = min(scheme.group or num_inputs, num_inputs)
+        shape = (-(-num_inputs // group), words.shape[1])
+        check_shape(scales, shape, "scales", module, f"groups of {group} inputs")
+        zeros = self._zeros(module, needed(tensors, "qzeros", module), shape, scheme)
+        index = tensors.get("g_idx")
+        permutation = None if index is None else by_group(index, group, num_inputs, module)
+        levels = GptqLevels(np.ascontiguousarray(scales.T), zeros.T, group, permutation, num_inputs)
+        return scheme, levels
+
+    def _zeros(
+        self, module: str, words: NDArray, shape: tuple[int, int], scheme: GptqScheme
+    ) -> NDArray[np.int16]:
+        """Returns the zeros, `[groups, out]`."""
+        packed = (shape[0], num_words(shape[1], scheme.bits))
+        check_shape(words, packed, "qzeros", module, f"{scheme.bits} bits for each of {shape}")
+        stored = unpack_bits(words, scheme.bits, shape[1]).astype(np.int16)
+        middle = 1 << scheme.bits - 1
+        is_second = scheme.is_symmetric and bool((stored == middle).all())
+        return stored + np.int16(self._stores_less_one and not is_second)
+
+
+def by_group(index: NDArray, group: int, num_inputs: int, module: str) -> NDArray[np.int32] | None:
+    """Returns the inputs in the order of their groups; None where they lie so already."""
+    check_shape(index, (num_inputs,), "g_idx", module, "a group for each input")
+    num_groups = -(-num_inputs // group)
+    if num_inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
+        raise WeightMismatch(
+            f"{module}.g_idx names the groups {index.min()} to {index.max()}, allowed are 0 to"
+            f" {num_groups - 1}"
+        )
+    expected = np.arange(num_inputs) // group
+    order = np.argsort(index, kind="stable")
+    if (index[order] != expected).any():
+        raise WeightMismatch(
+            f"{module}.g_idx puts other than {group} inputs into a group",
+            hint="groups of unequal size are not supported: use another checkpoint of the model",
+        )
+    return None if (index == expected).all() else order.astype(np.int32)
+
+
+def _schemes_by_pattern(
+    config: Mapping[str, Any],
+) -> list[tuple[re.Pattern[str], GptqScheme | None]]:
+    """Returns what `dynamic` says of modules whose names match: "-:" leaves them as they are, "+:"
+    or nothing gives them numbers of their own.
+    """
+    found = config.get("dynamic") or {}
+    if not isinstance(found, dict):
+        raise refused(f"dynamic is {shown(found)}, allowed is an object")
+    schemes: list[tuple[re.Pattern[str], GptqScheme | None]] = []
+    for key, changes in found.items():
+        text = key[2:] if key[:2] in ("+:", "-:") else key
+        try:
+            pattern = re.compile(text)
+        except re.error as error:
+            raise refused(f"dynamic holds {shown(key)}, no regular expression: {error}") from None
+        if key.startswith("-:"):
+            schemes.append((pattern, None))
+            continue
+        if not isinstance(changes, dict):
+            raise refused(f"dynamic gives {shown(changes)} for {shown(key)}, allowed is an object")
+        schemes.append((pattern, GptqScheme.of({**config, **changes})))
+    return schemes

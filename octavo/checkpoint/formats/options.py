@@ -1,0 +1,42 @@
+"""Values of a `quantization_config`, checked one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from octavo.errors import UnsupportedModel, shown
+
+MAX_GROUP = 1 << 20
+
+
+def refused(what: str) -> UnsupportedModel:
+    """Makes the error for a `quantization_config` that is not supported."""
+    return UnsupportedModel(
+        f"config.json: quantization_config: {what}",
+        hint="use a checkpoint in bf16 with --quantization, or a GGUF file",
+    )
+
+
+def choice(config: Mapping[str, Any], key: str, allowed: Collection[Any], default: Any) -> Any:
+    """Returns a value that must be one of some; `default` where it is missing."""
+    value = config.get(key, default)
+    if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
+        supported = ", ".join(map(str, allowed))
+        raise refused(f"{key} is {shown(value)}, supported are {supported}")
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    """Returns a value that must be true or false."""
+    return bool(choice(config, key, (True, False), default))
+
+
+def group_size(config: Mapping[str, Any], key: str = "group_size") -> int | None:
+    """Returns the inputs of a group; None, -1 in the config, stands for whole rows."""
+    value = config.get(key)
+    if value is None or (type(value) is int and value == -1):
+        return None
+    if type(value) is not int or not 0 < value <= MAX_GROUP:
+        raise refused(f"{key} is {shown(value)}, allowed are -1 and whole numbers above 0")
+    return value

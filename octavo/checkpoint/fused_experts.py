@@ -1,0 +1,75 @@
+"""Names of single experts' matrices for checkpoints of newer transformers, which keep a layer's
+experts in two tensors: `gate_up_proj [E, 2 * width, in]`, gates first, and `down_proj [E, in,
+width]`, in modules of the newer names.
+
+Knows names and shapes only. Source: transformers' `conversion_mapping.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_TENSORS = {
+    **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", 0)),
+    **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
+    **dict.fromkeys(("down_proj", "w2"), ("down_proj", None)),
+}
+
+
+_RENAMED = (
+    (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+    (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
+    (".mlp.moe_statics.", ".mlp.gate.moe_statics."),
+    ("embed_out.", "lm_head."),
+)
+"""Parts of names of older checkpoints, and those of newer ones."""
+
+
+class FusedPart(NamedTuple):
+    """An expert's matrix within a tensor."""
+
+    tensor: str
+    expert: int
+    half: int | None
+    """Half of the expert's rows that it takes, 0 or 1; None: all of them."""
+
+    def rows(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Returns the first row and their number in a tensor `[E * rows, in]` of which `shape` is
+        `[E, rows, in]`; None where it holds no such part.
+        """
+        if len(shape) != 3 or self.expert >= shape[0] or (self.half is not None and shape[1] % 2):
+            return None
+        count = shape[1] if self.half is None else shape[1] // 2
+        return self.expert * shape[1] + (self.half or 0) * count, count
+
+
+def fused_parts(name: str) -> Iterator[FusedPart]:
+    """Yields the places where newer checkpoints may keep an expert's named matrix; none for other
+    names.
+    """
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return
+    tensor, half = _TENSORS[found[3]]
+    module, expert = _newer(found[1]), int(found[2])
+    yield FusedPart(f"{module}.{tensor}", expert, half)
+    if half is not None:
+        yield FusedPart(f"{module}.{found[3]}", expert, None)  # experts without gates
+
+
+def newer_names(name: str) -> Iterator[str]:
+    """Yields the names that a tensor has in newer checkpoints, where they are others."""
+    for older, newer in _RENAMED:
+        if older in name:
+            yield name.replace(older, newer)
+    if _newer(name) != name:
+        yield _newer(name)
+        yield _newer(name).replace(".mlp.gate.", ".mlp.router.")
+
+
+def _newer(name: str) -> str:
+    return name.replace(".block_sparse_moe.", ".mlp.").replace("backbone.", "model.")

@@ -1,0 +1,326 @@
+"""What GGUF headers say of each family, as the keys of Hugging Face's config.json.
+
+One function a family, from a header to its config. What a header does not say is what llama.cpp
+computes. Source: llama.cpp's `gguf-py/gguf/constants.py` (keys) and its models (what headers leave
+out).
+"""
+
+from __future__ import annotations
+
+from octavo.checkpoint.gguf_experts import (
+    experts_config,
+    shared_experts_config,
+    widths,
+)
+from octavo.checkpoint.gguf_family import (
+    Config,
+    Header,
+    layer_norm_config,
+    rms_config,
+    windows_by_pattern,
+)
+
+GEMMA3_LOCAL_ROPE_THETA = 10000.0
+GEMMA3_PERIOD = 6
+GEMMA3_27B_LAYERS = 62
+GEMMA2_27B_LAYERS = 46
+"""Numbers of layers of the two models whose queries are scaled by hidden_size / heads instead of
+head_dim; headers do not say so.
+"""
+
+
+def llama_config(header: Header) -> Config:
+    return rms_config(header) | {"mlp_bias": header.has("blk.0.ffn_up.bias")}
+
+
+def qwen_config(header: Header) -> Config:
+    return rms_config(header) | {"use_sliding_window": False}
+
+
+def mixtral_config(header: Header) -> Config:
+    experts = experts_config(header, normalize=True)
+    return rms_config(header, experts=True) | {
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "sliding_window": None,
+    }
+
+
+def qwen2_moe_config(header: Header) -> Config:
+    config = rms_config(header, experts=True) | widths(header)
+    config["qkv_bias"] = config.pop("attention_bias")
+    return config | experts_config(header, normalize=False) | {"use_sliding_window": False}
+
+
+def qwen3_moe_config(header: Header) -> Config:
+    config = rms_config(header, experts=True) | widths(header)
+    return config | experts_config(header, normalize=True) | {"use_sliding_window": False}
+
+
+def mamba_config(header: Header) -> Config:
+    return {
+        "hidden_size": header.count("embedding_length"),
+        "intermediate_size": header.count("ssm.inner_size"),
+        "num_hidden_layers": header.num_blocks(),
+        "max_position_embeddings": header.count("context_length"),
+        "conv_kernel": header.count("ssm.conv_kernel"),
+        "state_size": header.count("ssm.state_size"),
+        "time_step_rank": header.count("ssm.time_step_rank"),
+        "layer_norm_epsilon": header.number("attention.layer_norm_rms_epsilon"),
+        "use_bias": header.has("blk.0.ssm_in.bias"),
+        "use_conv_bias": header.has("blk.0.ssm_conv1d.bias"),
+    }
+
+
+def mamba2_config(header: Header) -> Config:
+    config = mamba_config(header)
+    num_heads, inner = config.pop("time_step_rank"), config.pop("intermediate_size")
+    return config | {
+        "num_heads": num_heads,
+        "head_dim": inner // num_heads,
+        "n_groups": header.count("ssm.group_count"),
+        "expand": inner / config["hidden_size"],
+    }
+
+
+def ernie_moe_config(header: Header) -> Config:
+    return rms_config(header, experts=True) | {
+        "use_bias": header.has("blk.0.attn_q.bias"),
+        "moe_num_experts": header.count("expert_count"),
+        "moe_k": header.count("expert_used_count"),
+        "moe_intermediate_size": header.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": header.number("expert_shared_count", 0),
+        "moe_layer_start_index": header.number("leading_dense_block_count", 0),
+        "moe_layer_interval": header.count("interleave_moe_layer_step", 1),
+    }
+
+
+def olmoe_config(header: Header) -> Config:
+    return rms_config(header, experts=True) | experts_config(header, normalize=False)
+
+
+def gemma_config(header: Header) -> Config:
+    return rms_config(header) | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _query_scalar(config: Config, layers_of_27b: int) -> Config:
+    by_width = config["num_hidden_layers"] == layers_of_27b
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return {"query_pre_attn_scalar": width if by_width else config["head_dim"]}
+
+
+def gemma2_config(header: Header) -> Config:
+    config = gemma_config(header)
+    return {
+        **config,
+        **_query_scalar(config, GEMMA2_27B_LAYERS),
+        "sliding_window": header.count("attention.sliding_window"),
+        "attn_logit_softcapping": header.get("attn_logit_softcapping"),
+        "final_logit_softcapping": header.get("final_logit_softcapping"),
+    }
+
+
+def gemma3_config(header: Header) -> Config:
+    config = gemma_config(header)
+    return {
+        **config,
+        **_query_scalar(config, GEMMA3_27B_LAYERS),
+        **windows_by_pattern(header, GEMMA3_PERIOD),
+        "rope_theta": float(header.number("rope.freq_base", 1000000.0)),
+        "rope_local_base_freq": float(header.number("rope.freq_base_swa", GEMMA3_LOCAL_ROPE_THETA)),
+        "final_logit_softcapping": header.get("final_logit_softcapping"),
+        "attn_logit_softcapping": None,
+    }
+
+
+def phi_config(header: Header) -> Config:
+    return layer_norm_config(header) | {"hidden_act": "gelu_new"}
+
+
+def phi3_config(header: Header) -> Config:
+    config = rms_config(header)
+    return config | {
+        "sliding_window": header.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": header.count(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        ),
+    }
+
+
+def chatglm_config(header: Header) -> Config:
+    config = rms_config(header)
+    return {
+        "padded_vocab_size": header.file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_attention_heads": config["num_attention_heads"],
+        "multi_query_attention": True,
+        "multi_query_group_num": config["num_key_value_heads"],
+        "kv_channels": config["head_dim"],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "rope_ratio": config["rope_theta"] / 10000.0,
+        "seq_length": config["max_position_embeddings"],
+        "add_qkv_bias": header.has("blk.0.attn_qkv.bias"),
+    }
+
+
+def gpt2_config(header: Header) -> Config:
+    return {
+        "n_embd": header.count("embedding_length"),
+        "n_inner": header.count("feed_forward_length"),
+        "n_layer": header.num_blocks(),
+        "n_head": header.count("attention.head_count"),
+        "n_positions": header.count("context_length"),
+        "layer_norm_epsilon": header.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+def starcoder_config(header: Header) -> Config:
+    return gpt2_config(header) | {"activation_function": "gelu_pytorch_tanh", "multi_query": True}
+
+
+def starcoder2_config(header: Header) -> Config:
+    return layer_norm_config(header, "norm_epsilon") | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": header.has("blk.0.attn_q.bias"),
+    }
+
+
+def gpt_neox_config(header: Header) -> Config:
+    return layer_norm_config(header) | {
+        "hidden_act": "gelu",
+        "attention_bias": header.has("blk.0.attn_qkv.bias"),
+        "use_parallel_residual": bool(header.get("use_parallel_residual", True)),
+    }
+
+
+def bloom_config(header: Header) -> Config:
+    return layer_norm_config(header, "layer_norm_epsilon")
+
+
+def mpt_config(header: Header) -> Config:
+    hidden_size = header.count("embedding_length")
+    return {
+        "d_model": hidden_size,
+        "n_layers": header.num_blocks(),
+        "n_heads": header.count("attention.head_count"),
+        "max_seq_len": header.count("context_length"),
+        "layer_norm_epsilon": header.number("attention.layer_norm_epsilon"),
+        "expansion_ratio": header.count("feed_forward_length") // hidden_size,
+        "attn_config": {
+            "alibi": bool(header.number("attention.max_alibi_bias", 0)),
+            "alibi_bias_max": header.number("attention.max_alibi_bias", 8),
+            "clip_qkv": header.get("attention.clamp_kqv"),
+            "qk_ln": header.has("blk.0.attn_q_norm.weight"),
+        },
+    }
+
+
+def falcon_config(header: Header) -> Config:
+    config = layer_norm_config(header, "layer_norm_epsilon")
+    kv_heads = config["num_key_value_heads"]
+    return config | {
+        "num_kv_heads": kv_heads,
+        "multi_query": kv_heads == 1,
+        "new_decoder_architecture": kv_heads > 1,
+        "num_ln_in_parallel_attn": 2 if header.has("blk.0.attn_norm_2.weight") else 1,
+        "ffn_hidden_size": config["intermediate_size"],
+        "bias": header.has("blk.0.attn_qkv.bias"),
+        "alibi": False,
+        "parallel_attn": True,
+        "activation": "gelu",
+    }
+
+
+def stablelm_config(header: Header) -> Config:
+    return layer_norm_config(header) | {
+        "use_qkv_bias": header.has("blk.0.attn_q.bias"),
+        "qk_layernorm": header.has("blk.0.attn_q_norm.weight"),
+        "use_parallel_residual": not header.has("blk.0.ffn_norm.weight"),
+    }
+
+
+def olmo_config(header: Header) -> Config:
+    return layer_norm_config(header) | {"clip_qkv": header.get("attention.clamp_kqv")}
+
+
+def olmo3_config(header: Header) -> Config:
+    return rms_config(header) | windows_by_pattern(header, 4)
+
+
+def granite_config(header: Header) -> Config:
+    return llama_config(header) | _granite_scales(header)
+
+
+def _granite_scales(header: Header) -> Config:
+    return {
+        "attention_multiplier": header.number("attention.scale", 1.0),
+        "embedding_multiplier": header.number("embedding_scale", 1.0),
+        "residual_multiplier": header.number("residual_scale", 1.0),
+        "logits_scaling": header.number("logit_scale", 1.0),
+    }
+
+
+def granitemoe_config(header: Header) -> Config:
+    return {
+        **rms_config(header, experts=True),
+        **_granite_scales(header),
+        "num_local_experts": header.count("expert_count"),
+        "num_experts_per_tok": header.count("expert_used_count"),
+        "separate_experts": True,
+    }
+
+
+def glm4_moe_config(header: Header) -> Config:
+    config = rms_config(header, experts=True) | shared_experts_config(header)
+    predictors = header.number("nextn_predict_layers", 0)
+    return config | {
+        "num_hidden_layers": config["num_hidden_layers"] - predictors,
+        "num_nextn_predict_layers": predictors,
+        "use_qk_norm": header.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def smollm3_config(header: Header) -> Config:
+    return llama_config(header) | {"no_rope_layer_interval": 4}
+
+
+def cohere_config(header: Header) -> Config:
+    return layer_norm_config(header) | {
+        "logit_scale": header.number("logit_scale"),
+        "use_qk_norm": header.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def cohere2_config(header: Header) -> Config:
+    return cohere_config(header) | windows_by_pattern(header, 4)
+
+
+def exaone4_config(header: Header) -> Config:
+    windowed = header.get("attention.sliding_window") is not None
+    return rms_config(header) | (
+        windows_by_pattern(header, 4) if windowed else {"sliding_window": None}
+    )
+
+
+def ministral3_config(header: Header) -> Config:
+    config = llama_config(header)
+    scaling = config["rope_scaling"] or {}
+    beta = header.get("attention.temperature_scale")
+    return config | {"rope_scaling": {**scaling, "llama_4_scaling_beta": beta}}
+
+
+def seed_oss_config(header: Header) -> Config:
+    return llama_config(header) | {"attention_out_bias": header.has("blk.0.attn_output.bias")}
+
+
+def nemotron_config(header: Header) -> Config:
+    return layer_norm_config(header, "norm_eps") | {
+        "hidden_act": "relu2",
+        "mlp_bias": header.has("blk.0.ffn_up.bias"),
+    }

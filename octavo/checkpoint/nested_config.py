@@ -1,0 +1,35 @@
+"""Configs of models of text and images, whose text half has a table of its own.
+
+Knows which defaults of such tables their files leave out. Source: the configuration classes of
+transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    }
+}
+"""Values of keys that the text half's table may leave out, by model type."""
+
+
+def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config with the keys of its text half beside its own, which win; any other config
+    as it is.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict) or not isinstance(config.get("vision_config"), dict):
+        return config
+    own = {name: value for name, value in config.items() if value is not None}
+    own.pop("text_config")
+    return {**LEFT_OUT.get(str(config.get("model_type")), {}), **text, **own}

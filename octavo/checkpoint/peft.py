@@ -1,0 +1,327 @@
+"""Reads adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors.
+
+Gives each module its matrices, its scale and a digest of all that counts; refuses by name what it
+does not know, for an adapter that is loaded in part answers wrongly without a sign. Knows no
+Program. Source of the format: huggingface/peft, `LoraConfig` and `get_peft_model_state_dict`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import re2
+from numpy.typing import NDArray
+
+from octavo.checkpoint.json_file import read_json
+from octavo.checkpoint.safetensors import read_tensors
+from octavo.errors import UnsupportedModel, WeightMismatch, shown
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+
+MAX_ALPHA = 1e6
+MAX_PATTERNS = 4096
+MAX_PATTERN = 512
+"""Most characters of a pattern of module names."""
+MAX_CONFIG_BYTES = 1 << 20
+
+WITHOUT_EFFECT = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
+    *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision"),
+    *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform"),
+    *("auto_mapping", "fan_in_fan_out", "inference_mode", "lora_bias", "lora_dropout"),
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("megatron_config", "megatron_core", "runtime_config", "arrow_config"),
+    *("ensure_weight_tying", "qalora_group_size"),
+}
+"""Keys of the config that are read here, or that say how an adapter was trained."""
+
+CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to initialise (`init_lora_weights`) that change the base model's own weights."""
+
+KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)\.(?:base_layer\.)?(?P<part>"
+    r"lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]|lora_magnitude_vector(?:\.weight)?"
+    r"|weight|bias)"
+)
+"""A tensor's name: module and part. `weight` and `bias` are the base model's own."""
+
+OUTER = re.compile(r"^(?:model\.language_model\.|language_model\.)?(?:model\.|transformer\.)?")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleUpdate:
+    """Update of one module by an adapter: y = gain * (W x + scale * B (A x)) + bias."""
+
+    module: str
+    """Name of the module, as `bare_name` gives it."""
+    scale: float = 0.0
+    a: NDArray | None = None
+    """A `[r, in]`, of a table of embeddings `[r, V]`; float32 or bfloat16."""
+    b: NDArray | None = None
+    """B `[out, r]`."""
+    is_table: bool = False
+    magnitude: NDArray[np.float32] | None = None
+    """Norms of the outputs' rows `[out]` (DoRA): gain = magnitude / norm(W + scale * B A)."""
+    bias: NDArray[np.float32] | None = None
+    """Biases that take the place of the base's, `[out]`."""
+    added_bias: NDArray[np.float32] | None = None
+    """Biases of B, times the scale, `[out]`."""
+    base: NDArray | None = None
+    """The base's own matrix, where it was saved along."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """An adapter as it was read."""
+
+    path: Path
+    digest: bytes
+    """A digest of all numbers and scales, 32 bytes."""
+    updates: Mapping[str, ModuleUpdate]
+    """Updates by the bare name of their module."""
+
+
+def bare_name(module: str) -> str:
+    """Returns a module's name without what surrounds the text model."""
+    return OUTER.sub("", module, count=1)
+
+
+def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
+    """Reads an adapter's directory. WeightMismatch where it is damaged or contradicts itself,
+    UnsupportedModel where it has what is not known; both name the tensor or the key.
+    """
+    if not (path / CONFIG).is_file() or not (path / TENSORS).is_file():
+        raise WeightMismatch(
+            f"{path}: no adapter: it should hold {CONFIG} and {TENSORS}",
+            hint="save the adapter by PEFT's save_pretrained, as safetensors",
+        )
+    _check_size(path / CONFIG, MAX_CONFIG_BYTES)
+    config = _Config(path / CONFIG, read_json(path / CONFIG), max_rank)
+    _check_size(path / TENSORS, max_bytes)
+    found: dict[str, dict[str, NDArray]] = {}
+    for name, array in read_tensors(path / TENSORS).items():
+        module, part = _named(name, path)
+        parts = found.setdefault(module, {})
+        if part in parts:
+            raise WeightMismatch(f"{path}: two tensors are {part} of {module}, one is {name}")
+        parts[part] = _numbers(array, name, path)
+    updates = {module: _update(module, parts, config, path) for module, parts in found.items()}
+    return PeftAdapter(path, _digest(updates.values()), updates)
+
+
+def _check_size(file: Path, most: int) -> None:
+    size = file.stat().st_size
+    if size > most:
+        raise WeightMismatch(
+            f"{file}: {size:,} bytes, an adapter of this model has at most {most:,}",
+            hint="raise max_lora_rank where its rank is higher",
+        )
+
+
+def _named(name: str, path: Path) -> tuple[str, str]:
+    """Returns the module and the part that a tensor is."""
+    match = KEY.fullmatch(name)
+    saved = ".modules_to_save." in name or ".token_adapter." in name
+    is_base = match is not None and match["part"] == "weight" and ".base_layer." not in name
+    if match is None or saved or is_base:
+        raise UnsupportedModel(
+            f"{path}: the tensor {name} is no part of a LoRA that is supported",
+            hint="modules that are trained whole (modules_to_save) and trained tokens must be"
+            " merged into the base model",
+        )
+    part = match["part"].removesuffix(".weight") if match["part"] != "weight" else "base"
+    return bare_name(match["module"]), part
+
+
+def _numbers(array: NDArray, name: str, path: Path) -> NDArray:
+    if array.dtype.name not in ("float32", "bfloat16", "float16"):
+        raise UnsupportedModel(
+            f"{path}: {name} has the type {array.dtype.name}, allowed are float32, bfloat16,"
+            " float16"
+        )
+    numbers = array.astype(np.float32) if array.dtype == np.float16 else array
+    if not np.isfinite(numbers.astype(np.float32, copy=False)).all():
+        raise WeightMismatch(
+            f"{path}: {name} holds numbers that are not finite", hint="train the adapter again"
+        )
+    return numbers
+
+
+class _Config:
+    """The config of an adapter: ranks and scales by module."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any], max_rank: int) -> None:
+        self.file = file
+        _check_keys(file, values)
+        self._by_root = _flag(file, values, "use_rslora")
+        self.use_dora = _flag(file, values, "use_dora")
+        self._rank = _rank(file, "r", values.get("r"), max_rank)
+        self._alpha = _alpha(file, "lora_alpha", values.get("lora_alpha"))
+        self._ranks = _patterns(
+            file, values, "rank_pattern", lambda what, value: _rank(file, what, value, max_rank)
+        )
+        self._alphas = _patterns(
+            file, values, "alpha_pattern", lambda what, value: _alpha(file, what, value)
+        )
+
+    def rank_of(self, module: str) -> int:
+        return int(_matching(self._ranks, module, self._rank))
+
+    def scale_of(self, module: str) -> float:
+        rank, alpha = self.rank_of(module), _matching(self._alphas, module, self._alpha)
+        return alpha / (math.sqrt(rank) if self._by_root else rank)
+
+
+def _check_keys(file: Path, values: Mapping[str, Any]) -> None:
+    if values.get("peft_type") != "LORA":
+        raise UnsupportedModel(
+            f"{file}: peft_type is {shown(values.get('peft_type'))}, supported is LORA"
+        )
+    unknown = [key for key, value in values.items() if value and key not in WITHOUT_EFFECT]
+    if unknown:
+        raise UnsupportedModel(
+            f"{file}: {unknown[0]} is {shown(values[unknown[0]])}, which is not supported",
+            hint="merge what it trains into the base model, or leave it out",
+        )
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGED_BASES):
+        raise UnsupportedModel(
+            f"{file}: init_lora_weights is {shown(start)}, which changes the base model's weights",
+            hint="convert it to a plain LoRA: save_pretrained with"
+            " path_initial_model_for_weight_conversion",
+        )
+    if values.get("bias", "none") not in ("none", "all", "lora_only"):
+        raise UnsupportedModel(
+            f"{file}: bias is {shown(values['bias'])}, allowed are none, all, lora_only"
+        )
+
+
+def _flag(file: Path, values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise WeightMismatch(f"{file}: {key} is {shown(value)}, expected true or false")
+    return bool(value)
+
+
+def _rank(file: Path, what: str, value: Any, most: int) -> float:
+    if type(value) is not int or not 1 <= value <= most:
+        raise WeightMismatch(
+            f"{file}: {what} is {shown(value)}, allowed are whole numbers from 1 to {most}",
+            hint="max_lora_rank sets the highest" if type(value) is int and value > 0 else None,
+        )
+    return value
+
+
+def _alpha(file: Path, what: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= MAX_ALPHA:
+        raise WeightMismatch(
+            f"{file}: {what} is {shown(value)}, allowed are numbers up to {MAX_ALPHA:,.0f}"
+        )
+    return float(value)
+
+
+Patterns = list[tuple[Any, float]]
+
+
+def _patterns(
+    file: Path, values: Mapping[str, Any], key: str, check: Callable[[str, Any], float]
+) -> Patterns:
+    """Compiles the patterns of module names; RE2 matches them in linear time."""
+    found = values.get(key) or {}
+    if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
+        raise WeightMismatch(f"{file}: {key} is no object of at most {MAX_PATTERNS} patterns")
+    options = re2.Options()
+    options.log_errors = False
+    compiled: Patterns = []
+    for pattern, value in found.items():
+        number = check(f"{key}[{shown(pattern)}]", value)
+        try:
+            if len(pattern) > MAX_PATTERN:
+                raise re2.error("too long")
+            compiled.append((re2.compile(rf"(?:.*\.)?(?:{pattern})", options), number))
+        except re2.error as error:
+            raise UnsupportedModel(
+                f"{file}: {key} has the pattern {shown(pattern)}, which cannot be read: {error}"
+            ) from None
+    return compiled
+
+
+def _matching(patterns: Patterns, module: str, otherwise: float) -> float:
+    """Returns the number of the first pattern that is the module's name or an end of it."""
+    return next((number for pattern, number in patterns if pattern.fullmatch(module)), otherwise)
+
+
+def _update(module: str, parts: Mapping[str, NDArray], config: _Config, path: Path) -> ModuleUpdate:
+    table = "lora_embedding_A" in parts or "lora_embedding_B" in parts
+    names = ("lora_embedding_A", "lora_embedding_B") if table else ("lora_A", "lora_B")
+    if table and ("lora_A" in parts or "lora_B" in parts):
+        raise WeightMismatch(f"{path}: {module} has matrices of a linear and of a table")
+    a, b = (parts.get(name) for name in names)
+    has_magnitude = "lora_magnitude_vector" in parts
+    if (a is None) != (b is None):
+        raise WeightMismatch(f"{path}: {module} has {names[a is None]} without its other half")
+    if a is None and (has_magnitude or "lora_B.bias" in parts):
+        raise WeightMismatch(f"{path}: {module} has no {names[0]}")
+    if a is not None and has_magnitude != config.use_dora:
+        what = "has a magnitude without" if has_magnitude else "has no magnitude beside"
+        raise WeightMismatch(f"{path}: {module} {what} use_dora in {CONFIG}")
+    if table and has_magnitude:
+        raise UnsupportedModel(f"{path}: {module} is a table with DoRA, which is not supported")
+    if a is not None and b is not None:
+        _check_ranks(module, a, b, config.rank_of(module), path)
+    return ModuleUpdate(
+        module,
+        scale=config.scale_of(module) if a is not None else 0.0,
+        a=a,
+        b=b,
+        is_table=table,
+        magnitude=_vector(parts, "lora_magnitude_vector"),
+        bias=_vector(parts, "bias"),
+        added_bias=_vector(parts, "lora_B.bias"),
+        base=parts.get("base"),
+    )
+
+
+def _check_ranks(module: str, a: NDArray, b: NDArray, rank: int, path: Path) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise WeightMismatch(
+            f"{path}: {module} has A of shape {a.shape} and B of shape {b.shape}, but {CONFIG}"
+            f" gives it the rank {rank}",
+            hint="config and tensors belong to different adapters, or a file is damaged",
+        )
+
+
+def _vector(parts: Mapping[str, NDArray], name: str) -> NDArray[np.float32] | None:
+    array = parts.get(name)
+    return None if array is None else array.astype(np.float32).reshape(-1)
+
+
+def _digest(updates: Iterable[ModuleUpdate]) -> bytes:
+    """Returns a digest of the content: names, shapes, types, numbers and scales."""
+    digest = hashlib.blake2b(digest_size=32)
+    for update in sorted(updates, key=lambda each: each.module):
+        for piece in _pieces(update):
+            digest.update(struct.pack("<Q", len(piece)))
+            digest.update(piece)
+    return digest.digest()
+
+
+def _pieces(update: ModuleUpdate) -> Iterator[bytes]:
+    yield update.module.encode()
+    yield struct.pack("<d?", update.scale, update.is_table)
+    for array in (update.a, update.b, update.magnitude, update.bias, update.added_bias):
+        if array is None:
+            yield b""
+        else:
+            yield f"{array.dtype.name} {array.shape}".encode()
+            yield array.tobytes()

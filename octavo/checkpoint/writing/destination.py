@@ -1,0 +1,290 @@
+"""Where a quantised model is written: a Hugging Face directory, or a directory with a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.safetensors import DTYPES
+from octavo.checkpoint.writing.encoders import Encoder, encoder_of
+from octavo.checkpoint.writing.gguf_file import GgufWriter
+from octavo.checkpoint.writing.safetensors_file import (
+    SafetensorsWriter,
+    TensorSpec,
+)
+from octavo.errors import ConfigError
+from octavo.ports import Checkpoint
+from octavo.quant.gguf import BlockType
+from octavo.quant.making.gguf_blocks import block_bytes, fit_blocks, type_for
+from octavo.quant.making.gptq import FitGrid, fitted, nearest
+from octavo.quant.making.grid import RoundedMatrix
+from octavo.quant.making.recipe import Recipe
+
+WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".onnx", ".msgpack", ".h5")
+WEIGHT_INDEX = ".index.json"
+GGUF_NAME = "model.gguf"
+
+
+class MatrixPlan(NamedTuple):
+    """A matrix that will be quantised."""
+
+    name: str
+    """Name of its tensor, "...weight"."""
+    shape: tuple[int, int]
+    bits: int
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+
+class Destination(Protocol):
+    """A place for a quantised model."""
+
+    def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
+        """Returns whether a matrix of this shape can be quantised."""
+        ...
+
+    def begin(self, matrices: Sequence[MatrixPlan], folder: Path, *, keeps: bool) -> None:
+        """Reserves the disk's space in a folder and writes what stays as it is; with `keeps` an
+        earlier run has done so.
+        """
+        ...
+
+    def fit(self, plan: MatrixPlan) -> FitGrid: ...
+
+    def write_matrix(self, plan: MatrixPlan, matrix: RoundedMatrix) -> None: ...
+
+    def write_vector(self, name: str, numbers: NDArray[np.float32]) -> None: ...
+
+    def as_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Returns a vector's numbers as they will be read."""
+        ...
+
+    def finish(self, left: Sequence[str]) -> None:
+        """Writes the files beside the weights; `left` are the linears that stay floats."""
+        ...
+
+
+class HfDirectory:
+    """A directory with config.json and safetensors. Implements `Destination`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        write_tokenizer: Callable[[Path], None],
+        architecture: str | None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._recipe = recipe
+        self._encoder: Encoder = encoder_of(recipe)
+        self._write_tokenizer = write_tokenizer
+        self._architecture = architecture
+        self._bits_of: dict[str, int] = {}
+
+    def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
+        return (
+            len(shape) == 2
+            and name.endswith(".weight")
+            and self._encoder.takes(shape[0], shape[1], bits)
+        )
+
+    def begin(self, matrices: Sequence[MatrixPlan], folder: Path, *, keeps: bool) -> None:
+        self._folder = folder
+        self._bits_of = {
+            plan.module: plan.bits for plan in matrices if plan.bits != self._recipe.bits
+        }
+        quantized = {plan.name for plan in matrices}
+        self._plain = {
+            name: self._plain_spec(name)
+            for name in self._checkpoint.names()
+            if name not in quantized and not _has_parts(name, quantized)
+        }
+        specs = [
+            spec
+            for plan in matrices
+            for spec in self._encoder.specs(plan.module, *plan.shape, plan.bits)
+        ]
+        self._writer = SafetensorsWriter(folder, [*self._plain.values(), *specs], keeps=keeps)
+        if not keeps:
+            for name in self._plain:
+                self._copy(name)
+
+    def fit(self, plan: MatrixPlan) -> FitGrid:
+        spec = self._recipe.grid(plan.bits)
+        return fitted(spec, searches=not self._recipe.rows_are_int8)
+
+    def write_matrix(self, plan: MatrixPlan, matrix: RoundedMatrix) -> None:
+        for rest, array in self._encoder.tensors(matrix, plan.bits).items():
+            self._writer.write(f"{plan.module}.{rest}", array)
+
+    def write_vector(self, name: str, numbers: NDArray[np.float32]) -> None:
+        dtype = _dtype_of(self._plain[name])
+        self._writer.write(name, numbers.astype(dtype))
+
+    def as_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+        stored: NDArray[np.float32] = numbers.astype(_dtype_of(self._plain[name])).astype(
+            np.float32
+        )
+        return stored
+
+    def finish(self, left: Sequence[str]) -> None:
+        config = {
+            key: value
+            for key, value in self._checkpoint.config.items()
+            if key != "quantization_config" and value is not None
+        }
+        if self._architecture is not None:
+            config.setdefault("architectures", [self._architecture])
+        if not self._checkpoint.has_config_file:
+            config["dtype"] = config["torch_dtype"] = "float16"
+        config["quantization_config"] = self._encoder.config(left, self._bits_of)
+        _write_json(self._folder / "config.json", config)
+        source = self._checkpoint.path
+        if source.is_dir() and self._checkpoint.has_config_file:
+            _copy_small_files(source, self._folder)
+        elif self._checkpoint.generation_config:
+            _write_json(self._folder / "generation_config.json", self._checkpoint.generation_config)
+        self._write_tokenizer(self._folder)
+
+    def _plain_spec(self, name: str) -> TensorSpec:
+        """Returns how a tensor is stored that is not quantised here: as it is, if it is floats."""
+        stored = self._checkpoint.stored(name)
+        known = self._checkpoint.format_of(name)
+        is_vector = len(stored.shape) == 1
+        dtype = known if known in DTYPES else "F32" if is_vector else "F16"
+        return TensorSpec(name, dtype, tuple(stored.shape))
+
+    def _copy(self, name: str) -> None:
+        spec = self._plain[name]
+        weight = self._checkpoint.tensor(name)
+        dtype = _dtype_of(spec)
+        codes = weight.packed().codes if weight.is_float else weight.dequantize()
+        self._writer.write(name, np.ascontiguousarray(codes).astype(dtype, copy=False))
+
+
+class GgufDirectory:
+    """A directory with one GGUF file, made of another one. Implements `Destination`."""
+
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
+        if not isinstance(checkpoint, GgufCheckpoint):
+            raise ConfigError(
+                f"format gguf: {checkpoint.path} is no GGUF file, whose header and tokenizer would"
+                " be taken over",
+                hint="convert it with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first",
+            )
+        self._checkpoint = checkpoint
+        self._recipe = recipe
+
+    def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
+        symmetric = self._recipe.symmetric
+        return len(shape) == 2 and type_for(shape[1], bits, symmetric=symmetric) is not None
+
+    def begin(self, matrices: Sequence[MatrixPlan], folder: Path, *, keeps: bool) -> None:
+        self._folder = folder
+        self._plans = {plan.name: plan for plan in matrices}
+        source = self._checkpoint.file
+        kinds = {self._checkpoint.place(plan.name).tensor: self._kind(plan) for plan in matrices}
+        tables: dict[str, BlockType] = {
+            name: kind
+            for name in ("token_embd.weight", "output.weight")
+            if name in source.tensors and (kind := self._table_kind(name)) is not None
+        }
+        self._writer = GgufWriter(folder / GGUF_NAME, source, {**tables, **kinds}, keeps=keeps)
+        if keeps:
+            return
+        for name in source.tensors:
+            if name in tables:
+                self._write_table(name, tables[name])
+            elif name not in kinds:
+                self._writer.write(name, source.tensor_bytes(name))
+
+    def fit(self, plan: MatrixPlan) -> FitGrid:
+        kind = self._kind(plan)
+        return lambda weight, importance: fit_blocks(weight, importance, kind)
+
+    def write_matrix(self, plan: MatrixPlan, matrix: RoundedMatrix) -> None:
+        rows = block_bytes(matrix, self._kind(plan))
+        place = self._checkpoint.place(plan.name)
+        data = self._checkpoint.in_file_order(plan.name, rows)
+        self._writer.write(place.tensor, data, matrix=place.expert or 0)
+
+    def write_vector(self, name: str, numbers: NDArray[np.float32]) -> None:
+        source = self._checkpoint.place(name).tensor
+        kind = self._checkpoint.file.tensors[source].kind
+        assert kind.dtype is not None, "vectors are floats"
+        stored = self._checkpoint.in_file_numbers(name, numbers)
+        self._writer.write(source, stored.astype(kind.dtype))
+
+    def as_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+        kind = self._checkpoint.file.tensors[self._checkpoint.place(name).tensor].kind
+        assert kind.dtype is not None, "vectors are floats"
+        stored = self._checkpoint.in_file_numbers(name, numbers).astype(kind.dtype)
+        moved = stored.astype(np.float32) - self._checkpoint.in_file_numbers(
+            name, np.zeros_like(numbers)
+        )
+        found: NDArray[np.float32] = moved
+        return found
+
+    def finish(self, left: Sequence[str]) -> None:
+        """Does nothing: all is in the file."""
+
+    def _kind(self, plan: MatrixPlan) -> BlockType:
+        kind = type_for(plan.shape[1], plan.bits, symmetric=self._recipe.symmetric)
+        assert kind is not None, "it was asked whether it is taken"
+        return kind
+
+    def _table_kind(self, name: str) -> BlockType | None:
+        """Returns the type of an embedding or output layer, 6 bits or more; None where it stays."""
+        entry = self._checkpoint.file.tensors[name]
+        is_float = entry.kind.dtype is not None
+        bits = 6 if self._recipe.bits < 8 else 8
+        return type_for(entry.shape[-1], bits, symmetric=True) if is_float else None
+
+    def _write_table(self, name: str, kind: BlockType) -> None:
+        weight = self._checkpoint.file.tensor(name).dequantize()
+        rounded = nearest(weight, None, lambda rows, shares: fit_blocks(rows, shares, kind))
+        self._writer.write(name, block_bytes(rounded, kind))
+
+
+def _dtype_of(spec: TensorSpec) -> np.dtype:
+    return DTYPES[spec.dtype]
+
+
+def _has_parts(name: str, quantized: set[str]) -> bool:
+    """Returns whether a tensor is a layer's experts, whose matrices are quantised one by one."""
+    stem = name.rpartition(".experts.")[0]
+    return (
+        bool(stem)
+        and not name.rpartition(".experts.")[2][0].isdigit()
+        and any(other.startswith(f"{stem}.experts.0.") for other in quantized)
+    )
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    """Copies what lies beside the weights, such as the tokenizer; a file made here stays."""
+    for file in source.iterdir():
+        is_weights = file.suffix in WEIGHT_FILES or file.name.endswith(WEIGHT_INDEX)
+        if file.is_file() and not is_weights and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, default=_plain_number) + "\n", encoding="utf-8")
+
+
+def _plain_number(value: Any) -> Any:
+    """Returns NumPy's numbers as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON")

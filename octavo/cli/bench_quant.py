@@ -1,0 +1,246 @@
+"""`octavo bench quant MODEL`: what each way to store a model's weights costs and brings: bytes,
+tokens/s and perplexity, each against FP16.
+
+Formats that are made beforehand are quantised into a directory, where a later run finds them. Every
+row runs the same requests and the same text, in turns of whole rows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from octavo.cli.flags import with_engine_flags
+from octavo.cli.model import fetched
+from octavo.cli.perplexity import perplexity
+from octavo.cli.quantize import recipe_of
+from octavo.config.sizes import format_bytes
+from octavo.errors import ConfigError
+from octavo.progress import quiet, to_stderr
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+INT_FORMATS = {"output_format": "compressed-tensors", "sym": False}
+
+
+class Variant(NamedTuple):
+    """A way to store the weights: options of the engine, or of `octavo quantize`."""
+
+    options: Mapping[str, Any]
+    made: Mapping[str, Any] | None = None
+    needs_gguf: bool = False
+
+
+VARIANTS: dict[str, Variant] = {
+    "FP16": Variant({"dtype": "float16"}),
+    "INT8": Variant({"quantization": "int8"}),
+    "INT4": Variant({"quantization": "int4"}),
+    "RTN": Variant({}, {"method": "rtn", **INT_FORMATS}),
+    "GPTQ": Variant({}, {"method": "gptq", "desc_act": True, "output_format": "gptq"}),
+    "AWQ": Variant({}, {"method": "awq", "output_format": "awq"}),
+    "W8A8": Variant({}, {"method": "smoothquant", "scheme": "w8a8", **INT_FORMATS}),
+    "GGUF-4": Variant({}, {"method": "gptq", "output_format": "gguf"}, needs_gguf=True),
+    "GGUF-6": Variant({}, {"method": "rtn", "bits": 6, "output_format": "gguf"}, needs_gguf=True),
+    "GGUF-8": Variant({}, {"method": "rtn", "bits": 8, "output_format": "gguf"}, needs_gguf=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantRow:
+    """The figures of one way to store the weights."""
+
+    name: str
+    weight_bytes: int
+    tokens_per_s: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuantWork:
+    """The work that every row does."""
+
+    text: str
+    window: int
+    num_windows: int | None
+    num_prompts: int
+    input_len: int
+    output_len: int
+    rounds: int
+
+
+@with_engine_flags(without=("model", "dtype", "quantization", "tokenizer", "calibration"))
+def quant(
+    model: Annotated[str, typer.Argument(help="Short name, Hugging Face repository or path.")],
+    *,
+    text: Annotated[Path, typer.Option(help="Text whose perplexity is measured.")],
+    calibration: Annotated[
+        Path | None, typer.Option(help="Another text, over which GPTQ and AWQ are calibrated.")
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help=f"Rows, with commas between: {', '.join(VARIANTS)}.")
+    ] = "",
+    group: Annotated[int, typer.Option(help="Inputs that share a scale.")] = 32,
+    made: Annotated[
+        Path | None, typer.Option(help="Directory that keeps what is quantised.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer is used; the model's own.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens of a window of the text.", min=2)] = 1024,
+    windows: Annotated[
+        int | None, typer.Option(help="Windows of the text; all of them.", min=1)
+    ] = None,
+    calibration_texts: Annotated[int, typer.Option(help="Pieces of that text.", min=1)] = 32,
+    calibration_length: Annotated[int, typer.Option(help="Tokens of a piece.", min=16)] = 512,
+    num_prompts: Annotated[int, typer.Option(help="Requests in a round.", min=1)] = 32,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    rounds: Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)] = 3,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    options: dict[str, Any],
+) -> None:
+    """Measure size, tokens/s and perplexity of each way to store a model's weights."""
+    path = str(fetched({"model": model})["model"])
+    names = _chosen(only, path, has_calibration=calibration is not None)
+    work = QuantWork(
+        _read(text),
+        window=window,
+        num_windows=windows,
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        rounds=rounds,
+    )
+    own = {"tokenizer": tokenizer} if tokenizer is not None else {}
+    rows = []
+    with _folder(made) as folder:
+        for name in names:
+            variant = VARIANTS[name]
+            given = {"model": path, **options, **own, **variant.options}
+            if variant.made is not None:
+                from octavo.wiring.quantize import CalibrationText
+
+                texts = None
+                if calibration is not None:
+                    texts = CalibrationText(
+                        calibration, calibration_texts, calibration_length, tokenizer
+                    )
+                target = folder / f"{name}-g{group}"
+                _make(path, variant.made, group, target, texts)
+                given["model"] = str(target)
+            print(f"measuring {name}", file=sys.stderr)
+            rows.append(_measured(name, given, work))
+    _print(rows, json=json)
+
+
+def _chosen(only: str, path: str, *, has_calibration: bool) -> list[str]:
+    """Returns the rows that are wanted; FP16 is the first."""
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in VARIANTS]
+    if unknown:
+        raise ConfigError(f"only: got {unknown[0]!r}, allowed are {', '.join(VARIANTS)}")
+    is_gguf = path.endswith(".gguf")
+    names = [name for name in VARIANTS if name in wanted or not wanted]
+    for name in names:
+        made = VARIANTS[name].made
+        if made is not None and made["method"] != "rtn" and not has_calibration:
+            raise ConfigError(
+                f"calibration: {name} needs a text",
+                hint="name one with --calibration, or leave the row out with --only",
+            )
+        if VARIANTS[name].needs_gguf and not is_gguf and name in wanted:
+            raise ConfigError(f"only: {name} is made of GGUF files, got {path}")
+    chosen = [name for name in names if is_gguf or not VARIANTS[name].needs_gguf]
+    return chosen if "FP16" in chosen else ["FP16", *chosen]
+
+
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text: {text} cannot be read: {error}") from None
+
+
+@contextmanager
+def _folder(made: Path | None) -> Iterator[Path]:
+    """Gives the directory of what is quantised, one for this run where none is named."""
+    if made is not None:
+        made.mkdir(parents=True, exist_ok=True)
+        yield made
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def _make(path: str, made: Mapping[str, Any], group: int, target: Path, texts: Any) -> None:
+    """Quantises the model unless an earlier run has done so."""
+    from octavo.wiring.quantize import quantize_model
+
+    if target.exists():
+        return
+    knobs: dict[str, Any] = {
+        "bits": None,
+        "group": group,
+        "scheme": None,
+        "sym": False,
+        "desc_act": False,
+        "damp_percent": 1.0,
+        "keep_sensitive": False,
+    }
+    quantize_model(path, recipe_of(**{**knobs, **made}), target, texts, to_stderr)
+
+
+def _measured(name: str, options: dict[str, Any], work: QuantWork) -> QuantRow:
+    from octavo.llm import LLM
+    from octavo.wiring.weight_size import weight_bytes
+
+    size = weight_bytes(options)
+    with LLM(**options, enable_prefix_caching=False, report=quiet) as llm:
+        found = perplexity(llm, work.text, work.window, work.num_windows)
+        rates = [_rate(llm, work) for _ in range(work.rounds)]
+    return QuantRow(name, size, statistics.median(rates), found)
+
+
+def _rate(llm: LLM, work: QuantWork) -> float:
+    """Returns the tokens/s, prompts' and answers', of one round."""
+    import random
+    import time
+
+    from octavo.sampling_params import SamplingParams
+
+    draw = random.Random(0)
+    size = llm.info.vocab_size
+    prompts = [
+        [draw.randrange(size) for _ in range(work.input_len)] for _ in range(work.num_prompts)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=work.output_len, ignore_eos=True)
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    tokens = work.num_prompts * (work.input_len + work.output_len)
+    return tokens / (time.perf_counter() - began)
+
+
+def _print(rows: Sequence[QuantRow], *, json: bool) -> None:
+    first = rows[0]
+    if json:
+        import json as json_format
+
+        print(json_format.dumps({"rows": [asdict(row) for row in rows]}))
+        return
+    print(f"{'':8}{'weights':>12}{'':>7}{'tokens/s':>10}{'':>8}{'perplexity':>12}{'':>8}")
+    for row in rows:
+        size, speed = row.weight_bytes / first.weight_bytes, row.tokens_per_s / first.tokens_per_s
+        rise = row.perplexity / first.perplexity - 1
+        print(
+            f"{row.name:8}{format_bytes(row.weight_bytes):>12}{size:>7.0%}"
+            f"{row.tokens_per_s:>10.1f}{speed:>7.2f}x{row.perplexity:>12.4f}{rise:>+8.1%}"
+        )

@@ -1,0 +1,60 @@
+"""`octavo calibrate MODEL`: measures how small the numbers are that a model multiplies, for options
+that leave small ones out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.flags import with_engine_flags
+from octavo.config.engine_config import SparsityOptions
+from octavo.config.option import options_of
+
+DEFAULT_TOKENS = 4096
+
+LEFT_OUT = (
+    "model",
+    "served_model_name",
+    "record",
+    "max_model_len",
+    *options_of(SparsityOptions),
+)
+
+
+@with_engine_flags(without=LEFT_OUT)
+def calibrate(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="Short name, local path or Hugging Face repository.")
+    ],
+    text: Annotated[
+        Path, typer.Option(help="File of text like the one that the model is to write, UTF-8.")
+    ],
+    out: Annotated[Path, typer.Option(help="File to write; an existing one is replaced.")],
+    tokens: Annotated[
+        int, typer.Option(min=256, help="Tokens of the text that are measured at most.")
+    ] = DEFAULT_TOKENS,
+    options: dict[str, Any],
+) -> None:
+    """Measure a model for --activation-sparsity and --ffn-sparsity gate:SHARE, by running a text
+    through it.
+    """
+    from octavo.config.engine_config import EngineConfig
+    from octavo.wiring.calibrate import calibrate_model, read_text
+
+    config = EngineConfig.from_options(**options, model=model)
+    found = calibrate_model(
+        config,
+        read_text(text),
+        num_tokens=tokens,
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    found.save(out)
+    print(
+        f"{out}: {len(found.inputs)} inputs of products and {len(found.gates)} gates, from"
+        f" {found.num_tokens} tokens"
+    )

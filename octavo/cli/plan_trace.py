@@ -1,0 +1,78 @@
+"""`octavo plan --trace`: which layout of several machines serves recorded traffic best.
+
+Simulates the real schedulers and router; what steps cost comes from recordings of one machine's
+engine. Loads no model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from octavo.config.sizes import parse_rate
+from octavo.errors import ConfigError
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TracePlan:
+    """The options of `octavo plan --trace`."""
+
+    trace: Path
+    recordings: Sequence[Path]
+    slo: str
+    num_machines: int
+    link: str
+    scale: str
+    num_requests: int
+
+    def run(self, *, json: bool) -> None:
+        """Prints the layouts, the best first."""
+        from octavo.cli.traffic import parse_scale, prompt_of, read_trace
+        from octavo.wiring.layout_search import Objective, RatedLayout, rate_layouts
+        from octavo.wiring.simulated_fleet import FleetOptionsSimulated, SimulatedRequest
+
+        if not self.recordings:
+            raise ConfigError(
+                "costs: no recording was given",
+                hint="record requests like those of the trace: octavo serve MODEL --record FILE",
+            )
+        objective = Objective.parse(self.slo)
+        options = FleetOptionsSimulated(link_bytes_per_s=parse_rate(self.link, name="link") / 8)
+        rows = read_trace(self.trace, scale=parse_scale(self.scale), num_requests=self.num_requests)
+        prompts = [prompt_of(row, SEED) for row in rows]
+
+        def make(speed: float) -> list[SimulatedRequest]:
+            return [
+                SimulatedRequest(f"r{number}", row.at_s / speed, prompt, row.output_len)
+                for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
+            ]
+
+        if rows[-1].at_s == 0:
+            raise ConfigError(
+                f"num_requests: the first {len(rows)} requests of {self.trace} come at once",
+                hint="take more of them",
+            )
+        found: list[RatedLayout] = rate_layouts(
+            self.recordings, make, objective, self.num_machines, options
+        )
+        if json:
+            import json as json_format
+
+            rated = [asdict(each) | {"per_machine": each.per_machine} for each in found]
+            print(json_format.dumps({"simulated": True, "layouts": rated}))
+            return
+        print(
+            f"simulated: {len(rows)} requests of {self.trace.name}, {self.slo}, met by 90%;"
+            f" {self.num_machines} machines, {self.link}bit/s"
+        )
+        for each in found:
+            print(
+                f"{each.layout!s:28} {each.source:24} {each.requests_per_s:9.3g} requests/s,"
+                f" {each.per_machine:.3g} a machine"
+            )
+        if not found[0].requests_per_s:
+            print("octavo: no layout meets the objective at any rate", file=sys.stderr)

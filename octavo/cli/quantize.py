@@ -1,0 +1,157 @@
+"""`octavo quantize MODEL -o DIR`: rounds a model's matrices to few bits and writes them in a format
+that Octavo and other engines read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.config.sizes import format_bytes
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.quant.making.recipe import Recipe
+    from octavo.wiring.quantize import Quantized
+
+SHOWN_NAMES = 8
+
+
+def quantize(
+    model: Annotated[
+        str, typer.Argument(help="Short name, Hugging Face repository or local path.")
+    ],
+    *,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="New directory for the model.", file_okay=False)
+    ],
+    method: Annotated[
+        str,
+        typer.Option(help="rtn (to nearest), gptq, awq or smoothquant (with --scheme w8a8)."),
+    ] = "gptq",
+    output_format: Annotated[
+        str, typer.Option("--format", help="gptq, awq, compressed-tensors or gguf.")
+    ] = "compressed-tensors",
+    bits: Annotated[
+        int | None, typer.Option(help="Bits of a weight; 4 unless --scheme says otherwise.")
+    ] = None,
+    group: Annotated[
+        int, typer.Option(help="Inputs that share a scale; -1 for whole rows. GGUF's types say it.")
+    ] = 128,
+    scheme: Annotated[
+        str | None,
+        typer.Option(help="w4a16, w8a16 or w8a8, which rounds rows to 8 bits as they come."),
+    ] = None,
+    sym: Annotated[
+        bool | None,
+        typer.Option(
+            "--sym/--zero-point", help="Zeros in the middle of the codes, or one for each group."
+        ),
+    ] = None,
+    desc_act: Annotated[
+        bool,
+        typer.Option(
+            "--desc-act", help="gptq: groups are of inputs used about as strongly (act-order)."
+        ),
+    ] = False,
+    damp_percent: Annotated[
+        float, typer.Option(help="gptq: damping, in percent of the mean use of an input.")
+    ] = 1.0,
+    keep_sensitive: Annotated[
+        bool,
+        typer.Option(
+            "--keep-sensitive", help="Give 8 bits to values and to half of the down projections."
+        ),
+    ] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Text over which the model is run, like what it is for.", dir_okay=False),
+    ] = None,
+    calibration_texts: Annotated[
+        int, typer.Option(help="Pieces of the text that are used.", min=1)
+    ] = 32,
+    calibration_length: Annotated[int, typer.Option(help="Tokens of a piece.", min=16)] = 512,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer reads the text; the model's own.")
+    ] = None,
+) -> None:
+    """Quantise a model, layer by layer; an interrupted run goes on where it was."""
+    from octavo.progress import to_stderr
+    from octavo.wiring.quantize import CalibrationText, quantize_model
+
+    recipe = recipe_of(
+        method=method,
+        output_format=output_format,
+        bits=bits,
+        group=group,
+        scheme=scheme,
+        sym=sym,
+        desc_act=desc_act,
+        damp_percent=damp_percent,
+        keep_sensitive=keep_sensitive,
+    )
+    texts = (
+        None
+        if calibration is None
+        else CalibrationText(calibration, calibration_texts, calibration_length, tokenizer)
+    )
+    _print(quantize_model(model, recipe, output, texts, to_stderr))
+
+
+def recipe_of(
+    *,
+    method: str,
+    output_format: str,
+    bits: int | None,
+    group: int,
+    scheme: str | None,
+    sym: bool | None,
+    desc_act: bool,
+    damp_percent: float,
+    keep_sensitive: bool,
+) -> Recipe:
+    """Makes a recipe of the options; ConfigError where they name or mean what there is not."""
+    from octavo.quant.making.recipe import METHODS, OUTPUT_FORMATS, SCHEMES, Recipe
+
+    for name, value, allowed in (
+        ("method", method, METHODS),
+        ("format", output_format, OUTPUT_FORMATS),
+        ("scheme", scheme, (None, *SCHEMES)),
+    ):
+        if value not in allowed:
+            known = ", ".join(each for each in allowed if each is not None)
+            raise ConfigError(f"{name}: got {value!r}, allowed are {known}")
+    scheme_bits = None if scheme is None else {str(k): v for k, v in SCHEMES.items()}[scheme]
+    if bits is not None and scheme_bits is not None and bits != scheme_bits:
+        raise ConfigError(f"bits: got {bits}, but scheme {scheme} has {scheme_bits}")
+    if group < -1 or group == 0:
+        raise ConfigError(f"group: got {group}, allowed are -1 and whole numbers above 0")
+    rows_are_int8 = scheme == "w8a8"
+    return Recipe(
+        method=method,  # type: ignore[arg-type]
+        output_format=output_format,  # type: ignore[arg-type]
+        bits=scheme_bits or bits or 4,
+        group=0 if group == -1 or rows_are_int8 else group,
+        symmetric=output_format not in {"awq", "gguf"} if sym is None else sym,
+        desc_act=desc_act,
+        damp_percent=damp_percent,
+        rows_are_int8=rows_are_int8,
+        keeps_sensitive=keep_sensitive,
+    )
+
+
+def _print(made: Quantized) -> None:
+    share = made.num_bytes / made.source_bytes
+    print(
+        f"{made.output}: {made.num_matrices} matrices quantised, {format_bytes(made.num_bytes)},"
+        f" {share:.0%} of the source's {format_bytes(made.source_bytes)}"
+    )
+    for what, names in (
+        ("stay as they are", made.left),
+        ("met no calibration token and were rounded to nearest", made.fell_back),
+    ):
+        if names:
+            more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+            print(f"{len(names)} {what}: {', '.join(names[:SHOWN_NAMES])}{more}")

@@ -1,0 +1,32 @@
+"""`octavo route URL ...`: a router before several servers of OpenAI's API."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.flags import with_flags
+from octavo.config.option import options_of
+from octavo.server.router.settings import RouterSettings
+
+KEY_VARIABLE = "OCTAVO_API_KEY"
+SERVER_KEY_VARIABLE = "OCTAVO_SERVER_API_KEY"
+
+
+@with_flags("settings", options_of(RouterSettings))
+def route(
+    *,
+    urls: Annotated[
+        list[str],
+        typer.Argument(metavar="URL...", help="The servers, as http://HOST:PORT."),
+    ],
+    settings: dict[str, Any],
+) -> None:
+    """Route requests to several servers, to where most of a prompt is cached and least waits."""
+    from octavo.server.router.run import route as run_router
+
+    keys = (*settings.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))
+    server_key = settings.get("server_api_key") or os.environ.get(SERVER_KEY_VARIABLE) or None
+    run_router(urls, RouterSettings(**{**settings, "api_key": keys, "server_api_key": server_key}))

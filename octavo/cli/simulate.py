@@ -1,0 +1,119 @@
+"""`octavo simulate`: what machines that are not here would do with a model's work."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.calibrate import LEFT_OUT
+from octavo.cli.command import Command, Group
+from octavo.cli.flags import with_engine_flags
+
+SKEWS = (0.0, 0.25, 0.5)
+"""Shares of the active neurons that are the same few ones in every token."""
+
+RATES = (0.5, 1.0, 2.0)
+"""Multiples of the modules' rate."""
+
+
+def build_app() -> typer.Typer:
+    """Puts the subcommands of `octavo simulate` together."""
+    app = typer.Typer(cls=Group, help="Simulate machines that are not here.", rich_markup_mode=None)
+    app.callback()(_simulate)
+    app.command("ndp", cls=Command)(ndp)
+    return app
+
+
+def _simulate() -> None:
+    """Simulate machines that are not here."""
+
+
+@with_engine_flags(without=LEFT_OUT)
+def ndp(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="Short name, local path or Hugging Face repository.")
+    ],
+    text: Annotated[Path, typer.Option(help="File of text that the neurons are recorded with.")],
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text at most.")] = 512,
+    active: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share of a layer's neurons that are active.")
+    ] = 0.2,
+    hot: Annotated[
+        float, typer.Option(min=0.0, max=0.95, help="Share of the neurons that the host keeps.")
+    ] = 0.1,
+    window: Annotated[
+        int, typer.Option(min=1, help="Tokens after which neurons are placed again.")
+    ] = 32,
+    modules: Annotated[int, typer.Option(min=1, max=1024, help="Memory modules.")] = 8,
+    module_rate: Annotated[
+        str, typer.Option(help="Bytes per second that a module multiplies.")
+    ] = "20G",
+    host_rate: Annotated[str, typer.Option(help="Bytes per second of the host.")] = "500G",
+    link_rate: Annotated[str, typer.Option(help="Bytes per second between modules.")] = "25G",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    options: dict[str, Any],
+) -> None:
+    """Simulate feed-forward layers in memory modules that multiply (near-data processing): neurons
+    dealt out in turn, and placed again by windows of tokens. No such machine is measured.
+    """
+    from octavo.config.engine_config import EngineConfig
+    from octavo.config.sizes import parse_rate
+    from octavo.program.ndp_simulation import NdpMachine, simulate, skewed
+    from octavo.wiring.calibrate import read_text
+    from octavo.wiring.simulate import record_neurons
+
+    machine = NdpMachine(
+        modules,
+        parse_rate(module_rate, name="module_rate"),
+        parse_rate(host_rate, name="host_rate"),
+        parse_rate(link_rate, name="link_rate"),
+    )
+    trace = record_neurons(
+        EngineConfig.from_options(**options, model=model),
+        read_text(text),
+        num_tokens=tokens,
+        share=active,
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    neuron_bytes = 3 * trace.inputs  # a gate row, an up row and a down column of one byte each
+    rows = []
+    for skew in SKEWS:
+        changed = skewed(trace.tokens, skew)
+        for rate in RATES:
+            faster = NdpMachine(
+                modules, rate * machine.module_rate, machine.host_rate, machine.link_rate
+            )
+            for every in (0, window):
+                result = simulate(
+                    changed,
+                    faster,
+                    num_neurons=trace.num_neurons,
+                    neuron_bytes=neuron_bytes,
+                    hot_share=hot,
+                    hot_tokens=window,
+                    window=every,
+                )
+                rows.append(
+                    {"skew": skew, "rate": rate, "window": every, **asdict(result)}
+                    | {"tokens_per_s": len(changed) / result.seconds}
+                )
+    if json:
+        import json as json_format
+
+        print(json_format.dumps({"simulation": rows, "tokens": len(trace.tokens)}))
+        return
+    print(
+        f"simulation, nothing measured: the feed-forward layers of {model} in int8,"
+        f" {len(trace.tokens)} tokens, {modules} modules"
+    )
+    print(f"{'skew':>6}{'rate':>7}{'window':>8}{'tokens/s':>11}{'balance':>9}{'moved':>12}")
+    for row in rows:
+        print(
+            f"{row['skew']:>6.0%}{row['rate']:>6.1f}x{row['window'] or 'none':>8}"
+            f"{row['tokens_per_s']:>11.1f}{row['balance']:>9.0%}{row['moved_bytes']:>12,}"
+        )

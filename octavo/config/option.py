@@ -1,0 +1,128 @@
+"""One option: how a field of a dataclass declares it, and how a value in any form becomes its own.
+
+Knows no option by name; `engine_config.py` has the engine's, `server/settings.py` the server's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from octavo.config.sizes import parse_bytes, parse_count
+from octavo.errors import ConfigError
+
+MAX_COUNT = (1 << 31) - 1
+"""Most requests, tokens or threads that an option may name: arrays of them have 32-bit indices."""
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    unit: Literal["bytes", "count"] | None = None,
+    low: float | None = None,
+    short: str | None = None,
+) -> Any:
+    """Makes a field with its help text. `unit` lets texts such as "2GiB" or "8k" stand for numbers,
+    `low` is the least value, `short` a short flag beside the long one.
+    """
+    return field(default=default, metadata={"help": text, "unit": unit, "low": low, "short": short})
+
+
+@dataclass(frozen=True, slots=True)
+class OptionField:
+    """Place and type of one option, for what makes flags or documents of it."""
+
+    section: str
+    entry: Field[Any]
+    type: Any
+
+    @property
+    def help(self) -> str:
+        """Sentence that its flag and the documents show."""
+        return str(self.entry.metadata["help"])
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Texts that are allowed; () where it is not a choice."""
+        inner = (
+            [part for part in get_args(self.type) if part is not type(None)]
+            if get_origin(self.type) is not Literal
+            else [self.type]
+        )
+        return next((get_args(part) for part in inner if get_origin(part) is Literal), ())
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the option takes any number of texts."""
+        return get_origin(self.type) is tuple
+
+    @property
+    def number(self) -> type[int] | type[float] | None:
+        """Kind of number that it holds, if any."""
+        kinds = get_args(self.type) or (self.type,)
+        return int if int in kinds else float if float in kinds else None
+
+
+def options_of(kind: type, section: str = "") -> dict[str, OptionField]:
+    """Returns the options that are a dataclass's fields, by name."""
+    hints = get_type_hints(kind)
+    return {entry.name: OptionField(section, entry, hints[entry.name]) for entry in fields(kind)}
+
+
+def convert(spec: OptionField, value: Any) -> Any:
+    """Returns the value in the option's own type, or raises ConfigError. Texts stand for numbers,
+    as a shell has them.
+    """
+    name, unit = spec.entry.name, spec.entry.metadata["unit"]
+    if value is None:
+        if spec.entry.default is None:
+            return None
+        raise ConfigError(f"{name}: got None, allowed is {_allowed(spec)}")
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(value, str) and unit:
+        value = (parse_bytes if unit == "bytes" else parse_count)(value, name=name)
+    elif isinstance(value, str) and spec.number is not None:
+        value = _parse_number(value, spec.number)
+    if spec.number is float and type(value) is int:
+        value = float(value)
+    if not _fits(spec, value):
+        raise ConfigError(f"{name}: got {value!r}, allowed is {_allowed(spec)}")
+    if (
+        type(value) is int
+        and unit != "bytes"
+        and spec.entry.metadata["low"] is not None
+        and value > MAX_COUNT
+    ):
+        raise ConfigError(f"{name}: got {value}, allowed is at most {MAX_COUNT:,}")
+    return value
+
+
+def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
+    """Returns the number that a text holds, or the text where it holds none."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def _fits(spec: OptionField, value: Any) -> bool:
+    if spec.choices:
+        return value in spec.choices
+    if spec.is_list:
+        return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+    kinds = get_args(spec.type) or (spec.type,)
+    low = spec.entry.metadata["low"]
+    return any(type(value) is kind for kind in kinds) and (low is None or value >= low)
+
+
+def _allowed(spec: OptionField) -> str:
+    if spec.choices:
+        return " or ".join(map(repr, spec.choices))
+    kinds = [
+        kind.__name__ for kind in get_args(spec.type) or (spec.type,) if kind is not type(None)
+    ]
+    words = {"int": "a whole number", "str": "a text", "bool": "True or False", "float": "a number"}
+    low = spec.entry.metadata["low"]
+    return words[kinds[0]] + ("" if low is None else f" of at least {low}")

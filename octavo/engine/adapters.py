@@ -1,0 +1,124 @@
+"""The adapters of one engine: which slot of the device each has, who uses it, which are on their
+way.
+
+Knows adapters by the digest of their content; the bytes are the worker's. A request holds its
+adapter from its first start to its end, and waits for it as for blocks that are read. Least
+recently used ones that no request holds give their slots away first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from octavo.step import AdapterLoad, AdapterLoaded, AdapterRef
+
+NO_SLOT = -1
+
+
+@dataclass(slots=True)
+class _Resident:
+    """An adapter with a slot."""
+
+    slot: int
+    is_ready: bool = False
+    users: set[str] = field(default_factory=set)
+    """Requests that hold it."""
+
+
+class AdapterPlaces:
+    """Slots of the device, and the adapters in them."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._resident: dict[bytes, _Resident] = {}
+        """Adapters by digest, the least recently used first."""
+        self._to_load: list[AdapterLoad] = []
+        self._is_short = False
+        """Whether a request of this step found no slot; those behind it then take none."""
+
+    def begin_step(self) -> None:
+        """Begins to plan a step."""
+        self._is_short = False
+
+    def is_ready(self, request_id: str, ref: AdapterRef | None) -> bool:
+        """Returns whether a request may start with its adapter; has it loaded where it is not
+        there and a slot can be had.
+        """
+        if ref is None:
+            return True
+        found = self._resident.get(ref.digest)
+        if found is not None and request_id in found.users:
+            return True
+        if self._is_short:
+            return False
+        found = found or self._load(ref)
+        return found is not None and found.is_ready
+
+    def hold(self, request_id: str, ref: AdapterRef | None) -> None:
+        """Notes that a request that starts uses its adapter, which is ready."""
+        if ref is not None:
+            found = self._resident.pop(ref.digest)
+            found.users.add(request_id)
+            self._resident[ref.digest] = found
+
+    def release(self, request_id: str, ref: AdapterRef | None) -> None:
+        """Notes that a request has ended, whether it held its adapter or not."""
+        if ref is not None and (found := self._resident.get(ref.digest)) is not None:
+            found.users.discard(request_id)
+
+    def slot_of(self, ref: AdapterRef | None) -> int:
+        """Returns the slot of an adapter that is held; NO_SLOT for none."""
+        return NO_SLOT if ref is None else self._resident[ref.digest].slot
+
+    def take_loads(self) -> list[AdapterLoad]:
+        """Removes and returns the adapters that the next plan has read."""
+        loads, self._to_load = self._to_load, []
+        return loads
+
+    def load_again(self, loads: Iterable[AdapterLoad]) -> None:
+        """Has adapters read again that a step may not have begun to read, since it failed."""
+        self._to_load += [
+            load
+            for load in loads
+            if (found := self._resident.get(load.ref.digest)) is not None and not found.is_ready
+        ]
+
+    def loaded(self, reports: Iterable[AdapterLoaded]) -> dict[bytes, str]:
+        """Takes in what has been read; returns what was wrong with those that could not be, by
+        digest. Their slots are free again.
+        """
+        faults: dict[bytes, str] = {}
+        for report in reports:
+            found = self._resident.get(report.digest)
+            if found is None:
+                continue
+            if report.fault is None:
+                found.is_ready = True
+            else:
+                del self._resident[report.digest]
+                self._free.append(found.slot)
+                faults[report.digest] = report.fault
+        return faults
+
+    @property
+    def names(self) -> list[bytes]:
+        """Digests of the adapters in slots, the least recently used first."""
+        return list(self._resident)
+
+    def _load(self, ref: AdapterRef) -> _Resident | None:
+        slot = self._free.pop() if self._free else self._evict()
+        if slot is None:
+            self._is_short = True
+            return None
+        found = self._resident[ref.digest] = _Resident(slot)
+        self._to_load.append(AdapterLoad(slot, ref))
+        return found
+
+    def _evict(self) -> int | None:
+        """Returns the slot of the least recently used adapter that no request holds."""
+        for digest, found in self._resident.items():
+            if found.is_ready and not found.users:
+                del self._resident[digest]
+                return found.slot
+        return None

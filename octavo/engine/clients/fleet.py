@@ -1,0 +1,249 @@
+"""Several cores behind one front: each request is computed by one of them, chosen by a policy.
+
+A core that dies is replaced by its own client; requests that are not to blame for its death go on
+in another core. Draws depend on nothing but the request, so where it is computed never shows.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from octavo.engine.clients.client import EngineInfo
+from octavo.engine.clients.supervised import SupervisedClient
+from octavo.engine.core import CoreOutputs, TakeEarly
+from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.kv.known_blocks import note_events
+from octavo.engine.kv.pin import Pin
+from octavo.engine.live.fleet_view import FleetView
+from octavo.engine.live.view import EngineView
+from octavo.engine.requests.changes import RequestChange
+from octavo.engine.requests.request import EngineRequest
+from octavo.engine.stats import EngineStats, total_stats
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
+from octavo.progress import Report
+from octavo.routing.job import RoutingJob
+from octavo.routing.router import Router
+
+TROUBLE_INTERVAL_S = 0.25
+"""Period at which requests of a core that is being replaced look for another one, in seconds."""
+SESSION_TOKENS = 64
+"""Tokens at the beginning of a prompt that tell sessions of one tenant apart."""
+
+
+class FleetClient:
+    """An EngineClient over several supervised cores of one model.
+
+    `wait_until_ready` must return before the first request.
+    """
+
+    info: EngineInfo
+
+    def __init__(
+        self, clients: Sequence[SupervisedClient], router: Router, block_size: int
+    ) -> None:
+        self._clients = list(clients)
+        self._router = router
+        self._block_size = block_size
+        self._lock = threading.Lock()
+        """Guards the router's books, the owners and the stats."""
+        self._owners: dict[str, int] = {}
+        """Index of the core that computes a request, by the request's id."""
+        self._stats = [EngineStats() for _ in self._clients]
+        self._view = FleetView(len(self._clients))
+        self._outputs: queue.SimpleQueue[CoreOutputs | OctavoError | None] = queue.SimpleQueue()
+        """Steps of all cores; None once the client is closed."""
+        self._closing = False
+
+    @property
+    def trouble(self) -> str:
+        """Reason why no core computes; "" as long as one does."""
+        troubles = [client.trouble for client in self._clients]
+        return troubles[0] if all(troubles) else ""
+
+    def wait_until_ready(self, report: Report) -> EngineInfo:
+        """Passes on what the cores say of their loading, and returns when all are ready."""
+        infos = [
+            client.wait_until_ready(_prefixed(report, index))
+            for index, client in enumerate(self._clients)
+        ]
+        smallest = min(infos, key=lambda info: info.kv_capacity_tokens)
+        self.info = msgspec.structs.replace(
+            smallest,
+            description=f"{len(infos)} engines, each: {smallest.description}",
+            kv_bytes=sum(info.kv_bytes for info in infos),
+        )
+        for target, info in zip(self._router.targets, infos, strict=True):
+            target.cached.bound(info.kv_capacity_tokens // self._block_size)
+        for index in range(len(self._clients)):
+            threading.Thread(
+                target=self._read, args=(index,), name=f"octavo-engine-{index}", daemon=True
+            ).start()
+        return self.info
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def add(self, requests: list[EngineRequest]) -> None:
+        """Hands all requests to one core, where they share their prompt's blocks."""
+        if not requests:
+            return
+        job = self._job(requests[0])
+        with self._lock:
+            self._place(requests, job, self._index_for(requests[0], job))
+
+    def abort(self, request_ids: list[str]) -> None:
+        with self._lock:
+            for index, names in self._by_owner(request_ids).items():
+                self._clients[index].abort(names)
+
+    def change(self, changes: list[RequestChange]) -> None:
+        of_id = {change.request_id: change for change in changes}
+        with self._lock:
+            for index, names in self._by_owner(list(of_id)).items():
+                self._clients[index].change([of_id[name] for name in names])
+
+    def receive(
+        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
+    ) -> CoreOutputs | None:
+        try:
+            step = self._outputs.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if step is None:
+            self._outputs.put(None)  # for every later call
+        elif isinstance(step, OctavoError):
+            raise step
+        return step
+
+    # -- the cores as a whole ----------------------------------------------------------------------
+
+    def watch(self, period_s: float) -> None:
+        for client in self._clients:
+            client.watch(period_s)
+
+    def view(self, *, with_blocks: bool) -> EngineView:
+        views = {}
+        for index, client in enumerate(self._clients):
+            if not client.trouble:
+                views[index] = client.view(with_blocks=with_blocks)
+        if not views:
+            raise Unavailable(self.trouble or "the engines are being replaced")
+        with self._lock:
+            return self._view.joined(views)
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        with self._lock:
+            if self._owners:
+                return False
+        done = [one.reset_prefix_cache(reset_connector=reset_connector) for one in self._clients]
+        with self._lock:
+            for target in self._router.targets:
+                target.cached.clear()
+        return all(done)
+
+    def pin_prefix(self, pin: Pin) -> int:
+        """Pins the prompt in every core that holds it; returns the most tokens that one pinned."""
+        pinned, refusals = [], []
+        for client in self._clients:
+            try:
+                pinned.append(client.pin_prefix(pin))
+            except InvalidRequest as error:
+                refusals.append(error)
+        if not pinned:
+            raise refusals[0]
+        return max(pinned)
+
+    def close(self) -> None:
+        self._closing = True
+        for client in self._clients:
+            client.close()
+        self._outputs.put(None)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _job(self, request: EngineRequest) -> RoutingJob:
+        tokens = request.prompt_token_ids
+        names: list[bytes] = []
+        if self._router.reads_names and not request.media:  # whose blocks no text names
+            adapter = b"" if request.adapter is None else request.adapter.digest
+            names = BlockNaming(request.cache_salt, adapter).digests(tokens, self._block_size)
+        start = f"{request.tenant}\0{request.cache_salt}\0{tokens[:SESSION_TOKENS]}"
+        session = blake2b(start.encode(), digest_size=16).digest()
+        return RoutingJob(len(tokens), names, self._block_size, session)
+
+    def _index_for(self, request: EngineRequest, job: RoutingJob) -> int:
+        """Returns the core for a request: a fork goes to the one that has its parent's blocks."""
+        parent = self._owners.get(request.fork_of or "")
+        if parent is not None and not self._clients[parent].trouble:
+            return parent
+        return self._router.choose(job, self._well() or range(len(self._clients)), time.monotonic())
+
+    def _well(self) -> list[int]:
+        """Returns the cores that compute now."""
+        return [index for index, client in enumerate(self._clients) if not client.trouble]
+
+    def _place(self, requests: list[EngineRequest], job: RoutingJob, index: int) -> None:
+        """Gives requests of one prompt to a core, with the lock held."""
+        self._clients[index].add(requests)
+        now = time.monotonic()
+        for request in requests:
+            self._owners[request.request_id] = index
+            self._router.sent(request.request_id, job, index, now)
+            job = RoutingJob(0)  # the prompt is computed once
+
+    def _by_owner(self, request_ids: list[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in request_ids:
+            if name in self._owners:
+                found.setdefault(self._owners[name], []).append(name)
+        return found
+
+    def _read(self, index: int) -> None:
+        """Receives what one core yields until it is closed: the loop of a thread."""
+        client = self._clients[index]
+        while not self._closing:
+            try:
+                step = client.receive(TROUBLE_INTERVAL_S if client.trouble else None)
+            except OctavoError as error:
+                self._outputs.put(EngineDead(error.message))
+                return
+            if step is not None:
+                self._outputs.put(self._taken(index, step))
+            if client.trouble:
+                self._move_on(index)
+
+    def _taken(self, index: int, step: CoreOutputs) -> CoreOutputs:
+        """Notes what a core yielded; returns it as the fleet's."""
+        now = time.monotonic()
+        with self._lock:
+            for output in step.outputs:
+                self._router.yielded(output.request_id, len(output.token_ids), now)
+                if output.finish_reason is not None:
+                    self._owners.pop(output.request_id, None)
+                    self._router.ended(output.request_id)
+            self._stats[index] = step.stats
+            view = None if step.view is None else self._view.joined({index: step.view})
+            note_events(self._router.targets[index].cached, step.block_events)
+            stats = total_stats(self._stats)
+            return msgspec.structs.replace(step, stats=stats, view=view, engine=index)
+
+    def _move_on(self, index: int) -> None:
+        """Gives to other cores what the core that is being replaced need not compute."""
+        with self._lock:
+            self._router.targets[index].cached.clear()
+            requests = self._clients[index].hand_over() if self._well() else []
+            for request in requests:
+                self._router.ended(request.request_id)
+                job = self._job(request)
+                self._place(
+                    [request], job, self._router.choose(job, self._well(), time.monotonic())
+                )
+
+
+def _prefixed(report: Report, index: int) -> Callable[[str], None]:
+    return lambda text: report(f"engine {index}: {text}")

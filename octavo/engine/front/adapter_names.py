@@ -1,0 +1,78 @@
+"""Adapters as users name them: finds the folder, and the digest of what is in it.
+
+Reads an adapter whole once, to check it, and keeps none of its bytes; the worker reads it again
+when a request needs it. Safe to be called by several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from octavo.config.paths import user_path
+from octavo.errors import InvalidRequest, SetupError
+from octavo.lora_request import LoRARequest
+from octavo.step import AdapterRef
+
+MAX_KNOWN = 100_000
+"""Folders whose digests are remembered."""
+
+ReadDigest = Callable[[Path], bytes]
+"""Reads and checks an adapter; returns the digest of its content. Raises a SetupError that says
+what is wrong with it."""
+
+Signature = tuple[tuple[int, int, int], ...]
+"""Device-independent identity of files: inode, size and time of change of each."""
+
+
+class AdapterNames:
+    """The adapters that requests of one engine may name."""
+
+    def __init__(self, read: ReadDigest) -> None:
+        self._read = read
+        self._known: OrderedDict[str, tuple[Signature, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, request: LoRARequest) -> AdapterRef:
+        """Returns the adapter that a request names; InvalidRequest says what is wrong with its
+        files.
+        """
+        path = user_path(request.lora_path).absolute()
+        try:
+            digest = self._digest(path, again=request.load_inplace)
+        except SetupError as error:
+            raise InvalidRequest(
+                f"lora_path: {error.message}", hint=error.hint, param="lora_path"
+            ) from None
+        except OSError as error:
+            raise InvalidRequest(
+                f"lora_path: {path} cannot be read: {error.strerror}", param="lora_path"
+            ) from None
+        return AdapterRef(digest, str(path), request.lora_name)
+
+    def _digest(self, path: Path, *, again: bool) -> bytes:
+        signature = _signature(path)
+        with self._lock:
+            known = self._known.get(str(path))
+        if known is not None and known[0] == signature and not again:
+            return known[1]
+        digest = self._read(path)
+        with self._lock:
+            self._known[str(path)] = (signature, digest)
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return digest
+
+
+def _signature(path: Path) -> Signature:
+    """Returns what changes where the files of a folder do; () where it is no folder."""
+    if not path.is_dir():
+        return ()
+    found = []
+    for file in sorted(path.iterdir()):
+        if file.name.startswith("adapter_"):
+            state = file.stat()
+            found.append((state.st_ino, state.st_size, state.st_mtime_ns))
+    return tuple(found)

@@ -1,0 +1,70 @@
+"""Inputs of an encoder before a decoder, checked once: what a prompt is for such a model.
+
+The prompt's tokens are the encoder's input; the decoder begins with tokens that the model's makers
+have chosen, or that the request names. Knows no queue and no text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from octavo.errors import ContextTooLong, InvalidRequest
+from octavo.step import EncoderInput
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInputs:
+    """Makes the inputs of one model's encoder."""
+
+    decoder_prompt: tuple[int, ...]
+    """Tokens that the decoder begins with, where a request names none; () where the model's makers
+    name none.
+    """
+    max_tokens: int
+    """Tokens of the longest input."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Tokens that are never drawn, as the model's makers say."""
+
+    hears: bool = False
+    """Whether the input is a sound's, and no text."""
+
+    def of_tokens(self, token_ids: list[int]) -> EncoderInput:
+        """Returns the input that is a text; ContextTooLong where the encoder cannot take it."""
+        if self.hears:
+            raise InvalidRequest(
+                "prompt: got a text, but the model hears sounds and reads none",
+                hint="send a WAV file to /v1/audio/transcriptions, or to LLM.transcribe",
+                param="prompt",
+            )
+        self.check_length(len(token_ids))
+        digest = blake2b(array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+        return EncoderInput(digest, token_ids)
+
+    def check_length(self, num_tokens: int, *, at_least: bool = False) -> None:
+        """Refuses an input of that many tokens, or `at_least` so many, that is too long."""
+        if num_tokens > self.max_tokens:
+            got = f"{'at least ' if at_least else ''}{num_tokens}"
+            raise ContextTooLong(
+                f"This model's encoder takes {self.max_tokens} tokens, the prompt has {got};"
+                f" allowed are at most {self.max_tokens}",
+                hint="give a shorter text, or parts of it",
+                param="prompt",
+            )
+
+    def prompt_of(self, named: Sequence[int] | None) -> list[int]:
+        """Returns the tokens that the decoder begins with, where a request names `named`."""
+        if named is None:
+            named = self.decoder_prompt
+        if not named:
+            raise InvalidRequest(
+                "decoder_prompt_token_ids: got none, and the model's makers name no"
+                " decoder_start_token_id; needed is at least one token",
+                hint="name the tokens that the decoder begins with",
+                param="prompt",
+            )
+        return list(named)

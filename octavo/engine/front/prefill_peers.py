@@ -1,0 +1,229 @@
+"""The engines that compute long prompts for this one: which are there, and which prompt each has.
+
+A prompt is sent to a peer when its request is submitted; the request's own engine then asks the
+peer's for the blocks, by name. Where a peer declines, fails or is lost, the request computes its
+prompt here. Belongs to one event loop. Source of the split: DistServe (Zhong et al. 2024).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from octavo.config.engine_config import TransferOptions
+from octavo.engine.front.input_processor import FrontRequest
+from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.kv.known_blocks import note_events
+from octavo.routing.cached_names import CachedNames
+from octavo.sampling_params import SamplingParams
+from octavo.transfer.address import endpoint, parse_address
+from octavo.transfer.block_events import BlockEvent
+from octavo.transfer.messages import (
+    Accepted,
+    Declined,
+    FrontReplyMessage,
+    FrontRequestMessage,
+    Hello,
+    Prefill,
+    TransferFacts,
+    Welcome,
+    Withdrawn,
+)
+from octavo.transfer.sockets import lock_client
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS = 256
+"""Most prompts that one peer has at once; others are computed here."""
+
+ComputeHere = Callable[[str], None]
+"""Has a request compute its prompt in this engine, by the request's id."""
+
+
+@dataclass(slots=True)
+class PrefillPeer:
+    """One engine that computes prompts for this one."""
+
+    address: str
+    socket: zmq.asyncio.Socket
+    endpoint: str = ""
+    """Endpoint of its blocks; "" while it is not there, or has blocks of other bytes."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens of the prompts that it has, by request id."""
+
+    @property
+    def load(self) -> int:
+        return sum(self.tokens.values())
+
+
+class PrefillPeers:
+    """Chooses who computes a prompt, and notices who cannot."""
+
+    def __init__(
+        self, options: TransferOptions, facts: TransferFacts, compute_here: ComputeHere
+    ) -> None:
+        self._options = options
+        self._facts = facts
+        self._compute_here = compute_here
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._peers: list[PrefillPeer] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._replies = msgspec.msgpack.Decoder(FrontReplyMessage)
+        self._cached = CachedNames()
+        """Names of the blocks in this engine's own prefix cache."""
+
+    def start(self) -> None:
+        """Begins to meet the peers, in the running event loop; they may come and go."""
+        if self._tasks:
+            return
+        for address in self._options.prefill_peer:
+            socket = self._context.socket(zmq.DEALER)
+            lock_client(socket, self._options.kv_transfer_secret)
+            peer = PrefillPeer(address, socket)
+            self._peers.append(peer)
+            self._tasks += [
+                asyncio.create_task(self._watch(peer)),
+                asyncio.create_task(self._listen(peer)),
+            ]
+
+    @property
+    def there(self) -> list[str]:
+        """Addresses of the peers that take prompts now."""
+        return [peer.address for peer in self._peers if peer.endpoint]
+
+    def close(self) -> None:
+        """Leaves the peers; to be called in the loop's thread, or once the loop is over."""
+        for task in self._tasks:
+            if not task.get_loop().is_closed():
+                task.cancel()
+        self._tasks.clear()
+        self._context.destroy(linger=0)
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    def note_blocks(self, events: Iterable[BlockEvent]) -> None:
+        """Takes in what this engine's own prefix cache has gained and lost."""
+        note_events(self._cached, events)
+
+    def withdraw(self, request_id: str) -> None:
+        """Tells the peer that has a request's prompt that the request has ended."""
+        for peer in self._peers:
+            if peer.tokens.pop(request_id, None) is not None:
+                self._send(peer, Withdrawn(request_id))
+
+    def place(self, request: FrontRequest) -> None:
+        """Has a peer compute a request's prompt where enough of it is in no cache here and a peer
+        is there: the one with the fewest tokens to compute.
+        """
+        first, num_tokens = request.samples[0], len(request.prompt_token_ids)
+        is_own = bool(
+            first.sends_kv
+            or first.fork_of is not None
+            or first.adapter is not None  # whose files the peer may not have
+            or first.media  # whose pixels it would need
+            or not isinstance(request.params, SamplingParams)
+        )
+        if is_own or num_tokens < self._options.kv_transfer_min_tokens:
+            return
+        there = [peer for peer in self._peers if peer.endpoint and len(peer.tokens) < MAX_PROMPTS]
+        if not there or self._num_uncached(request) < self._options.kv_transfer_min_tokens:
+            return
+        peer = min(there, key=lambda peer: peer.load)
+        peer.tokens[request.request_id] = num_tokens
+        request.samples[0] = msgspec.structs.replace(first, kv_source=peer.endpoint)
+        origin = request.origin
+        self._send(
+            peer,
+            Prefill(
+                request.request_id,
+                request.prompt_token_ids,
+                first.cache_salt,
+                origin.priority,
+                origin.tenant,
+            ),
+        )
+
+    def _num_uncached(self, request: FrontRequest) -> int:
+        """Returns how many of a prompt's tokens this engine has no blocks of."""
+        size = self._facts.block_size
+        naming = BlockNaming(request.samples[0].cache_salt)
+        names = naming.digests(request.prompt_token_ids, size)
+        return len(request.prompt_token_ids) - size * self._cached.num_known(names)
+
+    def _send(self, peer: PrefillPeer, message: FrontRequestMessage) -> None:
+        peer.socket.send(self._encode(message), zmq.NOBLOCK)
+
+    # -- peers -------------------------------------------------------------------------------------
+
+    async def _watch(self, peer: PrefillPeer) -> None:
+        """Greets a peer whenever it comes, and gives up its prompts when it goes."""
+        events = peer.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+        )
+        host, port = parse_address(peer.address, name="prefill_peer")
+        peer.socket.connect(endpoint(host, port))
+        while True:
+            event: Any = await recv_monitor_message(events)
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._send(peer, Hello(self._facts.facts))
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._lose(peer)
+            else:
+                return
+
+    def _lose(self, peer: PrefillPeer) -> None:
+        if peer.endpoint:
+            logger.warning("%s is gone; prompts are computed here", peer.address)
+        peer.endpoint = ""
+        names, peer.tokens = list(peer.tokens), {}
+        for name in names:
+            self._compute_here(name)
+
+    async def _listen(self, peer: PrefillPeer) -> None:
+        while True:
+            data = await peer.socket.recv()
+            try:
+                self._take(peer, self._replies.decode(data))
+            except msgspec.MsgspecError as error:
+                logger.warning("%s sent what is no message: %s", peer.address, error)
+
+    def _take(self, peer: PrefillPeer, message: FrontReplyMessage) -> None:
+        if isinstance(message, Welcome):
+            self._meet(peer, message)
+        elif isinstance(message, Accepted):
+            return
+        elif peer.tokens.pop(message.request_id, None) is not None:
+            failed = isinstance(message, Declined) or message.error is not None
+            if failed:
+                self._compute_here(message.request_id)
+
+    def _meet(self, peer: PrefillPeer, message: Welcome) -> None:
+        """Takes a peer on, unless its blocks would have other bytes."""
+        differing = unequal(self._facts.facts, message.facts)
+        if differing:
+            logger.error(
+                "%s computes no prompts for this engine: its blocks differ (%s)",
+                peer.address,
+                "; ".join(differing),
+            )
+        else:
+            logger.warning("%s computes prompts for this engine", peer.address)
+            peer.endpoint = message.endpoint
+
+
+def unequal(own: dict[str, str], others: dict[str, str]) -> Sequence[str]:
+    """Says in which facts two engines differ: what is here, and what is there."""
+    return [
+        f"{name}: {own.get(name, 'nothing')} here, {others.get(name, 'nothing')} there"
+        for name in sorted(own | others)
+        if own.get(name) != others.get(name)
+    ]

@@ -1,0 +1,71 @@
+"""The encoded media of one engine: which rows the device keeps, and which are made in a step.
+
+Knows media by the digest of their pixels; the rows are the worker's. They are a function of the
+pixels alone, so that rows which were dropped are made again where they are needed. Least recently
+used ones go first, never those that the step reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from octavo.engine.requests.request import EngineRequest
+from octavo.step import MediaItem, MediaPixels
+
+
+class MediaPlaces:
+    """Media whose rows the worker has, up to `capacity_tokens` rows beside those of one step."""
+
+    def __init__(self, capacity_tokens: int = 0) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._kept: dict[bytes, int] = {}
+        """Numbers of rows by digest, the least recently used first."""
+        self._used: set[bytes] = set()
+        """Media that the step reads."""
+        self._encodes: list[MediaPixels] = []
+        self.num_encoded = 0
+        """Media that were sent to be encoded since the start."""
+
+    def use(self, source: EngineRequest, start: int, end: int) -> None:
+        """Notes that a step computes the tokens from `start` up to `end` of a request."""
+        for item in source.media:
+            if item.place < end and start < item.end:
+                self._use(item, source.pixels)
+
+    def _use(self, item: MediaItem, pixels: Iterable[MediaPixels]) -> None:
+        self._used.add(item.digest)
+        if self._kept.pop(item.digest, None) is None:
+            self._encodes.append(next(each for each in pixels if each.digest == item.digest))
+            self.num_encoded += 1
+        self._kept[item.digest] = item.num_tokens
+
+    def take_encodes(self) -> list[MediaPixels]:
+        """Removes and returns the media that the next plan has encoded."""
+        encodes, self._encodes = self._encodes, []
+        return encodes
+
+    def take_dropped(self) -> list[bytes]:
+        """Removes and returns the media whose rows are more than there is room for; ends the
+        step.
+        """
+        excess = sum(self._kept.values()) - self._capacity_tokens
+        dropped: list[bytes] = []
+        for digest, num_tokens in self._kept.items():
+            if excess <= 0:
+                break
+            if digest not in self._used:
+                dropped.append(digest)
+                excess -= num_tokens
+        self.forget(dropped)
+        self._used.clear()
+        return dropped
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Forgets media whose rows the worker may not have: they are encoded when next needed."""
+        for digest in digests:
+            self._kept.pop(digest, None)
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Digests of the media that are kept, the least recently used first."""
+        return list(self._kept)

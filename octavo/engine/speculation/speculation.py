@@ -1,0 +1,324 @@
+"""Which guesses a step verifies: those that raise the tokens it is expected to yield by more than
+the time that they take.
+
+Called once for each step that is composed, with nothing in flight. A guess is verified by drawing
+after it what would be drawn without it, so that none of this changes a token. Reads no clock: what
+steps cost is an argument. Source: speculative decoding (Leviathan et al. 2023), with fixed guesses,
+for which keeping equal draws is the best of all rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.requests.request import Request
+from octavo.engine.requests.result_consumer import ResultConsumer
+from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.scheduling.step_builder import StepBuilder
+from octavo.engine.speculation.acceptance import Acceptance
+from octavo.engine.speculation.drafter import (
+    LIKE_MATCH,
+    NO_DRAFT,
+    NOTHING_GIVEN,
+    Draft,
+    Drafter,
+    GivenDraft,
+)
+from octavo.engine.speculation.ngram import NgramDrafter
+from octavo.engine.speculation.step_price import StepPrice, priced_counts
+from octavo.engine.speculation.suffix import SuffixDrafter
+from octavo.engine.stats import EngineStats
+from octavo.step import RowResult, ScheduledRow
+
+SpecMethod = Literal["ngram", "suffix", "draft_model", "grammar"]
+
+DRAFTERS: Mapping[SpecMethod, Callable[[], Drafter] | None] = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "draft_model": None,
+    "grammar": None,
+}
+"""Makers of a row's drafter, by method; None where only the worker guesses. It guesses what a
+grammar leaves no choice of with every method.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How guesses are made."""
+
+    method: SpecMethod
+    max_tokens: int
+    """Most tokens of one row's guess."""
+    redraws: bool = True
+    """Whether the backend can draw rows again, as those need that are drawn in turn."""
+
+
+LEAST_GAIN = 1.1
+"""How many times the tokens of a plain step in the same time a step with guesses must promise."""
+RETRY_AFTER = 64
+"""Steps without a guess, though one was likely to hold, after which one is tried: what a step costs
+may have been measured in a bad moment.
+"""
+CLEAR_GAIN = 1.5
+"""Gain above which no noise in the plain step's time is feared."""
+PLAIN_AFTER = 128
+"""Steps with guesses of a smaller gain after which a plain one is measured again."""
+LIKELY = 0.5
+LEAST_CHANCE = 0.02
+"""Chance below which a guess is not weighed: even free it would not be verified."""
+MIN_FOLLOWED = 256
+"""Tokens that drafters take in during a step of fewer, so that a prompt found in the prefix cache
+holds no step up.
+"""
+
+
+@dataclass(slots=True)
+class RowDraft:
+    """One row's guess in the step that is composed."""
+
+    index: int
+    """Index of the row in the step."""
+    token_ids: list[int]
+    num_matched: int
+    chance: float
+    """Chance of each guessed token, given those before it."""
+    num_tokens: int = 0
+    """Guessed tokens that the step verifies."""
+
+
+class RowHistory:
+    """Keeps one row's drafter, and the match that its last guess followed from."""
+
+    __slots__ = ("drafter", "given", "num_matched", "num_taken")
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        self.drafter = drafter
+        self.given = NOTHING_GIVEN
+        self.num_taken = 0
+        self.num_matched = 0
+
+    def follow(self, token_ids: list[int], most: int) -> int:
+        """Has the drafter take in the row's next tokens, at most `most`; returns how many."""
+        num_more = min(most, len(token_ids) - self.num_taken)
+        if self.drafter is not None and num_more > 0:
+            self.drafter.took(token_ids[self.num_taken : self.num_taken + num_more])
+            self.num_taken += num_more
+            return num_more
+        return 0
+
+    def propose(self, token_ids: list[int], most: int) -> Draft:
+        """Returns the guess that the worker gave of what comes now, else the drafter's; none while
+        that does not know all of the row's tokens.
+        """
+        if self.given.num_tokens == len(token_ids):
+            return Draft(self.given.token_ids[:most], LIKE_MATCH)
+        if self.drafter is None or self.num_taken < len(token_ids):
+            return NO_DRAFT
+        return self.drafter.propose(most)
+
+
+class Speculation:
+    """The guesses of one engine, of one drafter for each row."""
+
+    def __init__(self, blocks: BlockManager, stats: EngineStats, drafting: Drafting) -> None:
+        self._blocks = blocks
+        self._stats = stats
+        self._make_drafter = DRAFTERS[drafting.method]
+        self._max_tokens = drafting.max_tokens
+        self._redraws = drafting.redraws
+        self._asks = drafting.method == "draft_model"
+        """Whether the worker is asked for guesses, a step before they are verified."""
+        self._rows: dict[str, RowHistory] = {}
+        self._acceptance = Acceptance()
+        self._num_declined = 0
+        """Steps in which a likely guess was not worth its time, since one was last tried."""
+        self._num_doubtful = 0
+        """Steps with guesses of no clear gain, since a plain one was last measured."""
+
+    # -- a step is composed ------------------------------------------------------------------------
+
+    def add_drafts(self, builder: StepBuilder) -> bool:
+        """Adds to the step the guesses that are worth verifying; returns whether there are any."""
+        drafts = self._proposed(builder)
+        if self._asks:
+            return self._ask_and_verify(drafts, builder)
+        if not drafts or not self._choose(drafts, builder):
+            return False
+        return self._add(drafts, builder)
+
+    def _ask_and_verify(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
+        """Has the worker guess for the next step where that is worth it; verifies what it has
+        guessed already.
+        """
+        asked = self._askable(builder)
+        if not asked or not self._choose(asked, builder):
+            asked = []
+        for draft in drafts[: builder.budget]:
+            draft.num_tokens = min(len(draft.token_ids), builder.budget // len(drafts))
+        is_added = bool(drafts) and self._add(drafts, builder)
+        asked = [draft for draft in asked if draft.num_tokens]
+        for draft in asked:
+            builder.rows[draft.index].propose = draft.num_tokens
+        # The worker guesses as far as there are blocks, with these or without them.
+        self._reserve(asked, builder)
+        return is_added or bool(asked)
+
+    def _askable(self, builder: StepBuilder) -> list[RowDraft]:
+        """Returns the rows that the worker could guess for, as if their guesses were there."""
+        found = []
+        for index, (scheduled, (request, row)) in enumerate(
+            zip(builder.rows, builder.owners, strict=True)
+        ):
+            most = min(self._max_tokens, request.max_num_tokens - row.num_tokens - 2)
+            if most > 0 and self._may_draft(request.consumer) and _goes_on(scheduled, request):
+                chance = self._acceptance.chance(row.request_id, LIKE_MATCH)
+                found.append(RowDraft(index, [0] * most, LIKE_MATCH, chance))
+        return found
+
+    def _add(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
+        """Adds chosen guesses to the step; returns whether there are blocks for them."""
+        chosen = [draft for draft in drafts if draft.num_tokens]
+        if not self._reserve(chosen, builder):
+            return False
+        for draft in chosen:
+            token_ids = draft.token_ids[: draft.num_tokens]
+            builder.add_draft(draft.index, token_ids)
+            self._rows[builder.rows[draft.index].request_id].num_matched = draft.num_matched
+        self._stats.num_drafts += len(chosen)
+        self._stats.num_draft_tokens += sum(draft.num_tokens for draft in chosen)
+        return True
+
+    def _proposed(self, builder: StepBuilder) -> list[RowDraft]:
+        """Returns what the rows' drafters guess, as far as the rows may go.
+
+        Drafters take in about as many tokens as the step computes: those of a prompt come with it.
+        """
+        found = []
+        num_left = max(MIN_FOLLOWED, sum(row.num_tokens for row in builder.rows))
+        for index, (scheduled, (request, row)) in enumerate(
+            zip(builder.rows, builder.owners, strict=True)
+        ):
+            if not self._may_draft(request.consumer):
+                continue
+            history = self._history_of(row)
+            num_left -= history.follow(row.token_ids, num_left)
+            most = min(self._max_tokens, request.max_num_tokens - row.num_tokens - 1)
+            first = scheduled.start + scheduled.num_tokens
+            end = self._blocks.step_end(row.request_id, scheduled.start, first + max(0, most))
+            most = end - first
+            if most < 1 or not _goes_on(scheduled, request):
+                continue
+            draft = history.propose(row.token_ids, most)
+            chance = self._acceptance.chance(row.request_id, draft.num_matched)
+            if draft.token_ids and chance >= LEAST_CHANCE:
+                found.append(RowDraft(index, draft.token_ids, draft.num_matched, chance))
+        return found
+
+    def _may_draft(self, consumer: ResultConsumer) -> bool:
+        return consumer.may_draft and (self._redraws or not consumer.draws_in_turn)
+
+    def _history_of(self, row: TokenRow) -> RowHistory:
+        found = self._rows.get(row.request_id)
+        if found is None:
+            drafter = None if self._make_drafter is None else self._make_drafter()
+            found = self._rows[row.request_id] = RowHistory(drafter)
+        return found
+
+    def _choose(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
+        """Sets how many tokens of each guess are verified; returns whether any are.
+
+        Guessed tokens are taken by their chance to be reached and to hold, the best first, up to
+        the number with the most expected tokens per second.
+        """
+        num_plain = sum(row.num_tokens for row in builder.rows)
+        num_draws = sum(row.wants == "draw" for row in builder.rows)
+        num_keys = sum(row.start + row.num_tokens for row in builder.rows)
+        cost = StepPrice(builder.costs, num_plain, num_keys)
+        if not cost.is_known:
+            return False
+        ranked = sorted(
+            (-(draft.chance ** (depth + 1)), depth, place)
+            for place, draft in enumerate(drafts)
+            for depth in range(len(draft.token_ids))
+        )[: builder.budget]
+        gains = list(accumulate(-minus_gain for minus_gain, _, _ in ranked))
+        rates = {
+            num_guessed: (num_draws + gains[num_guessed - 1]) / cost.of(num_guessed)
+            for num_guessed in priced_counts(len(ranked))
+        }
+        best = max(rates, key=lambda num_guessed: rates[num_guessed], default=0)
+        if best and not self._is_worth(rates[best] * cost.of(0) / num_draws, gains[0]):
+            best = 0
+        for _, _, place in ranked[:best]:
+            drafts[place].num_tokens += 1
+        return best > 0
+
+    def _is_worth(self, gain: float, chance: float) -> bool:
+        """Returns whether a step with guesses is computed, which yields `gain` times the tokens of
+        a plain one in the same time, and whose best guess holds by a `chance`. Where that is in
+        doubt, the other kind of step is measured now and then.
+        """
+        if gain > LEAST_GAIN:
+            self._num_declined = 0
+            self._num_doubtful = 0 if gain > CLEAR_GAIN else self._num_doubtful + 1
+            if self._num_doubtful <= PLAIN_AFTER:
+                return True
+            self._num_doubtful = 0
+        elif chance > LIKELY:
+            self._num_declined += 1
+            if self._num_declined > RETRY_AFTER:
+                self._num_declined = 0
+                return True
+        return False
+
+    def _reserve(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
+        """Grants the blocks that the guesses take, or none where they are not free: no request is
+        preempted for a guess.
+        """
+        ends = {}
+        for draft in drafts:
+            row = builder.rows[draft.index]
+            ends[row.request_id] = row.start + row.num_tokens + draft.num_tokens
+        grants = self._blocks.reserve(ends)
+        if grants is None:
+            return False
+        builder.add_blocks(grants)
+        return True
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def took(self, scheduled: ScheduledRow, result: RowResult) -> None:
+        """Notes what became of a row's guess."""
+        history = self._rows.get(scheduled.request_id)
+        if result.draft_ids and history is not None:
+            num_known = scheduled.start + scheduled.num_tokens - len(scheduled.draft_ids)
+            history.given = GivenDraft(num_known + len(result.token_ids), result.draft_ids)
+        if not scheduled.draft_ids or history is None or result.failure is not None:
+            return
+        num_held = max(0, result.num_kept - (scheduled.num_tokens - len(scheduled.draft_ids)))
+        self._stats.num_accepted_tokens += num_held
+        self._acceptance.took(
+            scheduled.request_id, history.num_matched, len(scheduled.draft_ids), num_held
+        )
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is known of a request that has ended."""
+        self._rows.pop(request_id, None)
+        self._acceptance.forget(request_id)
+
+
+def _goes_on(scheduled: ScheduledRow, request: Request) -> bool:
+    """Returns whether a row draws after tokens that it has generated: the last one, or a few that
+    its grammar left no choice of.
+    """
+    return (
+        scheduled.wants == "draw"
+        and (scheduled.num_tokens == 1 or scheduled.start >= request.num_prompt_tokens)
+        and not scheduled.from_device
+        and not scheduled.search_of
+    )

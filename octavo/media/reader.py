@@ -1,0 +1,82 @@
+"""Reads the images of prompts: finds their bytes, decodes them, scales them as the model wants."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import InvalidRequest
+from octavo.media.decode import as_image, decoded, need_pillow
+from octavo.media.limits import ImageLimits
+from octavo.media.rules import ImageRules
+from octavo.media.sources import read_file, read_source
+from octavo.ports import ReadImage
+from octavo.step import MediaPixels
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PillowReader:
+    """Implements `ports.ImageReader`."""
+
+    rules: ImageRules
+    limits: ImageLimits
+    token_id: int
+    """Token that stands for each row of an image."""
+    is_whole: bool
+    """Whether the rows of an image see one another."""
+    replacements: Mapping[str, str] = field(default_factory=dict)
+    """Texts that stand for an image in a prompt, and what is written in their places: it holds the
+    token once."""
+
+    def read(self, sources: Sequence[Any]) -> list[ReadImage]:
+        """Returns the images that users name or give."""
+        if len(sources) > self.limits.max_images:
+            raise InvalidRequest(
+                f"image: got {len(sources)} images, allowed are {self.limits.max_images} a prompt",
+                hint="send fewer, or start the engine with a larger --max-images",
+                param="image",
+            )
+        need_pillow()
+        return [
+            source if isinstance(source, ReadImage) else self._scaled(self._image(source))
+            for source in sources
+        ]
+
+    def _image(self, source: object) -> Image:
+        if isinstance(source, str):
+            return decoded(read_source(source, self.limits), self.limits)
+        if isinstance(source, Path):  # which no client of a server can send
+            return decoded(_own_file(source, self.limits), self.limits)
+        if isinstance(source, bytes):
+            return decoded(source, self.limits)
+        return as_image(source, self.limits)
+
+    def _scaled(self, image: Image) -> ReadImage:
+        height, width = self.rules.size_of(image.height, image.width)
+        data = image.resize((width, height), self.rules.resample).tobytes()  # type: ignore[arg-type]
+        rows, columns = height // self.rules.multiple, width // self.rules.multiple
+        pixels = MediaPixels(self._digest(height, width, data), height, width, data)
+        return ReadImage(pixels, rows * columns, (rows, columns), self.is_whole)
+
+    def _digest(self, height: int, width: int, data: bytes) -> bytes:
+        """Returns a digest of all that the tower's rows depend on, beside its weights."""
+        scale = (self.rules.factor, *self.rules.mean, *self.rules.std)
+        digest = blake2b(digest_size=DIGEST_BYTES, person=b"octavo image")
+        digest.update(struct.pack("<QQ7d", height, width, *scale))
+        digest.update(data)
+        return digest.digest()
+
+
+def _own_file(path: Path, limits: ImageLimits) -> bytes:
+    """Reads a file that the program itself names."""
+    own = ImageLimits(limits.max_images, limits.max_bytes, limits.max_pixels, folder=path.parent)
+    return read_file(path.name, own)

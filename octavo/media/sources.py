@@ -1,0 +1,125 @@
+"""The bytes of an image, from where a user says they are: a data URL, a file of the one folder that
+may be read, an address where fetching is allowed.
+
+Knows no format of images. Nothing is read that the limits do not allow by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import urllib.parse
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+
+from octavo.media.limits import ImageLimits, check_bytes, refused
+
+FETCH_TIMEOUT_S = 10.0
+"""Longest wait for an address to answer, in seconds."""
+
+DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[^;,]*)*(?P<base64>;base64)?,")
+
+
+def read_source(source: str, limits: ImageLimits) -> bytes:
+    """Returns the bytes that a text names."""
+    scheme = source[:8].partition(":")[0].lower()
+    if scheme == "data":
+        return _from_data_url(source, limits)
+    if scheme in ("http", "https"):
+        return _fetched(source, limits)
+    return read_file(source, limits)
+
+
+def read_base64(text: str, limits: ImageLimits) -> bytes:
+    """Returns the bytes that base64 stands for."""
+    check_bytes(max(len(text) * 3 // 4 - 2, bool(text)), limits)
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise refused(
+            f"its base64 cannot be read: {error}",
+            "encode the whole file as standard base64, without line breaks",
+        ) from None
+    check_bytes(len(data), limits)
+    return data
+
+
+def read_file(name: str, limits: ImageLimits) -> bytes:
+    """Returns the bytes of a file in the folder that may be read, by its path in it or as a
+    `file:` URL.
+    """
+    if limits.folder is None:
+        raise refused(
+            f"got {name[:80]!r}, allowed are data URLs such as data:image/png;base64,...",
+            "start the engine with --media-dir to allow files of a folder",
+        )
+    folder = limits.folder.resolve()
+    path = urllib.parse.unquote(name[5:]) if name.startswith("file:") else name
+    found = _inside(folder, Path(path)) or _inside(folder, folder / path.lstrip("/"))
+    if found is None:
+        raise refused(
+            f"there is no file {name[:80]!r} in the folder that may be read",
+            "name a file below --media-dir",
+        )
+    check_bytes(found.stat().st_size, limits)
+    return _bounded(found, limits)
+
+
+def _inside(folder: Path, path: Path) -> Path | None:
+    """Returns the file that a path leads to, where it lies within the folder."""
+    try:
+        found = path.resolve(strict=True)
+        return found if found.is_relative_to(folder) and found.is_file() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _bounded(path: Path, limits: ImageLimits) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(limits.max_bytes + 1)
+    check_bytes(len(data), limits)
+    return data
+
+
+def _from_data_url(url: str, limits: ImageLimits) -> bytes:
+    head = DATA_URL.match(url[:256])
+    if head is None or not head["base64"]:
+        raise refused(
+            f"got the data URL {url[:40]!r}, whose beginning is not as it should be",
+            "write it as data:image/png;base64,...",
+        )
+    return read_base64(url[head.end() :], limits)
+
+
+def _fetched(url: str, limits: ImageLimits) -> bytes:
+    if not limits.fetches_urls:
+        raise refused(
+            f"got the address {url[:80]!r}, and this engine fetches nothing",
+            "send the image as a data URL, or start the engine with --allow-media-urls",
+        )
+    try:
+        with _OPENER.open(url, timeout=FETCH_TIMEOUT_S) as answer:
+            data: bytes = answer.read(limits.max_bytes + 1)
+    except (OSError, HTTPException, ValueError) as error:
+        raise refused(
+            f"the address {url[:80]!r} cannot be fetched: {error}",
+            "see that the address can be reached from where the engine runs",
+        ) from None
+    check_bytes(len(data), limits)
+    return data
+
+
+# Redirects lead to what these handlers open, which is no file.
+_OPENER = urllib.request.OpenerDirector()
+for _handler in (
+    urllib.request.ProxyHandler(),
+    urllib.request.HTTPHandler(),
+    urllib.request.HTTPSHandler(),
+    urllib.request.HTTPDefaultErrorHandler(),
+    urllib.request.HTTPErrorProcessor(),
+    urllib.request.HTTPRedirectHandler(),
+    urllib.request.UnknownHandler(),
+):
+    _OPENER.add_handler(_handler)

@@ -1,0 +1,179 @@
+"""The mixer of Gated DeltaNet: a convolution, and a state that each token corrects by what it lacks
+of reading the token's value at its key.
+
+Knows no device and no file. Source: Yang et al. 2024; transformers' Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.errors import UnsupportedModel
+from octavo.models.decoder import DecoderShape, LayerCache, Rows, SelfAttention, linear_part
+from octavo.models.hf_config import HfConfig
+from octavo.models.hybrid import LayerPlan, layers_by_type
+from octavo.models.rope import rope_parameters
+from octavo.models.state_space import CONV, MAX_TAPS, STATE
+from octavo.program.builder import Builder
+from octavo.program.ops import Activation
+from octavo.program.program import CacheGroup, Value, Weight
+
+L2_EPS = 1e-6
+"""Number added to the sum of a key's squares, which is divided by its root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDelta:
+    """The mixer: q, k, v = f(conv(in(rows))); out(norm(scan(v, k / |k|, q / |q|)) * f(gate))."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    taps: int
+    activation: Activation
+    norm_eps: float
+    stacked: bool
+    """Whether two modules hold all products, by key head (Qwen3-Next); else there are four."""
+    index: Sequence[int]
+    """Index of each layer within the cache groups."""
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of q, k and v."""
+        keys = self.num_k_heads * self.k_dim
+        return keys, keys, self.num_v_heads * self.v_dim
+
+    def groups(self, num_layers: int) -> tuple[CacheGroup, CacheGroup]:
+        """Returns the cache groups of so many mixers."""
+        return (
+            CacheGroup(CONV, "conv", num_layers, 1, sum(self.widths), 0, window=self.taps),
+            CacheGroup(STATE, "state", num_layers, self.num_v_heads, self.v_dim, self.k_dim),
+        )
+
+    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        name, at = f"model.layers.{layer}.linear_attn", self.index[layer]
+        rows, gate, beta, dt = (self._stacked if self.stacked else self._apart)(b, x, name)
+        q, k, v = b.short_conv(
+            rows, f"{name}.conv1d", CONV, at, activation=self.activation, widths=self.widths
+        )
+        k = b.scale(self._unit(b, k, f"{name}.k"), self.k_dim**-0.5)
+        q = b.scale(self._unit(b, q, f"{name}.q"), 1 / self.k_dim)
+        scanned = b.delta_scan(
+            (v, dt, k, q, b.act(beta, "sigmoid")), name, STATE, at, state_size=self.k_dim
+        )
+        normed = b.rms_norm(scanned, f"{name}.norm", self.norm_eps, group_width=self.v_dim)
+        return b.linear(b.act_mul(gate, normed, "silu"), f"{name}.out_proj", x.width)
+
+    def _unit(self, b: Builder, x: Value, name: str) -> Value:
+        """Appends the division of each head by its root mean square."""
+        eps = L2_EPS / self.k_dim
+        return b.rms_norm(x, name, eps, has_weight=False, group_width=self.k_dim)
+
+    def _apart(self, b: Builder, x: Value, name: str) -> tuple[Value, ...]:
+        """Appends the products that make the convolution's rows, the gate, beta and dt."""
+        widths = (sum(self.widths), self.widths[2], self.num_v_heads, self.num_v_heads)
+        parts = ("qkv", "z", "b", "a")
+        return tuple(
+            b.linear(x, f"{name}.in_proj_{part}", width)
+            for part, width in zip(parts, widths, strict=True)
+        )
+
+    def _stacked(self, b: Builder, x: Value, name: str) -> tuple[Value, ...]:
+        """Appends the same products where a module has the rows of each key head one after the
+        other: its q, k, values and gates; its betas and step widths.
+        """
+        lanes = self.num_v_heads // self.num_k_heads
+        runs = (self.k_dim, self.k_dim, lanes * self.v_dim, lanes * self.v_dim)
+        step, total = sum(runs), sum(runs) * self.num_k_heads
+        module = f"{name}.in_proj_qkvz"
+        parts = [
+            Rows(run * self.num_k_heads, total, sum(runs[:place]), step, run)
+            for place, run in enumerate(runs)
+        ]
+        picked = [
+            Weight(
+                f"{module}.weight",
+                (rows.width, x.width),
+                (),
+                *(False, rows.total, rows.start, rows.step, rows.run),
+            )
+            for rows in parts[:3]
+        ]
+        ba = [
+            Rows(self.num_v_heads, 2 * self.num_v_heads, start, 2 * lanes, lanes)
+            for start in (0, lanes)
+        ]
+        return (
+            b.linear_of_all(x, picked, name=module),
+            linear_part(b, x, module, parts[3]),
+            *(linear_part(b, x, f"{name}.in_proj_ba", rows) for rows in ba),
+        )
+
+
+def read_mixer(
+    config: HfConfig, shape: DecoderShape, plan: LayerPlan, *, stacked: bool
+) -> GatedDelta:
+    """Reads the sizes of the mixer."""
+    num_k, num_v = (
+        config.size(f"linear_num_{part}_heads", default)
+        for part, default in (("key", 16), ("value", 32))
+    )
+    if num_v % num_k:
+        raise UnsupportedModel(
+            f"config.json: linear_num_value_heads is {num_v}, allowed is a multiple of"
+            f" linear_num_key_heads ({num_k})"
+        )
+    return GatedDelta(
+        num_k_heads=num_k,
+        num_v_heads=num_v,
+        k_dim=config.size("linear_key_head_dim", 128),
+        v_dim=config.size("linear_value_head_dim", 128),
+        taps=config.integer("linear_conv_kernel_dim", 4, low=1, most=MAX_TAPS),
+        activation=config.activation("hidden_act", "silu"),
+        norm_eps=shape.norm_eps,
+        stacked=stacked,
+        index=plan.index,
+    )
+
+
+def read_plan(config: HfConfig, num_layers: int) -> LayerPlan:
+    """Reads which layers attend: by name, else every fourth."""
+    interval = config.integer("full_attention_interval", 4, low=1)
+    found = layers_by_type(config, num_layers)
+    if found is not None:
+        return found
+    attends = [(layer + 1) % interval == 0 for layer in range(num_layers)]
+    return LayerPlan(attends, [not attend for attend in attends])
+
+
+def groups_of(shape: DecoderShape, plan: LayerPlan, mixer: GatedDelta) -> tuple[CacheGroup, ...]:
+    """Returns the cache groups that the layers need."""
+    num_attention, num_mixers = sum(plan.attends), sum(plan.recurs)
+    heads = (shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    full = (CacheGroup("full", "full", num_attention, *heads),) if num_attention else ()
+    return full + (mixer.groups(num_mixers) if num_mixers else ())
+
+
+def gated_attention(
+    config: HfConfig, shape: DecoderShape, caches: Sequence[LayerCache]
+) -> SelfAttention:
+    """Returns attention whose heads are normed, turned in part, and multiplied with gates."""
+    bias = config.flag("attention_bias", False)
+    given = config.table("rope_parameters")
+    # A text's positions are the same on all axes that the sections would take them from.
+    text_only = {key: given[key] for key in given if not key.startswith("mrope_")}
+    text = config.having(rope_parameters=text_only)
+    rope = rope_parameters(text, partial=0.25).table(shape.head_dim)
+    return SelfAttention(
+        shape=shape,
+        caches=caches,
+        ropes=[rope] * shape.num_layers,
+        scale=shape.head_dim**-0.5,
+        qkv_bias=bias,
+        out_bias=bias,
+        head_norms=True,
+        norm_offset=1.0,
+        gated=True,
+    )

@@ -1,0 +1,115 @@
+"""Llama 4's decoder: layers without rope among those with it, and experts that read rows times the
+sigmoid of their scores. Meta 2025.
+
+Layers with rope attend in chunks of `attention_chunk_size`, and queries of the others grow from
+`floor_scale` positions on; the context ends where either would begin (`hf_config.exact_context`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import UnsupportedModel
+from octavo.models.decoder import (
+    DecoderShape,
+    SelfAttention,
+    build_decoder,
+    gated_mlp,
+    plan_cache,
+)
+from octavo.models.hf_config import HfConfig
+from octavo.models.rope import rope_parameters
+from octavo.models.smollm3 import layers_with_rope
+from octavo.program.builder import Builder
+from octavo.program.ops import Activation
+from octavo.program.program import Program, Value, Weight
+
+DEFAULT_THETA = 500_000.0
+LAYER_TYPES = frozenset({"chunked_attention", "full_attention"})
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    _check_layers(config)
+    config.without_effect("attn_scale", "router_jitter_noise")
+    shape = DecoderShape.read(config, head_dim=128, norm_eps=1e-5)
+    cache = plan_cache(shape, (None,) * shape.num_layers)
+    rope = rope_parameters(config, default_theta=DEFAULT_THETA).table(shape.head_dim)
+    bias = config.flag("attention_bias", False)
+    attention = SelfAttention(
+        shape=shape,
+        caches=cache.layers,
+        ropes=[rope if turned else None for turned in layers_with_rope(config, shape.num_layers)],
+        scale=shape.head_dim**-0.5,
+        rope_style="interleaved",
+        qkv_bias=bias,
+        out_bias=bias,
+        turned_norms=config.flag("use_qk_norm", True),
+    )
+    return build_decoder(shape, cache.groups, attention, Llama4Mlp.read(config, shape.num_layers))
+
+
+def _check_layers(config: HfConfig) -> None:
+    """Refuses a config that does not say how far its context is exact, or has other layers."""
+    for name in ("attention_chunk_size", "attn_temperature_tuning", "floor_scale"):
+        if name not in config.values:
+            raise UnsupportedModel(f"config.json: {name} is missing, llama4_text needs it")
+    types = config.values.get("layer_types") or []
+    if not isinstance(types, list) or set(map(str, types)) - LAYER_TYPES:
+        raise UnsupportedModel(
+            f"config.json: layer_types is {types!r:.80}, allowed is a list of"
+            f" {' and '.join(sorted(LAYER_TYPES))}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama4Mlp:
+    """MLPs of Llama 4: dense ones, and one shared beside routed experts in `moe_layers`."""
+
+    num_experts: int
+    top_k: int
+    width: int
+    dense_width: int
+    activation: Activation
+    moe_layers: frozenset[int]
+
+    @staticmethod
+    def read(config: HfConfig, num_layers: int) -> Llama4Mlp:
+        step = config.count("interleave_moe_layer_step", 1)
+        given = config.values.get("moe_layers")
+        every = range(step - 1, num_layers, step)
+        return Llama4Mlp(
+            num_experts=config.count("num_local_experts", 16),
+            top_k=config.count("num_experts_per_tok", 1),
+            width=config.size("intermediate_size"),
+            dense_width=config.size("intermediate_size_mlp", 16384),
+            activation=config.activation("hidden_act", "silu"),
+            moe_layers=frozenset(every if given is None else config.integers("moe_layers")),
+        )
+
+    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        name = f"model.layers.{layer}.feed_forward"
+        if layer not in self.moe_layers:
+            return gated_mlp(b, x, name, self.dense_width, self.activation)
+        shared = gated_mlp(b, x, f"{name}.shared_expert", self.width, self.activation)
+        return b.add(shared, self._routed(b, x, name))
+
+    def _routed(self, b: Builder, x: Value, name: str) -> Value:
+        logits = b.linear(x, f"{name}.router", self.num_experts)
+        rows, ids, weights = b.route(x, logits, self.top_k, score="sigmoid_top_k", scales_rows=True)
+        gate, up = (
+            Weight(
+                f"{name}.experts.gate_up_proj",
+                (self.num_experts, self.width, x.width),
+                transposed=True,
+                source_rows=2 * self.width,
+                row_start=start,
+            )
+            for start in (0, self.width)
+        )
+        down = Weight(
+            f"{name}.experts.down_proj", (self.num_experts, x.width, self.width), transposed=True
+        )
+        h = b.act_mul(
+            b.grouped_linear(rows, ids, gate), b.grouped_linear(rows, ids, up), self.activation
+        )
+        return b.combine(b.grouped_linear(h, ids, down), weights)

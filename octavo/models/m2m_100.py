@@ -1,0 +1,22 @@
+"""M2M-100 and NLLB-200: norms before each part and at the end of each stack, positions as sines and
+cosines. Fan et al. 2020.
+"""
+
+from __future__ import annotations
+
+from octavo.models.hf_config import HfConfig
+from octavo.models.seq2seq import Seq2SeqShape, Seq2SeqStyle, build_seq2seq, sinusoids
+from octavo.program.program import Program, Sinusoids
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape = Seq2SeqShape.read(config)
+    # The first row is that of the padding, whose id the positions are counted from.
+    offset = config.integer("pad_token_id", 1) + 1
+    frequencies = Sinusoids(shape.width / 2 - 1, in_single=True)
+    style = Seq2SeqStyle(
+        positions=sinusoids(shape, frequencies, offset=offset),
+        norms_first=True,
+        logits_bias=False,
+    )
+    return build_seq2seq(shape, style)

@@ -1,0 +1,11 @@
+"""mT5: T5 1.1 with an output layer of its own, whose rows are never scaled. Xue et al. 2021."""
+
+from __future__ import annotations
+
+from octavo.models.hf_config import HfConfig
+from octavo.models.t5 import build_t5, read_shape
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    return build_t5(read_shape(config, scaled=False))

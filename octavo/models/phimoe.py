@@ -1,0 +1,78 @@
+"""Phi-3.5-MoE: LayerNorms with biases, and two experts a token, weighted by SparseMixer. Abdin et
+al. 2024; Liu et al. 2023.
+
+Longrope has a factor on its angles for contexts up to original_max_position_embeddings and another
+beyond; where they differ the context ends there, as with Phi-3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from octavo.models.decoder import DecoderShape, Frame, gated_experts, layer_norm
+from octavo.models.hf_config import HfConfig
+from octavo.models.llama import build_llama
+from octavo.models.rope import rope_parameters
+from octavo.program.builder import Builder
+from octavo.program.ops import Activation, RopeTable
+from octavo.program.program import Program, Value
+
+DEFAULT_THETA = 1e6
+EXPERTS_A_TOKEN = 2
+"""Experts that SparseMixer chooses for a row, whatever the config says."""
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.refuse_unless("num_experts_per_tok", EXPERTS_A_TOKEN)
+    shape = DecoderShape.read(config, norm_eps=1e-5)
+    window = config.optional_integer("sliding_window")
+    bias = config.flag("attention_bias", False)
+    return build_llama(
+        config,
+        shape=shape,
+        windows=config.layer_windows(shape.num_layers, window, lambda i: True),
+        ropes=(_angles(config, shape.head_dim),) * shape.num_layers,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp=PhimoeMlp.read(config),
+        frame=Frame(norm=layer_norm(shape.norm_eps), head_bias=config.flag("lm_head_bias", False)),
+    )
+
+
+def _angles(config: HfConfig, head_dim: int) -> RopeTable:
+    """Returns the table of angles; short_mscale takes the place of the attention factor."""
+    rope = rope_parameters(config, default_theta=DEFAULT_THETA)
+    table = rope.table(head_dim)
+    if rope.kind == "default":
+        return table
+    return replace(table, mscale=rope.number("short_mscale"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhimoeMlp:
+    num_experts: int
+    width: int
+    activation: Activation
+    jitter: float
+
+    @staticmethod
+    def read(config: HfConfig) -> PhimoeMlp:
+        return PhimoeMlp(
+            num_experts=config.count("num_local_experts", 16),
+            width=config.size("intermediate_size"),
+            activation=config.activation("hidden_act", "silu"),
+            jitter=config.number("router_jitter_noise", 0.01),
+        )
+
+    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        name = f"model.layers.{layer}.block_sparse_moe"
+        logits = b.linear(x, f"{name}.gate", self.num_experts)
+        return gated_experts(
+            b,
+            b.route(x, logits, EXPERTS_A_TOKEN, score="sparsemixer", jitter=self.jitter),
+            f"{name}.experts",
+            num_experts=self.num_experts,
+            width=self.width,
+            activation=self.activation,
+            names=("w1", "w3", "w2"),
+        )

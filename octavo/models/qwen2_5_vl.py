@@ -1,0 +1,78 @@
+"""Qwen2.5-VL: Qwen2-VL whose tower has root mean square norms, gated MLPs, and attention within
+windows in all but a few layers. Bai et al. 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.errors import UnsupportedModel
+from octavo.models.decoder import gated_mlp
+from octavo.models.hf_config import HfConfig
+from octavo.models.qwen2_vl import (
+    EPS,
+    build_text,
+    kernel_of,
+    merger,
+    read_shape,
+    theta_of,
+    turned_qkv,
+)
+from octavo.models.qwen2_vl import image_layout as unwindowed_layout
+from octavo.models.vision import (
+    IMAGE,
+    WINDOW,
+    ImageLayout,
+    attend,
+    finish_vision,
+    patches,
+    refuse_unread_vision,
+    vision_config,
+)
+from octavo.program.builder import Builder
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    decoder = build_text(config)
+    vision = vision_config(config)
+    layout = image_layout(config)
+    tower = _tower(vision)
+    projector = merger(vision, layout, config.size("hidden_size"), centered=False)
+    vision.without_effect("out_hidden_size", "tokens_per_second", "spatial_merge_size")
+    vision.without_effect("window_size", "spatial_patch_size")
+    refuse_unread_vision(vision)
+    return {**decoder, "vision": tower, "projector": projector}
+
+
+def image_layout(config: HfConfig) -> ImageLayout:
+    """Returns Qwen2-VL's layout, in windows."""
+    layout, vision = unwindowed_layout(config), vision_config(config)
+    pixels = vision.integer("window_size", 112, low=1)
+    if pixels % layout.multiple:
+        raise UnsupportedModel(
+            f"config.json: the tower's window_size is {pixels}, allowed is a multiple of"
+            f" {layout.multiple} pixels, a cell's side"
+        )
+    return replace(layout, window=pixels // layout.multiple)
+
+
+def _tower(vision: HfConfig) -> Program:
+    shape = read_shape(vision, width="hidden_size")
+    width, activation = (
+        vision.size("intermediate_size", 3420),
+        vision.activation("hidden_act", "silu"),
+    )
+    over_all = vision.integers("fullatt_block_indexes") or (7, 15, 23, 31)
+    rope = shape.axial_rope(theta_of(vision))
+    b = Builder("vision", shape.groups(IMAGE, WINDOW))
+    x = patches(b, "visual.patch_embed.proj", shape.hidden_size, kernel_of(vision), bias=False)
+    for i in range(shape.num_layers):
+        layer = f"visual.blocks.{i}"
+        normed = b.rms_norm(x, f"{layer}.norm1", EPS)
+        qkv = turned_qkv(b, normed, layer, shape, rope)
+        attended = attend(b, qkv, shape, i, IMAGE if i in over_all else WINDOW)
+        x = b.add(x, b.linear(attended, f"{layer}.attn.proj", shape.hidden_size, bias=True))
+        normed = b.rms_norm(x, f"{layer}.norm2", EPS)
+        x = b.add(x, gated_mlp(b, normed, f"{layer}.mlp", width, activation, bias=True))
+    return finish_vision(b, b.rms_norm(x, "visual.merger.ln_q", EPS))

@@ -1,0 +1,164 @@
+"""Qwen2-VL: a tower whose patches turn by row and column, a merger of four patches, and Qwen2,
+whose image tokens turn by time, row and column.
+
+Wang et al. 2024. Videos are not read.
+"""
+
+from __future__ import annotations
+
+from octavo.errors import UnsupportedModel
+from octavo.models.decoder import DecoderShape, Frame, Rows, linear_part
+from octavo.models.hf_config import HfConfig
+from octavo.models.llama import build_llama
+from octavo.models.qwen2 import upper_windows
+from octavo.models.rope import rope_parameters
+from octavo.models.vision import (
+    IMAGE,
+    ImageLayout,
+    VisionShape,
+    attend,
+    finish_vision,
+    patches,
+    refuse_unread_vision,
+    vision_config,
+)
+from octavo.program.builder import Builder
+from octavo.program.ops import RopeTable
+from octavo.program.program import Program, Value
+
+EPS = 1e-6
+"""Epsilon of the tower's norms, which no config names."""
+
+QUICK_GELU = 1.702
+"""Factor of x in the sigmoid of GELU's quick approximation, x * sigmoid(1.702 x)."""
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    decoder = build_text(config)
+    vision = vision_config(config)
+    layout = image_layout(config)
+    tower = _tower(vision)
+    projector = merger(vision, layout, config.size("hidden_size"), centered=True)
+    refuse_unread_vision(vision)
+    return {**decoder, "vision": tower, "projector": projector}
+
+
+def image_layout(config: HfConfig) -> ImageLayout:
+    """Returns how an image becomes rows: in cells of patches, which keep its shape."""
+    vision = vision_config(config)
+    return ImageLayout(
+        patch_size=vision.size("patch_size", 14),
+        cell=vision.size("spatial_merge_size", 2),
+        token_id=config.integer("image_token_id", 151_655),
+        num_frames=vision.size("temporal_patch_size", 2),
+        has_grid_positions=True,
+    )
+
+
+def build_text(config: HfConfig) -> dict[str, Program]:
+    """Builds Qwen2's decoder, which takes the rows of images and turns by three axes."""
+    config.without_effect("vision_config", "image_token_id", "video_token_id")
+    config.without_effect("vision_start_token_id", "vision_end_token_id", "vision_token_id")
+    shape = DecoderShape.read(config)
+    rope = _by_axes(config, shape.head_dim)
+    return build_llama(
+        config,
+        shape=shape,
+        windows=upper_windows(config),
+        ropes=(rope,) * shape.num_layers,
+        qkv_bias=True,
+        frame=Frame(takes_rows=True),
+    )
+
+
+def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
+    """Returns the table whose frequencies turn by the axes that mrope_section names."""
+    given = config.table("rope_scaling") or config.table("rope_parameters")
+    named = given.get("mrope_section") or [16, 24, 24]
+    plain = {name: value for name, value in given.items() if name != "mrope_section"}
+    for word in ("type", "rope_type"):
+        if plain.get(word) == "mrope":  # transformers 4's word for it
+            plain[word] = "default"
+    ropes = rope_parameters(
+        config.having(rope_scaling={}, rope_parameters=plain), default_theta=1_000_000.0
+    )
+    table = ropes.table(head_dim)
+    axes = tuple(axis for axis, count in enumerate(named) for _ in range(count))
+    if len(axes) != len(table.inv_freq) or len(named) != 3:
+        raise UnsupportedModel(
+            f"config.json: mrope_section is {named!r}, allowed are three numbers whose sum is"
+            f" {len(table.inv_freq)}, half a head's columns"
+        )
+    return RopeTable(table.inv_freq, table.mscale, axes)
+
+
+def read_shape(vision: HfConfig, *, width: str) -> VisionShape:
+    """Reads a tower's sizes; `width` is the name of its hidden size."""
+    shape = VisionShape(
+        hidden_size=vision.size(width, 1280),
+        num_layers=vision.count("depth", 32),
+        num_heads=vision.size("num_heads", 16),
+    )
+    shape.check()
+    return shape
+
+
+def kernel_of(vision: HfConfig) -> tuple[int, ...]:
+    """Returns the shape of a patch's pixels: colours, frames, rows, columns."""
+    vision.without_effect("in_chans")
+    patch_size = vision.size("patch_size", 14)
+    frames = vision.size("temporal_patch_size", 2)
+    return (vision.size("in_channels", 3), frames, patch_size, patch_size)
+
+
+def turned_qkv(
+    b: Builder, x: Value, layer: str, shape: VisionShape, rope: RopeTable
+) -> tuple[Value, Value, Value]:
+    """Appends one product's q, k and v, of which q and k turn."""
+    width = shape.hidden_size
+    q, k, v = (
+        linear_part(b, x, f"{layer}.attn.qkv", Rows(width, 3 * width, start), bias=True)
+        for start in (0, width, 2 * width)
+    )
+    return b.rope(q, shape.num_heads, rope), b.rope(k, shape.num_heads, rope), v
+
+
+def theta_of(vision: HfConfig) -> float:
+    """Returns the base of the tower's angles."""
+    given = vision.table("rope_parameters")
+    if given.get("rope_type", "axial") != "axial":
+        raise UnsupportedModel(
+            f"config.json: the tower's rope type is {given['rope_type']!r}, supported is 'axial'"
+        )
+    return float(given.get("rope_theta", 10_000.0))
+
+
+def _tower(vision: HfConfig) -> Program:
+    shape = read_shape(vision, width="embed_dim")
+    vision.without_effect("hidden_size", "spatial_merge_size", "spatial_patch_size")
+    vision.refuse_unless("hidden_act", "quick_gelu")
+    inner_width = int(shape.hidden_size * vision.positive("mlp_ratio", 4))
+    rope = shape.axial_rope(theta_of(vision))
+    b = Builder("vision", shape.groups(IMAGE))
+    x = patches(b, "visual.patch_embed.proj", shape.hidden_size, kernel_of(vision), bias=False)
+    for i in range(shape.num_layers):
+        layer = f"visual.blocks.{i}"
+        normed = b.layer_norm(x, f"{layer}.norm1", EPS)
+        attended = attend(b, turned_qkv(b, normed, layer, shape, rope), shape, i)
+        x = b.add(x, b.linear(attended, f"{layer}.attn.proj", shape.hidden_size, bias=True))
+        inner = b.linear(
+            b.layer_norm(x, f"{layer}.norm2", EPS), f"{layer}.mlp.fc1", inner_width, bias=True
+        )
+        active = b.scale(b.act(b.scale(inner, QUICK_GELU), "silu"), 1 / QUICK_GELU)
+        x = b.add(x, b.linear(active, f"{layer}.mlp.fc2", shape.hidden_size, bias=True))
+    normed = b.layer_norm(x, "visual.merger.ln_q", EPS)
+    return finish_vision(b, normed)
+
+
+def merger(vision: HfConfig, layout: ImageLayout, hidden_size: int, *, centered: bool) -> Program:
+    """Returns what makes one row of a cell's patches, which stand side by side."""
+    width = vision.size("embed_dim" if centered else "hidden_size", 1280) * layout.cell**2
+    b = Builder("projector")
+    inner = b.linear(b.given_rows(width), "visual.merger.mlp.0", width, bias=True)
+    out = b.linear(b.act(inner, "gelu"), "visual.merger.mlp.2", hidden_size, bias=True)
+    return b.finish(rows=b.gather_rows(out))

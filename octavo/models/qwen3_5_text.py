@@ -1,0 +1,25 @@
+"""Qwen3.5's language model: gated delta rules with gated attention in every fourth layer. Qwen team
+2026."""
+
+from __future__ import annotations
+
+from octavo.models.decoder import DecoderShape, Frame, build_decoder, gated_mlp, rms_norm
+from octavo.models.gated_delta import gated_attention, groups_of, read_mixer, read_plan
+from octavo.models.hf_config import HfConfig
+from octavo.program.builder import Builder
+from octavo.program.program import Program, Value
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape = DecoderShape.read(config, head_dim=256)
+    plan = read_plan(config, shape.num_layers)
+    mixer = read_mixer(config, shape, plan, stacked=False)
+    attention = gated_attention(config, shape, plan.caches)
+    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
+
+    def mlp(b: Builder, x: Value, layer: int) -> Value:
+        return gated_mlp(b, x, f"model.layers.{layer}.mlp", width, activation)
+
+    frame = Frame(norm=rms_norm(shape.norm_eps, offset=1.0))
+    groups = groups_of(shape, plan, mixer)
+    return build_decoder(shape, groups, plan.mix(attention, mixer), mlp, frame)

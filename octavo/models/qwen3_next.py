@@ -1,0 +1,21 @@
+"""Qwen3-Next: gated delta rules with gated attention in every fourth layer, routed experts beside
+one with a gate. Qwen team 2025."""
+
+from __future__ import annotations
+
+from octavo.models.decoder import DecoderShape, Frame, build_decoder, rms_norm
+from octavo.models.gated_delta import gated_attention, groups_of, read_mixer, read_plan
+from octavo.models.hf_config import HfConfig
+from octavo.models.qwen2_moe import shared_experts
+from octavo.program.program import Program
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    shape = DecoderShape.read(config, head_dim=256)
+    plan = read_plan(config, shape.num_layers)
+    mixer = read_mixer(config, shape, plan, stacked=True)
+    attention = gated_attention(config, shape, plan.caches)
+    mlp = shared_experts(config, normalize=True)
+    frame = Frame(norm=rms_norm(shape.norm_eps, offset=1.0))
+    groups = groups_of(shape, plan, mixer)
+    return build_decoder(shape, groups, plan.mix(attention, mixer), mlp, frame)

@@ -1,0 +1,254 @@
+"""Encoders and decoders in BART's line, which differ in where they norm and in how they know
+positions.
+
+The encoder runs over the whole input at once and leaves each decoder layer's cross K and V in the
+group "cross". A family's file names its style. Lewis et al. 2020; Vaswani et al. 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.errors import UnsupportedModel
+from octavo.models.hf_config import HfConfig
+from octavo.program.builder import Builder
+from octavo.program.ops import Activation, MaskKind
+from octavo.program.program import CacheGroup, Program, Sinusoids, Value, Weight
+
+EPS = 1e-5
+"""Epsilon of every LayerNorm; the configs have none."""
+
+Positions = Callable[[Builder, str], Value]
+"""Adds the embedding of positions of a stack, by its module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Sizes of the encoder or of the decoder."""
+
+    num_layers: int
+    num_heads: int
+    hidden_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seq2SeqShape:
+    """Sizes of an encoder and a decoder."""
+
+    vocab_size: int
+    width: int
+    encoder: Stack
+    decoder: Stack
+    activation: Activation
+    embedding_scale: float
+    num_positions: int
+
+    @staticmethod
+    def read(config: HfConfig) -> Seq2SeqShape:
+        config.without_effect(
+            *("encoder_layerdrop", "decoder_layerdrop", "num_hidden_layers", "hidden_size"),
+            *("init_std", "add_final_layer_norm", "normalize_before", "normalize_embedding"),
+            *("extra_pos_embeddings", "add_bias_logits", "static_position_embeddings"),
+            *("force_bos_token_to_be_generated", "num_attention_heads", "tokenizer_class"),
+            *("task_specific_params", "bos_token_id", "classif_dropout", "gradient_checkpointing"),
+        )
+        config.refuse_unless("tie_word_embeddings", True)
+        width = config.size("d_model")
+        encoder, decoder = (
+            Stack(
+                num_layers=config.count(f"{name}_layers"),
+                num_heads=config.size(f"{name}_attention_heads"),
+                hidden_width=config.size(f"{name}_ffn_dim"),
+            )
+            for name in ("encoder", "decoder")
+        )
+        for stack, name in ((encoder, "encoder"), (decoder, "decoder")):
+            if width % stack.num_heads:
+                raise UnsupportedModel(
+                    f"config.json: d_model is {width}, allowed is a multiple of"
+                    f" {name}_attention_heads ({stack.num_heads})"
+                )
+        return Seq2SeqShape(
+            vocab_size=config.integer("vocab_size", low=1),
+            width=width,
+            encoder=encoder,
+            decoder=decoder,
+            activation=config.activation("activation_function", "gelu"),
+            embedding_scale=width**0.5 if config.flag("scale_embedding", False) else 1.0,
+            num_positions=config.integer("max_position_embeddings", 1024, low=1),
+        )
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Cache groups of both Programs, alike so that slots and tables have one axis of groups."""
+
+        def heads(stack: Stack) -> tuple[int, int, int, int]:
+            head = self.width // stack.num_heads
+            return (stack.num_layers, stack.num_heads, head, head)
+
+        return (
+            CacheGroup("encoder", "full", *heads(self.encoder), one_step=True, of_input=True),
+            CacheGroup("decoder", "full", *heads(self.decoder)),
+            CacheGroup("cross", "cross", *heads(self.decoder)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seq2SeqStyle:
+    """The ways in which a family differs from the others."""
+
+    positions: Positions
+    norms_first: bool = False
+    """Whether parts norm their input, and each stack its end; else the sum behind each part is
+    normed.
+    """
+    norms_embeddings: bool = False
+    table: str = "model.shared"
+    """Module of the embedding table of both stacks; "" where each has its own name for it."""
+    k_bias: bool = True
+    logits_bias: bool = True
+    """Whether the checkpoint has a bias of the logits."""
+
+
+def build_seq2seq(shape: Seq2SeqShape, style: Seq2SeqStyle) -> dict[str, Program]:
+    return {
+        "encoder": _build_encoder(shape, style),
+        "decoder": build_decoder(shape, style),
+    }
+
+
+def _build_encoder(shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
+    b = Builder("encoder", shape.groups, shape.vocab_size)
+    x = _embedding(b, shape, style, "model.encoder")
+    return finish_encoder(b, x, shape, style)
+
+
+def finish_encoder(b: Builder, x: Value, shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
+    """Appends the encoder's layers to its embedded rows, and writes the keys of its last ones."""
+    for i in range(shape.encoder.num_layers):
+        layer = f"model.encoder.layers.{i}"
+        x = _attend_self(b, x, layer, shape, style, group="encoder", index=i, mask="full")
+        x = _feed_forward(b, x, layer, shape, style, width=shape.encoder.hidden_width)
+    x = b.layer_norm(x, "model.encoder.layer_norm", EPS) if style.norms_first else x
+    for i in range(shape.decoder.num_layers):
+        _write_kv(b, x, f"model.decoder.layers.{i}.encoder_attn", style, group="cross", index=i)
+    return b.finish(encoded=b.pool_rows(x, "last"))
+
+
+def build_decoder(shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
+    b = Builder("decoder", shape.groups, shape.vocab_size)
+    x = _embedding(b, shape, style, "model.decoder")
+    for i in range(shape.decoder.num_layers):
+        layer = f"model.decoder.layers.{i}"
+        x = _attend_self(b, x, layer, shape, style, group="decoder", index=i, mask="causal")
+        x = _attend_cross(b, x, layer, shape, style, index=i)
+        x = _feed_forward(b, x, layer, shape, style, width=shape.decoder.hidden_width)
+    x = b.gather_rows(x)
+    x = b.layer_norm(x, "model.decoder.layer_norm", EPS) if style.norms_first else x
+    table = Weight(f"{_table(style, 'model.decoder')}.weight", (shape.vocab_size, shape.width))
+    bias = (
+        Weight("final_logits_bias", (shape.vocab_size,), stored_as="row")
+        if style.logits_bias
+        else None
+    )
+    return b.finish(logits=b.linear_of(x, table, bias, name="logits"))
+
+
+def _table(style: Seq2SeqStyle, stack: str) -> str:
+    return style.table or f"{stack}.embed_tokens"
+
+
+def _embedding(b: Builder, shape: Seq2SeqShape, style: Seq2SeqStyle, stack: str) -> Value:
+    x = b.embedding(
+        b.token_ids(),
+        _table(style, stack),
+        shape.vocab_size,
+        shape.width,
+        scale=shape.embedding_scale,
+    )
+    x = b.add(x, style.positions(b, f"{stack}.embed_positions"))
+    return b.layer_norm(x, f"{stack}.layernorm_embedding", EPS) if style.norms_embeddings else x
+
+
+def _part(
+    b: Builder, x: Value, norm: str, style: Seq2SeqStyle, compute: Callable[[Value], Value]
+) -> Value:
+    """Appends a part and the sum with its input, normed where the style says."""
+    if style.norms_first:
+        return b.add(x, compute(b.layer_norm(x, norm, EPS)))
+    return b.layer_norm(b.add(x, compute(x)), norm, EPS)
+
+
+def _attend_self(
+    b: Builder,
+    x: Value,
+    layer: str,
+    shape: Seq2SeqShape,
+    style: Seq2SeqStyle,
+    *,
+    group: str,
+    index: int,
+    mask: MaskKind,
+) -> Value:
+    num_heads = (shape.encoder if group == "encoder" else shape.decoder).num_heads
+    module = f"{layer}.self_attn"
+
+    def compute(h: Value) -> Value:
+        q = b.linear(h, f"{module}.q_proj", shape.width, bias=True)
+        _write_kv(b, h, module, style, group=group, index=index)
+        scale = (shape.width // num_heads) ** -0.5
+        h = b.attention(q, group, index, num_heads=num_heads, scale=scale, mask=mask)
+        return b.linear(h, f"{module}.out_proj", shape.width, bias=True)
+
+    return _part(b, x, f"{layer}.self_attn_layer_norm", style, compute)
+
+
+def _attend_cross(
+    b: Builder, x: Value, layer: str, shape: Seq2SeqShape, style: Seq2SeqStyle, *, index: int
+) -> Value:
+    num_heads = shape.decoder.num_heads
+    module = f"{layer}.encoder_attn"
+
+    def compute(h: Value) -> Value:
+        q = b.linear(h, f"{module}.q_proj", shape.width, bias=True)
+        scale = (shape.width // num_heads) ** -0.5
+        h = b.attention(q, "cross", index, num_heads=num_heads, scale=scale, mask="full")
+        return b.linear(h, f"{module}.out_proj", shape.width, bias=True)
+
+    return _part(b, x, f"{layer}.encoder_attn_layer_norm", style, compute)
+
+
+def _write_kv(
+    b: Builder, x: Value, module: str, style: Seq2SeqStyle, *, group: str, index: int
+) -> None:
+    k = b.linear(x, f"{module}.k_proj", x.width, bias=style.k_bias)
+    v = b.linear(x, f"{module}.v_proj", x.width, bias=True)
+    b.kv_write(group, index, (k,), v)
+
+
+def _feed_forward(
+    b: Builder, x: Value, layer: str, shape: Seq2SeqShape, style: Seq2SeqStyle, *, width: int
+) -> Value:
+    def compute(h: Value) -> Value:
+        h = b.act(b.linear(h, f"{layer}.fc1", width, bias=True), shape.activation)
+        return b.linear(h, f"{layer}.fc2", shape.width, bias=True)
+
+    return _part(b, x, f"{layer}.final_layer_norm", style, compute)
+
+
+def sinusoids(shape: Seq2SeqShape, frequencies: Sinusoids, *, offset: int = 0) -> Positions:
+    """Returns positions that are computed, not read, from row `offset` on."""
+    if shape.width % 2 or shape.width < 4:
+        raise UnsupportedModel(
+            f"config.json: d_model is {shape.width}, allowed are even numbers from 4 on"
+        )
+    table = Weight("sinusoids", (shape.num_positions + offset, shape.width), fill=frequencies)
+    return lambda b, name: b.position_embedding_of(table, offset=offset)
+
+
+def learned_positions(shape: Seq2SeqShape, *, offset: int = 2) -> Positions:
+    """Returns learned positions, whose table has `offset` rows before the first."""
+    return lambda b, name: b.position_embedding(
+        name, shape.num_positions + offset, shape.width, offset=offset
+    )

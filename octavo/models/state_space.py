@@ -1,0 +1,219 @@
+"""The parts that families with selective state spaces share: the mixers of Mamba and Mamba-2, and
+the cache groups of layers that recur, attend or both.
+
+A mixer keeps the rows of its convolution as a window of rows, and its recurrence as a state. Knows
+no device and no file. Source: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba-2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.errors import UnsupportedModel
+from octavo.models.decoder import Rows, linear_part
+from octavo.models.hf_config import HfConfig
+from octavo.program.builder import Builder
+from octavo.program.ops import Activation
+from octavo.program.program import CacheGroup, Value
+
+MAX_TAPS = 64
+"""Most taps of a convolution; the published models have 4."""
+
+CONV, STATE = "conv", "state"
+"""Names of the cache groups of convolutions and of recurrences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpace:
+    """Sizes and options that both kinds of mixer have."""
+
+    inner: int
+    """Columns inside the mixer."""
+    num_heads: int
+    state_size: int
+    taps: int
+    activation: Activation
+    bias: bool
+    conv_bias: bool
+    num_runs: int = 1
+    """Runs of b and c, each of which some heads share."""
+
+    @property
+    def conv_width(self) -> int:
+        """Columns of Mamba-2's convolution: x, b and c."""
+        return self.inner + 2 * self.num_runs * self.state_size
+
+    def groups(self, num_layers: int, conv_width: int) -> tuple[CacheGroup, CacheGroup]:
+        """Returns the cache groups of so many mixers."""
+        columns = self.inner // self.num_heads
+        return (
+            CacheGroup(CONV, "conv", num_layers, 1, conv_width, 0, window=self.taps),
+            CacheGroup(STATE, "state", num_layers, self.num_heads, columns, self.state_size),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1:
+    """Mamba's mixer, each column of which is a head: x, gate = in(rows); x = f(conv(x)); dt, b, c =
+    x_proj(x); out(scan(x, dt_proj(dt), b, c) * f(gate)).
+    """
+
+    sizes: StateSpace
+    rank: int
+    """Columns from which the step widths of all heads are made."""
+    module: str
+    """Module of layer i, as a format: `backbone.layers.{}.mixer`."""
+    index: Sequence[int]
+    """Index of each layer within the cache groups."""
+    norm_eps: float | None = None
+    """Epsilon of the norms of dt, b and c (Jamba); None: they are not normed."""
+
+    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        sizes, name, at = self.sizes, self.module.format(layer), self.index[layer]
+        inner, state = sizes.inner, sizes.state_size
+        rows, gate = (
+            linear_part(
+                b, x, f"{name}.in_proj", Rows(inner, 2 * inner, part * inner), bias=sizes.bias
+            )
+            for part in range(2)
+        )
+        (mixed,) = b.short_conv(
+            rows,
+            f"{name}.conv1d",
+            CONV,
+            at,
+            bias=sizes.conv_bias,
+            activation=sizes.activation,
+        )
+        dt, left, right = self._selected(b, mixed, name)
+        dt = b.linear(dt, f"{name}.dt_proj", inner, bias=True)
+        scanned = b.selective_scan(
+            (mixed, dt, left, right), name, STATE, at, state_size=state, by_state=True
+        )
+        gated = b.act_mul(gate, scanned, sizes.activation)
+        return b.linear(gated, f"{name}.out_proj", x.width, bias=sizes.bias)
+
+    def _selected(self, b: Builder, x: Value, name: str) -> tuple[Value, Value, Value]:
+        """Appends what makes dt, b and c of the convolved rows."""
+        state, total = self.sizes.state_size, self.rank + 2 * self.sizes.state_size
+        starts = (0, self.rank, self.rank + state)
+        dt, left, right = (
+            linear_part(b, x, f"{name}.x_proj", Rows(width, total, start))
+            for width, start in zip((self.rank, state, state), starts, strict=True)
+        )
+        if self.norm_eps is None:
+            return dt, left, right
+        eps = self.norm_eps
+        return (
+            b.rms_norm(dt, f"{name}.dt_layernorm", eps),
+            b.rms_norm(left, f"{name}.b_layernorm", eps),
+            b.rms_norm(right, f"{name}.c_layernorm", eps),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MixerFactors:
+    """Factors on what Mamba-2's mixer reads and makes of it (Falcon-H1)."""
+
+    rows: float = 1.0
+    gate: float = 1.0
+    convolved: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Factors on x, b and c before their convolution."""
+    dt: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Mamba-2's mixer: gate, xbc, dt = in(rows); x, b, c = f(conv(xbc)); out(norm(scan(x, dt, b, c)
+    * silu(gate))).
+    """
+
+    sizes: StateSpace
+    module: str
+    """Module of layer i, as a format: `backbone.layers.{}.mixer`."""
+    index: Sequence[int]
+    """Index of each layer within the cache groups."""
+    limits: tuple[float, float] = (0.0, float("inf"))
+    """Least and greatest step width."""
+    norm_eps: float | None = 1e-5
+    """Epsilon of the norm behind the scan; None: there is none."""
+    norm_width: int = 0
+    """Columns that are normed together; 0: all."""
+    norms_first: bool = False
+    """Whether the norm is before the gate."""
+    factors: MixerFactors = MixerFactors()
+    out_bias: bool | None = None
+    """Whether the last product has a bias; None: as the first one."""
+
+    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        sizes, name, at = self.sizes, self.module.format(layer), self.index[layer]
+        widths = (sizes.inner, sizes.conv_width, sizes.num_heads)
+        starts = (0, sizes.inner, sizes.inner + sizes.conv_width)
+        x = b.scale(x, self.factors.rows)
+        gate, rows, dt = (
+            linear_part(b, x, f"{name}.in_proj", Rows(width, sum(widths), start), bias=sizes.bias)
+            for width, start in zip(widths, starts, strict=True)
+        )
+        run = sizes.num_runs * sizes.state_size
+        mixed, left, right = b.short_conv(
+            rows,
+            f"{name}.conv1d",
+            CONV,
+            at,
+            bias=sizes.conv_bias,
+            activation=sizes.activation,
+            widths=(sizes.inner, run, run),
+            factors=self.factors.convolved,
+        )
+        gate, dt = b.scale(gate, self.factors.gate), b.scale(dt, self.factors.dt)
+        scanned = b.selective_scan(
+            (mixed, dt, left, right),
+            name,
+            STATE,
+            at,
+            state_size=sizes.state_size,
+            dt_bias=True,
+            limits=self.limits,
+        )
+        opened = self._opened(b, gate, scanned, f"{name}.norm")
+        bias = sizes.bias if self.out_bias is None else self.out_bias
+        return b.linear(opened, f"{name}.out_proj", x.width, bias=bias)
+
+    def _opened(self, b: Builder, gate: Value, x: Value, name: str) -> Value:
+        """Appends the gate and the norm around it."""
+
+        def norm(rows: Value) -> Value:
+            if self.norm_eps is None:
+                return rows
+            return b.rms_norm(
+                rows, name, self.norm_eps, group_width=self.norm_width, each_group=True
+            )
+
+        if self.norms_first:
+            return b.act_mul(gate, norm(x), "silu")
+        return norm(b.act_mul(gate, x, "silu"))
+
+
+def step_limits(config: HfConfig, name: str = "time_step_limit") -> tuple[float, float]:
+    """Reads the least and the greatest step width; none where the config has none."""
+    given = config.values.get(name)
+    if given is None:
+        return 0.0, float("inf")
+    numbers = [_number(entry) for entry in given] if isinstance(given, list | tuple) else []
+    if len(numbers) != 2 or None in numbers:
+        raise UnsupportedModel(
+            f"config.json: {name} is {given!r}, allowed is a list of a least and a greatest number"
+        )
+    low, high = numbers
+    assert low is not None and high is not None
+    return low, high
+
+
+def _number(entry: object) -> float | None:
+    """Returns a number of JSON; transformers 5 spells infinity as an object."""
+    if isinstance(entry, dict):
+        entry = entry.get("__float__")
+    if isinstance(entry, str) and entry.lower() in ("infinity", "inf"):
+        return float("inf")
+    return float(entry) if isinstance(entry, int | float) else None

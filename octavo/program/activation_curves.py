@@ -1,0 +1,153 @@
+"""How much of what a model multiplies is small: for each share of the numbers the threshold below
+which they are, and what leaving them out costs.
+
+Owns the file of a calibration and the choice of thresholds from it. Knows no arrays; who measures
+is `worker/activation_meter.py`. Source of the greedy choice: TEAL (Liu et al. 2024), algorithm 1,
+with measured losses of products in place of a block's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.program.passes.sparsify import Thresholds
+
+VERSION = 1
+LEVELS = tuple(round(0.05 * step, 2) for step in range(1, 20))
+"""Shares for which curves have a threshold: 5% to 95%."""
+
+
+class ActivationCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The small numbers of one input of products, or of one gate."""
+
+    weights: list[str]
+    """Matrices that multiply the input; the first matrix that makes the gate."""
+    size: int
+    """Numbers of all these matrices."""
+    thresholds: list[float]
+    """Magnitude below which each share of LEVELS is."""
+    losses: list[float]
+    """Share of the product's power that goes with each share of the numbers, as if inputs were
+    independent."""
+
+    def threshold(self, share: float) -> float:
+        """Returns the magnitude below which a share of the numbers is, between two of LEVELS on a
+        straight line.
+        """
+        known = [(0.0, 0.0), *zip(LEVELS, self.thresholds, strict=True)]
+        for (left, low), (right, high) in pairwise(known):
+            if share <= right:
+                return low + (high - low) * (share - left) / (right - left)
+        return self.thresholds[-1]
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measurements of one model by `octavo calibrate`."""
+
+    version: int
+    fingerprint: str
+    """Name of the weights; thresholds of others mean nothing."""
+    num_tokens: int
+    """Tokens that it was measured with."""
+    inputs: list[ActivationCurve]
+    gates: list[ActivationCurve]
+
+    def save(self, path: Path) -> None:
+        """Writes the file, whole or not at all."""
+        part = path.with_name(f"{path.name}.part")
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        part.replace(path)
+
+
+def read_calibration(path: Path, fingerprint: str) -> Calibration:
+    """Reads the calibration of the weights with that fingerprint; ConfigError names what is wrong
+    with a file.
+    """
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Calibration)
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _refused(path, f"it is no calibration: {error}") from None
+    if found.version != VERSION:
+        raise _refused(path, f"its version is {found.version}, allowed is {VERSION}")
+    if found.fingerprint != fingerprint:
+        raise _refused(path, "it was made of other weights than this model's")
+    for curve in (*found.inputs, *found.gates):
+        numbers = curve.thresholds + curve.losses
+        fits = len(curve.thresholds) == len(curve.losses) == len(LEVELS) and curve.size > 0
+        if not fits or not curve.weights or not all(0 <= each < 1e30 for each in numbers):
+            raise _refused(path, f"the curve of {', '.join(curve.weights) or 'nothing'} is damaged")
+    return found
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"calibration: {path}: {why}",
+        hint="make one: octavo calibrate MODEL --text FILE --out FILE",
+    )
+
+
+def thresholds_of(
+    calibration: Calibration,
+    *,
+    input_share: float,
+    gate_share: float,
+    plan: Literal["uniform", "greedy"],
+) -> Thresholds:
+    """Returns the thresholds at which these shares of inputs and gates count as zeros."""
+    curves = calibration.inputs if input_share else []
+    shares = dict.fromkeys(range(len(curves)), input_share)
+    if plan == "greedy":
+        for block in _blocks(curves):
+            shares |= greedy_shares({index: curves[index] for index in block}, input_share)
+    gates = calibration.gates if gate_share else []
+    return Thresholds(
+        {
+            name: curve.threshold(shares[index])
+            for index, curve in enumerate(curves)
+            for name in curve.weights
+        },
+        {name: curve.threshold(gate_share) for curve in gates for name in curve.weights},
+    )
+
+
+def greedy_shares(curves: Mapping[int, ActivationCurve], target: float) -> dict[int, float]:
+    """Returns the share of each curve with which `target` of all their weights are left out: in
+    steps of 5%, each where it loses least for the weights that it saves.
+    """
+    steps = dict.fromkeys(curves, 0)
+    wanted = target * sum(curve.size for curve in curves.values())
+    saved = 0.0
+
+    def price(index: int) -> float:
+        losses = [0.0, *curves[index].losses]
+        step = steps[index]
+        return (losses[step + 1] - losses[step]) / curves[index].size
+
+    while True:
+        open_ones = [index for index in curves if steps[index] < len(LEVELS)]
+        best = min(open_ones, key=price)
+        gain = LEVELS[0] * curves[best].size
+        if saved + gain >= wanted:
+            rest = (wanted - saved) / curves[best].size
+            shares = {index: LEVELS[0] * step for index, step in steps.items()}
+            return shares | {best: shares[best] + rest}
+        saved += gain
+        steps[best] += 1
+
+
+def _blocks(curves: Iterable[ActivationCurve]) -> list[list[int]]:
+    """Returns the indices of the curves of each layer, which the first number in a name tells."""
+    found: dict[str, list[int]] = {}
+    for index, curve in enumerate(curves):
+        match = re.search(r"\.(\d+)\.", curve.weights[0])
+        found.setdefault(match.group(1) if match else "", []).append(index)
+    return list(found.values())

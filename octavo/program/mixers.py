@@ -1,0 +1,79 @@
+"""The kinds of op that mix a request's rows without attention: short convolutions and recurrences.
+
+Shapes use the alphabet of `ops.py`, and besides it `P` columns of a head and `N` numbers of state
+for each of them. What such an op reads of earlier tokens lies in a cache group of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.program.ops import Activation
+from octavo.program.program import Op, Value, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv(Op):
+    """Causal convolution of each column over the rows of the row's request: out[t] = f(sum over j
+    of weight[:, 0, j] * row(place of t - n + 1 + j)), n taps, the oldest first, + bias before f.
+
+    The row's own is `x [T, W]`, the earlier ones are read from the group of kind `conv`, which a
+    KvWrite before has filled; rows before the first are zeros. `weight [W, 1, n]`, `bias [W]`;
+    `outs` cut the result's columns in order. Numbers: at least fp32, in that order, so no row's
+    bits depend on how its request was cut.
+    """
+
+    x: Value
+    outs: tuple[Value, ...]
+    weight: Weight
+    bias: Weight | None
+    group: str
+    layer: int
+    activation: Activation | None = None
+    """Function f; None: the identity."""
+    factors: tuple[float, ...] = ()
+    """Factor on the weights of each of `outs`; empty: 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveScan(Op):
+    """Recurrence of a selective state space, for each head h, its columns p and state numbers n:
+    s[p, n] = exp(-d * exp(a_log[h, n])) * s[p, n] + d * x[h, p] * b[n];
+    out[h, p] = (sum over n of c[n] * s[p, n]) + skip[h] * x[h, p];
+    d = softplus(dt[h] + dt_bias[h]), kept within `low` and `high`. With `beta` what enters the
+    state is not d * x but what it lacks, once decayed, of reading x at b (the gated delta rule):
+    s[p, n] += beta[h] * (x[h, p] - sum over m of b[m] * s[p, m]) * b[n].
+
+    `x [T, H * P]`, `dt [T, H]`, `b` and `c [T, G * N]`, of which head h reads the run h * G // H;
+    `a_log [H, N]`, or `[H]` where it is the same for all n; `beta [T, H]`, `skip` and `dt_bias
+    [H]`, skip 0 where there is none. The state
+    `[H, P, N]` lies in a group of kind `state`; at a request's first place it is zeros. Numbers:
+    at least fp32, token by token, so no row's bits depend on how its request was cut. Mamba: Gu and
+    Dao 2023 (P = 1); Mamba-2: Dao and Gu 2024; Gated DeltaNet: Yang et al. 2024.
+    """
+
+    x: Value
+    dt: Value
+    b: Value
+    c: Value
+    out: Value
+    a_log: Weight
+    skip: Weight | None
+    group: str
+    layer: int
+    state_size: int
+    """N."""
+    dt_bias: Weight | None = None
+    low: float = 0.0
+    high: float = float("inf")
+    beta: Value | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads."""
+        return self.dt.width
+
+    @property
+    def num_runs(self) -> int:
+        """Number of runs of `b` and `c`, each of which some heads share."""
+        return self.b.width // self.state_size

@@ -1,0 +1,52 @@
+"""The adapters pass: names the module of each matrix, so that adapters find their places.
+
+Sets an attribute (`Linear.sites`, `Embedding.site`) and adds no op, so that gates, norms and
+residuals still fold; the fuse pass keeps the sites of the matrices that it merges. Runs before it
+and after the shard pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from octavo.program.low_rank import Site
+from octavo.program.ops import Embedding, Linear
+from octavo.program.program import Op, Program, Weight
+
+TIED_HEAD = "lm_head"
+"""Module of an output layer that has no matrix of its own but the table of the embedding."""
+
+
+def with_sites(program: Program) -> Program:
+    """Returns the Program whose linears and table of tokens have sites."""
+    tables = {op.table for op in program.ops if isinstance(op, Embedding)}
+
+    def placed(op: Op) -> Op:
+        if isinstance(op, Linear):
+            return replace(op, sites=tuple(_module(weight, tables) for weight in op.weights_))
+        if isinstance(op, Embedding) and op.ids is not None:
+            return replace(op, site=op.table.name.removesuffix(".weight"))
+        return op
+
+    result = replace(program, ops=tuple(map(placed, program.ops)))
+    result.check()
+    return result
+
+
+def sites_of(program: Program) -> Iterator[Site]:
+    """Yields every site of a Program, with its matrix."""
+    for op in program.ops:
+        if isinstance(op, Linear):
+            yield from zip(op.sites, op.weights_, strict=bool(op.sites))
+        elif isinstance(op, Embedding) and op.site:
+            yield op.site, op.table
+
+
+def tables_of(program: Program) -> set[Site]:
+    """Returns the sites that are tables, whose rows are looked up."""
+    return {(op.site, op.table) for op in program.ops if isinstance(op, Embedding) and op.site}
+
+
+def _module(weight: Weight, tables: set[Weight]) -> str:
+    return TIED_HEAD if weight in tables else weight.name.removesuffix(".weight")

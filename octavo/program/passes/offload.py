@@ -1,0 +1,176 @@
+"""The offload pass: which weights stay in memory, which are read from a file for each step, and
+where each lies.
+
+Works on a Program's products in the order in which a step reads them and on their bytes; knows
+nothing of files or tiles. Source of the idea: FlexGen (arXiv 2303.06865); with the schedule
+`layers`, ZeRO-Inference (arXiv 2206.01861).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from octavo.config.sizes import format_bytes
+from octavo.errors import ConfigError
+
+ALIGN = 4096
+"""Bytes of which offsets and lengths in the file and in memory are multiples: what reads that pass
+by the system's cache ask for.
+"""
+
+Schedule = Literal["pinned", "layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The weights of one product."""
+
+    name: str
+    num_bytes: int
+    """Bytes in the file, a multiple of ALIGN."""
+    range: int
+    """Index of the range of stages in which the product stands; ranges are waited for as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Neighbouring units that are read together."""
+
+    units: range
+    offset: int
+    """Place in memory."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """Places of all units in memory."""
+
+    resident: tuple[Chunk, ...]
+    """Units that are read once; behind the ring."""
+    streamed: tuple[Chunk, ...]
+    """Units that are read for each step, in its order."""
+    ring_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the ring and of the units behind it."""
+        return self.ring_bytes + sum(chunk.num_bytes for chunk in self.resident)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that each step reads."""
+        return sum(chunk.num_bytes for chunk in self.streamed)
+
+
+def plan_offload(
+    units: Sequence[Unit], *, allowed_bytes: int, other_bytes: int, schedule: Schedule
+) -> OffloadPlan:
+    """Decides which units stay and where each lies.
+
+    `other_bytes` of the allowance are for weights that are no product's own. Raises ConfigError,
+    with the least that works, where two layers do not fit beside them.
+    """
+    total = sum(unit.num_bytes for unit in units)
+    budget = allowed_bytes - other_bytes
+    if budget >= total:
+        everything = tuple(_chunks([range(i, i + 1) for i in range(len(units))], units))
+        return OffloadPlan(everything, (), 0)
+    ring = _least_ring(units)
+    if budget < ring:
+        raise ConfigError(
+            f"weights_memory_bytes: got {format_bytes(allowed_bytes)}, needed are at least"
+            f" {format_bytes(other_bytes + ring)}: two layers ({format_bytes(ring)}) and what is"
+            f" always in memory ({format_bytes(other_bytes)})",
+            hint=f"set weights_memory_bytes to {other_bytes + ring} or more",
+        )
+    if schedule == "layers":
+        whole = list(_by_range(units))
+        return OffloadPlan((), _in_ring(whole, units, budget), budget // ALIGN * ALIGN)
+    largest = max(range(len(units)), key=lambda index: units[index].num_bytes)
+    plans = [_pinned_plan(units, budget, first) for first in (None, largest)]
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_bytes)
+
+
+def _pinned_plan(units: Sequence[Unit], budget: int, first: int | None) -> OffloadPlan | None:
+    """Plans a ring that is as small as can be, and keeps what fits beside it; None where not even
+    the unit `first`, which is kept before all others, fits. An output layer is often so large that
+    the ring without it is much smaller.
+    """
+    streamed = [unit for index, unit in enumerate(units) if index != first]
+    left = budget - (0 if first is None else units[first].num_bytes)
+    if not streamed or left < _least_ring(streamed):
+        return None
+    ring = _least_ring(streamed)
+    pinned = _pinned(units, left - ring, first)
+    resident = _chunks([range(i, i + 1) for i in sorted(pinned)], units, start=ring)
+    rest = [range(i, i + 1) for i in range(len(units)) if i not in pinned]
+    return OffloadPlan(tuple(resident), _in_ring(rest, units, ring), ring)
+
+
+def _least_ring(units: Sequence[Unit]) -> int:
+    """Returns the bytes of two of the largest ranges: while one is multiplied, the next is read.
+    The last one, with the output layer, needs no second beside it.
+    """
+    sizes: defaultdict[int, int] = defaultdict(int)
+    for unit in units:
+        sizes[unit.range] += unit.num_bytes
+    last = sizes.pop(max(sizes))
+    return max(last, 2 * max(sizes.values(), default=0))
+
+
+def _pinned(units: Sequence[Unit], budget: int, first: int | None) -> set[int]:
+    """Returns the units that stay: `first`, and for the budget others, spread evenly over the step,
+    so that reading never pauses.
+    """
+    pinned = set[int]() if first is None else {first}
+    total = sum(unit.num_bytes for index, unit in enumerate(units) if index not in pinned)
+    used = passed = 0
+    for index, unit in enumerate(units):
+        if index in pinned:
+            continue
+        passed += unit.num_bytes
+        if (used + unit.num_bytes) * total <= budget * passed:
+            pinned.add(index)
+            used += unit.num_bytes
+    for index, unit in enumerate(units):
+        if index not in pinned and used + unit.num_bytes <= budget:
+            pinned.add(index)
+            used += unit.num_bytes
+    return pinned
+
+
+def _by_range(units: Sequence[Unit]) -> Iterator[range]:
+    first = 0
+    for index in range(1, len(units) + 1):
+        if index == len(units) or units[index].range != units[first].range:
+            yield range(first, index)
+            first = index
+
+
+def _chunks(parts: Sequence[range], units: Sequence[Unit], *, start: int = 0) -> Iterator[Chunk]:
+    """Lays parts side by side."""
+    for part in parts:
+        size = sum(units[i].num_bytes for i in part)
+        yield Chunk(part, start, size)
+        start += size
+
+
+def _in_ring(parts: Sequence[range], units: Sequence[Unit], ring_bytes: int) -> tuple[Chunk, ...]:
+    """Lays parts side by side, from the beginning again where those of a range do not fit any more:
+    no two of a range share a place.
+    """
+    found: list[Chunk] = []
+    offset = 0
+    for _, group in groupby(parts, key=lambda part: units[part[0]].range):
+        together = list(group)
+        if offset + sum(units[i].num_bytes for part in together for i in part) > ring_bytes:
+            offset = 0
+        chunks = list(_chunks(together, units, start=offset))
+        found += chunks
+        offset += sum(chunk.num_bytes for chunk in chunks)
+    return tuple(found)

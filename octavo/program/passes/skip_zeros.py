@@ -1,0 +1,47 @@
+"""The pass that marks the products whose inputs are mostly zeros, so that a backend need not read
+the weights behind them.
+
+Zeros are those of relu and of its square; no number changes. Knows no family and no kernel. Source
+of the idea: Mirzadeh et al. 2023 (arXiv 2310.04564).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.errors import ConfigError
+from octavo.program.ops import Act, ActMul, Linear
+from octavo.program.program import Op, Program
+
+ZEROING = ("relu", "relu2")
+"""Activations that make zeros of half of the real numbers."""
+
+
+def skip_zeros(program: Program) -> Program:
+    """Marks the products of a fused Program; ConfigError where none has such inputs."""
+    makers = {value: op for op in program.ops for value in op.outputs}
+    activations = {_activation_of(op) for op in program.ops} - {None}
+    ops = tuple(
+        replace(op, skips_zeros=True)
+        if isinstance(op, Linear)
+        and op.norm is None
+        and op.x in makers
+        and _activation_of(makers[op.x]) in ZEROING
+        else op
+        for op in program.ops
+    )
+    if ops == program.ops:
+        found = ", ".join(sorted(str(each) for each in activations)) or "no activation"
+        raise ConfigError(
+            "ffn_sparsity: exact is for feed-forward layers with the activation"
+            f" {' or '.join(ZEROING)}, {program.name} has {found}",
+            hint="leave ffn_sparsity out",
+        )
+    return replace(program, ops=ops)
+
+
+def _activation_of(op: Op) -> str | None:
+    """Returns the activation that makes an op's outputs; None where there is none."""
+    if isinstance(op, Linear):
+        return op.activation if op.gate is None else op.gate.activation
+    return op.activation if isinstance(op, Act | ActMul) else None

@@ -1,0 +1,79 @@
+"""The sparsify pass: inputs of products, and gates, below a threshold count as zeros in generated
+rows.
+
+Sets attributes (`Linear.threshold`, `ActMul.threshold`) and adds no op, so that the fuse pass folds
+what it did before. Runs before it, after the adapters pass. Knows neither how thresholds were found
+nor what a kernel makes of them. Sources: TEAL (Liu et al. 2024, arXiv 2408.14690), CATS (Lee et al.
+2024, arXiv 2404.08763).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from octavo.errors import ConfigError
+from octavo.program.ops import ActMul, Linear
+from octavo.program.program import Op, Program, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Magnitudes below which numbers count as zeros."""
+
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    """Thresholds of the inputs of products, by the name of the matrix."""
+    gates: Mapping[str, float] = field(default_factory=dict)
+    """Thresholds of f(gate), by the name of the first matrix that makes the gate."""
+
+
+def sparsify(program: Program, thresholds: Thresholds) -> Program:
+    """Returns the Program with thresholds; ConfigError where one of them has no place in it."""
+    makers = {value: op for op in program.ops for value in op.outputs}
+    cut: set[Value] = set()
+    """Values that thresholds make zeros of."""
+    placed: set[str] = set()
+    ops: list[Op] = []
+    for op in program.ops:
+        made = _with_threshold(op, makers, thresholds)
+        placed |= _names(made, makers)
+        if isinstance(made, ActMul) and made.threshold:
+            cut.add(made.out)
+        if isinstance(made, Linear) and (made.threshold or made.x in cut):
+            made = replace(made, skips_zeros=True)
+        ops.append(made)
+    for name in (*thresholds.inputs, *thresholds.gates):
+        if name not in placed:
+            raise ConfigError(
+                f"calibration: it has a threshold for {name}, with which {program.name}"
+                " multiplies nothing",
+                hint="calibrate this model",
+            )
+    result = replace(program, ops=tuple(ops))
+    result.check()
+    return result
+
+
+def gate_of(op: ActMul, makers: Mapping[Value, Op]) -> str | None:
+    """Returns the name of the first matrix that makes an op's gate; None where no product does."""
+    maker = makers.get(op.gate)
+    return maker.weights_[0].name if isinstance(maker, Linear) else None
+
+
+def _with_threshold(op: Op, makers: Mapping[Value, Op], thresholds: Thresholds) -> Op:
+    if isinstance(op, Linear) and op.x.axis == "tokens":
+        found = {thresholds.inputs.get(weight.name, 0.0) for weight in op.weights_}
+        assert len(found) == 1, "matrices of one product have one input"
+        (threshold,) = found
+        return replace(op, threshold=threshold) if threshold else op
+    if isinstance(op, ActMul):
+        threshold = thresholds.gates.get(gate_of(op, makers) or "", 0.0)
+        return replace(op, threshold=threshold) if threshold else op
+    return op
+
+
+def _names(op: Op, makers: Mapping[Value, Op]) -> set[str]:
+    """Returns the names by which an op may have a threshold."""
+    if isinstance(op, Linear) and op.x.axis == "tokens":
+        return {weight.name for weight in op.weights_}
+    return {gate_of(op, makers) or ""} if isinstance(op, ActMul) else set()

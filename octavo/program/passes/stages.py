@@ -1,0 +1,213 @@
+"""The stages pass: a Program is cut at layers into parts that run one behind another, each in a
+process of its own (pipeline parallelism).
+
+A stage takes the hidden states that the stage before makes, and the step's token ids and positions;
+KV groups follow their layers. No number changes: what is computed, and in which order, is that of
+the whole. Knows Values and ops; runs before shard and fuse. Source: Huang et al. 2019 (GPipe).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.program import ops
+from octavo.program.program import CacheGroup, Op, Program, Value
+
+HINT = "take fewer stages, or leave pipeline_parallel_size at 1"
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """A place at which a Program may be cut: before the op `at`, with only `value` on its way."""
+
+    at: int
+    value: Value
+
+
+def stages(program: Program, num_stages: int) -> tuple[Program, ...]:
+    """Returns the Program of each stage, the first one first; ConfigError where there are fewer
+    layers than stages, or none of the places between two layers can be cut.
+    """
+    if num_stages == 1:
+        return (program,)
+    _check_kind(program)
+    cuts = _cuts(program)
+    if len(cuts) + 1 < num_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size: got {num_stages}, but {program.name} can be cut at"
+            f" {len(cuts)} places only",
+            hint=HINT,
+        )
+    chosen = _balanced(program, cuts, num_stages)
+    ends = [*(cut.at for cut in chosen), len(program.ops)]
+    values = [None, *(cut.value for cut in chosen), None]
+    made = tuple(
+        _part(program, (start, end), (values[index], values[index + 1]))
+        for index, (start, end) in enumerate(pairwise([0, *ends]))
+    )
+    for index, part in enumerate(made):
+        _check_groups(program, part, (index, num_stages))
+    return made
+
+
+def _check_kind(program: Program) -> None:
+    if "logits" not in program.outputs:
+        raise ConfigError(
+            f"pipeline_parallel_size: {program.name} makes {', '.join(program.outputs)}; stages"
+            " are for what generates",
+            hint="leave pipeline_parallel_size at 1",
+        )
+    if any(group.kind == "cross" for group in program.groups):
+        raise ConfigError(
+            f"pipeline_parallel_size: {program.name} reads what an encoder makes, which stages do"
+            " not hand on",
+            hint="leave pipeline_parallel_size at 1",
+        )
+    others = sorted({*program.inputs} - {"token_ids"})
+    if others:
+        raise ConfigError(
+            f"pipeline_parallel_size: {program.name} reads {others[0]} beside tokens, which stages"
+            " do not hand on",
+            hint="leave pipeline_parallel_size at 1",
+        )
+
+
+def _cuts(program: Program) -> list[StageCut]:
+    """Returns at most one cut between each two layers: the last place at which a single Value on
+    tokens is on its way, and no layer behind it reads what one before it has written.
+    """
+    mixers = [at for at, op in enumerate(program.ops) if _is_layer(op)]
+    last_reader = _last_readers(program)
+    made: set[Value] = set()
+    live: list[set[Value]] = []
+    for at, op in enumerate(program.ops):
+        made = {value for value in made if last_reader[value] >= at}
+        live.append(set(made))
+        made.update(value for value in op.outputs if last_reader.get(value, -1) > at)
+    cuts = []
+    for first, second in pairwise(mixers):
+        for at in range(second, first, -1):
+            (value, *others) = live[at] or [None]
+            if value is None or others or value.axis != "tokens" or value.dtype != "float":
+                continue
+            if _keeps_layers(program, at):
+                cuts.append(StageCut(at, value))
+                break
+    return cuts
+
+
+def _last_readers(program: Program) -> dict[Value, int]:
+    found = {value: at for at, op in enumerate(program.ops) for value in op.inputs}
+    return found | {value: len(program.ops) for value in program.outputs.values()}
+
+
+def _keeps_layers(program: Program, at: int) -> bool:
+    """Returns whether each layer's keys are read only on the side on which they are written."""
+    before, behind = _layers(program.ops[:at]), _layers(program.ops[at:])
+    return before.isdisjoint(behind)
+
+
+def _layers(some: Sequence[Op]) -> set[tuple[str, int]]:
+    return {_layer_of(op) for op in some if _has_layer(op)}
+
+
+def _layer_of(op: Any) -> tuple[str, int]:
+    """Returns the cache group of an op's layer and the layer's number in it."""
+    return op.group, op.layer
+
+
+def _balanced(program: Program, cuts: Sequence[StageCut], num_stages: int) -> list[StageCut]:
+    """Returns the cuts with which the stage of the most weights has the fewest; the first ones
+    among equals.
+    """
+    before = [0, *accumulate(map(_num_weights, program.ops))]
+    costs = [before[cut.at] for cut in cuts]
+    best: dict[int, tuple[int, list[int]]] = {
+        index: (costs[index], [index]) for index in range(len(cuts))
+    }
+    for _ in range(num_stages - 2):
+        best = {
+            index: min(
+                (max(most, costs[index] - costs[last]), [*chosen, index])
+                for last, (most, chosen) in best.items()
+                if last < index
+            )
+            for index in range(len(cuts))
+            if any(last < index for last in best)
+        }
+    _, chosen = min(
+        (max(most, before[-1] - costs[last]), chosen) for last, (most, chosen) in best.items()
+    )
+    return [cuts[index] for index in chosen]
+
+
+def _num_weights(op: Op) -> int:
+    """Returns the numbers that an op reads for a row: its matrices, but one row of a table."""
+    if isinstance(op, ops.Embedding):
+        return op.out.width
+    return sum(math.prod(weight.shape) for weight in op.weights)
+
+
+def _part(
+    program: Program, span: tuple[int, int], values: tuple[Value | None, Value | None]
+) -> Program:
+    """Returns the ops of a span as a Program that takes one Value and makes another."""
+    some = program.ops[slice(*span)]
+    taken, handed_on = values
+    own = {
+        group.name: sorted(layer for name, layer in _layers(some) if name == group.name)
+        for group in program.groups
+    }
+    inputs = dict(program.inputs)
+    if taken is not None:
+        inputs["hidden"] = taken
+    outputs = program.outputs if handed_on is None else {"hidden": handed_on}
+    numbers = {
+        (name, layer): index for name, layers in own.items() for index, layer in enumerate(layers)
+    }
+    part = replace(
+        program,
+        inputs=inputs,
+        outputs=outputs,
+        ops=tuple(_renumbered(op, numbers) for op in some),
+        groups=tuple(replace(group, num_layers=len(own[group.name])) for group in program.groups),
+    )
+    part.check()
+    return part
+
+
+def _has_layer(op: Op) -> bool:
+    """Returns whether an op reads or writes the blocks of a layer."""
+    return hasattr(op, "group") and hasattr(op, "layer")
+
+
+def _is_layer(op: Op) -> bool:
+    """Returns whether an op reads other rows than its own, by the blocks of a layer: there is one
+    for each layer.
+    """
+    return _has_layer(op) and not isinstance(op, ops.KvWrite)
+
+
+def _renumbered(op: Op, numbers: dict[tuple[str, int], int]) -> Op:
+    if not _has_layer(op):
+        return op
+    changed: Any = op
+    renumbered: Op = replace(changed, layer=numbers[_layer_of(op)])
+    return renumbered
+
+
+def _check_groups(program: Program, part: Program, place: tuple[int, int]) -> None:
+    """Refuses a stage without a layer of some group, whose blocks would have no bytes."""
+    empty: list[CacheGroup] = [group for group in part.groups if not group.num_layers]
+    if empty:
+        index, num_stages = place
+        raise ConfigError(
+            f"pipeline_parallel_size: got {num_stages}, with which stage {index} of"
+            f" {program.name} has no layer of the cache group {empty[0].name}",
+            hint=HINT,
+        )

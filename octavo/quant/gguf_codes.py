@@ -1,0 +1,306 @@
+"""GGUF's tensor types whose numbers are no line of their codes: codebooks of 4 bits, of vectors and
+signs, ternary digits, and scales in few bits. Each becomes whole numbers in a byte with a scale for
+each 16 inputs or more, without loss.
+
+Knows nothing of files. Source of the layouts: ggml's `ggml-common.h`; the oracle of the tests is
+gguf-py's `dequantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.quant.codebooks import codebook
+from octavo.quant.packed import Levels, PackedWeight
+
+Bytes = NDArray[np.uint8]
+Decoded = tuple[NDArray[np.int8], NDArray[np.float32]]
+"""Codes `[blocks, inputs]` and scales `[blocks, groups]`."""
+
+WIDE = 256
+NONLINEAR = np.array(
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8
+)
+"""Numbers of the codes of IQ4_NL and IQ4_XS."""
+TWICE_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
+CHUNK_BLOCKS = 1 << 13
+"""Blocks decoded at a time; temporaries stay within some megabytes."""
+
+
+class CodeLayout(NamedTuple):
+    """How the blocks of a type are decoded."""
+
+    decode: Callable[[Bytes], Decoded]
+    group: int
+    """Inputs that share a scale."""
+
+    @property
+    def form(self) -> str:
+        """Name of the form that backends know: signed bytes with fp32 scales."""
+        return f"I8_F32:{self.group}"
+
+    def weight(self, raw: Bytes, shape: tuple[int, ...], block: tuple[int, int]) -> PackedWeight:
+        """Decodes a tensor; `block` is the number of inputs and of bytes of a block."""
+        size, num_bytes = block
+        blocks = raw.reshape(-1, num_bytes)
+        codes = np.empty((len(blocks), size), np.int8)
+        scales = np.empty((len(blocks), size // self.group), np.float32)
+        for start in range(0, len(blocks), CHUNK_BLOCKS):
+            part = slice(start, start + CHUNK_BLOCKS)
+            with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's scales
+                codes[part], scales[part] = self.decode(blocks[part])
+        return PackedWeight(
+            shape,
+            8,
+            "int",
+            codes.reshape(shape),
+            self.group,
+            Levels(scales.reshape(*shape[:-1], shape[-1] // self.group)),
+            activation="per_group",
+        )
+
+
+class _Parts:
+    """A block's bytes, taken part by part."""
+
+    def __init__(self, blocks: Bytes) -> None:
+        self._blocks = blocks
+        self._at = 0
+
+    def take(self, count: int, dtype: str = "u1") -> NDArray:
+        part = self._blocks[:, self._at : self._at + count]
+        self._at += count
+        return np.ascontiguousarray(part).view(dtype)
+
+    def half(self) -> NDArray[np.float32]:
+        """Returns an fp16, `[blocks, 1]`."""
+        found: NDArray[np.float32] = self.take(2, "<f2").astype(np.float32)
+        return found
+
+
+def _fields(words: NDArray, bits: int, count: int) -> NDArray:
+    """Returns the `count` lowest fields of each word, `[blocks, words, count]`."""
+    shifts = np.arange(count, dtype=words.dtype) * words.dtype.type(bits)
+    found: NDArray = words[..., None] >> shifts & words.dtype.type((1 << bits) - 1)
+    return found
+
+
+def _runs(part: Bytes, bits: int, run: int) -> Bytes:
+    """Returns codes of which each `run` bytes hold 8 / bits runs, the lowest bits first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    codes = part.reshape(len(part), -1, 1, run) >> shifts & np.uint8((1 << bits) - 1)
+    return codes.reshape(len(part), -1)
+
+
+def _q3_k(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    high, low = _runs(parts.take(32), 1, 32), _runs(parts.take(64), 2, 32)
+    packed = parts.take(12)
+    scales = _runs(packed[:, :8], 4, 8) | _runs(packed[:, 8:], 2, 4) << np.uint8(4)
+    codes = low.astype(np.int8) - np.where(high, 0, 4).astype(np.int8)
+    return codes, parts.half() * (scales.astype(np.float32) - 32)
+
+
+def _iq4_nl(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scale = parts.half()
+    return NONLINEAR[_runs(parts.take(16), 4, 16)], scale
+
+
+def _iq4_xs(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scale, high = parts.half(), parts.take(2, "<u2")
+    low = _fields(parts.take(4), 4, 2).reshape(len(blocks), -1)
+    whole = low | (_fields(high, 2, 8).reshape(len(blocks), -1) << 4).astype(np.uint8)
+    return NONLINEAR[_runs(parts.take(128), 4, 16)], scale * (whole.astype(np.float32) - 32)
+
+
+def _mxfp4(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    exponents = parts.take(1).astype(np.int32)
+    # Half of 2 ** (e - 127), as twice of every e2m1 is a whole number.
+    scale = np.ldexp(np.float32(1), exponents - 128).astype(np.float32)
+    return TWICE_E2M1[_runs(parts.take(16), 4, 16)], scale
+
+
+def _half_e4m3() -> NDArray[np.float32]:
+    """Returns half of each unsigned e4m3; 0 for 127, which is none."""
+    codes = np.arange(256)
+    exponent, rest = codes >> 3 & 15, (codes & 7).astype(np.float64)
+    normal = (1 + rest / 8) * 2.0 ** (exponent - 7)
+    values = np.where(exponent == 0, rest * 2.0**-9, normal) / 2
+    return np.where(codes == 127, 0, values).astype(np.float32)
+
+
+HALF_E4M3 = _half_e4m3()
+
+
+def _nvfp4(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scales = HALF_E4M3[parts.take(4)]
+    return TWICE_E2M1[_runs(parts.take(32), 4, 8)], scales
+
+
+def _tq1_0(blocks: Bytes) -> Decoded:
+    """Decodes five ternary digits a byte, each digit the top of the byte times a power of 3."""
+    parts = _Parts(blocks)
+    digits = [
+        (part.reshape(len(blocks), -1, 1, run) * powers[:, None]).reshape(len(blocks), -1)
+        for part, run, powers in (
+            (parts.take(32), 32, np.array([1, 3, 9, 27, 81], np.uint8)),
+            (parts.take(16), 16, np.array([1, 3, 9, 27, 81], np.uint8)),
+            (parts.take(4), 4, np.array([1, 3, 9, 27], np.uint8)),
+        )
+    ]
+    codes = np.concatenate(digits, axis=1).astype(np.uint16) * 3 >> 8
+    return codes.astype(np.int8) - np.int8(1), parts.half()
+
+
+def _tq2_0(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    return _runs(parts.take(64), 2, 32).astype(np.int8) - np.int8(1), parts.half()
+
+
+def _parity_signs() -> NDArray[np.int8]:
+    """Returns the signs of eight numbers by seven bits: their number of minus signs is even."""
+    bits = np.arange(128)[:, None] >> np.arange(7) & 1
+    whole = np.concatenate([bits, bits.sum(axis=1, keepdims=True) & 1], axis=1)
+    return np.where(whole, -1, 1).astype(np.int8)
+
+
+PARITY_SIGNS = _parity_signs()
+
+
+def _signs(part: Bytes) -> NDArray[np.int8]:
+    """Returns the sign of each bit, `[blocks, bits]`."""
+    bits = np.unpackbits(part, axis=1, bitorder="little")
+    return np.where(bits, -1, 1).astype(np.int8)
+
+
+def _vectors(name: str, indices: NDArray, signs: NDArray[np.int8]) -> NDArray[np.int8]:
+    """Returns the codebook's numbers with their signs, `[blocks, inputs]`."""
+    found: NDArray[np.int8] = codebook(name)[indices].reshape(len(indices), -1)
+    return found * signs.reshape(found.shape)
+
+
+def _iq2_xxs(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scale, words = parts.half(), parts.take(64, "<u4").reshape(len(blocks), -1, 2)
+    indices = np.ascontiguousarray(words[..., 0]).view(np.uint8)
+    signs = PARITY_SIGNS[_fields(words[..., 1], 7, 4)]
+    steps = (words[..., 1] >> np.uint32(28)).astype(np.float32)
+    scales = scale * (np.float32(0.5) + steps) * np.float32(0.25)
+    return _vectors("IQ2_XXS", indices.reshape(len(blocks), -1), signs), scales
+
+
+def _iq2_xs(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scale, words = parts.half(), parts.take(64, "<u2")
+    steps = _fields(parts.take(8), 4, 2).reshape(len(blocks), -1).astype(np.float32)
+    scales = scale * (np.float32(0.5) + steps) * np.float32(0.25)
+    return _vectors("IQ2_XS", words & 511, PARITY_SIGNS[words >> 9]), scales
+
+
+def _iq2_s(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scale, low, signs = parts.half(), parts.take(32), _signs(parts.take(32))
+    high = _fields(parts.take(8), 2, 4).reshape(len(blocks), -1).astype(np.uint16)
+    steps = _fields(parts.take(8), 4, 2).reshape(len(blocks), -1).astype(np.float32)
+    scales = scale * (np.float32(0.5) + steps) * np.float32(0.25)
+    return _vectors("IQ2_S", low | high << 8, signs), scales
+
+
+def _iq3_xxs(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scale, indices, words = parts.half(), parts.take(64), parts.take(32, "<u4")
+    signs = PARITY_SIGNS[_fields(words, 7, 4)]
+    steps = (words >> np.uint32(28)).astype(np.float32)
+    return (
+        _vectors("IQ3_XXS", indices, signs),
+        scale * (np.float32(0.5) + steps) * np.float32(0.5),
+    )
+
+
+def _iq3_s(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scale, low = parts.half(), parts.take(64)
+    high = np.unpackbits(parts.take(8), axis=1, bitorder="little").astype(np.uint16)
+    signs = _signs(parts.take(32))
+    steps = _fields(parts.take(4), 4, 2).reshape(len(blocks), -1).astype(np.float32)
+    return _vectors("IQ3_S", low | high << 8, signs), scale * (1 + 2 * steps)
+
+
+EIGHTH = np.float32(0.125)
+"""Step of the IQ1 types, whose numbers are a ternary digit plus or minus an eighth."""
+
+
+def _eighths(indices: NDArray, is_minus: NDArray[np.bool_]) -> NDArray[np.int8]:
+    """Returns eight times digits plus or minus one, `[blocks, inputs]`; a delta for each vector."""
+    digits: NDArray[np.int8] = codebook("IQ1_S")[indices] * np.int8(8)
+    digits += np.where(is_minus, np.int8(-1), np.int8(1))[..., None]
+    return digits.reshape(len(indices), -1)
+
+
+def _iq1_s(blocks: Bytes) -> Decoded:
+    parts = _Parts(blocks)
+    scale, low, words = parts.half(), parts.take(32), parts.take(16, "<u2")
+    high = _fields(words, 3, 4).reshape(len(blocks), -1)
+    is_minus = np.repeat(words & np.uint16(0x8000) != 0, 4, axis=1)
+    steps = (words >> np.uint16(12) & np.uint16(7)).astype(np.float32)
+    return _eighths(low | high << np.uint16(8), is_minus), scale * (2 * steps + 1) * EIGHTH
+
+
+def _iq1_m(blocks: Bytes) -> Decoded:
+    """Decodes a block whose fp16 scale lies in the top four bits of four words."""
+    parts = _Parts(blocks)
+    low, high, words = parts.take(32), parts.take(16), parts.take(8, "<u2")
+    bits = np.bitwise_or.reduce(
+        (words >> np.uint16(12)) << np.array([0, 4, 8, 12], np.uint16), axis=1, keepdims=True
+    )
+    scale = bits.astype(np.uint16).view(np.float16).astype(np.float32)
+    steps = _fields(words, 3, 4).reshape(len(blocks), -1).astype(np.float32)
+    nibbles = _fields(high, 4, 2).reshape(len(blocks), -1)
+    indices = low | (nibbles & 7).astype(np.uint16) << 8
+    return _eighths(indices, nibbles & 8 != 0), scale * (2 * steps + 1) * EIGHTH
+
+
+CODE_LAYOUTS: dict[str, CodeLayout] = {
+    "Q3_K": CodeLayout(_q3_k, 16),
+    "IQ2_XXS": CodeLayout(_iq2_xxs, 32),
+    "IQ2_XS": CodeLayout(_iq2_xs, 16),
+    "IQ2_S": CodeLayout(_iq2_s, 16),
+    "IQ3_XXS": CodeLayout(_iq3_xxs, 32),
+    "IQ3_S": CodeLayout(_iq3_s, 32),
+    "IQ1_S": CodeLayout(_iq1_s, 32),
+    "IQ1_M": CodeLayout(_iq1_m, 16),
+    "IQ4_NL": CodeLayout(_iq4_nl, 32),
+    "IQ4_XS": CodeLayout(_iq4_xs, 32),
+    "TQ1_0": CodeLayout(_tq1_0, 256),
+    "TQ2_0": CodeLayout(_tq2_0, 256),
+    "MXFP4": CodeLayout(_mxfp4, 32),
+    "NVFP4": CodeLayout(_nvfp4, 16),
+}
+"""Layouts by the type's name."""
+
+
+def q2_k_weight(raw: Bytes, shape: tuple[int, ...]) -> PackedWeight:
+    """Reads Q2_K: two bits a code, scales and mins of four bits for each 16 inputs."""
+    parts = _Parts(raw.reshape(-1, 84))
+    levels = parts.take(16)
+    codes = _runs(parts.take(64), 2, 32)
+    lead, groups = shape[:-1], shape[-1] // 16
+    scale, low = (parts.take(2, "<f2").reshape(*lead, -1) for _ in range(2))
+    return PackedWeight(
+        shape,
+        8,
+        "uint",
+        codes.reshape(shape),
+        16,
+        Levels((levels & 15).reshape(*lead, groups), scale),
+        mins=Levels((levels >> 4).reshape(*lead, groups), -low),
+        activation="per_group",
+    )

@@ -1,0 +1,62 @@
+"""Factors of a matrix's inputs: the weights of an input are multiplied with its factor before they
+are rounded, and what makes the input is divided by it.
+
+Two choices: AWQ's (Lin et al. 2023), a power of how strongly the input is used, the one that leaves
+the least error; SmoothQuant's (Xiao et al. 2022), which shares an input's range between it and its
+weights, for products of 8-bit rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.quant.making.gptq import FitGrid
+from octavo.quant.making.grid import Floats32, RoundedMatrix, round_to
+
+NUM_POWERS = 20
+MAX_ROWS = 512
+"""Outputs over which the choice of a power is judged."""
+
+
+def awq_factors(
+    weights: Sequence[Floats32],
+    hessian: NDArray[np.float64],
+    strength: Floats32,
+    fit: FitGrid,
+) -> Floats32:
+    """Returns the factors `[in]` of least error of the products of `weights [out, in]`; `strength
+    [in]` is the mean magnitude of each input, `hessian [in, in]` the sum of x x^T.
+    """
+    rows = np.concatenate(weights)
+    rows = rows[:: max(1, len(rows) // MAX_ROWS)]
+    inner = hessian.astype(np.float32)
+    ones = np.ones(rows.shape[1], np.float32)
+    best, least = ones, np.inf
+    for power in np.arange(NUM_POWERS) / NUM_POWERS:
+        factors = _balanced(strength**power)
+        grid = fit(rows * factors, ones)
+        missed = RoundedMatrix(round_to(grid, rows * factors), grid).values() / factors - rows
+        error = float(np.einsum("oi,oi->", missed @ inner, missed, optimize=True))
+        if error < least:
+            best, least = factors, error
+    return best
+
+
+def smooth_factors(
+    weights: Sequence[Floats32], largest: Floats32, migration: float = 0.5
+) -> Floats32:
+    """Returns the factors `[in]` that share an input's range, `largest [in]`, with its weights."""
+    reach = np.maximum.reduce([np.abs(weight).max(axis=0) for weight in weights])
+    reach = np.maximum(reach, np.float32(1e-5))
+    shared = np.maximum(largest, np.float32(1e-5)) ** migration / reach ** (1 - migration)
+    return np.asarray(shared, np.float32)
+
+
+def _balanced(factors: Floats32) -> Floats32:
+    """Returns factors around 1, none of them so small or large that fp16 scales would end."""
+    factors = np.maximum(factors, np.float32(1e-4))
+    factors = factors / np.sqrt(factors.max() * factors.min())
+    return np.clip(factors, np.float32(1e-3), np.float32(1e3)).astype(np.float32)

@@ -1,0 +1,158 @@
+"""GPTQ: inputs are rounded one after another, and the error that one leaves is made up by those
+that are not rounded yet.
+
+Source: Frantar et al. 2023, "GPTQ", algorithm 1, with the lazy blocks of its reference code. Inputs
+are taken by how strongly they are used, the strongest first: either groups are of neighbours and
+their grids are fitted beforehand, or (`--desc-act`) groups are of inputs that follow each other in
+this order, each fitted when it is reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.quant.making.grid import (
+    Floats32,
+    Grid,
+    GridSpec,
+    RoundedMatrix,
+    best_lines,
+    fit_grid,
+    inverse,
+    round_to,
+)
+from octavo.quant.packed import Levels
+
+BLOCK = 128
+"""Inputs after which the errors of a block reach the inputs behind it."""
+
+MAX_TRIES = 6
+"""Times that damping is made ten times as strong where a Hessian is not positive definite."""
+
+FitGrid = Callable[[Floats32, Floats32], Grid]
+"""Fits a grid of groups of neighbours to a matrix `[out, in]` and its inputs' importance `[in]`."""
+
+Lines = tuple[Floats32, Floats32]
+"""Step and number of code 0 of one group, `[out]` each."""
+
+
+class GptqInputs:
+    """How the inputs of a matrix go together: what errors of one cost the others, by the inputs'
+    own products over calibration tokens. Matrices that multiply the same rows share it.
+    """
+
+    def __init__(self, hessian: NDArray[np.float64], damp_percent: float) -> None:
+        """Takes `hessian [in, in]`, the sum of x x^T over tokens."""
+        own = hessian.copy()
+        diagonal = np.arange(len(own))
+        used = own[diagonal, diagonal] > 0
+        self.importance: Floats32 = own[diagonal, diagonal].astype(np.float32)
+        own[diagonal[~used], diagonal[~used]] = 1.0
+        self.order: NDArray[np.int32] = np.argsort(
+            -hessian[diagonal, diagonal], kind="stable"
+        ).astype(np.int32)
+        self._factor = _factor(own[np.ix_(self.order, self.order)], damp_percent / 100)
+
+    def by_neighbours(self, weight: Floats32, fit: FitGrid) -> RoundedMatrix:
+        """Rounds a matrix whose groups are of neighbours, to grids fitted beforehand."""
+        grid = fit(weight, self.importance)
+        steps, lows = (np.ascontiguousarray(each.T) for each in grid.lines())
+        groups = self.order // grid.group
+
+        def lines(index: int, left: Floats32) -> Lines:
+            return steps[groups[index]], lows[groups[index]]
+
+        ordered = _rounded(weight.T[self.order], self._factor, lines, grid.top)
+        codes = np.empty(ordered.shape, np.uint8)
+        codes[self.order] = ordered
+        return RoundedMatrix(np.ascontiguousarray(codes.T), grid)
+
+    def by_activity(self, weight: Floats32, spec: GridSpec) -> RoundedMatrix:
+        """Rounds a matrix whose groups are of inputs used about as strongly (act-order)."""
+        columns = weight.T[self.order]
+        importance = self.importance[self.order]
+        group = spec.group_of(len(columns))
+        scales: list[Floats32] = []
+        seconds: list[Floats32] = []
+
+        def lines(index: int, left: Floats32) -> Lines:
+            """Returns the lines of an input's group; `left` are the inputs from it on."""
+            if index % group == 0:
+                values = np.ascontiguousarray(left[:group].T)[:, None, :]
+                shares = np.maximum(importance[index : index + group], 1e-30)[None]
+                scale, second = best_lines(values, shares, spec)
+                scales.append(scale[:, 0])
+                seconds.append(second[:, 0])
+            return scales[-1], -scales[-1] * seconds[-1]
+
+        codes = _rounded(columns, self._factor, lines, spec.top, unit=group)
+        grid = Grid(
+            group,
+            spec.top,
+            Levels(np.stack(scales, axis=1).astype(np.float16)),
+            zero_point=spec.middle if spec.kind == "middle" else 0,
+            zeros=None if spec.kind == "middle" else np.stack(seconds, axis=1).astype(np.int16),
+        )
+        return RoundedMatrix(np.ascontiguousarray(codes.T), grid, self.order)
+
+
+def nearest(weight: Floats32, importance: Floats32 | None, fit: FitGrid) -> RoundedMatrix:
+    """Rounds each number by itself (RTN)."""
+    ones = np.ones(weight.shape[1], np.float32)
+    grid = fit(weight, ones if importance is None else importance)
+    return RoundedMatrix(round_to(grid, weight), grid)
+
+
+def fitted(spec: GridSpec, *, searches: bool = True) -> FitGrid:
+    """Returns what fits grids of a kind."""
+    return lambda weight, importance: fit_grid(weight, importance, spec, searches=searches)
+
+
+def _factor(hessian: NDArray[np.float64], damp: float) -> Floats32:
+    """Returns the upper triangle U with U^T U = inverse of the damped Hessian."""
+    diagonal = np.arange(len(hessian))
+    mean = float(hessian[diagonal, diagonal].mean())
+    for tries in range(MAX_TRIES):
+        damped = hessian.copy()
+        damped[diagonal, diagonal] += damp * 10**tries * mean
+        try:
+            lower = np.linalg.inv(np.linalg.cholesky(damped))
+            upper = np.linalg.cholesky(lower.T @ lower).T
+        except np.linalg.LinAlgError:
+            continue
+        if np.isfinite(upper).all():
+            return np.ascontiguousarray(upper, np.float32)
+    # So little is known of the inputs that each counts by itself.
+    return np.eye(len(hessian), dtype=np.float32)
+
+
+def _rounded(
+    columns: Floats32,
+    factor: Floats32,
+    lines: Callable[[int, Floats32], Lines],
+    top: int,
+    *,
+    unit: int = 1,
+) -> NDArray[np.uint8]:
+    """Rounds `columns [in, out]` in turn, and returns their codes; errors go to later columns.
+    Blocks are multiples of `unit`, so that a group's numbers are up to date when its lines are
+    asked for.
+    """
+    left = np.array(columns, np.float32, order="C")
+    codes = np.empty(left.shape, np.uint8)
+    block = max(1, BLOCK // unit) * unit if unit <= len(left) else len(left)
+    for start in range(0, len(left), block):
+        stop = min(start + block, len(left))
+        errors = np.empty((stop - start, left.shape[1]), np.float32)
+        for index in range(start, stop):
+            step, low = lines(index, left[index:])
+            code = np.clip(np.rint((left[index] - low) * inverse(step)), 0, top)
+            codes[index] = code
+            error = (left[index] - (code * step + low)) / factor[index, index]
+            errors[index - start] = error
+            left[index + 1 : stop] -= np.outer(factor[index, index + 1 : stop], error)
+        left[stop:] -= factor[start:stop, stop:].T @ errors
+    return codes

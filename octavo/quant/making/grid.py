@@ -1,0 +1,280 @@
+"""Grids of numbers to which a matrix's are rounded, a scale and a zero or a minimum for each group
+of inputs, and the search for those that leave the least error.
+
+Knows no file format and no method: who rounds how is the business of `gptq.py` and of the callers.
+Sources of the search: AutoGPTQ's `mse` (shrunken ranges), ggml's k-quants (lines fitted to codes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.quant.packed import Levels
+
+Floats32 = NDArray[np.float32]
+
+GridKind = Literal["middle", "zero", "min"]
+"""How a grid lies: around a fixed zero in the middle of the codes, around a whole number of each
+group, or from a minimum of each group on."""
+
+SHRINKS = tuple(1.0 - 0.025 * step for step in range(17))
+"""Shares of a group's range that are tried: clipping the ends makes the inner steps finer."""
+
+ROUNDS = 3
+"""Lines fitted from each range on, the range itself the first."""
+
+CHUNK_VALUES = 1 << 19
+"""Values whose grids are searched at a time; temporaries stay within some megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridSpec:
+    """The kind of grid that a matrix is rounded to."""
+
+    bits: int
+    group: int
+    """Inputs of a group; 0: whole rows."""
+    kind: GridKind
+    least_zero: int = 0
+    """Smallest zero of a group that the format can say."""
+
+    @property
+    def top(self) -> int:
+        """Largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        return 1 << self.bits - 1
+
+    def group_of(self, num_inputs: int) -> int:
+        """Returns the inputs of a group in rows of so many."""
+        return self.group or num_inputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """The numbers that each group's codes 0 to `top` stand for: (code - zero_point - zero) * scale
+    + min, as in a `PackedWeight`.
+    """
+
+    group: int
+    top: int
+    scales: Levels
+    """Scales as they are stored, `[out, groups]`."""
+    zero_point: int = 0
+    zeros: NDArray[np.int16] | None = None
+    """Zero of each group, `[out, groups]`; None: `zero_point` for all."""
+    mins: Levels | None = None
+
+    def lines(self) -> tuple[Floats32, Floats32]:
+        """Returns the step and the number of code 0 of each group, `[out, groups]` each."""
+        scales = self.scales.expand()
+        if self.mins is not None:
+            return scales, self.mins.expand() - scales * np.float32(self.zero_point)
+        zeros = self.zero_point if self.zeros is None else self.zeros
+        return scales, -scales * np.asarray(zeros, np.float32)
+
+    def divided(self, rows: NDArray[np.intp], factors: Floats32) -> Grid:
+        """Returns the grid with some rows' numbers divided, each by a factor of its own; codes stay
+        what they are.
+        """
+        return replace(
+            self,
+            scales=_divided(self.scales, rows, factors),
+            mins=None if self.mins is None else _divided(self.mins, rows, factors),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedMatrix:
+    """A matrix `[out, in]` as codes on a grid."""
+
+    codes: NDArray[np.uint8]
+    """Codes, `[out, in]`, in the order of `permutation`."""
+    grid: Grid
+    permutation: NDArray[np.int32] | None = None
+    """Input of each column of `codes`; None: their own order."""
+
+    def values(self) -> Floats32:
+        """Returns the numbers that the codes stand for, `[out, in]` in the inputs' own order."""
+        steps, lows = (
+            np.repeat(each, self.grid.group, axis=1)[:, : self.codes.shape[1]]
+            for each in self.grid.lines()
+        )
+        found: Floats32 = self.codes * steps + lows
+        if self.permutation is None:
+            return found
+        own = np.empty_like(found)
+        own[:, self.permutation] = found
+        return own
+
+    def divided(self, rows: NDArray[np.intp], factors: Floats32) -> RoundedMatrix:
+        return replace(self, grid=self.grid.divided(rows, factors))
+
+
+def fit_grid(
+    weight: Floats32, importance: Floats32 | None, spec: GridSpec, *, searches: bool = True
+) -> Grid:
+    """Returns the grid of least squared error of `weight [out, in]`, errors weighed by the
+    importance `[in]` of their inputs; the last group may be shorter. Without a search the grid
+    covers each group's whole range.
+    """
+    outputs, inputs = weight.shape
+    group = spec.group_of(inputs)
+    num_groups = -(-inputs // group)
+    scales = np.empty((outputs, num_groups), np.float16)
+    seconds = np.empty((outputs, num_groups), np.float32)
+    shares = padded(_ones_if_none(importance, inputs), group).reshape(num_groups, group)
+    for rows in row_chunks(weight):
+        values = padded(weight[rows], group).reshape(-1, num_groups, group)
+        scales[rows], seconds[rows] = best_lines(values, shares, spec, searches=searches)
+    if spec.kind == "min":
+        return Grid(group, spec.top, Levels(scales), mins=Levels(seconds.astype(np.float16)))
+    if spec.kind == "middle":
+        return Grid(group, spec.top, Levels(scales), zero_point=spec.middle)
+    return Grid(group, spec.top, Levels(scales), zeros=seconds.astype(np.int16))
+
+
+def round_to(grid: Grid, weight: Floats32) -> NDArray[np.uint8]:
+    """Returns the nearest code of each number, `[out, in] u8`."""
+    steps, lows = grid.lines()
+    codes = np.empty(weight.shape, np.uint8)
+    for rows in row_chunks(weight):
+        spread = [
+            np.repeat(each[rows], grid.group, axis=1)[:, : weight.shape[1]]
+            for each in (inverse(steps), lows)
+        ]
+        codes[rows] = np.clip(np.rint((weight[rows] - spread[1]) * spread[0]), 0, grid.top)
+    return codes
+
+
+def best_lines(
+    values: Floats32, shares: Floats32, spec: GridSpec, *, searches: bool = True
+) -> tuple[Floats32, Floats32]:
+    """Returns the scale, as fp16 has it, and the zero or minimum of each group of `values [n,
+    groups, group]`, the best of several ranges and of the lines fitted to their codes.
+    """
+    groups = _Groups(values, shares, spec)
+    shape = values.shape[:-1]
+    best = (np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32))
+    least = np.full(shape, np.inf, np.float32)
+    for scale, second in groups.candidates(SHRINKS if searches else SHRINKS[:1]):
+        for _ in range(ROUNDS if searches else 1):
+            scale, second = groups.as_stored(scale, second)
+            centred, error = groups.errors(scale, second)
+            better = error < least
+            for kept, found in zip((*best, least), (scale, second, error), strict=True):
+                np.copyto(kept, found, where=better)
+            if searches:
+                scale, second = groups.refitted(centred, scale, second)
+    return best
+
+
+class _Groups:
+    """Groups of numbers `[n, groups, group]` and the inputs' importance `[groups, group]`."""
+
+    def __init__(self, values: Floats32, shares: Floats32, spec: GridSpec) -> None:
+        self._values = values
+        self._shares = shares
+        self._spec = spec
+
+    def candidates(self, shrinks: tuple[float, ...]) -> Iterator[tuple[Floats32, Floats32]]:
+        """Yields scales and zeros or minima of whole and of shrunken ranges."""
+        low, high = self._values.min(axis=-1), self._values.max(axis=-1)
+        top, zero = np.float32(self._spec.top), np.float32(0)
+        for shrink in map(np.float32, shrinks):
+            if self._spec.kind == "min":
+                middle, half = (low + high) / 2, (high - low) / 2 * shrink
+                yield 2 * half / top, middle - half
+            elif self._spec.kind == "middle":
+                reach = np.maximum(-low, high) * shrink
+                yield 2 * reach / top, np.full_like(low, self._spec.middle)
+            else:
+                start = np.minimum(low, zero) * shrink
+                scale = (np.maximum(high, zero) * shrink - start) / top
+                yield scale, -start * inverse(scale)
+
+    def as_stored(self, scale: Floats32, second: Floats32) -> tuple[Floats32, Floats32]:
+        """Returns the numbers as formats have them."""
+        if self._spec.kind == "min":
+            return _fp16(scale), _fp16(second)
+        return _fp16(scale), np.clip(np.rint(second), self._spec.least_zero, self._spec.top)
+
+    def errors(self, scale: Floats32, second: Floats32) -> tuple[Floats32, Floats32]:
+        """Returns codes, less the zero where there is one, and each group's weighted squared
+        error.
+        """
+        has_min = self._spec.kind == "min"
+        start = second if has_min else -second * scale
+        codes = (self._values - start[..., None]) * inverse(scale)[..., None]
+        np.clip(np.rint(codes, out=codes), 0, self._spec.top, out=codes)
+        if not has_min:
+            codes -= second[..., None]
+        missed = codes * scale[..., None] - self._values
+        if has_min:
+            missed += second[..., None]
+        return codes, np.einsum("ngi,ngi,gi->ng", missed, missed, self._shares)
+
+    def refitted(
+        self, centred: Floats32, scale: Floats32, second: Floats32
+    ) -> tuple[Floats32, Floats32]:
+        """Returns the least-squares scale, and minimum where there is one, for given codes."""
+        shares, values = self._shares, self._values
+        has_min = self._spec.kind == "min"
+        code = value = np.zeros_like(scale)
+        if has_min:
+            shares = shares / np.maximum(shares.sum(axis=-1, keepdims=True), np.float32(1e-30))
+            code, value = (np.einsum("ngi,gi->ng", each, shares) for each in (centred, values))
+            centred = centred - code[..., None]
+        square = np.einsum("ngi,ngi,gi->ng", centred, centred, shares)
+        product = np.einsum("ngi,ngi,gi->ng", centred, values, shares)
+        usable = (square > 0) & (product > 0)
+        slope: Floats32 = np.where(usable, product / np.where(usable, square, 1), scale)
+        start: Floats32 = value - slope * code
+        return slope, start if has_min else second
+
+
+def _fp16(numbers: Floats32) -> Floats32:
+    """Rounds to what an fp16 can hold."""
+    return numbers.astype(np.float16).astype(np.float32)
+
+
+def inverse(scale: Floats32) -> Floats32:
+    """Returns 1 / scale, and 0 for 0."""
+    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+
+
+def padded(rows: Floats32, group: int) -> Floats32:
+    """Returns rows filled up to whole groups with their last number."""
+    missing = -rows.shape[-1] % group
+    pad = [(0, 0)] * (rows.ndim - 1) + [(0, missing)]
+    return np.pad(rows, pad, mode="edge") if missing else rows
+
+
+def row_chunks(weight: Floats32) -> Iterator[slice]:
+    rows = max(1, CHUNK_VALUES // max(1, weight.shape[1]))
+    return (slice(start, start + rows) for start in range(0, len(weight), rows))
+
+
+def _ones_if_none(importance: Floats32 | None, inputs: int) -> Floats32:
+    if importance is None:
+        return np.ones(inputs, np.float32)
+    # Inputs that no calibration token used still count a little, or their grid would be any.
+    floor = max(float(importance.mean()) * 1e-4, 1e-30)
+    return np.maximum(importance, floor).astype(np.float32)
+
+
+def _divided(levels: Levels, rows: NDArray[np.intp], factors: Floats32) -> Levels:
+    """Divides the numbers of some rows, those of the higher level where there are two."""
+    stored = levels.values if levels.super_scale is None else levels.super_scale
+    changed = stored.copy()
+    changed[rows] = (stored[rows].astype(np.float32) / factors[:, None]).astype(stored.dtype)
+    if levels.super_scale is None:
+        return Levels(changed)
+    return Levels(levels.values, changed)

@@ -1,0 +1,101 @@
+"""What a user chooses of a quantisation: method, bits, groups and the well-known knobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.errors import ConfigError
+from octavo.quant.making.grid import GridSpec
+
+Method = Literal["rtn", "gptq", "awq", "smoothquant"]
+OutputFormat = Literal["gptq", "awq", "compressed-tensors", "gguf"]
+Scheme = Literal["w4a16", "w8a16", "w8a8"]
+
+METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq", "smoothquant")
+OUTPUT_FORMATS: tuple[OutputFormat, ...] = ("gptq", "awq", "compressed-tensors", "gguf")
+SCHEMES: dict[Scheme, int] = {"w4a16": 4, "w8a16": 8, "w8a8": 8}
+BITS: dict[OutputFormat, tuple[int, ...]] = {
+    "gptq": (2, 3, 4, 8),
+    "awq": (4,),
+    "compressed-tensors": (4, 8),
+    "gguf": (4, 5, 6, 8),
+}
+MIN_GROUP = 16
+MAX_DAMP_PERCENT = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A checked choice. `group` 0 stands for whole rows."""
+
+    method: Method
+    output_format: OutputFormat
+    bits: int
+    group: int
+    symmetric: bool
+    desc_act: bool = False
+    damp_percent: float = 1.0
+    rows_are_int8: bool = False
+    """Whether rows are rounded to 8 bits, too (w8a8)."""
+    keeps_sensitive: bool = False
+    """Whether the matrices that matter most get 8 bits."""
+
+    def __post_init__(self) -> None:
+        self._check_bits()
+        self._check_knobs()
+
+    def _check_bits(self) -> None:
+        allowed = BITS[self.output_format]
+        if self.bits not in allowed:
+            raise ConfigError(
+                f"bits: got {self.bits}, {self.output_format} has {', '.join(map(str, allowed))}",
+                hint="--format gptq has 2, 3, 4 and 8 bits",
+            )
+        if self.group and self.group < MIN_GROUP:
+            raise ConfigError(
+                f"group: got {self.group}, allowed are whole numbers from {MIN_GROUP} and -1 for"
+                " whole rows"
+            )
+        if not 0 < self.damp_percent <= MAX_DAMP_PERCENT:
+            raise ConfigError(
+                f"damp-percent: got {self.damp_percent}, allowed are numbers above 0 up to"
+                f" {MAX_DAMP_PERCENT:g}"
+            )
+
+    def _check_knobs(self) -> None:
+        if self.desc_act and self.method != "gptq":
+            raise ConfigError(f"desc-act is for the method gptq, got {self.method}")
+        if self.desc_act and self.output_format not in ("gptq", "compressed-tensors"):
+            raise ConfigError(
+                f"desc-act: {self.output_format} keeps no order of inputs",
+                hint="leave it out: inputs are rounded in the order of their use in any case",
+            )
+        if self.rows_are_int8 and self.output_format != "compressed-tensors":
+            raise ConfigError(
+                f"scheme w8a8: {self.output_format} does not say how rows are rounded",
+                hint="use --format compressed-tensors",
+            )
+        if self.method == "smoothquant" and not self.rows_are_int8:
+            raise ConfigError(
+                "smoothquant makes weights and rows of 8 bits", hint="use --scheme w8a8"
+            )
+        if self.keeps_sensitive and (self.output_format == "awq" or self.bits == 8):
+            raise ConfigError(
+                f"keep-sensitive: {self.output_format} of {self.bits} bits has no wider matrices"
+                " beside these",
+                hint="use --format gptq, compressed-tensors or gguf with fewer bits",
+            )
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method != "rtn"
+
+    def grid(self, bits: int) -> GridSpec:
+        """Returns the grid of matrices of so many bits; those of 8 bits are symmetric."""
+        symmetric = self.symmetric or bits == 8
+        group = 0 if self.rows_are_int8 else self.group
+        if symmetric:
+            return GridSpec(bits, group, "middle")
+        # GPTQ's first version stores zeros less 1, so that it has no zero of 0.
+        return GridSpec(bits, group, "zero", int(self.output_format == "gptq"))

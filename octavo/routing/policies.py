@@ -1,0 +1,99 @@
+"""The routing policies: each chooses one of the engines that may be chosen. All are deterministic.
+
+Sources: Mooncake (Qin et al. 2025) for cost by queue and cache; rendezvous hashing (Thaler and
+Ravishankar 1998) for sessions that stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Literal, Protocol
+
+from octavo.routing.job import RoutingJob
+from octavo.routing.target import Target
+
+RoutingPolicyName = Literal["round_robin", "least_tokens", "sticky", "kv"]
+
+OWN_WEIGHT = 4.0
+"""Weight of a request's own uncached tokens beside the queue's: what is computed here and cached
+elsewhere delays others too.
+"""
+
+
+class RoutingPolicy(Protocol):
+    """Chooses an engine for a request."""
+
+    reads_names: bool
+    """Whether it looks at the names of a prompt's blocks."""
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        """Returns one of `targets`, of which there is at least one."""
+        ...
+
+
+class RoundRobin:
+    """Gives each engine a request in turn."""
+
+    reads_names = False
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        newest = max(self._turns.values(), default=0)
+        chosen = min(targets, key=lambda target: self._turns.get(target.label, 0))
+        self._turns[chosen.label] = newest + 1
+        return chosen
+
+
+class LeastTokens:
+    """Chooses the engine whose unfinished requests have the fewest tokens."""
+
+    reads_names = False
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        return min(targets, key=lambda target: (target.held_tokens, target.sent_tokens))
+
+
+class Sticky:
+    """Sends all requests of a session to the same engine, as long as it is there."""
+
+    reads_names = False
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        return max(targets, key=lambda target: _rank(job.session, target.label))
+
+
+class KvAware:
+    """Chooses the engine that would have computed the prompt soonest: the least queued uncached
+    tokens plus a weight times the prompt's own, over the measured rate.
+    """
+
+    reads_names = True
+
+    def __init__(self, own_weight: float = OWN_WEIGHT) -> None:
+        self._own_weight = own_weight
+
+    def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
+        known = [target.rate for target in targets if target.rate is not None]
+        usual = sum(known) / len(known) if known else 1.0
+
+        def cost(target: Target) -> tuple[float, int]:
+            own = job.num_tokens - job.num_cached(target.cached.num_known(job.names))
+            rate = usual if target.rate is None else target.rate
+            return (target.backlog(now) + self._own_weight * own) / rate, target.sent_tokens
+
+        return min(targets, key=cost)
+
+
+ROUTING_POLICIES: Mapping[RoutingPolicyName, Callable[[], RoutingPolicy]] = {
+    "round_robin": RoundRobin,
+    "least_tokens": LeastTokens,
+    "sticky": Sticky,
+    "kv": KvAware,
+}
+
+
+def _rank(session: bytes, label: str) -> bytes:
+    return blake2b(session, digest_size=8, key=label.encode()[:64]).digest()

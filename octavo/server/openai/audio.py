@@ -1,0 +1,151 @@
+"""/v1/audio/transcriptions and /v1/audio/translations: the text of a sound, in OpenAI's forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from octavo.engine.front.transcriptions import SpeechOptions, SpeechTask
+from octavo.errors import InvalidRequest, ServerError, shown
+from octavo.server.multipart import FILE_FIELD, UploadForm, receive_form
+from octavo.server.state.service import Service, service_of
+from octavo.transcription import Transcription
+
+MAX_BYTES = 512 << 20
+"""Largest file: two hours of stereo of 16 bits at 16 kHz, with room to spare."""
+FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
+FIELDS = ("model", "language", "response_format", "temperature", "stream")
+FORM = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    FILE_FIELD: {"type": "string", "format": "binary"},
+                    "model": {"type": "string"},
+                    "language": {"type": "string"},
+                    "response_format": {"type": "string", "enum": list(FORMATS)},
+                    "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+                },
+                "required": [FILE_FIELD, "model"],
+            }
+        }
+    },
+}
+"""Description of a form, which `receive_form` reads."""
+
+router = APIRouter()
+
+
+@dataclass(slots=True)
+class FileInMemory:
+    """The bytes of a form's file."""
+
+    data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    async def write(self, data: bytes) -> None:
+        self.data += data
+
+
+@router.post("/v1/audio/transcriptions", openapi_extra={"requestBody": FORM})
+async def transcribe(
+    request: Request, service: Annotated[Service, Depends(service_of)]
+) -> Response:
+    """Returns the text of a sound in the language that is spoken."""
+    return await _answer(request, service, "transcribe")
+
+
+@router.post("/v1/audio/translations", openapi_extra={"requestBody": FORM})
+async def translate(request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
+    """Returns the text of a sound in English."""
+    return await _answer(request, service, "translate")
+
+
+async def _answer(request: Request, service: Service, task: SpeechTask) -> Response:
+    file = FileInMemory()
+    form = await receive_form(
+        request, file, max_bytes=MAX_BYTES, timeout_s=service.settings.request_timeout_s
+    )
+    answer_format = _checked(form)
+    llm = service.model(form.fields.get("model", "")).llm
+    options = SpeechOptions(
+        language=form.fields.get("language") or None,
+        task=task,
+        temperature=_temperature(form.fields.get("temperature", "0")),
+    )
+    made = await llm.transcribe(bytes(file.data), options)
+    if made.error is not None:
+        raise ServerError(made.error)
+    return _written(made, answer_format)
+
+
+def _checked(form: UploadForm) -> str:
+    """Returns the wanted format; InvalidRequest where the form has no file or an unknown field."""
+    if form.file_name is None:
+        raise InvalidRequest("file: got none, needed is a WAV file", param=FILE_FIELD)
+    for name in form.fields:
+        if name not in FIELDS:
+            raise InvalidRequest(
+                f"{name[:100]}: not supported here, allowed are {', '.join(FIELDS)} and file",
+                param=name[:100],
+                hint="leave it out",
+            )
+    if form.fields.get("stream", "false").lower() not in ("false", "0"):
+        raise InvalidRequest(
+            "stream: got true, allowed is false: the text of a sound is known at its end",
+            param="stream",
+        )
+    wanted = form.fields.get("response_format", "json")
+    if wanted not in FORMATS:
+        raise InvalidRequest(
+            f"response_format: got {shown(wanted)}, allowed are {', '.join(FORMATS)}",
+            param="response_format",
+        )
+    return wanted
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise InvalidRequest(
+            f"temperature: got {shown(text)}, allowed is a number from 0 to 1", param="temperature"
+        )
+    return value
+
+
+def _written(made: Transcription, answer_format: str) -> Response:
+    if answer_format == "text":
+        return PlainTextResponse(made.text + "\n")
+    if answer_format == "srt":
+        return PlainTextResponse(made.srt(), media_type="application/x-subrip")
+    if answer_format == "vtt":
+        return PlainTextResponse(made.vtt(), media_type="text/vtt")
+    body: dict[str, Any] = {"text": made.text}
+    if answer_format == "verbose_json":
+        body |= {
+            "task": made.task,
+            "language": made.language,
+            "duration": made.duration_s,
+            "segments": [
+                {
+                    "id": segment.id,
+                    "start": segment.start_s,
+                    "end": segment.end_s,
+                    "text": segment.text,
+                    "tokens": segment.token_ids,
+                }
+                for segment in made.segments
+            ],
+        }
+    return JSONResponse(body)

@@ -1,0 +1,45 @@
+"""What the requests for pooled rows share: the fields that every body has, and the count of tokens
+in every answer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.server.body import Body
+from octavo.server.fields import Whole, field
+
+
+class PoolingBody(Body):
+    """Base of the bodies in OpenAI's and vLLM's words."""
+
+    stream_type = None
+
+    model: str | None = field("the name of a model", "who answers; null is the only model")
+    truncate_prompt_tokens: Whole | None = field(
+        "-1, or a whole number from 1 to the model's most",
+        "cuts a text to this many tokens; -1 to as many as the model takes",
+        rules={"minimum": -1},
+    )
+    user: str | None = field(
+        "a text of at most 200 characters; a fair policy shares among them",
+        "who asks",
+        max_length=200,
+    )
+    priority: int | None = field(
+        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
+        "place in the queue",
+        ge=-(2**31),
+        lt=2**31,
+    )
+
+
+class PoolingUsage(msgspec.Struct):
+    """Number of tokens that the model has read for one answer."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+    @staticmethod
+    def of(num_tokens: int) -> PoolingUsage:
+        return PoolingUsage(num_tokens, num_tokens)

@@ -1,0 +1,61 @@
+"""Which requests the router passes on, and how each finds its server.
+
+A path that is not in the table is a server's own affair: it is asked there, not through a router.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Way(Enum):
+    """How a request finds its server."""
+
+    PLACED = auto()
+    """Chosen by the policy: the request asks for work."""
+    ANY = auto()
+    """Any server that is well: all answer alike."""
+    HOME = auto()
+    """The server where the sender's files and batches are."""
+    KEPT = auto()
+    """The server that has the stored thing which the path names."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedRoute:
+    """A row of the table."""
+
+    methods: frozenset[str]
+    pattern: re.Pattern[str]
+    way: Way
+
+
+def _row(methods: str, pattern: str, way: Way) -> PassedRoute:
+    return PassedRoute(frozenset(methods.split()), re.compile(pattern), way)
+
+
+TABLE = (
+    _row(
+        "POST",
+        r"/v1/(chat/completions|completions|embeddings|messages(/count_tokens)?|responses|rerank"
+        r"|score|classify)",
+        Way.PLACED,
+    ),
+    _row("POST", r"(/cohere)?/v2/chat|/api/(chat|generate|embed|embeddings)", Way.PLACED),
+    _row("POST", r"(/v1)?/(tokenize|detokenize|apply-template)", Way.ANY),
+    _row("GET", r"/v1/models(/.+)?|/v1/capabilities|(/v1)?/tokenizer_info", Way.ANY),
+    _row("GET", r"/api/(version|tags|ps)|/version", Way.ANY),
+    _row("POST", r"/api/show", Way.ANY),
+    _row("GET POST DELETE", r"/v1/(files|batches)(/.*)?", Way.HOME),
+    _row("GET POST DELETE", r"/v1/responses/[^/]+(/[a-z_]+)?", Way.KEPT),
+)
+
+
+def way_of(method: str, path: str) -> Way | None:
+    """Returns how a request finds its server; None where it is not passed on."""
+    for row in TABLE:
+        if method in row.methods and row.pattern.fullmatch(path):
+            return row.way
+    return None

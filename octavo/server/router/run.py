@@ -1,0 +1,113 @@
+"""`octavo route`: takes the port, checks the servers, routes until told to stop.
+
+A stop drains: /health answers 503, new requests are refused, and those that run may finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import FrameType
+
+import uvicorn
+import zmq.asyncio
+from fastapi import FastAPI
+
+from octavo.errors import ConfigError
+from octavo.server.batched_writes import WriteBatch
+from octavo.server.listener import listen
+from octavo.server.log_format import NOTICES, configure_logging
+from octavo.server.request_timeout import ConnectionLimits, TimedHttp
+from octavo.server.router.app import create_router_app
+from octavo.server.router.kv_feed import MemberFeeds
+from octavo.server.router.members import HealthCheck, Members
+from octavo.server.router.settings import RouterSettings
+
+notices = logging.getLogger(NOTICES)
+
+
+def route(urls: Sequence[str], settings: RouterSettings) -> None:
+    """Routes until SIGTERM or SIGINT; raises ConfigError for what no router can be made of."""
+    front = settings.front
+    configure_logging(front)
+    if not urls:
+        raise ConfigError("url: got none, needed is at least one server")
+    if len({url.rstrip("/") for url in urls}) < len(urls):
+        raise ConfigError("url: got a server twice", hint="name each server once")
+    members = Members(urls, settings)
+    listener = listen(front)
+    if front.is_open_to_all:
+        notices.info(
+            "warning: %s can be reached from other machines and no --api-key is set: anyone who the"
+            " servers let in may use them",
+            front.host,
+        )
+    scheme = "http" if front.ssl_certfile is None else "https"
+    address = f"{scheme}://{_shown(front.host)}:{listener.getsockname()[1]}"
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with watched(members, settings):
+            well = sum(member.is_well for member in members)
+            notices.info("routing to %d of %d servers on %s", well, len(members), address)
+            for index, member in enumerate(members):
+                notices.info("server %d: %s %s", index, member.url, member.trouble or "is well")
+            yield
+
+    config = uvicorn.Config(
+        create_router_app(members, settings, lifespan=lifespan),
+        http=TimedHttp.for_server(WriteBatch(), ConnectionLimits.of(front)),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        ssl_certfile=front.ssl_certfile,
+        ssl_keyfile=front.ssl_keyfile,
+        proxy_headers=False,
+        timeout_graceful_shutdown=settings.shutdown_timeout_s,
+    )
+    RouterServer(config, members).run(sockets=[listener])
+
+
+class RouterServer(uvicorn.Server):
+    """The server of uvicorn, which drains on a signal and then ends with exit code 0."""
+
+    def __init__(self, config: uvicorn.Config, members: Members) -> None:
+        super().__init__(config)
+        self._members = members
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Starts the drain; a second Ctrl-C ends it at once."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self._members.is_stopping = True
+        self.should_exit = True
+
+
+@asynccontextmanager
+async def watched(members: Members, settings: RouterSettings) -> AsyncIterator[None]:
+    """Checks all servers once, and then again and again, and follows their KV events, for as long
+    as the context lasts.
+    """
+    checks = [HealthCheck(member, settings) for member in members]
+    await asyncio.gather(*(check.check() for check in checks))
+    context = zmq.asyncio.Context()
+    tasks = [asyncio.create_task(check.run()) for check in checks]
+    if settings.kv_events and settings.routing_policy == "kv":
+        feeds = [MemberFeeds(member, context, settings.kv_events_secret) for member in members]
+        tasks += [asyncio.create_task(feed.run()) for feed in feeds]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        context.destroy(linger=0)
+        members.close()
+
+
+def _shown(host: str) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,347 @@
+"""Exchanges with one server over HTTP/1.1: a pool of connections, answers handed on part by part.
+
+An asyncio protocol with HTTP parsed by httptools, as in the server. Nothing is buffered beyond
+`MAX_AHEAD_BYTES`: a slow reader stops the connection's reading. Knows nothing of what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+
+from octavo.errors import ConfigError
+
+MAX_AHEAD_BYTES = 256 << 10
+"""Bytes of an answer that are held before its connection stops reading."""
+MAX_IDLE_S = 2.0
+"""Age of an idle connection that is used again; uvicorn closes them after 5 s."""
+MAX_IDLE_CONNECTIONS = 256
+
+HeaderList = list[tuple[bytes, bytes]]
+
+
+class UpstreamLost(Exception):
+    """A server that cannot be reached, or broke off before its answer was whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamRequest:
+    """One request as it is sent; `headers` name neither host nor length."""
+
+    method: str
+    target: str
+    """Path with its query."""
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    body: bytes = b""
+
+    def encoded(self, host: bytes, prefix: str) -> bytes:
+        """Returns the message; `prefix` goes before the path."""
+        length = b"Content-Length: %d\r\n" % len(self.body)
+        has_body = bool(self.body) or self.method not in ("GET", "HEAD", "DELETE")
+        lines = [
+            f"{self.method} {prefix}{self.target} HTTP/1.1\r\n".encode("latin-1"),
+            b"Host: %b\r\n" % host,
+            *(b"%b: %b\r\n" % pair for pair in self.headers),
+            length if has_body else b"",
+            b"\r\n",
+            self.body,
+        ]
+        return b"".join(lines)
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """A connection with at most one exchange at a time.
+
+    asyncio calls the methods of its protocol, httptools those that begin with `on_`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: Any = None
+        self._answer: UpstreamAnswer | None = None
+        self._parser: Any = None
+        self.idle_since_s = 0.0
+        """Moment at which its last exchange ended, on the monotonic clock."""
+        self.is_open = False
+
+    def start(self, data: bytes) -> UpstreamAnswer:
+        """Sends a request; the connection must be idle."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer = UpstreamAnswer(self, self._loop)
+        if not self.is_open:
+            self._answer.fail(UpstreamLost("the server closed the connection"))
+        else:
+            self._transport.write(data)
+        return self._answer
+
+    def pause(self) -> None:
+        if self.is_open:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.is_open:
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Closes the connection at once; what it computes for the exchange is given up there."""
+        if self._transport is not None:
+            self._transport.abort()
+        self.is_open = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:
+            self.abort()  # nothing was asked
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"no HTTP: {error}")
+            self.abort()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._fail(str(exc) if exc else "the server closed the connection")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._answer is not None:
+            self._answer.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._answer is not None:
+            self._answer.begin(self._parser.get_status_code())
+
+    def on_body(self, data: bytes) -> None:
+        if self._answer is not None:
+            self._answer.add(data)
+
+    def on_message_complete(self) -> None:
+        answer, self._answer = self._answer, None
+        if not self._parser.should_keep_alive():
+            self.abort()
+        self.idle_since_s = time.monotonic()
+        if answer is not None:
+            answer.end()
+
+    def _fail(self, reason: str) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.fail(UpstreamLost(reason))
+
+
+class UpstreamAnswer:
+    """The answer to one request, as it comes."""
+
+    def __init__(self, connection: UpstreamConnection, loop: asyncio.AbstractEventLoop) -> None:
+        self.status = 0
+        """HTTP status; 0 before the head has come."""
+        self.headers: HeaderList = []
+        """Headers in their order, names in lower case."""
+        self.is_whole = False
+        """Whether all of it has come."""
+        self.connection = connection
+        self._loop = loop
+        self._parts: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._error: UpstreamLost | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def header(self, name: bytes) -> bytes:
+        """Returns a header's value; b"" where there is none."""
+        return next((value for known, value in self.headers if known == name), b"")
+
+    async def part(self) -> bytes:
+        """Returns what has come since, once there is something; b"" at the end. Raises UpstreamLost
+        where the server broke off.
+        """
+        while not self._parts:
+            if self.is_whole:
+                return b""
+            if self._error is not None:
+                raise self._error
+            await self._change()
+        data = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
+        self._parts.clear()
+        if self._num_bytes > MAX_AHEAD_BYTES:
+            self.connection.resume()
+        self._num_bytes = 0
+        return data
+
+    async def begun(self) -> None:
+        """Returns once its first byte beyond the head, or its end, has come."""
+        while not (self._parts or self.is_whole):
+            if self._error is not None:
+                raise self._error
+            await self._change()
+
+    async def rest(self) -> bytes:
+        """Returns all that has not been read."""
+        parts = []
+        while data := await self.part():
+            parts.append(data)
+        return b"".join(parts)
+
+    def give_up(self, reason: str = "given up") -> None:
+        """Ends an exchange that is not whole, which aborts its work at the server."""
+        if not self.is_whole:
+            self.fail(UpstreamLost(reason))
+            self.connection.abort()
+
+    # -- called by the connection ------------------------------------------------------------------
+
+    def begin(self, status: int) -> None:
+        self.status = status
+        self._wake()
+
+    def add(self, data: bytes) -> None:
+        self._parts.append(data)
+        before = self._num_bytes
+        self._num_bytes += len(data)
+        if before <= MAX_AHEAD_BYTES < self._num_bytes:
+            self.connection.pause()
+        self._wake()
+
+    def end(self) -> None:
+        self.is_whole = True
+        self._wake()
+
+    def fail(self, error: UpstreamLost) -> None:
+        if self._error is None and not self.is_whole:
+            self._error = error
+        self._wake()
+
+    async def _change(self) -> None:
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class UpstreamClient:
+    """The connections to one server."""
+
+    def __init__(self, url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            parts = urlsplit(self.url)
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ConfigError(
+                f"url: got {url!r}, allowed is http://HOST:PORT or https://HOST",
+                hint="name each server as `octavo serve` prints it",
+            )
+        self.host = parts.hostname
+        """Name or address of its machine."""
+        self._port = port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._authority = parts.netloc.rpartition("@")[2].encode()
+        self._prefix = parts.path
+        self._timeout_s = connect_timeout_s
+        self._api_key = api_key
+        self._idle: list[UpstreamConnection] = []
+        self._waiting: set[UpstreamAnswer] = set()
+
+    async def ask(self, request: UpstreamRequest) -> UpstreamAnswer:
+        """Sends a request and returns its answer once it has begun: its head and its first byte
+        behind it. Raises UpstreamLost; a connection that had gone stale is replaced first.
+        """
+        data = request.encoded(self._authority, self._prefix)
+        while (connection := self._take_idle()) is not None:
+            answer = connection.start(data)
+            try:
+                return await self._begun(connection, answer)
+            except UpstreamLost:
+                if answer.status:
+                    raise  # it had begun to answer
+        connection = await self._connect()
+        return await self._begun(connection, connection.start(data))
+
+    async def fetch(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Asks for something on the router's own behalf; returns the status and the whole body."""
+        headers = [(b"User-Agent", b"octavo")]
+        if body:
+            headers.append((b"Content-Type", b"application/json"))
+        if self._api_key:
+            headers.append((b"Authorization", b"Bearer " + self._api_key.encode()))
+        answer = await self.ask(UpstreamRequest(method, target, headers, body))
+        try:
+            found = await answer.rest()
+        finally:
+            self.finish(answer)
+        return answer.status, found
+
+    def finish(self, answer: UpstreamAnswer) -> None:
+        """Takes back the connection of an answer that has been read, or is no longer wanted."""
+        connection = answer.connection
+        if not answer.is_whole:
+            answer.give_up()
+        elif connection.is_open and len(self._idle) < MAX_IDLE_CONNECTIONS:
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def abort_waiting(self, reason: str) -> None:
+        """Breaks off all exchanges whose answers have not begun."""
+        for answer in list(self._waiting):
+            answer.give_up(reason)
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    async def _begun(
+        self, connection: UpstreamConnection, answer: UpstreamAnswer
+    ) -> UpstreamAnswer:
+        self._waiting.add(answer)
+        try:
+            await answer.begun()
+        except BaseException:
+            answer.give_up()
+            connection.abort()
+            raise
+        finally:
+            self._waiting.discard(answer)
+        return answer
+
+    def _take_idle(self) -> UpstreamConnection | None:
+        oldest = time.monotonic() - MAX_IDLE_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and connection.idle_since_s > oldest:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(loop), self.host, self._port, ssl=self._tls
+                )
+        except TimeoutError:
+            raise UpstreamLost(f"no connection within {self._timeout_s:g} s") from None
+        except OSError as error:
+            raise UpstreamLost(error.strerror or str(error) or "no connection") from error
+        return connection

@@ -1,0 +1,115 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters that come and go while the
+server runs. For the operator only; names and answers are vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import PlainTextResponse
+from pydantic import Field
+
+from octavo.errors import InvalidRequest, ModelNotFound, Overloaded
+from octavo.server.auth import require_operator
+from octavo.server.body import Body, body_of
+from octavo.server.state.adapters import NAME, ServedAdapter, path_within
+from octavo.server.state.service import Service, service_of
+from octavo.server.state.slot import EngineSlot
+
+router = APIRouter()
+
+
+class LoadAdapterBody(Body):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Field(description="name that requests give as their model")]
+    lora_path: Annotated[
+        str,
+        Field(
+            description="folder that PEFT saved it in, under --lora-dir, of 1 to 4096 characters",
+            min_length=1,
+            max_length=4096,
+        ),
+    ]
+    load_inplace: Annotated[
+        bool, Field(description="whether it takes the place of one of the same name")
+    ] = False
+    base_model_name: Annotated[
+        str | None, Field(description="the served model that it is for; default the only one")
+    ] = None
+
+
+class UnloadAdapterBody(Body):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Field(description="name of the adapter")]
+
+
+@router.post("/v1/load_lora_adapter", dependencies=[Depends(require_operator)])
+async def load_adapter(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[LoadAdapterBody, Depends(body_of(LoadAdapterBody))],
+) -> PlainTextResponse:
+    """Reads and checks an adapter, and lets requests name it; 400 where its files are not sound.
+
+    Requests that run with one of the same name go on with its old weights.
+    """
+    if not NAME.fullmatch(body.lora_name):
+        raise InvalidRequest(
+            f"lora_name: got {body.lora_name[:80]!r}, allowed are 1 to 200 letters, digits and any"
+            " of . : / _ -",
+            param="lora_name",
+        )
+    slot = _slot_of(service, body)
+    _check_name(service, slot, body)
+    path = path_within(service.settings.lora_dir, body.lora_path)
+    adapter = await asyncio.to_thread(
+        ServedAdapter.read, slot.llm, body.lora_name, path, again=body.load_inplace
+    )
+    _check_name(service, slot, body)
+    slot.adapters[adapter.name] = adapter
+    return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", dependencies=[Depends(require_operator)])
+async def unload_adapter(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[UnloadAdapterBody, Depends(body_of(UnloadAdapterBody))],
+) -> PlainTextResponse:
+    """Forgets an adapter's name; requests that run with it go on."""
+    slot = service.models.with_adapter(body.lora_name)
+    if slot is None:
+        raise ModelNotFound(
+            f"The lora adapter `{body.lora_name[:200]}` does not exist.", param="lora_name"
+        )
+    del slot.adapters[body.lora_name]
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _slot_of(service: Service, body: LoadAdapterBody) -> EngineSlot:
+    """Returns the model that an adapter is for; one that is named again stays with its own."""
+    known = service.models.with_adapter(body.lora_name)
+    if body.base_model_name is None and known is not None:
+        return known
+    return service.models.find(body.base_model_name)
+
+
+def _check_name(service: Service, slot: EngineSlot, body: LoadAdapterBody) -> None:
+    """Raises InvalidRequest where a name is taken, and Overloaded where there are too many."""
+    known = service.models.with_adapter(body.lora_name)
+    if known is not None and not (body.load_inplace and known is slot):
+        raise InvalidRequest(
+            f"lora_name: the adapter `{body.lora_name}` is loaded already",
+            hint="unload it first, or send load_inplace to replace it",
+            param="lora_name",
+        )
+    if known is None and service.models.answers_to(body.lora_name):
+        raise InvalidRequest(f"lora_name: a model is called `{body.lora_name}`", param="lora_name")
+    most = service.settings.max_lora_adapters
+    if known is None and sum(len(each.adapters) for each in service.models) >= most:
+        raise Overloaded(
+            f"the server has {most} adapters, as many as are allowed",
+            hint="unload one, or raise max_lora_adapters",
+        )

@@ -1,0 +1,1 @@
+"""Routes that classify texts, score pairs of them and put documents in order."""

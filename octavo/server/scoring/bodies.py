@@ -1,0 +1,144 @@
+"""The bodies that classify, score and rerank take: rows of the table in `server/fields.py`, in the
+words of vLLM, Jina and Cohere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from octavo.errors import InvalidRequest
+from octavo.pooling_params import MODEL_LIMIT, PoolingParams
+from octavo.server.body import Body
+from octavo.server.fields import Whole, field, needed, taken
+from octavo.server.openai.bodies import TokenId
+from octavo.server.pooling_body import PoolingBody
+
+TEXTS = "a text, or a list of texts"
+PAIR_FIELDS = (
+    ("text_1", "text_2"),
+    ("data_1", "data_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+)
+"""Names under which the two sides of a score come."""
+
+
+class RerankDocument(BaseModel):
+    """A document as an object."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    text: str
+
+
+Documents = Annotated[list[str | RerankDocument], Field(min_length=1)]
+
+
+class ClassifierBody(PoolingBody):
+    """Base of the bodies whose answers are made of a classifier's scores."""
+
+    use_activation: bool | None = field(
+        "true or false",
+        "false gives a classifier's scores as they are; null does as the checkpoint says",
+    )
+
+    @property
+    def params(self) -> PoolingParams:
+        """The engine's params."""
+        return PoolingParams(
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            activation="none" if self.use_activation is False else None,
+        )
+
+
+class ClassifyBody(ClassifierBody):
+    """Body of POST /classify."""
+
+    input: str | list[str] | list[TokenId] | list[list[TokenId]] | list[tuple[str, str]] = needed(
+        "a text, token ids, or a list of either; or a list of pairs of texts", "what is classified"
+    )
+
+
+class ScoreBody(ClassifierBody):
+    """Body of POST /score."""
+
+    text_1: str | list[str] | None = field(TEXTS, "one text, or as many as in text_2")
+    text_2: str | list[str] | None = field(TEXTS, "what is scored with text_1")
+    data_1: str | list[str] | None = field(TEXTS, "another name of text_1")
+    data_2: str | list[str] | None = field(TEXTS, "another name of text_2")
+    queries: str | list[str] | None = field(TEXTS, "another name of text_1")
+    documents: str | list[str] | None = field(TEXTS, "another name of text_2")
+    items: str | list[str] | None = field(TEXTS, "another name of text_2")
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the two fields that hold the texts; InvalidRequest unless there are two of one
+        kind.
+        """
+        given = {name for pair in PAIR_FIELDS for name in pair if getattr(self, name) is not None}
+        for pair in PAIR_FIELDS:
+            if given == set(pair):
+                return pair
+        allowed = ", or ".join(" and ".join(pair) for pair in PAIR_FIELDS)
+        got = ", ".join(sorted(given)) or "none of them"
+        raise InvalidRequest(f"text_1: got {got}, allowed are {allowed}", param="text_1")
+
+
+class RerankFields(Body):
+    """The fields of every body that puts documents in order."""
+
+    query: str = needed("a text", "what the documents are compared with")
+    documents: Documents = needed(
+        "a list of one or more texts, or objects with a text", "what is put in order"
+    )
+    top_n: Whole | None = field(
+        "a whole number; 0 and null are all", "most results", ge=0, rules={"minimum": 0}
+    )
+    max_tokens_per_doc: Whole | None = field(
+        "a whole number from 1 up; for models that read pairs",
+        "cuts each document to this many tokens",
+        ge=1,
+        rules={"minimum": 1},
+    )
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts of the documents."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class RerankBody(ClassifierBody, RerankFields):
+    """Body of POST /rerank and POST /v1/rerank."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"rank_fields"})
+
+    return_documents: bool | None = field(
+        "true or false; null is true", "repeats each result's document"
+    )
+    max_chunks_per_doc: Whole | None = taken("a whole number; a document is one chunk")
+
+
+class CohereRerankBody(RerankFields):
+    """Body of POST /v2/rerank."""
+
+    stream_type = None
+
+    model: str | None = field("the name of a model", "who answers; null is the only model")
+    return_documents: bool | None = field(
+        "true or false; null is false", "repeats each result's document"
+    )
+    priority: int | None = field(
+        "a whole number of at most 32 bits; lower goes first, where the policy is priority",
+        "place in the queue",
+        ge=-(2**31),
+        lt=2**31,
+    )
+
+    user: ClassVar[None] = None
+
+    @property
+    def params(self) -> PoolingParams:
+        """The engine's params: what is too long is cut, as Cohere does."""
+        return PoolingParams(truncate_prompt_tokens=MODEL_LIMIT)

@@ -1,0 +1,81 @@
+"""POST /classify: texts, or pairs of them, in; the probability of each label out.
+
+Source: vLLM's API reference.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.engine.front.arguments import PoolingPrompt
+from octavo.pooling_params import TextPair
+from octavo.server.auth import origin_of
+from octavo.server.body import body_of
+from octavo.server.generation import as_prompts
+from octavo.server.pooling import PoolingCall, pooled
+from octavo.server.pooling_body import PoolingUsage
+from octavo.server.scoring.bodies import ClassifyBody
+from octavo.server.state.service import Service, service_of
+from octavo.server.turn import in_their_words
+
+PATH = "/classify"
+WORDS = {"input": "prompt", "use_activation": "activation"}
+
+router = APIRouter()
+
+
+class ClassEntry(msgspec.Struct):
+    """One text's classes."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassList(msgspec.Struct):
+    """The answer to one request."""
+
+    id: str
+    created: int
+    model: str
+    data: list[ClassEntry]
+    usage: PoolingUsage
+    object: str = "list"
+
+
+@router.post(PATH)
+async def classify(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[ClassifyBody, Depends(body_of(ClassifyBody))],
+) -> Response:
+    model = service.model(body.model)
+    name = f"classify-{secrets.token_hex(12)}"
+    with in_their_words(WORDS):
+        job = model.llm.pooling_jobs.classification(_prompts(body), body.params)
+    call = PoolingCall(name, job, origin_of(request, body.priority, body.user), WORDS)
+    answer = await pooled(request, model, call)
+    made = ClassList(
+        name,
+        int(time.time()),
+        model.name,
+        [
+            ClassEntry(index, found.label, found.probs, found.num_classes)
+            for index, found in enumerate(output.outputs for output in answer.outputs)
+        ],
+        PoolingUsage.of(answer.num_tokens),
+    )
+    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+
+
+def _prompts(body: ClassifyBody) -> list[PoolingPrompt]:
+    """Returns the prompts of a body, whose field may hold one or several."""
+    if isinstance(body.input, list) and body.input and isinstance(body.input[0], tuple):
+        return [TextPair(*pair) for pair in body.input]  # type: ignore[misc]
+    return list(as_prompts(body.input))  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""POST /rerank and /v1/rerank in vLLM's and Jina's form, POST /v2/rerank in Cohere's: a query and
+documents in; the documents' places and scores out, the best first.
+
+Sources: the three API references.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from octavo.pooling_outputs import ScoringRequestOutput
+from octavo.server.auth import origin_of
+from octavo.server.body import body_of
+from octavo.server.pooling import PooledAnswer, PoolingCall, pooled
+from octavo.server.pooling_body import PoolingUsage
+from octavo.server.scoring.bodies import CohereRerankBody, RerankBody
+from octavo.server.state.served_model import ServedModel
+from octavo.server.state.service import Service, service_of
+from octavo.server.turn import in_their_words
+
+PATH = "/rerank"
+COHERE_PATH = "/v2/rerank"
+WORDS = {"documents": "prompt", "use_activation": "activation"}
+
+router = APIRouter()
+
+
+class RankedText(msgspec.Struct):
+    """A document that a result repeats."""
+
+    text: str
+
+
+class RankedEntry(msgspec.Struct):
+    """One document's place in the request, and its score."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class RankedList(msgspec.Struct):
+    """The answer to one request in vLLM's and Jina's form."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RankedEntry]
+
+
+@router.post(PATH)
+@router.post(f"/v1{PATH}")
+async def rerank(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[RerankBody, Depends(body_of(RerankBody))],
+) -> Response:
+    model = service.model(body.model)
+    name = f"rerank-{secrets.token_hex(12)}"
+    answer = await _scored(request, model, body, name)
+    results = _results(answer.outputs, body, repeats=body.return_documents is not False)
+    made = RankedList(name, model.name, PoolingUsage.of(answer.num_tokens), results)
+    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+
+
+@router.post(COHERE_PATH)
+@router.post(f"/cohere{COHERE_PATH}")
+async def cohere_rerank(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[CohereRerankBody, Depends(body_of(CohereRerankBody))],
+) -> Response:
+    name = secrets.token_hex(16)
+    answer = await _scored(request, service.model(body.model), body, name)
+    made = {
+        "id": name,
+        "results": _results(answer.outputs, body, repeats=body.return_documents is True),
+        "meta": _meta(answer.num_tokens),
+    }
+    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+
+
+async def _scored(
+    request: Request, model: ServedModel, body: RerankBody | CohereRerankBody, name: str
+) -> PooledAnswer[ScoringRequestOutput]:
+    """Scores every document with the query."""
+    with in_their_words({"max_tokens_per_doc": "max_second_tokens"}):
+        job = model.llm.pooling_jobs.scoring(
+            body.query, body.texts, body.params, max_second_tokens=body.max_tokens_per_doc
+        )
+    origin = origin_of(request, body.priority, body.user)
+    return await pooled(request, model, PoolingCall(name, job, origin, WORDS))
+
+
+def _results(
+    scored: list[ScoringRequestOutput], body: RerankBody | CohereRerankBody, *, repeats: bool
+) -> list[RankedEntry]:
+    """Returns the best documents, those of equal scores in their own order."""
+    scores = [output.outputs.score for output in scored]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    texts = body.texts
+    return [
+        RankedEntry(index, scores[index], RankedText(texts[index]) if repeats else msgspec.UNSET)
+        for index in order[: body.top_n or None]
+    ]
+
+
+def _meta(num_tokens: int) -> dict[str, Any]:
+    return {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": 1},
+        "tokens": {"input_tokens": num_tokens, "output_tokens": 0},
+    }

@@ -1,0 +1,118 @@
+"""Adapters that a server has names for: those of its command line, and those that its operator
+loads.
+
+A name stands for the content that it had when it was loaded; the bytes are the engine's business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.async_llm import AsyncLLM
+from octavo.config.paths import user_path
+from octavo.errors import ConfigError, InvalidRequest, shown
+from octavo.lora_request import LoRARequest
+from octavo.step import AdapterRef
+
+NAME = re.compile(r"[\w.:/-]{1,200}")
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+MODULE_KEYS = {"name", "path", "base_model_name"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter under its public name."""
+
+    name: str
+    ref: AdapterRef
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time at which it was loaded, in seconds."""
+
+    @staticmethod
+    def read(llm: AsyncLLM, name: str, path: Path, *, again: bool = False) -> ServedAdapter:
+        """Reads and checks an adapter, which may take a while; raises InvalidRequest."""
+        request = LoRARequest(name, 1, str(path), load_inplace=again)
+        return ServedAdapter(name, llm.adapter(request))
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """An adapter that a server is started with."""
+
+    name: str
+    path: Path
+    base_model_name: str | None = None
+    """Public name of its model; None: the first one of the server."""
+
+    @staticmethod
+    def parse(text: str) -> LoraModule:
+        """Reads NAME=PATH, or a JSON object of name, path and base_model_name; raises
+        ConfigError.
+        """
+        given = _object(text) if text.lstrip().startswith("{") else _pair(text)
+        name, path, base = (given.get(key) for key in ("name", "path", "base_model_name"))
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise _bad(text, "a name has 1 to 200 letters, digits and any of . : / _ -")
+        if not isinstance(path, str) or not path or not isinstance(base, str | None):
+            raise _bad(text, "a path is needed, and base_model_name is a text")
+        return LoraModule(name, user_path(path), base)
+
+    @staticmethod
+    def parse_all(texts: Sequence[str]) -> list[LoraModule]:
+        modules = [LoraModule.parse(text) for text in texts]
+        names = [module.name for module in modules]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"lora_modules: two adapters are called {twice}")
+        return modules
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _bad(text, "it is not valid JSON") from None
+    if unknown := sorted(given.keys() - MODULE_KEYS):
+        raise _bad(text, f"it has the unknown key {unknown[0]}")
+    return dict(given)
+
+
+def _pair(text: str) -> dict[str, Any]:
+    name, _, path = text.partition("=")
+    return {"name": name, "path": path}
+
+
+def _bad(text: str, why: str) -> ConfigError:
+    return ConfigError(f"lora_modules: got {shown(text)}: {why}", hint="give NAME=PATH")
+
+
+def path_within(folder: str | None, text: str) -> Path:
+    """Returns the folder of an adapter that a request names; InvalidRequest unless it, and its
+    files, lie under the server's own folder of adapters.
+    """
+    if folder is None:
+        raise InvalidRequest(
+            "lora_path: this server loads adapters from no folder",
+            hint="start it with --lora-dir FOLDER",
+            param="lora_path",
+        )
+    try:
+        root = user_path(folder).resolve()
+        path = (root / text).resolve()
+        places = [path, *((path / name).resolve() for name in FILES)]
+        is_inside = path != root and all(place.is_relative_to(root) for place in places)
+    except (OSError, ValueError, RuntimeError):
+        is_inside = False
+    if not is_inside:
+        raise InvalidRequest(
+            f"lora_path: got {shown(text)}, allowed are folders under --lora-dir", param="lora_path"
+        )
+    return path

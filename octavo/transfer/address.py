@@ -1,0 +1,50 @@
+"""Addresses of engines that exchange KV blocks, as options name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.config.hosts import is_local
+from octavo.errors import ConfigError
+
+
+def parse_address(text: str, *, name: str) -> tuple[str, int]:
+    """Returns the host and the port of "HOST:PORT"; ConfigError names the option otherwise."""
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    # The port above it is the blocks'.
+    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+        raise ConfigError(
+            f"{name}: got {text!r}, allowed is HOST:PORT with a port of 1 to 65534, such as"
+            " 127.0.0.1:8998"
+        )
+    return host, int(port)
+
+
+def endpoint(host: str, port: int) -> str:
+    """Returns an address as ZeroMQ writes it."""
+    return f"tcp://{host}:{port}"
+
+
+def check_address(host: str, secret: str | None, *, name: str) -> None:
+    """Raises ConfigError where other machines could reach the address and no secret is set."""
+    if not is_local(host) and not secret:
+        raise ConfigError(
+            f"{name}: got the host {host!r}, which others may reach, and no kv_transfer_secret",
+            hint="set the same kv_transfer_secret on all engines, or listen on 127.0.0.1: a peer"
+            " may read every block of this engine's prompts",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnds:
+    """Says where a worker sends blocks, and how it fetches them."""
+
+    fingerprint: bytes
+    """Digest of everything that a block's bytes depend on."""
+    listen: str | None
+    """Endpoint at which other engines fetch; None where this one only fetches."""
+    secret: str | None
+    timeout_s: float
+    """Seconds for which a block is waited for."""
+    max_bytes: int
+    """Most bytes of blocks kept for others."""

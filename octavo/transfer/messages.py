@@ -1,0 +1,150 @@
+"""The messages between engines that exchange KV blocks, msgpack over ZeroMQ.
+
+Two conversations. Fronts (DEALER to ROUTER): Hello, Welcome; then Prefill, which is Accepted or
+Declined and later Ended, unless it is Withdrawn. Workers (DEALER to ROUTER): WantBlocks and
+DropBlocks go up; BlockPart (with the bytes as a second frame) or BlockAt, NoBlocks, StillThere
+and NotYours come down. A block is asked for by its name before it is computed, and sent when it is.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.step import BlockKey, BlockName
+
+PART_BYTES = 512 << 10
+"""Most bytes of a block in one message: ZeroMQ sends large messages at a fraction of the rate."""
+
+
+class TransferFacts(msgspec.Struct, frozen=True):
+    """Facts of one engine that exchanges blocks."""
+
+    facts: dict[str, str]
+    """Everything that a block's bytes depend on, by name."""
+    listen: str | None
+    """Endpoint at which its blocks are fetched; None where it computes none for others."""
+    block_size: int
+    """Tokens in a block."""
+
+
+class Hello(msgspec.Struct, tag=True):
+    """First message of an engine that wants its prompts computed."""
+
+    facts: dict[str, str]
+    """Everything that a block's bytes depend on, by name."""
+
+
+class Welcome(msgspec.Struct, tag=True):
+    """Answer to a Hello."""
+
+    facts: dict[str, str]
+    endpoint: str
+    """Endpoint at which the blocks are fetched."""
+
+
+class Prefill(msgspec.Struct, tag=True):
+    """Asks for a prompt to be computed, so that its blocks can be fetched."""
+
+    request_id: str
+    token_ids: list[int]
+    cache_salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+
+
+class Withdrawn(msgspec.Struct, tag=True):
+    """Says that a prompt is not wanted any more."""
+
+    request_id: str
+
+
+class Accepted(msgspec.Struct, tag=True):
+    """Answer to a Prefill that is queued."""
+
+    request_id: str
+
+
+class Declined(msgspec.Struct, tag=True):
+    """Answer to a Prefill that is not."""
+
+    request_id: str
+    reason: str
+
+
+class Ended(msgspec.Struct, tag=True):
+    """End of an accepted Prefill."""
+
+    request_id: str
+    num_cached_tokens: int
+    error: str | None = None
+
+
+class WantedBlock(msgspec.Struct, array_like=True):
+    """A block that is asked for."""
+
+    group: int
+    key: BlockKey
+
+    @property
+    def name(self) -> BlockName:
+        return BlockName(self.group, self.key.digest)
+
+
+class WantBlocks(msgspec.Struct, tag=True):
+    """Asks for blocks, in the order in which they are needed."""
+
+    fingerprint: bytes
+    blocks: list[WantedBlock]
+    wait_s: float
+    """Seconds for which the sender waits for blocks that are not computed yet."""
+
+
+class DropBlocks(msgspec.Struct, tag=True):
+    """Blocks that are not waited for any more."""
+
+    names: list[BlockName]
+
+
+class BlockPart(msgspec.Struct, tag=True):
+    """Some bytes of a block, which come as the message's second frame."""
+
+    name: BlockName
+    num_bytes: int
+    """Size of the whole block."""
+    offset: int
+    checksum: int
+    """CRC-32 of these bytes."""
+
+
+class BlockAt(msgspec.Struct, tag=True):
+    """A block that the receiver may read out of the sender's memory, past these messages."""
+
+    name: BlockName
+    session: str
+    """Name of the sender's mover."""
+    address: int
+    num_bytes: int
+    checksum: int
+    """CRC-32 of the whole block: what lies there later has another."""
+
+
+class NoBlocks(msgspec.Struct, tag=True):
+    """Blocks that will not come."""
+
+    names: list[BlockName]
+
+
+class StillThere(msgspec.Struct, tag=True):
+    """Sign of life while blocks are waited for."""
+
+
+class NotYours(msgspec.Struct, tag=True):
+    """Answer to a WantBlocks of an engine whose blocks have other bytes."""
+
+    reason: str
+
+
+FrontRequestMessage = Hello | Prefill | Withdrawn
+FrontReplyMessage = Welcome | Accepted | Declined | Ended
+WorkerRequestMessage = WantBlocks | DropBlocks
+WorkerReplyMessage = BlockPart | BlockAt | NoBlocks | StillThere | NotYours

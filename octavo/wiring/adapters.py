@@ -1,0 +1,79 @@
+"""Puts together what reads adapters: the worker's store of them, and the front's look at their
+files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import AdapterRunnable, Runnable
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.front.adapter_names import AdapterNames
+from octavo.errors import BackendUnavailable, ConfigError
+from octavo.program.passes.adapters import with_sites
+from octavo.program.program import Program, Weight
+from octavo.quant.blocks import StoredWeight
+from octavo.worker.adapter_reader import AdapterReader
+from octavo.worker.adapter_store import AdapterStore
+
+
+def for_adapters(config: EngineConfig, program: Program) -> Program:
+    """Returns the Program that an engine runs: with sites, where it takes adapters."""
+    if not config.lora.enable_lora:
+        return program
+    if "pooled" in program.outputs:
+        raise ConfigError(
+            f"enable_lora: {config.model.model} pools its texts; adapters are for models that"
+            " generate"
+        )
+    return with_sites(program)
+
+
+def adapter_store(
+    config: EngineConfig,
+    program: Program,
+    runnables: Mapping[str, Runnable],
+    load: Callable[[Weight], StoredWeight],
+) -> AdapterStore | None:
+    """Makes what reads adapters for the prepared Programs; None where the engine takes none."""
+    lora = config.lora
+    if not lora.enable_lora:
+        return None
+    slots = []
+    for runnable in runnables.values():
+        if not isinstance(runnable, AdapterRunnable):
+            raise BackendUnavailable(
+                f"enable_lora: the backend {config.backend.backend} takes no adapters",
+                hint="take --backend native",
+            )
+        slots.append(runnable.adapters)
+
+    def dequantize(weight: Weight) -> NDArray[np.float32]:
+        return load(weight).dequantize()
+
+    reader = AdapterReader(program, dequantize, max_rank=lora.max_lora_rank, dtype=lora.lora_dtype)
+    return AdapterStore(reader.read, slots, lora.max_cpu_loras or lora.max_loras)
+
+
+def adapter_names(config: EngineConfig, program: Program, model: Path) -> AdapterNames | None:
+    """Makes what checks adapters for requests that name them; None where the engine takes none."""
+    if not config.lora.enable_lora:
+        return None
+
+    def dequantize(weight: Weight) -> NDArray[np.float32]:
+        # What is kept here keeps no checkpoint: its file would stay mapped.
+        return WeightReader(open_checkpoint(model)).load(weight).dequantize()
+
+    reader = AdapterReader(
+        with_sites(program),
+        dequantize,
+        max_rank=config.lora.max_lora_rank,
+        dtype=config.lora.lora_dtype,
+    )
+    return AdapterNames(lambda path: reader.read(path).digest)

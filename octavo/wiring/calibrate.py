@@ -1,0 +1,145 @@
+"""Calibrates a model: runs a text through it and measures how small the numbers are that it
+multiplies.
+
+Puts together the loader, a backend that shows what it multiplies, and the meter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import ObservingBackend, Runnable
+from octavo.backends.kv import KvCache
+from octavo.checkpoint.tensor_check import check_tensors
+from octavo.checkpoint.weights import WeightReader
+from octavo.config.engine_config import EngineConfig, SparsityOptions
+from octavo.errors import ConfigError, UnsupportedModel
+from octavo.program.activation_curves import VERSION, Calibration
+from octavo.program.program import Program, Weight
+from octavo.progress import Report
+from octavo.quant.blocks import StoredWeight
+from octavo.wiring.model import Model, build_backend, build_tokenizer, formats_of, open_model
+from octavo.wiring.sparsity import weights_name
+from octavo.worker.activation_meter import ActivationMeter
+from octavo.worker.calibration import whole_text
+
+WINDOW = 256
+"""Tokens of the text that are computed together, as a text of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredText:
+    """A model that a text is run through, and what is seen of it."""
+
+    model: Model
+    program: Program
+    meter: ActivationMeter
+    windows: Iterator[None]
+    """Runs one window of WINDOW tokens at each step; the meter then shows it."""
+    num_tokens: int
+
+
+def calibrate_model(
+    config: EngineConfig, text: str, *, num_tokens: int, report: Report
+) -> Calibration:
+    """Measures a model with the first tokens of a text, in windows that are texts of their own."""
+    seen = measure_text(config, text, num_tokens=num_tokens, report=report)
+    for _ in seen.windows:
+        seen.meter.take(WINDOW)
+    return Calibration(
+        VERSION,
+        weights_name(seen.model.checkpoint),
+        seen.num_tokens,
+        seen.meter.inputs(),
+        seen.meter.gates(),
+    )
+
+
+def measure_text(
+    config: EngineConfig, text: str, *, num_tokens: int, report: Report
+) -> MeasuredText:
+    """Opens and loads a model to run the first tokens of a text through it."""
+    if config.model.load_format == "dummy":
+        raise ConfigError(
+            "load_format: got 'dummy'; random weights have nothing to be measured",
+            hint="leave load_format out",
+        )
+    model = open_model(_measuring(config))
+    program = model.program()
+    if "logits" not in program.outputs:
+        raise UnsupportedModel(f"{config.model.model} generates nothing; its rows are all dense")
+    if any(group.kind == "cross" for group in program.groups):
+        raise UnsupportedModel(
+            f"{config.model.model} has an encoder before its decoder; decoders alone are measured"
+        )
+    tokenizer = build_tokenizer(model)
+    assert tokenizer is not None, "skip_tokenizer_init is not set"
+    windows = _windows(tokenizer.encode(text, add_special_tokens=False), num_tokens)
+    check_tensors(model.checkpoint, [program])
+    backend = build_backend(model.config)
+    backend.check(program, formats_of(model.config, model.checkpoint, program))
+    if not isinstance(backend, ObservingBackend):
+        raise ConfigError(
+            f"backend: got {backend.name!r}, allowed to calibrate is native or reference",
+            hint="set backend to native",
+        )
+    options = model.config.model
+    reader = WeightReader(model.checkpoint, options.dtype, options.quantization, program)
+    runnable, observed = backend.prepare_observed(program, reader.load)
+    meter = ActivationMeter(program, observed, _floats_of(reader.load))
+    kv = backend.allocate(runnable.kv_layouts, [WINDOW // 16] * len(runnable.kv_layouts))
+
+    def run() -> Iterator[None]:
+        for index, window in enumerate(windows):
+            report(f"window {index + 1} of {len(windows)}")
+            _run(runnable, kv, program, window)
+            yield
+
+    return MeasuredText(model, program, meter, run(), WINDOW * len(windows))
+
+
+def _measuring(config: EngineConfig) -> EngineConfig:
+    """Returns the config of an engine whose steps are the windows."""
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=WINDOW),
+        scheduler=replace(config.scheduler, max_num_batched_tokens=WINDOW, max_num_seqs=1),
+        sparsity=SparsityOptions(),
+    )
+
+
+def _windows(token_ids: list[int], num_tokens: int) -> list[NDArray[np.int32]]:
+    count = min(len(token_ids), num_tokens) // WINDOW
+    if count == 0:
+        raise ConfigError(
+            f"text: got {min(len(token_ids), num_tokens)} tokens to measure with, needed are at"
+            f" least {WINDOW}",
+            hint="give a longer text, like those that the model is to write",
+        )
+    whole = np.array(token_ids[: count * WINDOW], np.int32)
+    return list(whole.reshape(count, WINDOW))
+
+
+def _run(runnable: Runnable, kv: KvCache, program: Program, token_ids: NDArray[np.int32]) -> None:
+    batch = whole_text(token_ids, len(program.groups), num_axes=1)
+    runnable.run(batch, kv)
+
+
+def _floats_of(load: Callable[[Weight], StoredWeight]) -> Callable[[Weight], NDArray[np.float32]]:
+    def floats(weight: Weight) -> NDArray[np.float32]:
+        return np.asarray(load(weight).dequantize(), np.float32)
+
+    return floats
+
+
+def read_text(path: Path) -> str:
+    """Reads a text file; ConfigError where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text: {path}: {error}", hint="name a file of UTF-8 text") from None

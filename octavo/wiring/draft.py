@@ -1,0 +1,92 @@
+"""Opens the model that drafts for another, and refuses one whose tokens are others.
+
+Knows headers and tokenizers; its Program is loaded beside the target's (`octavo/wiring/model.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.backends.base import Footprint
+from octavo.config.engine_config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.ports import Tokenizer
+from octavo.program.program import Program
+
+
+def draft_config(config: EngineConfig) -> EngineConfig | None:
+    """Returns the config that the draft model is opened with; None without one."""
+    name = config.scheduler.spec_model
+    if name is None:
+        return None
+    model = replace(
+        config.model,
+        model=name,
+        served_model_name=None,
+        tokenizer=None,
+        chat_template=None,
+    )
+    scheduler = replace(config.scheduler, spec_method=None, spec_model=None)
+    return replace(config, model=model, scheduler=scheduler)
+
+
+def check_draft_program(target: Program, draft: Program, name: str) -> None:
+    """Raises ConfigError where a Program cannot draft for another."""
+    if "pooled" in draft.outputs:
+        raise ConfigError(
+            f"spec_model: got {name}, which is an encoder; allowed is a model that generates"
+        )
+    for role, program in (("the model", target), (f"spec_model {name}", draft)):
+        kinds = {group.life for group in program.groups} - {"growing", "window"}
+        if kinds:
+            raise ConfigError(
+                f"spec_method: draft_model is for models that keep K and V of each token; {role}"
+                f" has a cache of the kind {min(kinds)}",
+                hint="take --spec-method suffix",
+            )
+
+
+def check_same_tokens(
+    target: Tokenizer | None, draft: Tokenizer | None, sizes: tuple[int, int], name: str
+) -> None:
+    """Raises ConfigError where an id is another token in the draft model. The vocabularies, of
+    `sizes` ids, may be padded differently behind the tokenizers' ids.
+    """
+    if target is None or draft is None:
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"spec_model: {name} has {sizes[1]:,} ids, the model {sizes[0]:,}; without"
+                " tokenizers (skip_tokenizer_init) they must be as many",
+                hint="leave skip_tokenizer_init out, so that the tokens are compared",
+            )
+        return
+    for token_id in range(max(target.vocab_size, draft.vocab_size)):
+        ours, theirs = _token_of(target, token_id), _token_of(draft, token_id)
+        if ours != theirs:
+            raise ConfigError(
+                f"spec_model: the tokens of {name} are others: id {token_id:,} is {theirs!r}, of"
+                f" the model {ours!r}",
+                hint="take a smaller model of the same family",
+            )
+
+
+def _token_of(tokenizer: Tokenizer, token_id: int) -> bytes | str:
+    """Returns a token's bytes; the name of one that has none, "" where there is no token."""
+    if token_id >= tokenizer.vocab_size:
+        return ""
+    return tokenizer.token_bytes(token_id) or tokenizer.token_text(token_id)
+
+
+def footprint_of_both(target: Footprint, draft: Footprint, role: str = "draft") -> Footprint:
+    """Returns the memory that both Programs take: they run one after the other. The weights of the
+    second one are its own, and get names of its `role`.
+    """
+    own = {
+        replace(weight, name=f"{role}.{weight.name}"): size
+        for weight, size in draft.weight_bytes.items()
+    }
+    return replace(
+        target,
+        weight_bytes={**target.weight_bytes, **own},
+        step_bytes=target.step_bytes + draft.step_bytes,
+    )

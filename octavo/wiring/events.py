@@ -1,0 +1,40 @@
+"""Opens the addresses at which an engine's block events are published, before anything loads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.backends.kv import BLOCK_SIZE
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.kv.block_names import BlockNaming
+from octavo.errors import ConfigError
+from octavo.transfer.kv_wire import parse_events_config
+
+if TYPE_CHECKING:
+    from octavo.transfer.kv_publisher import KVEventPublisher
+
+
+def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
+    """Returns a publisher for each engine; [] where the options ask for none."""
+    wanted = parse_events_config(config.cache.kv_events_config)
+    if not wanted.publishes:
+        return []
+    if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
+        raise ConfigError(
+            "kv_events_config: allowed only where the KV cache and prefix caching are on"
+        )
+    from octavo.transfer.kv_publisher import KVEventPublisher
+
+    publishers: list[KVEventPublisher] = []
+    try:
+        for engine in range(config.fleet.data_parallel_size):
+            publishers.append(
+                KVEventPublisher(
+                    wanted, engine=engine, root=BlockNaming().root(), block_size=BLOCK_SIZE
+                )
+            )
+    except BaseException:
+        for publisher in publishers:
+            publisher.close()
+        raise
+    return publishers

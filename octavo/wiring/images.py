@@ -1,0 +1,146 @@
+"""Makes what reads images: the reader of the front, and the tower of the worker.
+
+Both follow from the checkpoint's config.json and preprocessor_config.json. A model whose work is
+split over several ranks reads text only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from octavo.backends.base import Backend, BackendOptions
+from octavo.checkpoint.dummy import DummyWeights
+from octavo.checkpoint.json_file import read_json
+from octavo.checkpoint.weights import WeightReader, loaded_formats
+from octavo.config.engine_config import EngineConfig
+from octavo.config.paths import is_there, user_path
+from octavo.errors import ConfigError
+from octavo.media.limits import ImageLimits
+from octavo.media.reader import PillowReader
+from octavo.media.rules import ImageRules, image_rules, rules_file
+from octavo.models.registry import build_programs, image_layout
+from octavo.models.vision import TOWER, ImageLayout
+from octavo.ports import Checkpoint, ImageReader, Tokenizer
+from octavo.program.program import Program
+from octavo.worker.image_tower import ImageTower
+from octavo.worker.patches import PixelScale
+
+
+def layout_of(config: EngineConfig, checkpoint: Checkpoint) -> ImageLayout | None:
+    """Returns how images become the model's rows; None where it reads none here."""
+    if config.backend.tensor_parallel_size > 1:
+        return None
+    return image_layout(checkpoint.config)
+
+
+def reader_of(
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None
+) -> ImageReader | None:
+    """Makes the reader of prompts' images; None where the model reads none."""
+    layout = layout_of(config, checkpoint)
+    if layout is None:
+        return None
+    media = config.media
+    folder = None if media.media_dir is None else user_path(media.media_dir)
+    if folder is not None and not (is_there(folder) and folder.is_dir()):
+        raise ConfigError(f"media_dir: {folder} is no folder")
+    limits = ImageLimits(
+        media.max_images,
+        media.max_image_bytes,
+        media.max_image_pixels,
+        folder,
+        media.allow_media_urls,
+    )
+    rules = _rules(config, checkpoint, layout)
+    _check_fits(config, layout, rules)
+    return PillowReader(
+        rules, limits, layout.token_id, layout.is_whole, _replacements(layout, tokenizer)
+    )
+
+
+def load_tower(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    options: BackendOptions,
+    make_backend: Callable[[BackendOptions], Backend],
+) -> ImageTower | None:
+    """Loads the tower, with a backend of its own; None where the model has none."""
+    layout = layout_of(config, checkpoint)
+    if layout is None:
+        return None
+    whole = build_programs(checkpoint.config)
+    programs = {name: whole[name] for name in TOWER}
+    rules = _rules(config, checkpoint, layout)
+    backend = make_backend(_tower_options(options, layout, rules))
+    is_dummy = config.model.load_format == "dummy"
+    prepared = {}
+    for name, program in programs.items():
+        formats = loaded_formats(checkpoint, config.model.dtype, None, program)
+        backend.check(program, formats)
+        weights = (
+            DummyWeights(formats) if is_dummy else WeightReader(checkpoint, config.model.dtype)
+        )
+        prepared[name] = backend.prepare(program, weights.load)
+    scale = PixelScale(rules.factor, rules.mean, rules.std)
+    return ImageTower(layout, scale, programs, prepared, backend)
+
+
+def _tower_options(
+    options: BackendOptions, layout: ImageLayout, rules: ImageRules
+) -> BackendOptions:
+    """Returns the options of the tower's backend, whose largest step is the largest image."""
+    most = rules.max_pixels if rules.side is None else rules.side**2
+    num_patches = most // layout.patch_size**2
+    return replace(
+        options,
+        kv_cache_dtype="auto",
+        max_tokens=num_patches,
+        max_requests=num_patches,
+        max_context=num_patches,
+        skips_zeros=False,
+        offload=None,
+        batch_invariant=False,
+    )
+
+
+def _rules(config: EngineConfig, checkpoint: Checkpoint, layout: ImageLayout) -> ImageRules:
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    file = rules_file(folder)
+    return image_rules(
+        {} if file is None else read_json(file),
+        side=layout.side,
+        multiple=layout.multiple,
+        max_tokens=config.media.max_image_tokens,
+    )
+
+
+def _check_fits(config: EngineConfig, layout: ImageLayout, rules: ImageRules) -> None:
+    """Refuses steps that have no room for an image whose tokens are computed together."""
+    if not layout.is_whole or rules.side is None:
+        return
+    rows, columns = layout.grid_of(rules.side, rules.side)
+    scheduler, needed = config.scheduler, rows * columns + config.scheduler.max_num_seqs
+    if scheduler.max_num_batched_tokens < needed:
+        raise ConfigError(
+            f"max_num_batched_tokens: got {scheduler.max_num_batched_tokens:,}, needed are at least"
+            f" {needed:,}: {rows * columns:,} tokens of an image, which one step computes, beside"
+            f" one of each other of {scheduler.max_num_seqs:,} requests"
+        )
+
+
+def _replacements(layout: ImageLayout, tokenizer: Tokenizer | None) -> dict[str, str]:
+    if tokenizer is None:
+        return {}
+    named_by = layout.token_id if layout.named_by is None else layout.named_by
+    written = layout.written or (layout.token_id,)
+    texts = [each if isinstance(each, str) else tokenizer.token_text(each) for each in written]
+    return {tokenizer.token_text(named_by): "".join(texts)}
+
+
+def tower_programs(checkpoint: Checkpoint) -> list[Program]:
+    """Returns the Programs of a model's tower, in their order; none where it has none."""
+    if image_layout(checkpoint.config) is None:
+        return []
+    programs = build_programs(checkpoint.config)
+    return [programs[name] for name in TOWER]

@@ -1,0 +1,82 @@
+"""Starts cores in processes of their own: one, or the engines of a fleet, among which memory and
+threads are shared out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.backends.kv import BLOCK_SIZE
+from octavo.config.derive import LOGGED_ONLY
+from octavo.progress import Report
+from octavo.routing.policies import ROUTING_POLICIES
+from octavo.routing.router import Router
+from octavo.routing.target import Target
+from octavo.wiring.budget import share_memory
+from octavo.wiring.model import Model
+from octavo.wiring.plan import plan_model
+from octavo.worker.machine import Machine
+
+if TYPE_CHECKING:
+    from octavo.engine.clients.fleet import FleetClient
+    from octavo.engine.clients.process import ProcessClient
+    from octavo.engine.clients.supervised import SupervisedClient
+
+BUILD = "octavo.wiring.engine:build_core_of_options"
+
+
+def start_processes(model: Model, report: Report) -> SupervisedClient | FleetClient:
+    """Starts the model's core, or all of them; `wait_until_ready` says when they have loaded."""
+    num_engines = model.config.fleet.data_parallel_size
+    if num_engines == 1:
+        return _start_core(model, model.options(), report)
+    from octavo.engine.clients.fleet import FleetClient
+
+    options = _shared_out(model, num_engines)
+    targets = [Target(f"engine {index}") for index in range(num_engines)]
+    router = Router(ROUTING_POLICIES[model.config.fleet.routing_policy](), targets)
+    clients: list[SupervisedClient] = []
+    try:
+        for index in range(num_engines):
+            clients.append(_start_core(model, options | _own(model, index), report))
+    except BaseException:
+        for client in clients:
+            client.close()
+        raise
+    return FleetClient(clients, router, BLOCK_SIZE)
+
+
+def _start_core(model: Model, options: dict[str, Any], report: Report) -> SupervisedClient:
+    from octavo.engine.clients.process import ProcessClient
+    from octavo.engine.clients.supervised import SupervisedClient
+
+    def start(num_before: int) -> ProcessClient:
+        """Starts a core; its recording does not overwrite an earlier core's."""
+        record = options["record"]
+        if record is not None and num_before:
+            record = f"{record}.{num_before}"
+        return ProcessClient(BUILD, options | {"record": record})
+
+    stall_timeout_s = model.config.observe.stall_timeout
+    return SupervisedClient(start, stall_timeout_s=stall_timeout_s, report=report)
+
+
+def _own(model: Model, index: int) -> dict[str, Any]:
+    """Returns the options that each engine of a fleet has for itself."""
+    record = model.config.observe.record
+    return {"record": None if record is None else f"{record}.engine{index}"}
+
+
+def _shared_out(model: Model, num_engines: int) -> dict[str, Any]:
+    """Returns the options of each engine; ConfigError where the memory does not hold them all."""
+    options = model.options() | {"data_parallel_size": 1, "routing_policy": "kv"}
+    if model.config.fleet.routing_policy == "kv" and model.config.cache.kv_events_config is None:
+        options["kv_events_config"] = LOGGED_ONLY
+    available_bytes = Machine().available_bytes()
+    if model.config.backend.backend == "torch" or available_bytes is None:
+        return options
+    capacity = plan_model(model.config, memory_bytes=available_bytes).capacity
+    shares = share_memory(
+        {f"engine {index}": capacity for index in range(num_engines)}, available_bytes
+    )
+    return options | {"kv_cache_memory_bytes": min(shares.values())}

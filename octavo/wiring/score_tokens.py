@@ -1,0 +1,42 @@
+"""The option `classifier_from_token`: a decoder becomes a classifier whose score is the logit of
+one token, less that of another.
+
+The loader finds the same in modules.json, where sentence-transformers has saved it.
+"""
+
+from __future__ import annotations
+
+from octavo.config.engine_config import ModelOptions
+from octavo.errors import ConfigError
+from octavo.models.hf_config import HfConfig
+from octavo.ports import Checkpoint, ModelHeader
+from octavo.wiring.tokenizer_files import tokenizer_source_of
+
+
+def set_score_tokens(options: ModelOptions, header: ModelHeader) -> None:
+    """Notes in the header's config the tokens whose logits make a score, where the option names
+    them; ConfigError where they are none of the vocabulary's.
+    """
+    if options.classifier_from_token is None:
+        return
+    texts = options.classifier_from_token.split(",")
+    if len(texts) > 2 or not all(texts):
+        raise _refused(options, "one token, or two with a comma between them, as no,yes")
+    if HfConfig(header.config).architecture.endswith("ForSequenceClassification"):
+        raise _refused(options, "none for this model, which has weights that classify")
+    if not isinstance(header, Checkpoint):
+        raise _refused(options, "none for a config.json alone: the tokens are the tokenizer's")
+    from octavo.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_source_of(options, header))
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in reversed(texts)]
+    for text, found in zip(reversed(texts), ids, strict=True):
+        if len(found) != 1:
+            raise _refused(options, f"single tokens: {text!r} is {len(found)} of this model's")
+    tokens = [token_id for found in ids for token_id in found]
+    header.config["pooling"] = {"mode": "last", "score_tokens": tokens}
+
+
+def _refused(options: ModelOptions, allowed: str) -> ConfigError:
+    got = options.classifier_from_token
+    return ConfigError(f"classifier_from_token: got {got!r}, allowed is {allowed}")

@@ -1,0 +1,75 @@
+"""What an engine leaves out: the thresholds of its Program, from the file of a calibration.
+
+Binds the file to the weights that it was made of; `calibrate.py` makes it.
+"""
+
+from __future__ import annotations
+
+from octavo.config.engine_config import EngineConfig, SparsityOptions
+from octavo.config.paths import open_state_home, user_path
+from octavo.errors import ConfigError
+from octavo.ports import Checkpoint
+from octavo.program.activation_curves import read_calibration, thresholds_of
+from octavo.program.passes.sparsify import sparsify
+from octavo.program.program import Program
+from octavo.worker.connectors.fingerprint import fingerprint
+
+
+def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program) -> Program:
+    """Returns the Program that an engine runs: with thresholds, where it leaves small numbers
+    out.
+    """
+    options = config.sparsity
+    if not options.is_approximate:
+        return program
+    if "pooled" in program.outputs:
+        raise ConfigError(
+            f"activation_sparsity: {config.model.model} pools its texts and generates nothing;"
+            " a prompt is always computed whole",
+            hint="leave activation_sparsity and ffn_sparsity out",
+        )
+    if any(group.kind == "cross" for group in program.groups):
+        raise ConfigError(
+            f"activation_sparsity: {config.model.model} has an encoder before its decoder;"
+            " thresholds are for decoders alone",
+            hint="leave activation_sparsity and ffn_sparsity out",
+        )
+    assert options.calibration is not None, "derive() has checked it"
+    found = read_calibration(user_path(options.calibration), weights_name(checkpoint))
+    gate_share = options.gate_sparsity
+    if gate_share and not found.gates:
+        raise ConfigError(
+            f"ffn_sparsity: got {options.ffn_sparsity}, but {program.name} has no gates",
+            hint="use activation_sparsity",
+        )
+    thresholds = thresholds_of(
+        found,
+        input_share=options.activation_sparsity,
+        gate_share=gate_share,
+        plan=options.activation_sparsity_plan,
+    )
+    return sparsify(program, thresholds)
+
+
+def describe(options: SparsityOptions) -> str:
+    """Returns what a start says of work that is left out; "" where results are exact."""
+    if not options.is_approximate:
+        return ""
+    parts = []
+    if options.activation_sparsity:
+        parts.append(
+            f"{options.activation_sparsity:.0%} of the inputs of products"
+            f" ({options.activation_sparsity_plan})"
+        )
+    if options.gate_sparsity:
+        parts.append(f"{options.gate_sparsity:.0%} of the gates")
+    return (
+        f"approximate: in generated tokens, {' and '.join(parts)} count as zeros; K and V of them"
+        " are not found again"
+    )
+
+
+def weights_name(checkpoint: Checkpoint) -> str:
+    """Returns the name of a model's weights, to which a calibration is bound."""
+    parts = {"config": checkpoint.config}
+    return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()

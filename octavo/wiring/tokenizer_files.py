@@ -1,0 +1,32 @@
+"""Where a model's tokenizer is: in its own checkpoint, or where the option `tokenizer` says."""
+
+from __future__ import annotations
+
+from octavo.checkpoint.hf_tokenizer import tokenizer_source
+from octavo.checkpoint.open import open_checkpoint
+from octavo.config.engine_config import ModelOptions
+from octavo.config.paths import is_there, user_path
+from octavo.errors import ConfigError
+from octavo.ports import Checkpoint, TokenizerSource
+
+
+def tokenizer_source_of(options: ModelOptions, checkpoint: Checkpoint) -> TokenizerSource:
+    """Finds the model's own tokenizer, or the one that the option `tokenizer` names: a directory,
+    or a model with a tokenizer in it.
+    """
+    name = options.tokenizer
+    if name is None:
+        source, where = checkpoint.tokenizer_source(), str(checkpoint.path)
+    elif not is_there(path := user_path(name)):
+        raise ConfigError(f"tokenizer: got {name!r}, no such file or directory")
+    elif path.is_dir():
+        source = tokenizer_source(path, checkpoint.config, checkpoint.generation_config)
+        where = name
+    else:
+        source, where = open_checkpoint(path).tokenizer_source(), name
+    if source is None:
+        raise ConfigError(
+            f"{where}: holds no tokenizer",
+            hint="name one by `tokenizer`, or pass token ids with skip_tokenizer_init",
+        )
+    return source

@@ -1,0 +1,17 @@
+"""Bytes that a model's weights take in memory under some options, known from headers alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.config.engine_config import EngineConfig
+from octavo.wiring.model import build_backend, formats_of, open_model
+
+
+def weight_bytes(options: dict[str, Any]) -> int:
+    """Returns the bytes of the weights as the backend packs them."""
+    model = open_model(EngineConfig.from_options(**options))
+    backend = build_backend(model.config)
+    program = model.program()
+    formats = formats_of(model.config, model.checkpoint, program)
+    return sum(backend.footprint(program, formats).weight_bytes.values())

@@ -1,0 +1,157 @@
+"""KV blocks that other engines may fetch: those that are there, and who waits for those to come.
+
+A block that was not fetched stays for a lease; after that, and once fetched, the least recently
+used go first. Reads no clock and knows no socket: `transfer.py` sends what it is told to.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.step import BlockKey, BlockName
+from octavo.transfer.messages import WantedBlock
+
+LEASE_S = 30.0
+"""Seconds for which a block that was not fetched yet keeps its place."""
+MAX_WAITING = 1 << 16
+"""Most blocks that are waited for at once; further ones are answered as absent."""
+
+
+BlockData = bytes | NDArray[np.uint8]
+"""Bytes of a block: its own, or in memory that others read."""
+
+
+@dataclass(slots=True)
+class OutboxBlock:
+    """The bytes of a block."""
+
+    key: BlockKey
+    data: BlockData
+    leased_until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A peer that waits for a block."""
+
+    peer: bytes
+    until: float
+
+
+class Outbox:
+    """Keeps blocks by name, `max_bytes` at most. All times are of one monotonic clock."""
+
+    def __init__(
+        self, max_bytes: int, release: Callable[[BlockData], None] = lambda data: None
+    ) -> None:
+        """`release` is told of the bytes of each block that goes."""
+        self._release = release
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._blocks: OrderedDict[BlockName, OutboxBlock] = OrderedDict()
+        """Blocks, the least recently used first."""
+        self._waits: dict[BlockName, list[Wait]] = {}
+        self._absent: OrderedDict[BlockName, float] = OrderedDict()
+        """Blocks whose prompts have ended without them, until their lease would have ended."""
+
+    @property
+    def waiting_peers(self) -> set[bytes]:
+        """Peers that wait for any block."""
+        return {wait.peer for waits in self._waits.values() for wait in waits}
+
+    def put(
+        self, name: BlockName, key: BlockKey, data: BlockData, now: float
+    ) -> tuple[bool, list[BlockName]]:
+        """Keeps a block's bytes; returns whether there was room, and the blocks that went for
+        it.
+        """
+        gone = self.make_room(len(data), now)
+        if self.num_bytes + len(data) > self.max_bytes:
+            return False, gone
+        self._absent.pop(name, None)
+        self.remove(name)
+        self._blocks[name] = OutboxBlock(key, data, now + LEASE_S)
+        self.num_bytes += len(data)
+        return True, gone
+
+    def make_room(self, num_bytes: int, now: float) -> list[BlockName]:
+        """Lets go of blocks whose lease has ended until there is room, and returns them."""
+        gone = []
+        for name, block in list(self._blocks.items()):
+            if self.num_bytes + num_bytes <= self.max_bytes:
+                break
+            if block.leased_until <= now:
+                self.remove(name)
+                gone.append(name)
+        return gone
+
+    def remove(self, name: BlockName) -> None:
+        """Lets go of a block; one that is not there is left alone."""
+        block = self._blocks.pop(name, None)
+        if block is not None:
+            self.num_bytes -= len(block.data)
+            self._release(block.data)
+
+    def clear(self) -> None:
+        for name in list(self._blocks):
+            self.remove(name)
+
+    def take(self, name: BlockName, key: BlockKey, leased_until: float = 0.0) -> BlockData | None:
+        """Returns a block's bytes for a peer that fetches it; None where it is not there. A peer
+        that has yet to read them has a lease.
+        """
+        block = self._blocks.get(name)
+        if block is None or block.key != key:
+            return None
+        block.leased_until = leased_until
+        self._blocks.move_to_end(name)
+        return block.data
+
+    # -- who waits ---------------------------------------------------------------------------------
+
+    def wait(self, peer: bytes, wanted: Iterable[WantedBlock], until: float) -> list[BlockName]:
+        """Notes that a peer waits for blocks; returns those for which too many wait already."""
+        refused = []
+        for block in wanted:
+            if len(self._waits) < MAX_WAITING:
+                self._waits.setdefault(block.name, []).append(Wait(peer, until))
+            else:
+                refused.append(block.name)
+        return refused
+
+    def waiting(self, name: BlockName) -> list[bytes]:
+        """Returns the peers that wait for a block, and ends their waits."""
+        return [wait.peer for wait in self._waits.pop(name, ())]
+
+    def ended(self, name: BlockName, now: float) -> list[bytes]:
+        """Notes that a block's prompt has ended; returns the peers that wait for it in vain."""
+        if name not in self._blocks:
+            self._absent[name] = now + LEASE_S
+            if len(self._absent) > MAX_WAITING:
+                self._absent.popitem(last=False)
+        return self.waiting(name)
+
+    def is_absent(self, name: BlockName, now: float) -> bool:
+        """Tells whether a block will not come, as far as is known."""
+        return self._absent.get(name, now) > now
+
+    def drop(self, peer: bytes, names: Iterable[BlockName]) -> None:
+        """Ends a peer's waits for some blocks."""
+        for name in names:
+            self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.peer != peer])
+
+    def expire(self, now: float) -> None:
+        """Ends the waits whose time is up; their peers have given up by themselves."""
+        for name, waits in list(self._waits.items()):
+            self._keep_waits(name, [wait for wait in waits if wait.until > now])
+
+    def _keep_waits(self, name: BlockName, waits: list[Wait]) -> None:
+        if waits:
+            self._waits[name] = waits
+        else:
+            self._waits.pop(name, None)

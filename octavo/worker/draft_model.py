@@ -1,0 +1,176 @@
+"""A second model that guesses the next tokens of rows, one after another, each the likeliest one.
+
+Its K and V lie in groups of their own, under the same block tables. A block that a step fills is
+the draft model's too once the step is over, so that prefix hits, swaps and forks hold for both; the
+tokens behind it wait until guesses are wanted, so that a step without any seldom pays. Decides
+neither who is guessed for nor what becomes of a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import Runnable
+from octavo.backends.batch import SampleResult, SamplingBatch, mask_words, sampling_records
+from octavo.backends.kv import BLOCK_SIZE, KvCache
+from octavo.step import RowResult, ScheduledRow
+from octavo.worker.request_rows import RequestRows
+from octavo.worker.step_arrays import Spans, gather
+
+
+@dataclass(slots=True)
+class RowToDraft:
+    """One row's share in a step of the draft model."""
+
+    row: int
+    """Permanent row."""
+    start: int
+    end: int
+    """Number of its tokens once the step is computed."""
+    most: int
+    """Most tokens that are guessed; 0: none."""
+    draft_ids: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """Runs the Program of a draft model over the rows of another."""
+
+    def __init__(
+        self,
+        runnable: Runnable,
+        kv: KvCache,
+        rows: RequestRows,
+        *,
+        vocab_size: int,
+        target_vocab_size: int,
+        max_tokens: int,
+    ) -> None:
+        """Takes the numbers of ids that both models know, and the most tokens of a step."""
+        self.runnable = runnable
+        self._kv = kv
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._common_size = min(vocab_size, target_vocab_size)
+        self._max_tokens = max_tokens
+        self._followed: dict[int, tuple[str, int]] = {}
+        """Request of each permanent row, and how many of its tokens have their K and V."""
+
+    def follow(self, scheduled: Sequence[ScheduledRow], results: Sequence[RowResult]) -> None:
+        """Computes the blocks that a step has filled, and adds guesses to the results of the rows
+        that are to propose some.
+        """
+        shares = [
+            self._share(row, index, result)
+            for row, index, result in zip(
+                scheduled, self._rows.indices(scheduled).tolist(), results, strict=True
+            )
+        ]
+        for planned, share in zip(scheduled, shares, strict=True):
+            self._followed[share.row] = (planned.request_id, share.end)
+        self._shorten(shares)
+        for part in self._parts([share for share in shares if share.end > share.start]):
+            self._draft(part)
+        for share, result in zip(shares, results, strict=True):
+            result.draft_ids = result.draft_ids or share.draft_ids
+
+    def _share(self, planned: ScheduledRow, row: int, result: RowResult) -> RowToDraft:
+        """Returns what is computed of a row: the tokens whose K and V hold, where they fill a
+        block, and the last known ones where it is guessed for.
+        """
+        first = self._first(planned, row)
+        end = planned.start + result.num_kept
+        fills = end // BLOCK_SIZE > first // BLOCK_SIZE
+        share = RowToDraft(row, first, end if fills else first, 0)
+        if not planned.propose or not result.token_ids or result.failure is not None:
+            return share
+        num_known = planned.start + planned.num_tokens - len(planned.draft_ids)
+        num_known += len(result.token_ids)
+        room = self._rows.num_placed_tokens(row) - num_known
+        room = min(room, self._rows.token_ids.shape[1] - 2 - num_known)
+        if num_known > share.start and room >= 0:
+            share.end, share.most = num_known, min(planned.propose, room + 1)
+        return share
+
+    def _first(self, planned: ScheduledRow, row: int) -> int:
+        """Returns the first token of a row that may lack its K and V: in full blocks none does,
+        and of the last one nothing is known where the row began elsewhere, or was preempted.
+        """
+        request_id, num_followed = self._followed.get(row, ("", 0))
+        if request_id == planned.request_id and num_followed <= planned.start:
+            return num_followed
+        return planned.start // BLOCK_SIZE * BLOCK_SIZE
+
+    def _shorten(self, shares: Sequence[RowToDraft]) -> None:
+        """Computes the beginnings of rows that have more tokens than a step may have."""
+        for share in shares:
+            while share.end - share.start > self._max_tokens:
+                end = share.start + self._max_tokens
+                self._compute([RowToDraft(share.row, share.start, end, 0)])
+                share.start = end
+
+    def _parts(self, shares: Sequence[RowToDraft]) -> Iterator[list[RowToDraft]]:
+        """Yields the rows in parts of as many tokens as a step may have."""
+        part: list[RowToDraft] = []
+        for share in shares:
+            num_tokens = sum(other.end - other.start for other in part) + share.end - share.start
+            if part and num_tokens > self._max_tokens:
+                yield part
+                part = []
+            part.append(share)
+        if part:
+            yield part
+
+    def _draft(self, part: list[RowToDraft]) -> None:
+        """Computes the rows of a part, then guesses token by token for those that want guesses."""
+        self._compute(part)
+        while part := [share for share in part if len(share.draft_ids) < share.most]:
+            self._compute(part)
+
+    def _compute(self, part: list[RowToDraft]) -> None:
+        """Computes the next tokens of rows, and draws a guess for those that want one. A row whose
+        guess is of no use wants none any more.
+        """
+        spans = Spans(
+            np.array([share.row for share in part], np.intp),
+            np.array([share.end for share in part], np.int32),
+            np.cumsum([0, *(share.end - share.start for share in part)], dtype=np.int32),
+        )
+        batch = gather(self._rows, spans)
+        batch.adapter_rows = None
+        np.minimum(batch.token_ids, self._vocab_size - 1, out=batch.token_ids)
+        drawn = [index for index, share in enumerate(part) if share.most]
+        batch.sample_rows = spans.query_starts[1:][drawn] - 1
+        batch.sampling = _likeliest(spans.ends[drawn], self._vocab_size)
+        samples = self.runnable.run(batch, self._kv).samples
+        assert samples is not None
+        for entry, index in enumerate(drawn):
+            self._take(part[index], samples, entry)
+
+    def _take(self, share: RowToDraft, samples: SampleResult, entry: int) -> None:
+        token_id = int(samples.token_ids[entry])
+        if samples.failed[entry] or token_id >= self._common_size:
+            share.most = 0
+            return
+        share.draft_ids.append(token_id)
+        self._rows.token_ids[share.row, share.end] = token_id
+        share.start, share.end = share.end, share.end + 1
+
+
+def _likeliest(ends: NDArray[np.int32], vocab_size: int) -> SamplingBatch:
+    """Returns how to draw the likeliest token after each of `ends [S]`."""
+    no_entries = np.zeros(len(ends) + 1, np.int32)
+    no_ids, no_values = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return SamplingBatch(
+        records=sampling_records(len(ends), position=ends),
+        history_starts=no_entries,
+        history_ids=no_ids,
+        history_counts=no_ids,
+        bias_starts=no_entries,
+        bias_ids=no_ids,
+        bias_values=no_values,
+        allowed_masks=np.zeros((0, mask_words(vocab_size)), np.uint32),
+    )

@@ -1,0 +1,340 @@
+"""Quantises a model layer by layer: each matrix is rounded as soon as the run over the calibration
+texts has come to it, and what follows sees the rounded one.
+
+Owns the order of the work and what waits: a matrix whose rows may still be divided by the factors
+of a later input is written once these are known. Knows formats through `Destination` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.base import LoadWeight
+from octavo.checkpoint.writing.destination import Destination, MatrixPlan
+from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.ports import Checkpoint
+from octavo.program.ops import GroupedLinear, Linear
+from octavo.program.program import Op, Program, Value, Weight
+from octavo.progress import Bar, Report
+from octavo.quant.making.channels import awq_factors, smooth_factors
+from octavo.quant.making.gptq import fitted, nearest
+from octavo.quant.making.grid import Floats32, RoundedMatrix
+from octavo.quant.making.recipe import Recipe
+from octavo.worker.quantizing.calibration_run import CalibrationRun
+from octavo.worker.quantizing.journal import Journal
+from octavo.worker.quantizing.statistics import RowStatistics
+from octavo.worker.quantizing.targets import (
+    Fold,
+    NormFold,
+    RowsFold,
+    chosen_ops,
+    folds,
+    matrices_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePlan:
+    """The matrices that are quantised, by their tensors' names in order of use, and those that stay
+    floats.
+    """
+
+    matrices: Mapping[str, MatrixPlan]
+    left: tuple[str, ...]
+    """Modules of linears that stay floats."""
+
+
+def plan_matrices(
+    program: Program,
+    checkpoint: Checkpoint,
+    destination: Destination,
+    bits_of: Callable[[Weight], int],
+) -> QuantizePlan:
+    """Returns what will be quantised; UnsupportedModel where nothing can be."""
+    matrices: dict[str, MatrixPlan] = {}
+    left: dict[str, None] = {}
+    chosen = set(map(id, chosen_ops(program)))
+    for op in program.ops:
+        if not isinstance(op, Linear | GroupedLinear):
+            continue
+        for weight in matrices_of(op):
+            for name in weight.tensor_names:
+                shape = checkpoint.stored(name).shape
+                bits = bits_of(weight)
+                is_turned = weight.transposed and not checkpoint.output_major
+                if id(op) in chosen and not is_turned and destination.takes(name, shape, bits):
+                    matrices.setdefault(name, MatrixPlan(name, (shape[0], shape[1]), bits))
+                else:
+                    left[name.removesuffix(".weight")] = None
+    if not matrices:
+        raise UnsupportedModel(
+            f"{checkpoint.path}: none of its {len(left)} matrices fits the format",
+            hint="try another --group: it must divide the inputs; matrices kept as [in, out]"
+            " (GPT-2) are not supported",
+        )
+    return QuantizePlan(matrices, tuple(left))
+
+
+@dataclass(slots=True)
+class Quantizer:
+    """One quantisation of a model, from `begin` on."""
+
+    program: Program
+    checkpoint: Checkpoint
+    load: LoadWeight
+    recipe: Recipe
+    destination: Destination
+    plan: QuantizePlan
+    journal: Journal
+    _waiting: dict[str, RoundedMatrix] = field(default_factory=dict)
+    """Matrices that are not written yet."""
+    _values: dict[str, Floats32] = field(default_factory=dict)
+    """Numbers of rounded matrices that a later op multiplies with, too."""
+    _statistics: tuple[str, RowStatistics] | None = None
+    """Statistics of the Value read last."""
+    _factors: dict[str, Floats32] = field(default_factory=dict)
+    """Factors of the inputs by the Value's name."""
+    _folds: Mapping[str, Fold] = field(default_factory=dict)
+    _vectors: dict[str, Floats32] = field(default_factory=dict)
+
+    def run_plain(self) -> None:
+        """Rounds every matrix by itself, without calibration."""
+        written = set(self.journal.done)
+        with Bar("matrices", len(self.plan.matrices)) as bar:
+            for name, plan in self.plan.matrices.items():
+                if name not in written:
+                    self.destination.write_matrix(plan, self._nearest(plan, None))
+                    self.journal.wrote([name])
+                    self.journal.note()
+                bar.advance()
+                self.checkpoint.release()
+
+    def run(self, token_ids: NDArray[np.int32], report: Report) -> None:
+        """Rounds the matrices in their order of use, over calibration texts `[texts, length]`."""
+        run = CalibrationRun(self.program, self.load, token_ids)
+        if self.recipe.method in ("awq", "smoothquant"):
+            self._folds = folds(self.program, set(self.plan.matrices))
+        last_uses, last_folds = self._last_uses(run.ops), self._last_folds(run.ops)
+        end = max(last_uses.values()) + 1
+        if self.journal.index:
+            state = self.journal.state()
+            run.restore(self.journal.index, state)
+            report(
+                f"going on behind {len(self.journal.done)} of {len(self.plan.matrices)} matrices"
+            )
+        with Bar("matrices", len(self.plan.matrices)) as bar:
+            for _ in self.journal.done:
+                bar.advance()
+            while run.index < end:
+                self._advance(run, bar)
+                self._write_ready(run.index, last_folds)
+                for name in [n for n in self._values if last_uses[n] < run.index]:
+                    del self._values[name]
+                self._save(run)
+                self.checkpoint.release()
+        assert not self._waiting, "every matrix is written behind the last op"
+
+    def _advance(self, run: CalibrationRun, bar: Bar) -> None:
+        """Rounds what the next op multiplies with, and computes it."""
+        op = run.op
+        weights: dict[Weight, NDArray] = {}
+        if isinstance(op, Linear):
+            for weight in op.weights_:
+                name = weight.tensor_names[0]
+                if name in self.plan.matrices:
+                    if name not in self._values:
+                        self._round_linear(run, op.x, name)
+                        bar.advance()
+                    weights[weight] = _rows_of(self._values[name], weight)
+        elif isinstance(op, GroupedLinear):
+            for weight in op.matrices:
+                if weight.tensor_names[0] in self.plan.matrices:
+                    weights[weight] = self._round_experts(run, op, weight, bar)
+        run.advance(weights)
+
+    # -- one matrix ----------------------------------------------------------------------------
+
+    def _round_linear(self, run: CalibrationRun, x: Value, name: str) -> None:
+        statistics = self._statistics_of(run, x)
+        plan = self.plan.matrices[name]
+        factors = self._factors_of(run, x, statistics)
+        weight = self._weight(plan)
+        if factors is None:
+            rounded = self._rounded(plan, weight, statistics)
+            self._values[name] = rounded.values()
+        else:
+            importance = (statistics.importance / np.square(factors)).astype(np.float32)
+            rounded = nearest(weight * factors, importance, self.destination.fit(plan))
+            self._values[name] = rounded.values() / factors
+        self._waiting[name] = rounded
+
+    def _round_experts(
+        self, run: CalibrationRun, op: GroupedLinear, weight: Weight, bar: Bar
+    ) -> NDArray:
+        """Rounds the matrices of all experts, each over the rows that were sent to it."""
+        rows, experts = run.rows(op.x), run.rows(op.ids).reshape(-1)
+        made = []
+        for expert, name in enumerate(weight.tensor_names):
+            plan = self.plan.matrices[name]
+            statistics = RowStatistics(rows[experts == expert], self.recipe.damp_percent)
+            if statistics.is_empty:
+                self.journal.listed.append(plan.module)
+                rounded = self._nearest(plan, None)
+            else:
+                rounded = self._rounded(plan, self._weight(plan), statistics)
+            made.append(rounded.values())
+            self._waiting[name] = rounded
+            bar.advance()
+        return np.stack(made)
+
+    def _rounded(
+        self, plan: MatrixPlan, weight: Floats32, statistics: RowStatistics
+    ) -> RoundedMatrix:
+        if self.recipe.method == "gptq":
+            if self.recipe.desc_act:
+                return statistics.gptq.by_activity(weight, self.recipe.grid(plan.bits))
+            return statistics.gptq.by_neighbours(weight, self.destination.fit(plan))
+        return nearest(weight, statistics.importance, self.destination.fit(plan))
+
+    def _nearest(self, plan: MatrixPlan, importance: Floats32 | None) -> RoundedMatrix:
+        return nearest(self._weight(plan), importance, self.destination.fit(plan))
+
+    def _weight(self, plan: MatrixPlan) -> Floats32:
+        """Returns a matrix in fp32; WeightMismatch where it holds what is no number."""
+        weight: Floats32 = self.checkpoint.tensor(plan.name).dequantize()
+        if not np.isfinite(weight).all():
+            raise WeightMismatch(
+                f"{self.checkpoint.path}: {plan.name} holds NaN or infinite numbers",
+                hint="take another copy of the model: the file is damaged",
+            )
+        return weight
+
+    def _statistics_of(self, run: CalibrationRun, x: Value) -> RowStatistics:
+        if self._statistics is None or self._statistics[0] != x.name:
+            found = RowStatistics(run.rows(x), self.recipe.damp_percent)
+            self._statistics = (x.name, found)
+        return self._statistics[1]
+
+    # -- factors -------------------------------------------------------------------------------
+
+    def _factors_of(
+        self, run: CalibrationRun, x: Value, statistics: RowStatistics
+    ) -> Floats32 | None:
+        """Returns the factors of a Value's columns; None where they have nowhere to go. They are
+        chosen, and what makes the Value is divided by them, where they are first asked for.
+        """
+        fold = self._folds.get(x.name)
+        if fold is None or (self.recipe.method == "smoothquant" and isinstance(fold, RowsFold)):
+            return None
+        if x.name not in self._factors:
+            factors = self._chosen_factors(run, x, fold, statistics)
+            self._factors[x.name] = self._folded(fold, factors)
+        return self._factors[x.name]
+
+    def _chosen_factors(
+        self, run: CalibrationRun, x: Value, fold: Fold, statistics: RowStatistics
+    ) -> Floats32:
+        names = {
+            name: None
+            for op in run.ops
+            if isinstance(op, Linear) and op.x.name == x.name
+            for weight in op.weights_
+            for name in weight.tensor_names
+        }
+        weights = [self._weight(self.plan.matrices[name]) for name in names]
+        if self.recipe.method == "smoothquant":
+            return smooth_factors(weights, statistics.largest)
+        strength = statistics.strength
+        if isinstance(fold, RowsFold):
+            counts = np.bincount(fold.rows)
+            strength = (np.bincount(fold.rows, strength) / counts)[fold.rows].astype(np.float32)
+        quick = fitted(self.recipe.grid(self.recipe.bits), searches=False)
+        return awq_factors(weights, statistics.hessian, strength, quick)
+
+    def _folded(self, fold: Fold, factors: Floats32) -> Floats32:
+        """Divides what makes an input by its factors; returns the factors that this comes to in the
+        numbers' own precision.
+        """
+        if isinstance(fold, NormFold):
+            whole = self._vector(fold.weight) + np.float32(fold.offset)
+            stored = self._divided(fold.weight, factors, fold.offset)
+            usable = (whole != 0) & (stored + np.float32(fold.offset) != 0)
+            exact: Floats32 = np.divide(
+                whole, stored + np.float32(fold.offset), out=factors.copy(), where=usable
+            )
+            if fold.bias is not None:
+                self._divided(fold.bias, exact, 0.0)
+            return exact
+        first, each = np.unique(fold.rows, return_index=True)
+        own = factors[each]
+        name = fold.weight.tensor_names[0]
+        rows = (
+            first if fold.weight.row_indices is None else np.array(fold.weight.row_indices)[first]
+        )
+        self._waiting[name] = self._waiting[name].divided(rows, own)
+        if fold.bias is not None:
+            self._divided(fold.bias, own, 0.0)
+        return factors
+
+    def _vector(self, weight: Weight) -> Floats32:
+        found: Floats32 = self.load(weight).dequantize()
+        return found
+
+    def _divided(self, weight: Weight, factors: Floats32, offset: float) -> Floats32:
+        """Writes a vector divided by factors; returns it as it will be read."""
+        name = weight.tensor_names[0]
+        whole: Floats32 = self._vectors.get(name, self.checkpoint.tensor(name).dequantize())
+        indices = weight.row_indices
+        own = slice(None) if indices is None else np.array(indices)
+        changed = whole.copy()
+        changed[own] = (whole[own] + np.float32(offset)) / factors - np.float32(offset)
+        self._vectors[name] = self.destination.as_stored(name, changed)
+        self.destination.write_vector(name, changed)
+        stored: Floats32 = self._vectors[name][own]
+        return stored
+
+    # -- what waits ----------------------------------------------------------------------------
+
+    def _last_uses(self, ops: Sequence[Op]) -> dict[str, int]:
+        """Returns the last op that multiplies with each matrix."""
+        return {
+            name: index
+            for index, op in enumerate(ops)
+            if isinstance(op, Linear | GroupedLinear)
+            for weight in matrices_of(op)
+            for name in weight.tensor_names
+            if name in self.plan.matrices
+        }
+
+    def _last_folds(self, ops: Sequence[Op]) -> dict[str, int]:
+        """Returns the op behind which each matrix keeps its rows."""
+        found = {}
+        for index, op in enumerate(ops):
+            fold = self._folds.get(op.x.name) if isinstance(op, Linear) else None
+            if isinstance(fold, RowsFold):
+                found[fold.weight.tensor_names[0]] = index
+        return found
+
+    def _write_ready(self, index: int, last_folds: Mapping[str, int]) -> None:
+        ready = [name for name in self._waiting if last_folds.get(name, -1) < index]
+        for name in ready:
+            self.destination.write_matrix(self.plan.matrices[name], self._waiting.pop(name))
+        self.journal.wrote(ready)
+
+    def _save(self, run: CalibrationRun) -> None:
+        """Notes how far the run has come where little has to be kept for the rest."""
+        state = None if self._waiting or self._values else run.state()
+        if state is not None and sum(array.dtype == np.float64 for array in state.values()) == 1:
+            last = self.journal.index
+            op = run.ops[run.index - 1]
+            if isinstance(op, Linear | GroupedLinear) or run.index - last > 1:
+                self.journal.save(run.index, state)
+
+
+def _rows_of(values: Floats32, weight: Weight) -> NDArray:
+    """Returns the rows of a tensor that a weight is."""
+    return values if weight.row_indices is None else values[np.array(weight.row_indices)]

@@ -1,0 +1,59 @@
+"""What a quantiser knows of the rows that a matrix multiplies: how its inputs go together, how
+strong and how large each is.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.quant.making.gptq import GptqInputs
+from octavo.quant.making.grid import Floats32
+
+CHUNK_ROWS = 4096
+
+
+class RowStatistics:
+    """Statistics of rows `[T, in]`, each computed when it is asked for."""
+
+    def __init__(self, rows: NDArray, damp_percent: float) -> None:
+        self._rows = rows
+        self._damp_percent = damp_percent
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no calibration token came by."""
+        return len(self._rows) == 0
+
+    @cached_property
+    def hessian(self) -> NDArray[np.float64]:
+        """Sum of x x^T, `[in, in]`: products in fp32, sums of some thousand rows in fp64."""
+        total = np.zeros((self._rows.shape[1],) * 2)
+        for start in range(0, len(self._rows), CHUNK_ROWS):
+            part = self._rows[start : start + CHUNK_ROWS].astype(np.float32)
+            total += part.T @ part
+        return total
+
+    @cached_property
+    def importance(self) -> Floats32:
+        """Sum of squares of each input, `[in]`."""
+        found: Floats32 = np.einsum("ti,ti->i", self._rows, self._rows).astype(np.float32)
+        return found
+
+    @cached_property
+    def strength(self) -> Floats32:
+        """Mean magnitude of each input, `[in]`."""
+        found: Floats32 = np.abs(self._rows).mean(axis=0).astype(np.float32)
+        return found
+
+    @cached_property
+    def largest(self) -> Floats32:
+        """Largest magnitude of each input, `[in]`."""
+        found: Floats32 = np.abs(self._rows).max(axis=0).astype(np.float32)
+        return found
+
+    @cached_property
+    def gptq(self) -> GptqInputs:
+        return GptqInputs(self.hessian, self._damp_percent)

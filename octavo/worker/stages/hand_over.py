@@ -1,0 +1,114 @@
+"""The hidden states on their way from one stage's process to the next, over one pipe each.
+
+A message is one step's rows with the requests that they are of. Knows arrays and pipes, nothing of
+Programs. A stage that ends closes its pipe, which the next one meets as EngineDead.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import EngineDead
+from octavo.step import ScheduledRow
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+DTYPES = ("float32", "float64")
+"""Types of numbers that backends make hidden states of."""
+
+
+class HiddenHeader(msgspec.Struct):
+    """The first part of a message: what the bytes in its second part are."""
+
+    request_ids: list[str]
+    counts: list[int]
+    """Rows of each request."""
+    width: int
+    dtype: str
+
+
+class HiddenSender:
+    """The sending end: a thread writes, so that a stage may go on with the next step."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._encoder = msgspec.msgpack.Encoder()
+        self._waiting: queue.SimpleQueue[tuple[HiddenHeader, NDArray] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="octavo-hidden", daemon=True)
+        self._thread.start()
+
+    def send(self, rows: Sequence[ScheduledRow], hidden: NDArray) -> None:
+        """Hands on the hidden states `[T, W]` of a step's rows, which nothing may change later."""
+        header = HiddenHeader(
+            [row.request_id for row in rows],
+            [row.num_tokens for row in rows],
+            hidden.shape[1],
+            hidden.dtype.name,
+        )
+        self._waiting.put((header, hidden))
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+        self._connection.close()
+
+    def _write(self) -> None:
+        while (message := self._waiting.get()) is not None:
+            header, hidden = message
+            try:
+                self._connection.send_bytes(self._encoder.encode(header))
+                self._connection.send_bytes(hidden.tobytes())
+            except OSError:
+                return  # the next stage has gone, which the first rank sees
+
+
+class HiddenReceiver:
+    """The receiving end, which holds the hidden states of the step that is computed."""
+
+    def __init__(self, connection: Connection, source: str) -> None:
+        """`source` names the stage before in errors."""
+        self._connection = connection
+        self._source = source
+        self._decoder = msgspec.msgpack.Decoder(HiddenHeader)
+        self._held: dict[str, NDArray] = {}
+
+    def receive(self) -> None:
+        """Waits for the next step's rows, which take the place of those before; EngineDead where
+        the stage before has ended.
+        """
+        try:
+            header = self._decoder.decode(self._connection.recv_bytes())
+            data = self._connection.recv_bytes()
+        except (EOFError, OSError):
+            raise EngineDead(f"{self._source} has ended") from None
+        num_rows = sum(header.counts)
+        expected = num_rows * header.width * (8 if header.dtype == "float64" else 4)
+        if header.dtype not in DTYPES or len(data) != expected:
+            raise EngineDead(
+                f"{self._source} has sent {len(data)} bytes of {header.dtype} for {num_rows} rows"
+                f" of {header.width}"
+            )
+        rows = np.frombuffer(data, header.dtype).reshape(num_rows, header.width)
+        ends = np.cumsum(header.counts).tolist()
+        self._held = {
+            request_id: rows[end - count : end]
+            for request_id, count, end in zip(header.request_ids, header.counts, ends, strict=True)
+        }
+
+    def of(self, rows: Sequence[ScheduledRow]) -> NDArray:
+        """Returns the hidden states `[T, W]` of some of the step's rows, in their order."""
+        if len(rows) == 1:
+            return self._held[rows[0].request_id]
+        return np.concatenate([self._held[row.request_id] for row in rows])
+
+    def close(self) -> None:
+        """Ends a wait for the stage before, too."""
+        self._connection.close()

@@ -1,0 +1,110 @@
+"""The last stage's worker and the other stages as one executor, with a plan of each lane in flight.
+
+A plan goes to all stages when it is launched. The first stages compute it at once; the last one,
+in this process, computes it when its result is asked for, and tells the others what it has drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from octavo.errors import EngineDead, OctavoError
+from octavo.outputs import Profile
+from octavo.ports import Between
+from octavo.step import StepPlan, StepResult
+from octavo.worker.ranks.messages import DrawnTokens, Execute, TakeIn
+from octavo.worker.ranks.other_ranks import OnLoss, OtherRanks
+from octavo.worker.stages.stage_link import StageLink
+from octavo.worker.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinedStep:
+    """A plan that is on its way through the stages. Implements `ports.Launched`."""
+
+    plan: StepPlan
+    worker: PipelinedWorker
+
+    def result(self) -> StepResult:
+        return self.worker.finish(self)
+
+
+class PipelinedWorker:
+    """An executor over several stages; raises EngineDead from the first fault of any of them on.
+
+    Implements `ports.AsyncExecutor`, `ports.Profiler` and `ports.Losable`.
+    """
+
+    def __init__(self, worker: Worker, others: OtherRanks, link: StageLink) -> None:
+        assert link.before is not None, "the last of several stages"
+        self._worker = worker
+        self._others = others
+        self._before = link.before
+        self._launched: deque[PipelinedStep] = deque()
+        self._dead: EngineDead | None = None
+
+    @property
+    def progress(self) -> int:
+        return self._worker.progress
+
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> PipelinedStep:
+        assert plan.num_steps == 1, "a stage learns of a token when the last one has drawn it"
+        if self._others.lost is not None:
+            self._die(self._others.lost)
+        if self._dead is not None:
+            raise self._dead
+        self._others.send(Execute(plan))
+        self._launched.append(PipelinedStep(plan, self))
+        return self._launched[-1]
+
+    def finish(self, step: PipelinedStep) -> StepResult:
+        """Computes the last stage of the oldest plan in flight."""
+        if self._dead is not None:
+            raise self._dead
+        first = self._launched.popleft()
+        assert first is step, "steps are taken in in the order of their launches"
+        try:
+            if step.plan.rows:
+                self._before.receive()
+            result = self._worker.execute(step.plan)
+        except Exception as error:
+            self._die(self._others.wait_for_loss() or error)
+            raise self._dead or error from error
+        drawn = [
+            DrawnTokens(row.request_id, row.start + row.num_tokens, made.token_ids)
+            for row, made in zip(step.plan.rows, result.rows, strict=True)
+            if made.token_ids
+        ]
+        if drawn:
+            self._others.send(TakeIn(drawn))
+        return result
+
+    def when_lost(self, on_loss: OnLoss) -> None:
+        self._others.when_lost(on_loss)
+
+    def start_profile(self) -> None:
+        """Times the last stage alone."""
+        self._worker.start_profile()
+
+    def stop_profile(self) -> Profile:
+        return self._worker.stop_profile()
+
+    def close(self) -> None:
+        self._others.close()
+        self._before.close()
+        self._worker.close()
+
+    def _die(self, error: Exception) -> None:
+        """Ends all other stages: once out of step, none of them is of any use."""
+        if self._dead is None:
+            what = (
+                error.message
+                if isinstance(error, OctavoError)
+                else f"the last stage has failed: {type(error).__name__}: {error}"
+            )
+            self._dead = EngineDead(f"the engine can compute nothing any more: {what}")
+            self._others.close(patience_s=0.0)

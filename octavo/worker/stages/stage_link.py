@@ -1,0 +1,108 @@
+"""One stage's place in the chain of a model's stages, and the pipes by which they are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.worker.stages.hand_over import HiddenReceiver, HiddenSender
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+NO_PIPE = -1
+"""Descriptor that stands for no pipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageLink:
+    """A stage's number, and its ends of the pipes to its neighbours.
+
+    Implements `ranks.Abortable`.
+    """
+
+    stage: int
+    num_stages: int
+    before: HiddenReceiver | None
+    """Hidden states of the stage before; None on the first stage."""
+    behind: HiddenSender | None
+    """Way to the stage behind; None on the last stage."""
+
+    def abort(self) -> None:
+        """Does nothing: the pipe of a stage that has ended breaks, which ends the wait for it."""
+
+    def close(self) -> None:
+        if self.before is not None:
+            self.before.close()
+        if self.behind is not None:
+            self.behind.close()
+
+
+class StagePipes:
+    """The pipes of all stages, made by the process of the last one before it starts the others.
+
+    The last stage is rank 0, which draws; rank r is stage r - 1. Implements `ranks.Meeting`.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        from multiprocessing import Pipe
+
+        self._num_stages = num_stages
+        self._pipes = [Pipe(duplex=False) for _ in range(num_stages - 1)]
+
+    def address_of(self, rank: int) -> list[int]:
+        """Returns the descriptors of the pipe that a rank reads and the one that it writes."""
+        before, behind = self._ends_of(rank)
+        return [NO_PIPE if end is None else end.fileno() for end in (before, behind)]
+
+    def inherited_by(self, rank: int) -> tuple[int, ...]:
+        return tuple(end.fileno() for end in self._ends_of(rank) if end is not None)
+
+    def join(self) -> StageLink:
+        """Makes this process the last stage; the other stages' ends are closed here, so that a pipe
+        breaks when its stage ends.
+        """
+        last, _ = self._ends_of(0)
+        assert last is not None
+        self.close(keep=last)
+        return StageLink(self._num_stages - 1, self._num_stages, self._receiver(last), None)
+
+    def _receiver(self, last: Connection) -> HiddenReceiver:
+        return HiddenReceiver(last, name_of(self._num_stages - 2, self._num_stages))
+
+    def close(self, keep: Connection | None = None) -> None:
+        for end in (end for pipe in self._pipes for end in pipe):
+            if end is not keep and not end.closed:
+                end.close()
+
+    def _ends_of(self, rank: int) -> tuple[Connection | None, Connection | None]:
+        stage = stage_of(rank, self._num_stages)
+        before = self._pipes[stage - 1][0] if stage else None
+        behind = self._pipes[stage][1] if stage + 1 < self._num_stages else None
+        return before, behind
+
+
+def stage_of(rank: int, num_stages: int) -> int:
+    """Returns the stage that a rank computes."""
+    return num_stages - 1 if rank == 0 else rank - 1
+
+
+def name_of(stage: int, num_stages: int) -> str:
+    """Returns the words for a stage in messages."""
+    return f"stage {stage} of {num_stages}"
+
+
+def joined(rank: int, num_stages: int, address: Sequence[int]) -> StageLink:
+    """Makes this process a stage other than the last one, by the address that it was given."""
+    from multiprocessing.connection import Connection
+
+    before, behind = address
+    return StageLink(
+        stage_of(rank, num_stages),
+        num_stages,
+        None
+        if before == NO_PIPE
+        else HiddenReceiver(Connection(before, writable=False), name_of(rank - 2, num_stages)),
+        HiddenSender(Connection(behind, readable=False)),
+    )

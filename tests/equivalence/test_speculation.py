@@ -1,0 +1,187 @@
+"""Guessed tokens never change an answer: tokens and logprobs are bitwise those without guesses,
+whatever is guessed and however tokens are drawn.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo import SamplingParams
+from octavo.errors import ConfigError
+from tests.support.drafters import (
+    all_verified,
+    guess_counts,
+    right,
+    seldom_right,
+    sequences,
+    wrong,
+)
+from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.tiers import examples
+
+LENGTH = 24
+BASE = {"max_tokens": LENGTH, "ignore_eos": True, "logprobs": 2}
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, **BASE),
+    "sampled": SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=11, **BASE),
+    "hot": SamplingParams(temperature=2.0, min_p=0.01, seed=5, **BASE),
+    "penalised": SamplingParams(
+        temperature=0.7,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        presence_penalty=0.2,
+        seed=5,
+        **BASE,
+    ),
+    "banned": SamplingParams(
+        temperature=0.8,
+        seed=3,
+        logit_bias={7: 2.0},
+        bad_words_token_ids=[[5, 6], [9]],
+        allowed_token_ids=list(range(120)),
+        **BASE,
+    ),
+    "ends": SamplingParams(
+        temperature=1.5, seed=9, max_tokens=LENGTH, min_tokens=6, stop_token_ids=list(range(60))
+    ),
+    "xtc": SamplingParams(
+        temperature=1.0, seed=2, xtc_probability=0.5, xtc_threshold=0.05, typical_p=0.9, **BASE
+    ),
+    "three samples": SamplingParams(temperature=1.0, seed=8, n=3, **BASE),
+    "mirostat": SamplingParams(temperature=1.0, seed=4, mirostat_mode=2, **BASE),
+    "mirostat of the first kind": SamplingParams(
+        temperature=1.2,
+        seed=4,
+        mirostat_mode=1,
+        mirostat_tau=2.0,
+        allowed_token_ids=list(range(90)),
+        **BASE,
+    ),
+    "dry": SamplingParams(
+        temperature=0.6, seed=6, dry_multiplier=0.8, dry_allowed_length=1, **BASE
+    ),
+    "listed": SamplingParams(
+        temperature=0.8, seed=7, logprob_token_ids=[5, 200, 9], max_tokens=LENGTH, ignore_eos=True
+    ),
+    "beams": SamplingParams(n=2, beam_width=3, max_tokens=12),
+}
+PROMPTS = prompts_of(20, 33, 47)
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("kind", ["right", "wrong", "seldom right"])
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_guesses_change_no_bit(backend, name, kind):
+    params = PARAMS[name]
+    with make_llm(backend=backend) as llm:
+        plain = llm.generate(PROMPTS, params)
+    answers = sequences(plain, PROMPTS)
+    guesses = {"right": right(answers), "wrong": wrong, "seldom right": seldom_right(answers, 3)}
+    with all_verified(guesses[kind]), make_llm(backend=backend, spec_method="ngram") as llm:
+        found = llm.generate(PROMPTS, params)
+        num_guessed, num_held = guess_counts(llm)
+        assert core_of(llm).scheduler.stats().num_used_blocks == 0
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+    if name == "beams":
+        assert num_guessed == 0
+    else:
+        assert num_guessed > 0
+        # The wrong guess is always the same token, which may be drawn by chance.
+        assert num_held <= num_guessed / 20 if kind == "wrong" else num_held > 0
+
+
+@pytest.mark.parametrize("model", ["gemma3_text", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_in_other_families(model):
+    params = [PARAMS["sampled"], PARAMS["penalised"], PARAMS["greedy"]]
+    with make_llm(model, backend="native") as llm:
+        plain = llm.generate(PROMPTS, params)
+    guess = seldom_right(sequences(plain, PROMPTS), 5)
+    with all_verified(guess), make_llm(model, backend="native", spec_method="ngram") as llm:
+        found = llm.generate(PROMPTS, params)
+        assert guess_counts(llm)[1] > 0
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+
+
+@pytest.mark.parametrize("names", [("sampled", "penalised", "greedy"), ("dry", "listed", "hot")])
+def test_on_torch_with_batch_invariance(names):
+    params = [PARAMS[name] for name in names]
+    with make_llm(backend="torch") as llm:
+        plain = llm.generate(PROMPTS, params)
+    guess = seldom_right(sequences(plain, PROMPTS), 5)
+    with all_verified(guess), make_llm(backend="torch", spec_method="ngram") as llm:
+        found = llm.generate(PROMPTS, params)
+        assert guess_counts(llm)[1] > 0
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+
+
+def test_mirostat_gets_no_guesses_where_rows_cannot_be_drawn_again():
+    """Its next draw depends on how surprising the last one was; torch draws each row once."""
+    params = PARAMS["mirostat"]
+    with make_llm(backend="torch") as llm:
+        plain = llm.generate(PROMPTS, params)
+    guess = right(sequences(plain, PROMPTS))
+    with all_verified(guess), make_llm(backend="torch", spec_method="ngram") as llm:
+        found = llm.generate(PROMPTS, params)
+        assert guess_counts(llm) == (0, 0)
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+
+
+@settings(max_examples=examples(8), deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    num_blocks=st.integers(24, 60),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(8, 64),
+    swap_space=st.sampled_from([0, 1 << 20]),
+    spec_tokens=st.integers(1, 20),
+)
+def test_under_pressure(
+    seed, num_blocks, max_num_seqs, max_num_batched_tokens, swap_space, spec_tokens
+):
+    """Few blocks, few tokens a step, preemption of both kinds, prefix hits and aborts."""
+    dice = random.Random(seed)
+    prompts = prompts_of(*(dice.randint(3, 60) for _ in range(6)))
+    prompts[3] = prompts[0] + prompts[3][:5]
+    names = [name for name in PARAMS if name != "beams"]
+    params = [PARAMS[dice.choice(names)] for _ in prompts]
+    with make_llm(backend="native") as llm:
+        plain = llm.generate(prompts, params)
+    options = {
+        "backend": "native",
+        "kv_cache_memory_bytes": num_blocks * 2 * 2 * 2 * 16 * 16 * 4,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "swap_space": swap_space,
+        "spec_method": "ngram",
+        "spec_tokens": spec_tokens,
+    }
+    guess = seldom_right(sequences(plain, prompts), seed)
+    with all_verified(guess), make_llm(**options) as llm:
+        found = llm.generate(prompts, params)
+        assert core_of(llm).scheduler.stats().num_used_blocks == 0
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_text_that_repeats_is_guessed(method):
+    """With two tokens to choose from, what came before comes again."""
+    greedy = SamplingParams(
+        temperature=0.3, seed=1, max_tokens=150, ignore_eos=True, allowed_token_ids=[5, 6]
+    )
+    with make_llm(backend="native") as llm:
+        plain = llm.generate(PROMPTS, greedy)
+    with make_llm(backend="native", spec_method=method) as llm:
+        found = llm.generate(PROMPTS, greedy)
+        num_guessed, num_held = guess_counts(llm)
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+    assert 0 < num_held <= num_guessed
+
+
+def test_async_scheduling_beside_guesses_is_refused():
+    with pytest.raises(ConfigError, match="spec_method"):
+        make_llm(backend="torch", spec_method="ngram", async_scheduling="on")

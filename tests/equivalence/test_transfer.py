@@ -1,0 +1,387 @@
+"""Prompts that another engine computes: their answers are bitwise those of one engine, whatever
+becomes of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from octavo import AsyncLLM, SamplingParams
+from octavo.config.engine_config import EngineConfig
+from octavo.errors import BackendUnavailable, ConfigError
+from octavo.progress import quiet
+from octavo.wiring.engine import build_with_process
+from tests.support.free_ports import free_port
+from tests.support.llm_tools import (
+    GREEDY,
+    LONG,
+    PENALISED,
+    SAMPLED,
+    final,
+    fingerprint,
+    make_async,
+    make_llm,
+    prompts_of,
+    small_options,
+)
+
+LONGER = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
+PROMPTS = prompts_of(120, 130, 17, 200)
+PARAMS = [GREEDY, SAMPLED, PENALISED, SAMPLED]
+MODELS = [
+    ("native", "llama", {"dtype": "bfloat16"}),
+    ("native", "gemma3_text", {}),
+    ("native", "qwen3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    ("reference", "llama", {}),
+]
+"""Backend, family and precision."""
+
+
+def free_address() -> str:
+    """Returns an address of which the port, and the one above it, are free."""
+    return f"127.0.0.1:{free_port(2)}"
+
+
+@contextmanager
+def pair(model: Any = MODELS[0], **options: Any) -> Iterator[tuple[AsyncLLM, AsyncLLM]]:
+    """Starts an engine that computes prompts and one that has them computed."""
+    backend, family, precision = model
+    common = {**small_options(family), "backend": backend, "kv_transfer": "zmq"}
+    common["in_process"] = True
+    common |= {**precision, **options}
+    address = free_address()
+    with ExitStack() as stack:
+        prefill = make_async(role="prefill", kv_transfer_address=address, **common)
+        stack.callback(prefill.close)
+        decode = make_async(
+            role="decode", prefill_peer=[address], kv_transfer_min_tokens=32, **common
+        )
+        stack.callback(decode.close)
+        yield prefill, decode
+
+
+async def met(prefill: AsyncLLM, decode: AsyncLLM) -> None:
+    """Waits until the two engines know each other."""
+    prefill.start()
+    decode.start()
+    for _ in range(500):
+        if decode.prefill_peers:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the engines did not meet")
+
+
+def expected(model: Any, prompts: Any = PROMPTS, params: Any = PARAMS) -> list[Any]:
+    backend, family, precision = model
+    with make_llm(family, backend=backend, **precision) as llm:
+        return [fingerprint(output) for output in llm.generate(prompts, params)]
+
+
+def mooncake() -> None:
+    """Skips a test where Mooncake's transfer engine is not installed."""
+    pytest.importorskip("mooncake.engine", reason="mooncake is not installed", exc_type=ImportError)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "mooncake"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model[0]}-{model[1]}")
+def test_answers_are_those_of_one_engine(model, transport):
+    """The decoding engine computes no more than the last tokens of a long prompt, and all of a
+    short one; a prompt that comes again is found in its own cache.
+    """
+    if transport == "mooncake":
+        mooncake()
+
+    async def run() -> None:
+        await met(prefill, decode)
+        for _ in range(2):
+            outputs = await asyncio.gather(*map(final, [decode] * 4, PROMPTS, PARAMS))
+            assert [fingerprint(output) for output in outputs] == answers
+        cached = [output.num_cached_tokens for output in outputs]
+        assert cached == [112, 128, 16, 192]
+
+    answers = expected(model)
+    with pair(model, kv_transfer=transport) as (prefill, decode):
+        asyncio.run(run())
+        stats = decode.stats().connector
+        assert stats.num_not_fetched == 0
+        assert stats.num_fetched == stats.num_loaded > 0
+        assert stats.num_fetched * 16 >= 112 + 128 + 192
+
+
+def test_what_the_peer_found_in_its_own_cache_is_sent_too():
+    """The peer has computed the prompts for itself before."""
+    answers = expected(MODELS[0])
+
+    async def run() -> None:
+        await met(prefill, decode)
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+            await final(prefill, prompt, params)
+        assert await decode.reset_prefix_cache(reset_connector=True)
+        outputs = await asyncio.gather(*map(final, [decode] * 4, PROMPTS, PARAMS))
+        assert [fingerprint(output) for output in outputs] == answers
+
+    with pair(MODELS[0]) as (prefill, decode):
+        asyncio.run(run())
+        assert decode.stats().connector.num_not_fetched == 0
+        assert decode.stats().prefix_hit_tokens == 112 + 128 + 192
+
+
+def test_a_prompt_that_is_cached_here_is_not_sent():
+    """The peer is asked once; a longer prompt that begins alike is asked for by what is new."""
+
+    async def run() -> None:
+        await met(prefill, decode)
+        first, longer = PROMPTS[3], PROMPTS[3] + PROMPTS[0][:40]
+        for prompt, num_asked in ((first, 1), (first, 1), (first + [3] * 20, 1), (longer, 2)):
+            await final(decode, prompt, GREEDY)
+            assert prefill.stats().num_added == num_asked
+        assert await decode.reset_prefix_cache(reset_connector=True)
+        await final(decode, first, GREEDY)
+        assert prefill.stats().num_added == 3
+
+    with pair(MODELS[0]) as (prefill, decode):
+        asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_request_that_ends_is_not_computed_elsewhere_any_more():
+    """The peer is busy; the prompts that wait there leave its queue with their requests."""
+
+    async def run() -> None:
+        await met(prefill, decode)
+        busy = prefill.submit([5], LONG)
+        await anext(busy)
+        streams = [decode.submit(prompt, LONGER, f"r{len(prompt)}") for prompt in PROMPTS[:2]]
+        while prefill.num_unfinished < 3:
+            await asyncio.sleep(0.005)
+        await streams[0].aclose()
+        await decode.abort(streams[1].request_id)
+        assert (await streams[1].final()).outputs[0].finish_reason == "abort"
+        while prefill.num_unfinished > 1:
+            await asyncio.sleep(0.005)
+        await busy.aclose()
+        assert fingerprint(await final(decode, PROMPTS[0], GREEDY)) == answer
+
+    (answer,) = expected(MODELS[0], PROMPTS[:1], GREEDY)
+    with pair(MODELS[0], max_num_seqs=1) as (prefill, decode):
+        asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_peer_keeps_no_more_than_it_may():
+    """It has room for four blocks of twenty-seven, which go on as they come."""
+    answers = expected(MODELS[0])
+    block = 2 * 2 * 2 * 16 * 16 * 2
+
+    async def run() -> None:
+        await met(prefill, decode)
+        outputs = await asyncio.gather(*map(final, [decode] * 4, PROMPTS, PARAMS))
+        assert [fingerprint(output) for output in outputs] == answers
+
+    with pair(MODELS[0], kv_transfer_size=4 * block) as (prefill, decode):
+        asyncio.run(asyncio.wait_for(run(), 20))
+        assert decode.stats().connector.num_fetched > 0
+        assert prefill.stats().connector.stored.num_bytes <= 4 * block
+
+
+def test_a_peer_with_another_precision_is_not_asked(caplog):
+    async def run() -> None:
+        prefill.start()
+        decode.start()
+        while "its blocks differ" not in caplog.text:
+            await asyncio.sleep(0.01)
+        output = await final(decode, PROMPTS[0], GREEDY)
+        assert fingerprint(output) == answers[0]
+
+    answers = expected(MODELS[0])
+    address = free_address()
+    backend, family, precision = MODELS[0]
+    common = small_options(family) | {"backend": backend, "kv_transfer": "zmq"}
+    with ExitStack() as stack:
+        prefill = make_async(role="prefill", kv_transfer_address=address, **common, dtype="float32")
+        stack.callback(prefill.close)
+        decode = make_async(role="decode", prefill_peer=[address], **common, **precision)
+        stack.callback(decode.close)
+        asyncio.run(asyncio.wait_for(run(), 20))
+        assert decode.prefill_peers == []
+        assert "options: " in caplog.text
+        assert prefill.stats().num_added == 0
+
+
+def test_a_peer_with_another_transport_is_not_asked(caplog):
+    """Engines compare how blocks go from one to the other when they meet."""
+    mooncake()
+
+    async def run() -> None:
+        prefill.start()
+        decode.start()
+        while "its blocks differ" not in caplog.text:
+            await asyncio.sleep(0.01)
+
+    address = free_address()
+    common = small_options() | {"backend": "native"}
+    with ExitStack() as stack:
+        prefill = make_async(
+            role="prefill", kv_transfer_address=address, kv_transfer="zmq", **common
+        )
+        stack.callback(prefill.close)
+        decode = make_async(role="decode", prefill_peer=[address], kv_transfer="mooncake", **common)
+        stack.callback(decode.close)
+        asyncio.run(asyncio.wait_for(run(), 20))
+        assert decode.prefill_peers == [] and "transport: " in caplog.text
+
+
+def test_a_package_that_is_missing_is_named_before_anything_loads(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(BackendUnavailable, match="mooncake cannot be imported") as refused:
+        make_async(role="prefill", kv_transfer="mooncake", **small_options())
+    assert "pip install mooncake-transfer-engine-non-cuda" in str(refused.value.hint)
+
+
+def test_a_peer_that_ends_leaves_its_prompts_to_be_computed_here():
+    """Requests are under way when the peer closes; later ones are not sent to it."""
+    answers = expected(MODELS[0], params=LONGER)
+
+    async def run() -> None:
+        await met(prefill, decode)
+        tasks = [asyncio.create_task(final(decode, prompt, LONGER)) for prompt in PROMPTS]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(prefill.close)
+        assert [fingerprint(await task) for task in tasks] == answers
+        while decode.prefill_peers:
+            await asyncio.sleep(0.01)
+        assert fingerprint(await final(decode, PROMPTS[3], LONGER)) == answers[3]
+
+    with pair(MODELS[0]) as (prefill, decode):
+        asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peers_core_that_dies_or_stands_still_delays_and_changes_nothing(sign):
+    """Its front still takes prompts, and its blocks do not come."""
+
+    async def run() -> None:
+        await met(prefill, decode)
+        os.kill(pid, sign)
+        outputs = await asyncio.gather(*map(final, [decode] * 4, PROMPTS, PARAMS))
+        assert [fingerprint(output) for output in outputs] == answers
+
+    answers = expected(MODELS[0])
+    backend, family, precision = MODELS[0]
+    address = free_address()
+    common = small_options(family) | {"backend": backend, "kv_transfer": "zmq"} | precision
+    options = common | {"role": "prefill", "kv_transfer_address": address}
+    with ExitStack() as stack:
+        front = build_with_process(EngineConfig.from_options(**options), quiet)
+        prefill, pid = AsyncLLM(front), front.client.pid
+        stack.callback(prefill.close)
+        decode = make_async(
+            role="decode", prefill_peer=[address], kv_transfer_min_tokens=32, **common
+        )
+        stack.callback(decode.close)
+        asyncio.run(asyncio.wait_for(run(), 20))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_aborted_requests_wait_for_nothing():
+    async def run() -> None:
+        await met(prefill, decode)
+        for _ in range(5):
+            tasks = [asyncio.create_task(final(decode, prompt, LONGER)) for prompt in PROMPTS]
+            await asyncio.sleep(0.005)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        outputs = await asyncio.gather(*map(final, [decode] * 4, PROMPTS, PARAMS))
+        assert [fingerprint(output) for output in outputs] == answers
+        assert decode.stats().num_used_blocks == prefill.stats().num_used_blocks == 0
+
+    answers = expected(MODELS[0])
+    with pair(MODELS[0]) as (prefill, decode):
+        asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("secret", ["the same", "another"])
+def test_a_secret_must_be_known(secret):
+    """A peer with another secret is never met, and prompts are computed where they came."""
+
+    async def run() -> None:
+        prefill.start()
+        decode.start()
+        if secret == "the same":
+            await met(prefill, decode)
+        else:
+            await asyncio.sleep(0.3)
+        assert bool(decode.prefill_peers) == (secret == "the same")
+        assert fingerprint(await final(decode, PROMPTS[0], GREEDY)) == answers[0]
+
+    answers = expected(MODELS[0])
+    address = free_address()
+    backend, family, precision = MODELS[0]
+    common = small_options(family) | {"backend": backend, "kv_transfer": "zmq", **precision}
+    with ExitStack() as stack:
+        prefill = make_async(
+            role="prefill",
+            kv_transfer_address=address,
+            kv_transfer_secret="the same",
+            **common,
+        )
+        stack.callback(prefill.close)
+        decode = make_async(
+            role="decode",
+            prefill_peer=[address],
+            kv_transfer_secret=secret,
+            kv_transfer_min_tokens=1,
+            **common,
+        )
+        stack.callback(decode.close)
+        asyncio.run(asyncio.wait_for(run(), 20))
+        assert decode.stats().connector.num_fetched == (7 if secret == "the same" else 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"role": "decode"}, "role: allowed only with kv_transfer"),
+        ({"kv_transfer": "zmq", "role": "decode"}, "without a prefill_peer"),
+        (
+            {"kv_transfer": "zmq", "role": "prefill", "prefill_peer": ["127.0.0.1:9"]},
+            "allowed are decode and both",
+        ),
+        (
+            {"kv_transfer": "zmq", "role": "decode", "prefill_peer": ["nowhere"]},
+            "prefill_peer: got 'nowhere', allowed is HOST:PORT",
+        ),
+        (
+            {"kv_transfer": "zmq", "kv_transfer_address": "0.0.0.0:8998"},
+            "no kv_transfer_secret",
+        ),
+        ({"kv_transfer": "zmq", "enable_prefix_caching": False}, "prefix caching are on"),
+        ({"kv_transfer": "zmq", "kv_transfer_size": 10}, "kv_transfer_size: got 10"),
+        ({"kv_transfer": "nixl"}, "kv_transfer: got 'nixl', allowed"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_llm(backend="native", **options)
+
+
+def test_a_port_that_is_taken_is_named():
+    address = free_address()
+    host, port = address.split(":")
+    with socket.socket() as taken:
+        taken.bind((host, int(port) + 1))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot be listened on"):
+            make_llm(backend="native", kv_transfer="zmq", kv_transfer_address=address)

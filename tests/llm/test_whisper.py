@@ -1,0 +1,114 @@
+"""Whisper through LLM.transcribe: the tokens are those of transformers, on tiny seeded weights; the
+texts of spoken sentences are those of CTranslate2, on real ones.
+"""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from octavo import LLM
+from octavo.audio.log_mel import LogMel
+from octavo.errors import InvalidRequest
+from octavo.progress import quiet
+from tests.support.llm_tools import make_llm
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_whisper import END, NO_TIMESTAMPS, START, SUPPRESSED, noise, tiny_whisper
+
+NUM_TOKENS = 32
+OPTIONS = {"skip_tokenizer_init": False, "max_model_len": 2 * NUM_TOKENS}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return tiny_model("whisper")
+
+
+def expected(tiny, samples):
+    """Returns the tokens that transformers draws greedily."""
+    config = tiny.model.config
+    features = LogMel(config.num_mel_bins, 2 * config.max_source_positions).features(samples)
+    inputs, ids = torch.tensor(features.T[None]), [START, NO_TIMESTAMPS]
+    with torch.no_grad():
+        encoded = tiny.model.model.encoder(inputs)
+        for index in range(NUM_TOKENS):
+            logits = tiny.model(
+                encoder_outputs=encoded, decoder_input_ids=torch.tensor([ids]), use_cache=False
+            ).logits[0, -1]
+            logits[SUPPRESSED] = -torch.inf
+            if index == 0:
+                logits[END] = -torch.inf
+            ids.append(int(logits.argmax()))
+            if ids[-1] == END:
+                break
+    return ids[2:]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_tokens_are_those_of_transformers(tiny, backend):
+    sounds = [noise(seed, seconds) for seed, seconds in ((1, 1.5), (2, 2.0), (3, 0.1))]
+    with make_llm(model_path=tiny_whisper(), backend=backend, **OPTIONS) as llm:
+        texts = llm.transcribe([data for _, data in sounds], use_tqdm=False)
+        found = [[segment.token_ids for segment in text.segments] for text in texts]
+        alone = [llm.transcribe(data, use_tqdm=False)[0] for _, data in sounds]
+    assert found == [[expected(tiny, samples)] for samples, _ in sounds]
+    assert alone == texts
+
+
+def test_a_long_sound_has_windows(tiny):
+    samples, data = noise(4, 4.5)
+    with make_llm(model_path=tiny_whisper(), backend="native", **OPTIONS) as llm:
+        (text,) = llm.transcribe(data, use_tqdm=False)
+        assert [(one.start_s, one.end_s) for one in text.segments] == [(0, 2), (2, 4), (4, 4.5)]
+        assert text.segments[2].token_ids == expected(tiny, samples[64_000:])
+        assert text.duration_s == 4.5 and text.srt().count(" --> ") == 3
+        for bad, message in (
+            ({"language": "de"}, "language: got 'de', allowed are en"),
+            ({"task": "translate"}, "hears English alone"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                llm.transcribe(data, use_tqdm=False, **bad)
+        with pytest.raises(InvalidRequest, match="got a text, but the model hears sounds"):
+            llm.generate("Hello", use_tqdm=False)
+
+
+def test_a_model_of_text_hears_nothing():
+    with make_llm() as llm, pytest.raises(InvalidRequest, match="hears no sound"):
+        llm.transcribe(b"")
+
+
+SENTENCES = {
+    "The quick brown fox jumps over the lazy dog.": "The quick roundfark stump, so the lazy dog.",
+    "Light bends when it passes from air into glass.": (
+        "light bends when it passes from air into glass."
+    ),
+    "Please close the window before you leave the house.": (
+        "Please close the window before you leave the house."
+    ),
+    "My brother bought three apples and a loaf of bread.": (
+        "My brother bought three apples and a loaf of bread."
+    ),
+    "The train to London leaves at half past seven.": (
+        "The train to London leaves at half past heaven."
+    ),
+    "She sells sea shells by the sea shore.": "She tells each hell by the sea shore.",
+    "Water boils at one hundred degrees.": "water boil at 100 degrees.",
+    "We will meet again on Monday morning.": "We will meet again on Monday morning.",
+    "The children are playing in the garden.": "The children are playing in the garden.",
+    "He opened the old book and began to read.": "He opened the old book and began to read.",
+}
+"""Sentences, and the texts that CTranslate2 4.8.5 makes of espeak-ng's speech in float32."""
+
+
+@pytest.mark.model
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng, which speaks")
+def test_texts_of_spoken_sentences_are_those_of_ctranslate2(tmp_path):
+    files = []
+    for index, sentence in enumerate(SENTENCES):
+        files.append(tmp_path / f"{index}.wav")
+        command = ["espeak-ng", "-v", "en", "-s", "140", "-w", str(files[-1]), sentence]
+        subprocess.run(command, check=True)
+    with LLM("whisper-tiny.en", report=quiet, dtype="float32") as llm:
+        texts = llm.transcribe(files, use_tqdm=False)
+        assert [text.text for text in texts] == list(SENTENCES.values())

@@ -1,0 +1,175 @@
+"""Images from outside: what is read, and what is refused before it costs anything."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from octavo.errors import InvalidRequest, UnsupportedModel
+from octavo.media.limits import ImageLimits
+from octavo.media.reader import PillowReader
+from octavo.media.rules import image_rules
+from tests.support.tiny_images import picture
+
+LIMITS = ImageLimits(max_images=3, max_bytes=100_000, max_pixels=100_000)
+FACTOR = 8
+
+
+def reader(limits: ImageLimits = LIMITS, *, side: int | None = None) -> PillowReader:
+    rules = image_rules({}, side=side, multiple=FACTOR, max_tokens=100)
+    return PillowReader(rules, limits, token_id=300, is_whole=False)
+
+
+def file_of(image: PIL.Image.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """Returns a PNG whose header promises so many pixels, and which has none of them."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    body = b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+GOOD = file_of(picture(0))
+
+
+def refusal(source: object, limits: ImageLimits = LIMITS) -> str:
+    with pytest.raises(InvalidRequest) as error:
+        reader(limits).read([source])
+    assert error.value.hint
+    return error.value.message
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (data_url(GOOD)[:-400], "the file is damaged or ends too early"),
+        (data_url(GOOD[:60]), "the file is damaged or ends too early"),
+        (data_url(GOOD)[:-3] + "!!!", "its base64 cannot be read"),
+        ("data:image/png;base64,", "got no bytes"),
+        ("data:image/png,abc", "got the data URL"),
+        (data_url(b"GIF? no image at all"), "the bytes are no image that can be read"),
+        (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "the bytes are no image"),
+        (data_url(png_of_size(0, 0)), "the bytes are no image that can be read"),
+        (data_url(png_of_size(5, 0)), "the bytes are no image that can be read"),
+        (data_url(png_of_size(1 << 30, 1 << 30)), "it has too many pixels"),
+        (data_url(png_of_size(100_000, 10)), "pixels, allowed are 1 to 65,536 a side"),
+        (data_url(png_of_size(10_000, 10_000)), "10,000 pixels, allowed are 100,000 in all"),
+        (data_url(b"x" * 100_001), "got a file of 100,00"),
+        ("http://127.0.0.1:9/cat.png", "this engine fetches nothing"),
+        ("https://example.org/cat.png", "this engine fetches nothing"),
+        ("ftp://example.org/cat.png", "allowed are data URLs"),
+        ("file:///etc/passwd", "allowed are data URLs"),
+        ("/etc/passwd", "allowed are data URLs"),
+        (data_url(file_of(picture(0, 900, 4))), "a side at most 200 times the other"),
+        (np.zeros((4, 4), np.uint8), "got an array (4, 4) of uint8"),
+        (np.zeros((0, 4, 3), np.uint8), "got 4 x 0 pixels"),
+        (17, "got int, allowed are"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 60 else "source",
+)
+def test_what_is_no_image_is_refused_with_a_hint(source, said):
+    assert said in refusal(source)
+
+
+def test_a_small_file_that_would_fill_memory_is_refused_by_its_size():
+    bomb = file_of(PIL.Image.new("L", (8_000, 8_000)))
+    limits = ImageLimits(max_images=1, max_bytes=10 << 20, max_pixels=50_000_000)
+    assert "8,000 x 8,000 pixels, allowed are 50,000,000 in all" in refusal(bomb, limits)
+
+
+def test_more_images_than_allowed_are_refused():
+    with pytest.raises(InvalidRequest, match="got 4 images, allowed are 3 a prompt"):
+        reader().read([GOOD] * 4)
+
+
+def test_files_are_read_within_their_folder_only(tmp_path):
+    folder, outside = tmp_path / "media", tmp_path / "secret.png"
+    folder.mkdir()
+    (folder / "cat.png").write_bytes(GOOD)
+    outside.write_bytes(GOOD)
+    (folder / "link.png").symlink_to(outside)
+    (folder / "sub").mkdir()
+    limits = ImageLimits(3, 100_000, 100_000, folder)
+    names = ["cat.png", "file:///cat.png", "file:cat.png", "sub/../cat.png"]
+    names += [str(folder / "cat.png"), f"file://{folder}/cat.png"]
+    for name in names:
+        (image,) = reader(limits).read([name])
+        assert image.num_tokens
+    for name in ("../secret.png", "link.png", str(outside), "sub", "", "nothing.png", "a\0b"):
+        assert "there is no file" in refusal(name, limits)
+
+
+def test_a_program_may_name_any_path(tmp_path):
+    file = tmp_path / "cat.png"
+    file.write_bytes(GOOD)
+    (by_path,), (by_bytes,) = reader().read([file]), reader().read([GOOD])
+    assert by_path == by_bytes
+    assert not Path(tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_each_format_is_read(kind):
+    (image,) = reader().read([data_url(file_of(picture(0, 64, 40), kind), f"image/{kind.lower()}")])
+    pixels = image.pixels
+    assert len(pixels.data) == 3 * pixels.height * pixels.width
+    assert (pixels.height, pixels.width) == (image.grid[0] * FACTOR, image.grid[1] * FACTOR)
+
+
+def test_an_image_is_turned_as_its_camera_was_held():
+    image = picture(0, 64, 40)
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    file = io.BytesIO()
+    image.save(file, "JPEG", exif=exif)
+    (turned,) = reader().read([file.getvalue()])
+    assert turned.pixels.height > turned.pixels.width
+
+
+def test_the_digest_is_of_the_pixels_that_are_read():
+    (one,), (same,) = reader().read([GOOD]), reader().read([data_url(GOOD)])
+    (other,) = reader().read([picture(1)])
+    assert one.pixels.digest == same.pixels.digest != other.pixels.digest
+    rules = image_rules({"image_mean": [0, 0, 0]}, side=None, multiple=FACTOR, max_tokens=100)
+    (scaled,) = PillowReader(rules, LIMITS, 300, is_whole=False).read([GOOD])
+    assert scaled.pixels.data == one.pixels.data and scaled.pixels.digest != one.pixels.digest
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"do_resize": False},
+        {"do_pan_and_scan": True},
+        {"image_mean": [0.5]},
+        {"min_pixels": "many"},
+    ],
+)
+def test_rules_that_are_not_followed_are_refused_by_name(given):
+    with pytest.raises(UnsupportedModel, match=next(iter(given))):
+        image_rules(given, side=None, multiple=FACTOR, max_tokens=100)
+
+
+def test_without_pillow_an_image_is_refused_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(InvalidRequest, match="Pillow, which decodes images, is not") as error:
+        reader().read([GOOD])
+    assert "pip install 'octavo[media]'" in (error.value.hint or "")

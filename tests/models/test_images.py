@@ -1,0 +1,228 @@
+"""Models that read images give transformers' logits, and the same bits however a prompt is cut.
+
+The oracle computes in float64 throughout, over the pixels of transformers' own image processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from octavo.backends.kv import BLOCK_SIZE
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.front.images import ImageInputs, PlacedImages
+from octavo.program.ops import num_position_axes
+from octavo.sampling_params import SamplingParams
+from octavo.step import NewRow, ScheduledRow, StepPlan
+from octavo.wiring.images import reader_of
+from octavo.wiring.model import build_tokenizer, lazy_grammars, load_model, open_model
+from octavo.worker.block_places import PagedPlaces
+from octavo.worker.patches import patches_of
+from octavo.worker.request_rows import RequestRows
+from octavo.worker.step_arrays import Spans, gather
+from octavo.worker.step_media import StepMedia, positions_of
+from tests.support.tiny_images import FAMILIES, IMAGE_ID, picture, processor_of, seeing_model
+from tests.support.tiny_models import double_precision, in_float64
+
+torch.set_num_threads(1)
+
+BACKENDS = ("reference", "torch", "native")
+TOLERANCE = {"reference": 1e-9, "torch": 3e-5, "native": 3e-5}
+MAX_BLOCKS = 24
+
+
+class SeeingRunner:
+    """The worker's half of an engine over a tiny model, driven step by step."""
+
+    def __init__(self, family: str, backend: str) -> None:
+        options = {"model": str(seeing_model(family).path), "backend": backend, "threads": 2}
+        options |= {"max_model_len": 256, "max_num_seqs": 4, "dtype": "float32"}
+        model = open_model(EngineConfig.from_options(**options))
+        self.tokenizer = build_tokenizer(model)
+        reader = reader_of(model.config, model.checkpoint, self.tokenizer)
+        self.images = ImageInputs(reader)
+        self.loaded = load_model(
+            model, lambda text: None, lazy_grammars(model, lambda: self.tokenizer)
+        )
+        assert self.loaded.tower is not None
+        axes = num_position_axes(self.loaded.program)
+        self.media = StepMedia(self.loaded.tower, self.loaded.rows, num_axes=axes)
+        (self.runnable,) = self.loaded.runnables.values()
+
+    def placed(self, text: str, *seeds: int) -> PlacedImages:
+        """Returns the tokens of a text with images, as the front makes them."""
+        assert self.tokenizer is not None
+        ids = self.tokenizer.encode(self.images.replaced(text), allow_special_text=True)
+        sizes = [(45, 37), (30, 52), (20, 20)]
+        images = [picture(seed, *sizes[seed % 3]) for seed in seeds]
+        return self.images.placed(ids, images)
+
+    def logits(
+        self, requests: Sequence[PlacedImages], chunks: Sequence[Sequence[int]]
+    ) -> list[NDArray]:
+        """Returns the logits of every token of each request; `chunks` holds for each step the
+        number of tokens that it computes of each.
+        """
+        rows, places = self.loaded.rows, PagedPlaces()
+        kv = self.loaded.backend.allocate(
+            self.loaded.layouts, [MAX_BLOCKS * len(requests)] * len(self.loaded.layouts)
+        )
+        encodes = {pixels.digest: pixels for request in requests for pixels in request.pixels}
+        plan = StepPlan(0, [], [], [], [], encodes=list(encodes.values()))
+        assert self.media.apply(plan) == []
+        for index, request in enumerate(requests):
+            name = str(index)
+            rows.add(
+                NewRow(name, request.token_ids, len(request.token_ids), SamplingParams(), 0,
+                       media=request.media)
+            )  # fmt: skip
+            blocks = np.arange(index * MAX_BLOCKS, (index + 1) * MAX_BLOCKS)
+            table = rows.block_tables[:, row_of(rows, index)]
+            table[:] = -1
+            table[:, : min(MAX_BLOCKS, table.shape[1])] = blocks[: table.shape[1]]
+        found: list[list[NDArray]] = [[] for _ in requests]
+        ends = [0] * len(requests)
+        for counts in chunks:
+            present = [index for index, count in enumerate(counts) if count]
+            for index in present:
+                ends[index] += counts[index]
+            spans = Spans(
+                np.array([row_of(rows, index) for index in present], np.intp),
+                np.array([ends[index] for index in present], np.int32),
+                np.cumsum([0, *(counts[index] for index in present)]).astype(np.int32),
+            )
+            batch = gather(rows, spans)
+            self.media.add(batch, spans)
+            batch.sample_rows = np.arange(len(batch.token_ids), dtype=np.int32)
+            logits = self.runnable.run(batch, kv).arrays["logits"]
+            for at, index in enumerate(present):
+                found[index].append(logits[spans.query_starts[at] : spans.query_starts[at + 1]])
+        for index in range(len(requests)):
+            rows.free(str(index), places)
+        assert ends == [len(request.token_ids) for request in requests]
+        return [np.concatenate(parts) for parts in found]
+
+
+def row_of(rows: RequestRows, index: int) -> int:
+    """Returns the permanent row of a request by its index."""
+    (row,) = rows.indices([ScheduledRow(str(index), 0, 0, [])])
+    return int(row)
+
+
+@cache
+def runner(family: str, backend: str) -> SeeingRunner:
+    return SeeingRunner(family, backend)
+
+
+@cache
+def oracle(family: str) -> Any:
+    return in_float64(seeing_model(family).tiny.model)
+
+
+def expected(family: str, placed: PlacedImages, seeds: Sequence[int]) -> NDArray:
+    """Returns transformers' logits of a prompt with images."""
+    sizes = [(45, 37), (30, 52), (20, 20)]
+    images = [picture(seed, *sizes[seed % 3]) for seed in seeds]
+    made = processor_of(family)(images=images, return_tensors="pt")
+    ids = torch.tensor([placed.token_ids])
+    kinds = (ids == IMAGE_ID).int()
+    inputs: dict[str, Any] = {"pixel_values": made["pixel_values"].double()}
+    if family == "gemma3":
+        inputs["token_type_ids"] = kinds
+    else:
+        inputs |= {"image_grid_thw": made["image_grid_thw"], "mm_token_type_ids": kinds}
+    with double_precision():
+        logits = oracle(family)(input_ids=ids, use_cache=False, **inputs).logits
+    found: NDArray = logits[0].numpy()
+    return found
+
+
+def text_of(family: str) -> str:
+    place = seeing_model(family).place
+    return f"Look: {place} and then {place}. What is the difference between the two of them?"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family, backend):
+    placed = runner(family, backend).placed(text_of(family), 0, 1)
+    (found,) = runner(family, backend).logits([placed], [[len(placed.token_ids)]])
+    wanted = expected(family, placed, (0, 1))
+    error = np.abs(found - wanted).max() / np.abs(wanted).max()
+    assert error < TOLERANCE[backend]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pixels_equal_those_of_transformers_processor(family):
+    run = runner(family, "reference")
+    (image,) = run.images.read([picture(1, 30, 52)])
+    made = processor_of(family)(images=[picture(1, 30, 52)], return_tensors="np")
+    tower = run.loaded.tower
+    assert tower is not None
+    patches = patches_of(image.pixels, tower.layout, tower.scale)
+    wanted = np.asarray(made["pixel_values"])
+    if family == "gemma3":
+        size, cell = tower.layout.patch_size, tower.layout.cell
+        cells = wanted.shape[-1] // (size * cell)
+        by_cell = wanted.reshape(3, cells, cell, size, cells, cell, size)
+        wanted = by_cell.transpose(1, 4, 2, 5, 0, 3, 6).reshape(len(patches.rows), -1)
+        found = patches.rows
+    else:
+        units = patches.rows.reshape(len(patches.cell_order), -1)
+        found = units[patches.cell_order].reshape(wanted.shape)
+        assert image.grid == tuple(np.asarray(made["image_grid_thw"])[0, 1:] // tower.layout.cell)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_batched_and_chunked_are_the_same_bits(family):
+    run = runner(family, "native")
+    first = run.placed(text_of(family), 0, 1)
+    second = run.placed(f"{seeing_model(family).place}!", 2)
+    third = run.placed("no image at all, but a rather long text about the weather")
+    requests = [first, second, third]
+    lengths = [len(request.token_ids) for request in requests]
+    together = run.logits(requests, [lengths])
+    for request, wanted in zip(requests, together, strict=True):
+        (alone,) = run.logits([request], [[len(request.token_ids)]])
+        np.testing.assert_array_equal(alone, wanted)
+    steps = chunks_of(first, [7] * 60)
+    (chunked,) = run.logits([first], [[count] for count in steps])
+    np.testing.assert_array_equal(chunked, together[0])
+
+
+def chunks_of(request: PlacedImages, sizes: Sequence[int]) -> list[int]:
+    """Returns sizes of chunks that end inside no image whose tokens are computed together."""
+    steps, end, length = [], 0, len(request.token_ids)
+    for size in sizes:
+        start, end = end, min(length, end + size)
+        for item in request.media:
+            if item.is_whole and item.place < end < item.end:
+                end = item.place if start < item.place else item.end
+        if end > start:
+            steps.append(end - start)
+    return steps
+
+
+def test_positions_turn_by_time_row_and_column():
+    run = runner("qwen2_vl", "reference")
+    placed = run.placed(text_of("qwen2_vl"), 0, 1)
+    made = processor_of("qwen2_vl")(images=[picture(0, 45, 37), picture(1, 30, 52)])
+    ids = torch.tensor([placed.token_ids])
+    wanted, _ = oracle("qwen2_vl").model.get_rope_index(
+        ids, (ids == IMAGE_ID).int(), torch.tensor(np.asarray(made["image_grid_thw"]))
+    )
+    places = np.arange(len(placed.token_ids), dtype=np.int32)
+    np.testing.assert_array_equal(positions_of(places, placed.media, 3), wanted[:, 0].numpy())
+
+
+def test_blocks_are_no_smaller_than_what_tests_cut():
+    """Says that the prompts span several blocks, an image's end among them."""
+    placed = runner("qwen2_vl", "reference").placed(text_of("qwen2_vl"), 0, 1)
+    assert placed.media[0].place // BLOCK_SIZE < placed.media[0].end // BLOCK_SIZE

@@ -1,0 +1,220 @@
+"""Adapters of a running server: its command line's, those that come and go, and bad ones."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.server.state.adapters import LoraModule
+from tests.support.live_server import LiveServer
+from tests.support.peft_adapters import save_adapter
+from tests.support.tiny_models import TinyModel, tiny_model
+from tests.support.tiny_tokenizer import tiny_model_with_text
+
+OPERATOR = "the operator"
+GREEDY = {
+    "prompt": [5, 17, 3, 99, 42, 50, 7, 8, 23, 60, 11, 20, 31, 77, 2, 9, 12, 18],
+    "max_tokens": 6,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of adapters: v1 and v2, and what lies outside of it."""
+    root = tmp_path_factory.mktemp("loras")
+    tiny = tiny_model("llama")
+    own = TinyModel(tiny.config, tiny_model_with_text(), tiny.model)
+    for seed, name in enumerate(("lora/v1", "lora/v2", "outside")):
+        save_adapter(own, root / name, seed=seed, r=4 + seed, lora_alpha=8)
+    return root
+
+
+@pytest.fixture(scope="module")
+def lora_server(folder):
+    server = LiveServer(
+        str(tiny_model_with_text()),
+        "--served-model-name=tiny",
+        "--enable-lora",
+        "--max-loras=2",
+        f"--lora-modules=first={folder}/lora/v1",
+        f"--lora-dir={folder}/lora",
+        f"--operator-key={OPERATOR}",
+        key="a key",
+    )
+    yield server
+    assert server.stop() == 0
+    assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.fixture
+def http(lora_server):
+    with lora_server.http() as client:
+        yield client
+
+
+@pytest.fixture
+def operator(lora_server):
+    headers = {"Authorization": f"Bearer {OPERATOR}"}
+    with httpx.Client(base_url=lora_server.url, headers=headers, timeout=60) as client:
+        yield client
+
+
+def tokens_of(http, model):
+    answer = http.post("/v1/completions", json=GREEDY | {"model": model})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def load(operator, name, path, **fields):
+    return operator.post(
+        "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path} | fields
+    )
+
+
+def unload(operator, name):
+    return operator.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def test_the_model_field_picks_an_adapter(http):
+    assert tokens_of(http, "first") != tokens_of(http, "tiny")
+    chat = http.post(
+        "/v1/chat/completions",
+        json={"model": "first", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    )
+    assert chat.status_code == 200 and chat.json()["model"] == "first"
+
+
+def test_models_lists_adapters_with_their_parent(http):
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert cards["first"]["parent"] == "tiny" and cards["first"]["root"] == "v1"
+    assert cards["tiny"]["parent"] is None
+    assert http.get("/v1/models/first").json() == cards["first"]
+
+
+def test_an_adapter_comes_and_goes(http, operator):
+    """A loaded adapter answers by its name; an unloaded one is not found."""
+    loaded = load(operator, "second", "v2")
+    assert loaded.status_code == 200, loaded.text
+    assert loaded.text == "Success: LoRA adapter 'second' added successfully."
+    assert tokens_of(http, "second") != tokens_of(http, "first")
+    again = load(operator, "second", "v2")
+    assert again.status_code == 400 and "loaded already" in again.text
+    assert unload(operator, "second").status_code == 200
+    gone = http.post("/v1/completions", json=GREEDY | {"model": "second"})
+    assert gone.status_code == 404
+    assert "The model `second` does not exist." in gone.text
+    assert unload(operator, "second").status_code == 404
+
+
+def test_only_the_operator_loads(http):
+    assert load(http, "mine", "v2").status_code == 403
+    assert unload(http, "first").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_path": "../outside"}, "allowed are folders under --lora-dir"),
+        ({"lora_path": "v1/../../outside"}, "allowed are folders under --lora-dir"),
+        ({"lora_path": "/etc"}, "allowed are folders under --lora-dir"),
+        ({"lora_path": "."}, "allowed are folders under --lora-dir"),
+        ({"lora_path": "v1\0"}, "allowed are folders under --lora-dir"),
+        ({"lora_path": "link"}, "allowed are folders under --lora-dir"),
+        ({"lora_path": "nowhere"}, "no adapter"),
+        ({"lora_path": "truncated"}, "not a sound safetensors file"),
+        ({"lora_path": "rank0"}, "r is 0, allowed are"),
+        ({"lora_path": ""}, "lora_path"),
+        ({"lora_name": "a b"}, "lora_name: got 'a b', allowed are"),
+        ({"lora_name": "tiny"}, "a model is called `tiny`"),
+        ({"lora_name": 3}, "lora_name"),
+        ({"load_inplace": "perhaps"}, "load_inplace"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_bad_adapters_are_refused_and_the_server_goes_on(http, operator, folder, fields, message):
+    """Each is a 400 that says what is wrong; requests of others are answered as before."""
+    lora = folder / "lora"
+    if not (lora / "rank0").exists():
+        (lora / "link").symlink_to(folder / "outside")
+        for name in ("truncated", "rank0"):
+            shutil.copytree(lora / "v1", lora / name)
+        file = lora / "truncated" / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:5000])
+        config = lora / "rank0" / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 0}))
+    body = {"lora_name": "bad", "lora_path": "v1"} | fields
+    answer = operator.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+    assert http.post("/v1/completions", json=GREEDY | {"model": "bad"}).status_code == 404
+    assert tokens_of(http, "first")
+
+
+def test_a_reload_under_load_hits_nothing_old(http, operator, lora_server):
+    """Requests beside reloads of the name that they give get one version's answer or the other's,
+    whole; the first after a reload gets the new one's.
+    """
+    assert load(operator, "v1", "v1").status_code == load(operator, "v2", "v2").status_code == 200
+    wanted = {path: tokens_of(http, path) for path in ("v1", "v2")}
+    assert wanted["v1"] != wanted["v2"]
+    assert load(operator, "turn", "v1").status_code == 200
+    found, stopped = [], threading.Event()
+
+    def ask():
+        with lora_server.http() as own:
+            while not stopped.is_set():
+                found.append(tokens_of(own, "turn"))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(6):
+            path = ("v2", "v1")[turn % 2]
+            assert load(operator, "turn", path, load_inplace=True).status_code == 200
+            assert tokens_of(http, "turn") == wanted[path]
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+    assert len(found) > 6 and all(tokens in wanted.values() for tokens in found)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("first", "got 'first': a path is needed"),
+        ("a b=/x", "a name has 1 to 200 letters"),
+        ("a=", "a path is needed"),
+        ('{"name": "a", "path": "/x", "other": 1}', "unknown key other"),
+        ('{"name": "a", "path": 3}', "a path is needed"),
+        ('{"name"', "it is not valid JSON"),
+    ],
+)
+def test_a_module_that_cannot_be_read_is_refused(module, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        LoraModule.parse(module)
+    assert refused.value.hint == "give NAME=PATH"
+
+
+def test_a_module_names_its_model():
+    assert LoraModule.parse("a=/x/y=z") == LoraModule("a", Path("/x/y=z"))
+    given = LoraModule.parse('{"name": "a", "path": "/x", "base_model_name": "tiny"}')
+    assert given == LoraModule("a", Path("/x"), "tiny")
+    with pytest.raises(ConfigError, match="two adapters are called a"):
+        LoraModule.parse_all(["a=/x", "a=/y"])
+
+
+def test_a_bad_adapter_of_the_command_line_ends_the_start():
+    model = str(tiny_model_with_text())
+    server = LiveServer(model, "--enable-lora", "--lora-modules=a=/nowhere", wait=False)
+    assert server.process.wait(60) == 2
+    assert "no adapter" in "\n".join(server.lines)

@@ -1,0 +1,53 @@
+"""Writes the tiny models' configs as transformers 4 does: run by hand, with that version installed
+beside no PyTorch, as `python dump_older_configs.py NEWER.json ../data/older_configs.json`.
+
+NEWER.json has each family's config as transformers 5 saved it; bases of rope are taken from there,
+since some defaults have changed between the two.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def options_of(family: str, newer: dict[str, Any]) -> dict[str, Any]:
+    """Returns the family's options in the words of transformers 4."""
+    shapes = runpy.run_path(str(HERE / "tiny_shapes.py"))["SHAPES"]
+    details = runpy.run_path(str(HERE / "tiny_details.py"))["DETAILS"]
+    options = {**shapes[family], **details.get(family, {})}
+    options.pop("rope_parameters", None)
+    rope = dict(newer.get("rope_parameters") or {})
+    by_type = [entry for entry in rope.values() if isinstance(entry, dict)]
+    if by_type and by_type[0] == by_type[-1]:
+        rope = dict(by_type[0])
+    if "rope_type" in rope:
+        options["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            options["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        if rope["rope_type"] != "default":
+            options["rope_scaling"] = rope
+    return {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **options}
+
+
+def main(source: str, target: str) -> None:
+    import transformers
+
+    found = {}
+    for family, newer in json.loads(Path(source).read_text()).items():
+        try:
+            config = transformers.AutoConfig.for_model(family, **options_of(family, newer))
+        except ValueError:
+            continue  # a family that only transformers 5 has
+        config.architectures = newer.get("architectures")
+        found[family] = json.loads(config.to_json_string()) | {"torch_dtype": "bfloat16"}
+    Path(target).write_text(json.dumps(found, sort_keys=True, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
