@@ -106,6 +106,12 @@ def test_a_killed_server_loses_nothing_that_it_had_not_begun_to_answer(router, s
     def body(number, **more):
         return BODY | {"prompt": f"prompt {number}", "seed": number, "max_tokens": 200, **more}
 
+    async def busy(server):
+        """Waits until a server has work, so that its end is one in the middle of answers."""
+        async with server.async_http() as client:
+            while (await client.get("/load")).json()["server_load"] < 8:
+                await asyncio.sleep(0.01)
+
     async def main():
         async with router.async_http() as client:
 
@@ -121,7 +127,7 @@ def test_a_killed_server_loses_nothing_that_it_had_not_begun_to_answer(router, s
                 return text, "error" in events[-1]
 
             tasks = [asyncio.ensure_future(ask(n)) for n in numbers for ask in (whole, stream)]
-            await asyncio.sleep(0.3)
+            await busy(servers[0])
             servers[0].process.send_signal(signal.SIGKILL)
             killed = await asyncio.gather(*tasks)
             again = [await whole(number) for number in numbers]
