@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from octavo.config.engine_config import SchedulerOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.front.latency_limit import LatencyLimit
 from octavo.errors import Overloaded

@@ -24,8 +24,9 @@ from octavo.engine.front.admission_limits import AdmissionLimits
 from octavo.engine.front.arguments import Messages, PoolingPrompt, Prompt, text_of
 from octavo.engine.front.changes import Fork, RequestUpdate
 from octavo.engine.front.front import Front
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin, Truncation
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
 from octavo.engine.front.pooling_jobs import OutputT, PoolingJob, PoolingJobs, PoolingPrompts, Texts
+from octavo.engine.front.prompt_inputs import Truncation
 from octavo.engine.front.request_stream import RequestStream
 from octavo.engine.front.transcriptions import MOST_WINDOWS, SoundWindow, SpeechOptions
 from octavo.engine.front.transfers import Transfers

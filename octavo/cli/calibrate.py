@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.flags import with_engine_flags
-from octavo.config.engine_config import SparsityOptions
+from octavo.config.backend_options import SparsityOptions
 from octavo.config.option import options_of
 
 DEFAULT_TOKENS = 4096

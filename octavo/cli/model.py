@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.config.engine_config import DEFAULT_MODEL
+from octavo.config.model_options import DEFAULT_MODEL
 from octavo.config.paths import public_name
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.config.engine_config import DEFAULT_MODEL
+from octavo.config.model_options import DEFAULT_MODEL
 
 
 def pull(

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.config.engine_config import DEFAULT_MODEL, option_fields
+from octavo.config.engine_config import option_fields
+from octavo.config.model_options import DEFAULT_MODEL
 from octavo.config.option import OptionField, convert, options_of
 from octavo.errors import ConfigError, did_you_mean
 from octavo.server.settings import ServerSettings

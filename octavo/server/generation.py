@@ -11,7 +11,8 @@ from typing import Any
 
 from octavo.async_llm import AsyncLLM
 from octavo.engine.front.arguments import Prompt as EnginePrompt
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin, Truncation
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
+from octavo.engine.front.prompt_inputs import Truncation
 from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput

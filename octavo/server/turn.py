@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from starlette.types import Receive
 
 from octavo.engine.front.arguments import Prompt
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin, Truncation
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.engine.front.prompt_inputs import Truncation
 from octavo.errors import ClientError, InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.ports import DEFAULT_RENDERING, Rendering

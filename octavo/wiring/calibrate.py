@@ -17,7 +17,8 @@ from octavo.backends.base import ObservingBackend, Runnable
 from octavo.backends.kv import KvCache
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader
-from octavo.config.engine_config import EngineConfig, SparsityOptions
+from octavo.config.backend_options import SparsityOptions
+from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.program.activation_curves import VERSION, Calibration
 from octavo.program.program import Program, Weight

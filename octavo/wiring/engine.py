@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.backends.base import AsyncBackend, Backend
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.config.derive import against_async_scheduling
+from octavo.config.checks import against_async_scheduling
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.clients.in_process import InProcessClient

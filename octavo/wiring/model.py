@@ -29,8 +29,11 @@ from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
-from octavo.config.derive import check_states, derive, for_encoder, for_whole_texts
-from octavo.config.engine_config import BackendChoice, CacheOptions, EngineConfig, TransferOptions
+from octavo.config.backend_options import BackendChoice
+from octavo.config.cache_options import CacheOptions, TransferOptions
+from octavo.config.derive import derive
+from octavo.config.engine_config import EngineConfig
+from octavo.config.model_kinds import check_states, for_encoder, for_whole_texts
 from octavo.config.paths import open_state_home, user_path
 from octavo.config.sizes import format_bytes
 from octavo.engine.clients.client import ModelFacts

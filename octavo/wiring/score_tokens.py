@@ -6,7 +6,7 @@ The loader finds the same in modules.json, where sentence-transformers has saved
 
 from __future__ import annotations
 
-from octavo.config.engine_config import ModelOptions
+from octavo.config.model_options import ModelOptions
 from octavo.errors import ConfigError
 from octavo.models.hf_config import HfConfig
 from octavo.ports import Checkpoint, ModelHeader

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from octavo.config.engine_config import CacheOptions, SchedulerOptions
+from octavo.config.cache_options import CacheOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_names import BlockNaming
 from octavo.engine.kv.block_pool import BlockGroup

@@ -5,7 +5,8 @@ Binds the file to the weights that it was made of; `calibrate.py` makes it.
 
 from __future__ import annotations
 
-from octavo.config.engine_config import EngineConfig, SparsityOptions
+from octavo.config.backend_options import SparsityOptions
+from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import open_state_home, user_path
 from octavo.errors import ConfigError
 from octavo.ports import Checkpoint

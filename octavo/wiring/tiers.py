@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
-from octavo.config.engine_config import CacheOptions, TransferOptions
+from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers

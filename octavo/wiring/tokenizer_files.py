@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
-from octavo.config.engine_config import ModelOptions
+from octavo.config.model_options import ModelOptions
 from octavo.config.paths import is_there, user_path
 from octavo.errors import ConfigError
 from octavo.ports import Checkpoint, TokenizerSource

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.config.engine_config import EngineConfig, ModelOptions, SchedulerOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.config.model_options import ModelOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.server.app import create_app
 from octavo.server.batch_gate import BatchGate, GatePace, PutBack
 from octavo.server.settings import ServerSettings

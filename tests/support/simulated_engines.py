@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.config.engine_config import CacheOptions, SchedulerOptions
+from octavo.config.cache_options import CacheOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.recording.recorder import FORMAT, Recorder, RecordingHeader

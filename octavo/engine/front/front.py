@@ -24,12 +24,12 @@ from octavo.engine.front.input_processor import (
     FrontRequest,
     InputProcessor,
     Origin,
-    Truncation,
     default_sampling_params,
 )
 from octavo.engine.front.output_processor import OutputProcessor, RequestState
 from octavo.engine.front.pooling_inputs import PoolingInputs
 from octavo.engine.front.pooling_jobs import PoolingJobs
+from octavo.engine.front.prompt_inputs import Truncation
 from octavo.engine.front.recent_requests import KEPT_S
 from octavo.engine.front.transcriptions import Transcriptions
 from octavo.engine.kv.pin import COMPUTE, check_pin, pin_of
@@ -126,7 +126,7 @@ class Front:
         """Returns a prompt with its token ids, for `prepare`; ContextTooLong where it cannot fit.
         Any thread may call it at any time.
         """
-        return self.inputs.tokenize(
+        return self.inputs.prompts.tokenize(
             prompt, add_special_tokens=add_special_tokens, truncation=truncation
         )
 
@@ -320,17 +320,17 @@ class Front:
     ) -> dict[str, Any]:
         """Renders a conversation through the model's chat template, as a prompt of token ids."""
         self.check_generates()
-        return self.inputs.chat_prompt(messages, rendering, truncation)
+        return self.inputs.prompts.chat_prompt(messages, rendering, truncation)
 
     def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
         """Returns the prompt that asks for the text between two texts; InvalidRequest where the
         model's vocabulary has no tokens for that.
         """
-        return self.inputs.infill_prompt(prefix, suffix)
+        return self.inputs.prompts.infill_prompt(prefix, suffix)
 
     def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
         """Renders a conversation through the model's chat template, as text."""
-        return self.inputs.render_chat(messages, rendering)
+        return self.inputs.prompts.render_chat(messages, rendering)
 
     # -- the engine as a whole ---------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from octavo.config.engine_config import SchedulerOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.requests.request import EngineOutput
 from octavo.engine.stats import EngineStats

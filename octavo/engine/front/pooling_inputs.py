@@ -168,7 +168,7 @@ class PoolingInputs:
         """Returns a prompt's tokens and its text, cut to the limit."""
         if self.pools.lower_case:
             prompt = _lower(prompt)
-        text, token_ids, _ = self.inputs.read_prompt(prompt, may_be_long=limit is not None)
+        text, token_ids, _ = self.inputs.prompts.read_prompt(prompt, may_be_long=limit is not None)
         if limit is None or len(token_ids) <= limit:
             return ReadPrompt(token_ids, text)
         return ReadPrompt(self._cut(text, token_ids, limit), text)
@@ -185,7 +185,7 @@ class PoolingInputs:
         if self.pools.lower_case:
             pair = replace(pair, first=pair.first.lower(), second=pair.second.lower())
         if limit is None and pair.max_second_tokens is None:
-            self.inputs.check_length(pair.first, pair.second)
+            self.inputs.prompts.check_length(pair.first, pair.second)
         tokenizer = need_tokenizer(
             self.inputs.tokenizer, "a pair of texts needs a tokenizer", "prompt"
         )
@@ -201,7 +201,7 @@ class PoolingInputs:
         """
         if text is None:
             return token_ids[:limit]
-        own = self.inputs.encode_plain(text)
+        own = self.inputs.prompts.encode_plain(text)
         num_special = len(token_ids) - len(own)
         first = next(at for at in range(num_special + 1) if token_ids[at : at + len(own)] == own)
         if limit < num_special:

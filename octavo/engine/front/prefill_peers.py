@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from octavo.config.engine_config import TransferOptions
+from octavo.config.cache_options import TransferOptions
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.kv.block_names import BlockNaming
 from octavo.engine.kv.known_blocks import note_events

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from octavo.config.engine_config import TransferOptions
+from octavo.config.cache_options import TransferOptions
 from octavo.errors import ConfigError, OctavoError
 from octavo.outputs import RequestOutput
 from octavo.transfer.address import endpoint, parse_address

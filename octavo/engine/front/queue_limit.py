@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from octavo.config.engine_config import SchedulerOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest, Overloaded
 

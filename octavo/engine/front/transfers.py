@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.config.engine_config import TransferOptions
+from octavo.config.cache_options import TransferOptions
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.front.prefill_peers import ComputeHere, PrefillPeers
 from octavo.engine.front.prefill_service import ComputePrompt, PrefillService

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.config.engine_config import CacheOptions
+from octavo.config.cache_options import CacheOptions
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams

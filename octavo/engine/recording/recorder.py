@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.config.engine_config import CacheOptions, SchedulerOptions
+from octavo.config.cache_options import CacheOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv.tier_connector import Tiers

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.config.engine_config import BackendChoice, LoraOptions, SparsityOptions
+from octavo.config.engine_config import EngineConfig
 from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.recording.recorder import (
     Event,
@@ -67,7 +67,8 @@ class Replay:
         self.found = Replayed()
         self.scheduler = scheduler_of(header, stop_texts)
         """The new scheduler, which stands where the last event has brought it."""
-        self._max_steps_ahead = max(MAX_STEPS_AHEAD, BackendChoice.lanes_in(header.options) - 1)
+        num_lanes = config_of(header).backend.pipeline_parallel_size
+        self._max_steps_ahead = max(MAX_STEPS_AHEAD, num_lanes - 1)
         self._executor = executor
         self._in_flight: deque[StepPlanned] = deque()
         """Recorded plans whose results have not come yet."""
@@ -157,8 +158,14 @@ class Replay:
                 )
 
 
+def config_of(header: RecordingHeader) -> EngineConfig:
+    """Returns the recorded engine's options."""
+    return EngineConfig.from_options(**header.options)
+
+
 def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = None) -> Scheduler:
     """Returns a scheduler like the recorded engine's, with no request yet."""
+    config = config_of(header)
     return build_scheduler(
         header.scheduler,
         header.cache,
@@ -167,10 +174,10 @@ def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = Non
         max_model_len=header.max_model_len,
         tiers=header.tiers,
         stop_texts=stop_texts,
-        num_adapter_slots=LoraOptions.slots_in(header.options),
+        num_adapter_slots=config.lora.num_slots,
         redraws=header.redraws,
-        names_generated=not SparsityOptions.is_approximate_in(header.options),
-        num_lanes=BackendChoice.lanes_in(header.options),
+        names_generated=not config.sparsity.is_approximate,
+        num_lanes=config.backend.pipeline_parallel_size,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.async_llm import AsyncLLM
-from octavo.engine.front.input_processor import Truncation
+from octavo.engine.front.prompt_inputs import Truncation
 from octavo.errors import InvalidRequest
 from octavo.server.openai.bodies import PromptBody
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Query, Response
 
-from octavo.engine.front.input_processor import Truncation
+from octavo.engine.front.prompt_inputs import Truncation
 from octavo.errors import InvalidRequest
 from octavo.ports import Tokenizer
 from octavo.sampling_limits import INT32_MAX

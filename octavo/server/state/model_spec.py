@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.config.engine_config import DEFAULT_MODEL
+from octavo.config.model_options import DEFAULT_MODEL
 from octavo.config.paths import is_there, public_name, user_path
 
 NAMED = re.compile(r"([\w.:-]+)=(.+)")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.early_rejection import arrivals, everything, limited, run
-from octavo.config.engine_config import SchedulerOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.front.latency_limit import LatencyLimit
 from octavo.engine.requests.request import EngineOutput

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.config.engine_config import SchedulerOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.front.queue_limit import MAX_S, QueueLimit, Size
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest, Overloaded

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from octavo import SamplingParams, __version__
-from octavo.config.engine_config import CacheOptions, SchedulerOptions
+from octavo.config.cache_options import CacheOptions
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.recording.recorder import (

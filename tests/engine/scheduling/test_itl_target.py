@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.config.cache_options import CacheOptions
 from octavo.config.derive import derive
-from octavo.config.engine_config import CacheOptions, EngineConfig, SchedulerOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.recording.recorder import FORMAT, Recorder, RecordingHeader, read_log

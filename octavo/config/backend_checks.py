@@ -1,0 +1,238 @@
+"""What computes, and on how many processes: refuses options that do not go together there."""
+
+from __future__ import annotations
+
+from octavo.config.backend_options import (
+    BackendChoice,
+    FleetOptions,
+    OffloadOptions,
+    SparsityOptions,
+)
+from octavo.config.cache_options import TransferOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.errors import ConfigError
+
+MAX_ENGINES = 64
+"""Most engines behind one front."""
+
+MAX_SPARSITY = 0.95
+"""Largest share of inputs or gates that may be taken for zero."""
+
+TORCH_ONLY = ("device", "attention_backend", "torch_kernels", "enforce_eager")
+NATIVE_ONLY = ("cpu_level",)
+"""Options that mean nothing on other backends, which are batch-invariant as they are."""
+
+TRANSFER = ("role", "prefill_peer", "kv_transfer_address", "kv_transfer_secret")
+"""Options that mean nothing without kv_transfer."""
+
+
+def check_backend(config: EngineConfig) -> None:
+    """Raises ConfigError where the options of what computes contradict each other or others."""
+    _check_choice(config.backend)
+    _check_offload(config)
+    _check_sparsity(config)
+    if config.model.quantization == "fp8" and config.backend.backend == "native":
+        hint = "use int8, which is the more exact, or set backend to torch"
+        raise ConfigError(
+            "quantization: fp8 is for the torch and reference backends, got 'native'", hint=hint
+        )
+    _check_ranks(config)
+    _check_fleet(config)
+    _check_transfer(config)
+
+
+def _check_choice(options: BackendChoice) -> None:
+    usual = BackendChoice()
+    given = [name for name in TORCH_ONLY if getattr(options, name) != getattr(usual, name)]
+    if given and options.backend != "torch":
+        raise ConfigError(
+            f"{given[0]}: allowed only with the torch backend, got {options.backend!r}",
+            hint="set backend to torch",
+        )
+    native_only = [name for name in NATIVE_ONLY if getattr(options, name) != getattr(usual, name)]
+    if native_only and options.backend != "native":
+        raise ConfigError(
+            f"{native_only[0]}: allowed only with the native backend, got {options.backend!r}",
+            hint="set backend to native",
+        )
+
+
+def _check_offload(config: EngineConfig) -> None:
+    options, usual = config.offload, OffloadOptions()
+    if options.weights_memory_bytes is None:
+        for name in ("weights_dir", "weights_schedule"):
+            if getattr(options, name) != getattr(usual, name):
+                raise ConfigError(
+                    f"{name}: allowed only with weights_memory_bytes",
+                    hint="set weights_memory_bytes to the memory that weights may take",
+                )
+        return
+    if config.backend.backend != "native":
+        raise ConfigError(
+            "weights_memory_bytes: allowed only with the native backend, got"
+            f" {config.backend.backend!r}",
+            hint="set backend to native, or leave weights_memory_bytes out",
+        )
+    if not options.weights_dir:
+        raise ConfigError(
+            "weights_memory_bytes: allowed only with weights_dir",
+            hint="name a directory on a disk with room for the model's weights",
+        )
+
+
+def _check_sparsity(config: EngineConfig) -> None:
+    """Raises ConfigError where work is to be left out that cannot be, or not like this."""
+    options, usual, backend = config.sparsity, SparsityOptions(), config.backend.backend
+    ffn = options.ffn_sparsity
+    if ffn not in (None, "exact") and not 0 < options.gate_sparsity <= MAX_SPARSITY:
+        raise ConfigError(
+            f"ffn_sparsity: got {ffn!r}, allowed is 'exact' or gate:SHARE with a share above 0 and"
+            f" at most {MAX_SPARSITY}, as 'gate:0.3'"
+        )
+    if not options.activation_sparsity <= MAX_SPARSITY:
+        raise ConfigError(
+            f"activation_sparsity: got {options.activation_sparsity:g}, allowed is 0 to"
+            f" {MAX_SPARSITY}"
+        )
+    if ffn == "exact" and backend != "native":
+        raise ConfigError(
+            f"ffn_sparsity: allowed only with the native backend, got {backend!r}",
+            hint="set backend to native",
+        )
+    name = "activation_sparsity" if options.activation_sparsity else "ffn_sparsity"
+    if not options.is_approximate:
+        for unused in ("calibration", "activation_sparsity_plan"):
+            if getattr(options, unused) != getattr(usual, unused):
+                raise ConfigError(
+                    f"{unused}: allowed only with activation_sparsity or ffn_sparsity gate:SHARE",
+                    hint=f"leave {unused} out",
+                )
+        return
+    if backend == "torch":
+        raise ConfigError(
+            f"{name}: allowed with the native and the reference backend, got 'torch'",
+            hint=f"set backend to native, or leave {name} out",
+        )
+    if config.backend.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{name}: allowed where tensor_parallel_size is 1, got"
+            f" {config.backend.tensor_parallel_size}",
+            hint=f"leave {name} out",
+        )
+    if not options.calibration:
+        raise ConfigError(
+            f"{name}: allowed only with a calibration",
+            hint="make one: octavo calibrate MODEL --text FILE --out FILE",
+        )
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    num_ranks = config.backend.tensor_parallel_size
+    if config.backend.pipeline_parallel_size > 1:
+        _check_stages(config)
+    if num_ranks == 1:
+        return
+    if config.backend.backend == "reference":
+        what = (
+            f"tensor_parallel_size: got {num_ranks}, allowed only with the backends native and"
+            " torch, got 'reference'"
+        )
+        raise ConfigError(what, hint="set backend to native, or leave tensor_parallel_size at 1")
+    if config.offload.weights_memory_bytes is not None:
+        what = (
+            f"weights_memory_bytes: allowed only where tensor_parallel_size is 1, got {num_ranks}"
+        )
+        raise ConfigError(what, hint="more ranks hold more weights in memory")
+    for name in ("prefix_cache_dir", "kv_offloading_size"):
+        if getattr(config.cache, name) is not None:
+            what = f"{name}: allowed only where tensor_parallel_size is 1, got {num_ranks}"
+            raise ConfigError(what, hint=f"leave out {name}, or leave tensor_parallel_size at 1")
+
+
+def _check_stages(config: EngineConfig) -> None:
+    """Raises ConfigError for options that several stages cannot keep to."""
+    got = f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}"
+    if config.backend.backend == "torch":
+        raise ConfigError(
+            f"{got}, allowed only with the backends native and reference, got 'torch'",
+            hint="set backend to native, or share out the heads: tensor_parallel_size",
+        )
+    usual = EngineConfig()
+    for part, name in (
+        ("backend", "tensor_parallel_size"),
+        ("fleet", "data_parallel_size"),
+        ("scheduler", "spec_method"),
+        ("lora", "enable_lora"),
+        ("offload", "weights_memory_bytes"),
+        ("cache", "prefix_cache_dir"),
+        ("cache", "kv_offloading_size"),
+        ("cache", "kv_cache"),
+        ("transfer", "kv_transfer"),
+        ("sparsity", "ffn_sparsity"),
+        ("sparsity", "activation_sparsity"),
+    ):
+        given = getattr(getattr(config, part), name)
+        if given != getattr(getattr(usual, part), name):
+            raise ConfigError(
+                f"{got}, which is not allowed beside {name} {given}",
+                hint=f"leave {name} out, or leave pipeline_parallel_size at 1",
+            )
+
+
+def _check_fleet(config: EngineConfig) -> None:
+    num_engines, usual = config.fleet.data_parallel_size, FleetOptions()
+    if num_engines == 1:
+        if config.fleet.routing_policy != usual.routing_policy:
+            raise ConfigError(
+                f"routing_policy: got {config.fleet.routing_policy!r}, allowed only with several"
+                " engines",
+                hint="set data_parallel_size above 1, or leave routing_policy out",
+            )
+        return
+    got = f"data_parallel_size: got {num_engines}"
+    if num_engines > MAX_ENGINES:
+        raise ConfigError(f"{got}, allowed is at most {MAX_ENGINES}")
+    if config.backend.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{got}, allowed is 1 with tensor_parallel_size {config.backend.tensor_parallel_size}",
+            hint="start a server for each group of ranks",
+        )
+    if config.transfer.kv_transfer is not None:
+        raise ConfigError(
+            f"{got}, allowed is 1 with kv_transfer", hint="start a server for each engine"
+        )
+    if config.backend.backend == "torch" and config.cache.kv_cache_memory_bytes is None:
+        raise ConfigError(
+            f"{got} on the torch backend without kv_cache_memory_bytes",
+            hint="say how much memory each engine's KV cache takes",
+        )
+
+
+def _check_transfer(config: EngineConfig) -> None:
+    options, usual = config.transfer, TransferOptions()
+    if options.kv_transfer is None:
+        given = [name for name in TRANSFER if getattr(options, name) != getattr(usual, name)]
+        if given:
+            raise ConfigError(
+                f"{given[0]}: allowed only with kv_transfer", hint="set kv_transfer to zmq"
+            )
+        return
+    if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
+        raise ConfigError("kv_transfer: allowed only where the KV cache and prefix caching are on")
+    if config.cache.prefix_cache_dir is not None:
+        raise ConfigError(
+            "kv_transfer: allowed only without prefix_cache_dir",
+            hint="let the engines that compute prompts keep them in memory (kv_transfer_size)",
+        )
+    if config.backend.tensor_parallel_size > 1:
+        num_ranks = config.backend.tensor_parallel_size
+        raise ConfigError(
+            f"kv_transfer: allowed only where tensor_parallel_size is 1, got {num_ranks}"
+        )
+    if options.role == "decode" and not options.prefill_peer:
+        raise ConfigError(
+            "role: got 'decode' without a prefill_peer",
+            hint="name the kv_transfer_address of each engine with role prefill",
+        )
+    if options.role == "prefill" and options.prefill_peer:
+        raise ConfigError("role: got 'prefill' with a prefill_peer, allowed are decode and both")

@@ -1,0 +1,159 @@
+"""Options of what computes, where, on how many processes, and what it may leave out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.config.option import option
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """Options of what computes, and where."""
+
+    backend: Literal["native", "torch", "reference"] | None = option(
+        None,
+        "what computes: native (C++ kernels), torch (any device PyTorch has) or reference (NumPy"
+        " float64, slow); default torch where it has a CUDA device, else native",
+    )
+    device: Literal["cpu", "cuda"] | None = option(
+        None, "where torch computes; default cuda where there is one, else cpu"
+    )
+    attention_backend: Literal["auto", "triton", "sdpa", "flashinfer"] = option(
+        "auto",
+        "torch: which kernels compute attention; sdpa: PyTorch's own, on any device; flashinfer:"
+        " where it is installed, on CUDA; auto: triton on CUDA where it is installed, else sdpa",
+    )
+    torch_kernels: Literal["auto", "plain", "triton"] = option(
+        "auto",
+        "torch: what computes norms, gates, few rows' products with packed weights, experts and"
+        " draws; auto: triton on CUDA, else plain",
+    )
+    enforce_eager: bool = option(False, "torch on CUDA: capture no decode steps as graphs")
+    batch_invariant: bool = option(
+        False,
+        "torch: a request's tokens and logprobs are the same bits in any company, as they always"
+        " are on the others; slower",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "native, torch: processes that share out the heads and widths of every layer; on CUDA each"
+        " has a device of its own",
+        low=1,
+        short="-tp",
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "native, reference: processes that share out the layers and compute one behind another,"
+        " with as many steps in flight",
+        low=1,
+        short="-pp",
+    )
+    cpu_level: Literal[
+        "auto", "portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"
+    ] = option(
+        "auto",
+        "native: the instruction set that its kernels use, lower to compare or to have another"
+        " machine's numbers",
+    )
+    threads: int | None = option(
+        None,
+        "compute threads of each process; default the physical cores this process may use",
+        low=1,
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute one engine's model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """Options of several engines of one model behind one front."""
+
+    data_parallel_size: int = option(
+        1,
+        "engines of the model, each a process of its own with its weights and KV cache, which share"
+        " out the requests; kv_cache_memory_bytes, swap_space, threads and max_num_seqs are each"
+        " one's",
+        low=1,
+        short="-dp",
+    )
+    routing_policy: Literal["kv", "least_tokens", "round_robin", "sticky"] = option(
+        "kv",
+        "which engine computes a request: kv, the soonest by queue, cached blocks and measured"
+        " rate; the one with the fewest tokens; each in turn; or one for each tenant and beginning"
+        " of a prompt",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptions:
+    """Options of weights that are not all in memory."""
+
+    weights_memory_bytes: int | None = option(
+        None,
+        "native: most memory of the weights, e.g. 512MiB; the others are read from weights_dir for"
+        " each step; default all are in memory",
+        unit="bytes",
+        low=1,
+    )
+    weights_dir: str | None = option(
+        None,
+        "with weights_memory_bytes: directory of the file that weights are packed into once and"
+        " read from, on a disk",
+    )
+    weights_schedule: Literal["pinned", "layers"] = option(
+        "pinned",
+        "with weights_memory_bytes: keep a part and read the rest product by product; or read whole"
+        " layers in order and keep nothing",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityOptions:
+    """Options of work that need not be done."""
+
+    ffn_sparsity: str | None = option(
+        None,
+        "exact, native: read no weight of a feed-forward layer whose input is zero after a relu,"
+        " where one or two requests decode; the results are the same bits. gate:SHARE, e.g."
+        " gate:0.3: take that share of the gates of generated tokens for zero (CATS); needs a"
+        " calibration and changes results",
+    )
+    activation_sparsity: float = option(
+        0.0,
+        "share of the inputs of each layer's products, up to 0.95, that are taken for zero, the"
+        " smallest ones, in generated tokens (TEAL); needs a calibration and changes results",
+        low=0,
+    )
+    activation_sparsity_plan: Literal["uniform", "greedy"] = option(
+        "uniform",
+        "whether each product has that share, or each layer has it on average, more where its"
+        " output changes less",
+    )
+    calibration: str | None = option(
+        None, "file of `octavo calibrate` for the same weights, which says what is small"
+    )
+
+    @property
+    def gate_sparsity(self) -> float:
+        """Share of gates that are taken for zero; NaN where the option is of no form."""
+        if self.ffn_sparsity is None or not self.ffn_sparsity.startswith("gate:"):
+            return 0.0
+        try:
+            return float(self.ffn_sparsity.removeprefix("gate:"))
+        except ValueError:
+            return math.nan
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether generated tokens are computed otherwise than a prompt's."""
+        return bool(self.activation_sparsity or self.gate_sparsity)
+
+    def numbers(self) -> list[Any]:
+        """Returns what decides the numbers of generated tokens, beside the calibration."""
+        return [self.activation_sparsity, self.activation_sparsity_plan, self.gate_sparsity]

@@ -1,0 +1,196 @@
+"""Refuses options that do not go together, or whose values are out of range."""
+
+from __future__ import annotations
+
+import math
+
+from octavo.config.backend_checks import check_backend
+from octavo.config.cache_options import CacheOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.config.scheduler_options import ObserveOptions, SchedulerOptions
+from octavo.errors import ConfigError
+
+MIN_STALL_S = 1.0
+"""Least stall_timeout, in seconds: every step reports progress several times in it."""
+
+MAX_LORA_RANK = 1024
+
+
+def check(config: EngineConfig) -> None:
+    """Raises ConfigError where options do not go together, or a value is out of its range."""
+    _check_tenants(config.scheduler)
+    _check_prefill(config.scheduler)
+    _check_prefix_cache(config.cache)
+    _check_observe(config.observe)
+    _check_layout(config.cache)
+    if config.scheduler.async_scheduling == "on" and (why := against_async_scheduling(config)):
+        raise ConfigError(
+            f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto"
+        )
+    check_backend(config)
+    if not 0 < config.cache.gpu_memory_utilization <= 1:
+        got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
+        raise ConfigError(f"{got}, allowed is a share above 0 and at most 1")
+    if config.scheduler.watermark >= 1:
+        got = f"watermark: got {config.scheduler.watermark:g}"
+        raise ConfigError(f"{got}, allowed is a share below 1")
+    _check_adapters(config)
+    _check_draws(config)
+    _check_speculation(config)
+
+
+def _check_tenants(options: SchedulerOptions) -> None:
+    tenant_weights(options)
+    of_tenants = options.tenant_weight or options.max_num_seqs_per_tenant is not None
+    if options.scheduling_policy != "fair" and of_tenants:
+        got = f"got {options.scheduling_policy!r}"
+        raise ConfigError(
+            f"scheduling_policy: {got}, but tenants have weights or limits",
+            hint="set scheduling_policy to fair",
+        )
+
+
+def _check_prefill(options: SchedulerOptions) -> None:
+    if options.scheduler_delay_factor and options.enable_chunked_prefill:
+        raise ConfigError(
+            f"scheduler_delay_factor: got {options.scheduler_delay_factor:g}, allowed is 0 with"
+            " chunked prefill",
+            hint="set enable_chunked_prefill to False, or leave scheduler_delay_factor out: chunks"
+            " hold up no request",
+        )
+    if options.itl_target_ms is not None and not options.enable_chunked_prefill:
+        raise ConfigError(
+            f"itl_target_ms: got {options.itl_target_ms:g}, allowed only with chunked prefill",
+            hint="leave enable_chunked_prefill as it is: prompts that stay whole cannot be cut to"
+            " fit a time",
+        )
+    if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
+        raise ConfigError(
+            "long_prefill_token_threshold: allowed only with chunked prefill",
+            hint="leave enable_chunked_prefill as it is",
+        )
+
+
+def _check_observe(options: ObserveOptions) -> None:
+    if options.record == "":
+        raise ConfigError("record: got an empty name, allowed is the path of a file")
+    if 0 < options.stall_timeout < MIN_STALL_S:
+        raise ConfigError(
+            f"stall_timeout: got {options.stall_timeout:g}, allowed is 0 (off) or at least"
+            f" {MIN_STALL_S:g} second"
+        )
+
+
+def _check_prefix_cache(cache: CacheOptions) -> None:
+    for name in ("prefix_cache_dir", "kv_offloading_size"):
+        if getattr(cache, name) is not None and not (
+            cache.enable_prefix_caching and cache.kv_cache
+        ):
+            raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
+
+
+def _check_layout(cache: CacheOptions) -> None:
+    if cache.kv_layout == "virtual" and cache.enable_prefix_caching:
+        what = (
+            "kv_layout: virtual gives each request addresses of its own, prefix caching needs"
+            " shared blocks"
+        )
+        raise ConfigError(
+            what, hint="set enable_prefix_caching to False, or leave kv_layout at paged"
+        )
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    """Raises ConfigError where the options of adapters contradict each other."""
+    lora = config.lora
+    if not lora.enable_lora:
+        return
+    if lora.max_lora_rank > MAX_LORA_RANK:
+        raise ConfigError(
+            f"max_lora_rank: got {lora.max_lora_rank}, allowed is at most {MAX_LORA_RANK}"
+        )
+    if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras: got {lora.max_cpu_loras}, allowed is at least max_loras,"
+            f" {lora.max_loras}"
+        )
+    if config.backend.tensor_parallel_size > 1:
+        raise ConfigError(
+            "enable_lora: adapters are for one rank, got tensor_parallel_size"
+            f" {config.backend.tensor_parallel_size}",
+            hint="merge the adapter into the model",
+        )
+
+
+def _check_draws(config: EngineConfig) -> None:
+    """Raises ConfigError where tokens cannot be drawn as the options say."""
+    draws = config.draws
+    given = {"logits_processors": draws.processors, "structured_close": draws.structured_close}
+    for name, value in given.items():
+        if value and config.backend.backend == "torch":
+            raise ConfigError(
+                f"{name}: allowed with the native and the reference backend, got 'torch'",
+                hint=f"set backend to native, or leave {name} out",
+            )
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    """Raises ConfigError where the options of speculation contradict each other or others."""
+    options = config.scheduler
+    if (options.spec_method == "draft_model") != (options.spec_model is not None):
+        raise ConfigError(
+            f"spec_model: got {options.spec_model} with spec_method {options.spec_method}; the"
+            " method draft_model and a spec_model belong together",
+            hint="name both, or neither",
+        )
+    if options.spec_model is None:
+        return
+    others = {
+        "tensor_parallel_size": config.backend.tensor_parallel_size > 1,
+        "weights_memory_bytes": config.offload.weights_memory_bytes is not None,
+        "kv_transfer": config.transfer.kv_transfer is not None,
+        "kv_cache": not config.cache.kv_cache,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise ConfigError(
+                f"spec_model: got {options.spec_model}, which is not allowed beside {name}",
+                hint=f"leave {name} or spec_model out",
+            )
+
+
+def against_async_scheduling(config: EngineConfig) -> str:
+    """Returns why no step can be planned while another is computed, whatever the device; "" where
+    none of the options stands against it.
+    """
+    if config.backend.backend != "torch":
+        return f"the {config.backend.backend} backend computes where the plans are made"
+    if config.backend.tensor_parallel_size > 1:
+        return "ranks (tensor_parallel_size) carry out one step at a time"
+    if config.scheduler.spec_method is not None:
+        return "what is guessed (spec_method) follows from the last token"
+    if not config.cache.kv_cache:
+        return "without the KV cache (kv_cache) a step computes again what the one before has drawn"
+    if config.scheduler.scheduler_delay_factor:
+        return (
+            "scheduler_delay_factor counts from the end of a step with a prompt, which must have"
+            " come back"
+        )
+    return ""
+
+
+def tenant_weights(options: SchedulerOptions) -> dict[str, float]:
+    """Parses the options "NAME=WEIGHT"; returns the weights by name."""
+    weights = {}
+    for text in options.tenant_weight:
+        name, _, weight = text.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            weights[name] = 0.0
+        if not name or not 0 < weights[name] < math.inf:
+            raise ConfigError(
+                f"tenant_weight: got {text!r}, allowed is NAME=WEIGHT with a number above 0, such"
+                " as alice=2"
+            )
+    return weights

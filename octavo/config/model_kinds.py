@@ -1,0 +1,78 @@
+"""What a kind of model makes of the options: encoders, decoders behind one, recurrent states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.config.engine_config import EngineConfig
+from octavo.errors import ConfigError
+
+
+def for_whole_texts(config: EngineConfig) -> EngineConfig:
+    """Returns the config of a model that reads each text whole, in one step, and keeps no KV
+    beyond it: prompts are not chunked, and no prefix of one is found again.
+    """
+    return replace(
+        config,
+        scheduler=replace(config.scheduler, enable_chunked_prefill=False),
+        cache=replace(config.cache, enable_prefix_caching=False),
+    )
+
+
+def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
+    """Returns the config of a decoder behind an encoder, whose longest input has `max_input_len`
+    rows: each input is encoded whole, in one step, and no prefix is found again. ConfigError names
+    an option that asks for what such a model cannot do.
+    """
+    usual = EngineConfig()
+    for group, names in (
+        ("cache", ("kv_cache", "kv_layout", "prefix_cache_dir", "kv_offloading_size")),
+        ("transfer", ("kv_transfer",)),
+        ("backend", ("tensor_parallel_size", "pipeline_parallel_size")),
+        ("offload", ("weights_memory_bytes",)),
+        ("lora", ("enable_lora",)),
+    ):
+        for name in names:
+            given, allowed = (getattr(getattr(one, group), name) for one in (config, usual))
+            if given != allowed:
+                raise ConfigError(
+                    f"{name}: got {given}, but the model is a decoder behind an encoder; allowed is"
+                    f" {allowed}",
+                    hint=f"leave {name} out",
+                )
+    if config.scheduler.spec_method == "draft_model" or config.model.quantization == "int4":
+        name = "spec_method" if config.scheduler.spec_method == "draft_model" else "quantization"
+        raise ConfigError(
+            f"{name}: got {'draft_model' if name == 'spec_method' else 'int4'}, which is for"
+            " decoders alone; the model is a decoder behind an encoder",
+            hint=f"leave {name} out",
+        )
+    wanted = config.model.max_encoder_len
+    if wanted is not None and wanted > max_input_len:
+        raise ConfigError(
+            f"max_encoder_len: got {wanted}, allowed is at most the model's, {max_input_len}",
+            hint="leave max_encoder_len out",
+        )
+    max_encoder_len = wanted or max_input_len
+    if config.scheduler.max_num_batched_tokens <= max_encoder_len:
+        raise ConfigError(
+            f"max_num_batched_tokens: got {config.scheduler.max_num_batched_tokens}, but an input"
+            f" of {max_encoder_len} rows is encoded in one step, with a token behind it",
+            hint=f"raise it to {max_encoder_len + 1}, or lower max_encoder_len",
+        )
+    return replace(
+        config,
+        model=replace(config.model, max_encoder_len=max_encoder_len),
+        cache=replace(config.cache, enable_prefix_caching=False),
+    )
+
+
+def check_states(config: EngineConfig) -> None:
+    """Raises ConfigError where an option asks for what a model with recurrent states cannot do."""
+    backend, method = config.backend, config.scheduler.spec_method
+    if method is not None and backend.backend == "torch" and backend.batch_invariant:
+        raise ConfigError(
+            f"spec_method: got {method} with batch_invariant on torch, where the rows of a guess"
+            " are steps of their own and a recurrent state cannot return behind them",
+            hint="leave spec_method or batch_invariant out",
+        )

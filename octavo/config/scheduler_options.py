@@ -1,0 +1,125 @@
+"""Options of the queue, of what runs together in a step, and of watching both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.config.option import option
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Options of the queue and of what runs together in a step."""
+
+    max_num_batched_tokens: int = option(
+        2048, "most tokens computed in one step", unit="count", low=1
+    )
+    itl_target_ms: float | None = option(
+        None,
+        "bound on what a running request waits between two tokens, in milliseconds, where decoding"
+        " alone allows it: prompts are cut by the predicted time of a step",
+        low=1,
+    )
+    max_num_seqs: int = option(128, "most requests running at once", low=1)
+    max_num_queued_reqs: int = option(
+        1024, "most requests waiting; beyond it a server answers 429", low=1
+    )
+    max_num_queued_tokens: int | None = option(
+        None, "most prompt tokens waiting; beyond it a server answers 429", unit="count", low=1
+    )
+    max_predicted_ttft_s: float | None = option(
+        None,
+        "predicted seconds to a request's first token, by the queue and by measured costs, beyond"
+        " which a server answers 429",
+        low=0,
+    )
+    max_predicted_tpot_s: float | None = option(
+        None,
+        "predicted seconds between a request's tokens beyond which a server answers 429",
+        low=0,
+    )
+    max_prompt_len: int | None = option(
+        None, "longest prompt taken; default what the context has room for", unit="count", low=1
+    )
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = option(
+        "fcfs",
+        "who starts first: by arrival; by priority, lower first; or the tenant served least for its"
+        " weight",
+    )
+    tenant_weight: tuple[str, ...] = option(
+        (), "NAME=WEIGHT of a tenant under the fair policy, else 1; may be given several times"
+    )
+    max_num_seqs_per_tenant: int | None = option(
+        None, "most requests of one tenant running under the fair policy", low=1
+    )
+    watermark: float = option(
+        0.01, "share of the KV blocks that stay free when a request starts beside others", low=0
+    )
+    enable_chunked_prefill: bool = option(
+        True, "compute long prompts in pieces, beside the requests that generate"
+    )
+    long_prefill_token_threshold: int = option(
+        0,
+        "most tokens of one prompt in a step, so that others start beside it; default 0, as many as"
+        " the step has",
+        unit="count",
+        low=0,
+    )
+    scheduler_delay_factor: float = option(
+        0.0,
+        "without chunked prefill: after a step with a prompt, so many times as long without one,"
+        " for those that generate",
+        low=0,
+    )
+    batching: Literal["continuous", "static", "dynamic", "none"] = option(
+        "continuous",
+        "start requests at any step, or (to compare) in batches that run to their end: as they"
+        " wait, when full, singly",
+    )
+    batch_window_ms: int = option(50, "how long dynamic batching waits for a batch to fill", low=0)
+    num_scheduler_steps: int | None = option(
+        None,
+        "most decode steps computed for one plan, in one native call, while no request waits;"
+        " default 8 with native on one rank, else 1",
+        low=1,
+    )
+    preemption_mode: Literal["auto", "swap", "recompute"] = option(
+        "auto",
+        "what happens to a request that gives up its KV blocks: to host memory, computed again, or"
+        " the cheaper as measured",
+    )
+    spec_method: Literal["ngram", "suffix", "draft_model", "grammar"] | None = option(
+        None,
+        "guess tokens and verify several in one step, where that is measured to pay: ngram, what"
+        " followed the last few tokens before; suffix, the same of the longest match; draft_model,"
+        " what the model of spec_model would write; grammar, only text that a form leaves no choice"
+        " of, which the others guess too; no token changes",
+    )
+    spec_model: str | None = option(
+        None,
+        "a smaller model with the same tokens that guesses them (spec_method draft_model); a name"
+        " or a path, as for model",
+    )
+    spec_tokens: int = option(8, "most tokens of one guess", low=1)
+    async_scheduling: Literal["auto", "on", "off"] = option(
+        "auto",
+        "plan a step while the device computes the one before (torch); auto: on CUDA, where nothing"
+        " speaks against it",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveOptions:
+    """Options of recording and watching an engine."""
+
+    record: str | None = option(
+        None,
+        "file that every request, plan and result is written to, for `octavo replay`; overwritten",
+    )
+    stall_timeout: float = option(
+        60.0,
+        "seconds in which a step must get ahead: a server's engine that hangs is replaced, and what"
+        " hung it fails; 0 waits forever",
+        low=0,
+    )
