@@ -100,6 +100,8 @@ class OtherRanks:
         self.num_ranks = num_ranks
         self._encoder = msgspec.msgpack.Encoder()
         self._lost: OctavoError | None = None
+        self._dead: EngineDead | None = None
+        """Error of every step from the first fault of any rank on."""
         self._is_lost = threading.Event()
         self._on_loss: list[OnLoss] = []
         self._lock = threading.Lock()
@@ -129,10 +131,19 @@ class OtherRanks:
                 return
         on_loss(self._lost)
 
-    def wait_for_loss(self, timeout_s: float = NOTICE_S) -> OctavoError | None:
-        """Returns why a rank has ended by itself; None if all still live after that time."""
-        self._is_lost.wait(timeout_s)
-        return self._lost
+    def check(self) -> None:
+        """Raises EngineDead from the first fault of any rank on."""
+        if self._lost is not None:
+            self._die(self._lost, "")
+        if self._dead is not None:
+            raise self._dead
+
+    def ended_by(self, error: Exception, place: str) -> EngineDead:
+        """Ends all ranks after a step has failed at `place`, this process's part of the model, and
+        returns the error to raise: why a rank has ended by itself, where that was the reason.
+        """
+        self._is_lost.wait(NOTICE_S)
+        return self._die(self._lost or error, place)
 
     def send(self, message: ToRank) -> None:
         data = self._encoder.encode(message)
@@ -155,6 +166,18 @@ class OtherRanks:
         for rank in self._ranks:
             rank.close(max(0.0, end - time.monotonic()))
         self._ranks.clear()
+
+    def _die(self, error: Exception, place: str) -> EngineDead:
+        """Ends all ranks at the first fault: once out of step, none of them is of any use."""
+        if self._dead is None:
+            what = (
+                error.message
+                if isinstance(error, OctavoError)
+                else f"{place} has failed: {type(error).__name__}: {error}"
+            )
+            self._dead = EngineDead(f"the engine can compute nothing any more: {what}")
+            self.close(patience_s=0.0)
+        return self._dead
 
     def _note_loss(self, error: OctavoError) -> None:
         with self._lock:

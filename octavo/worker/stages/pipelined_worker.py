@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from octavo.errors import EngineDead, OctavoError
 from octavo.outputs import Profile
 from octavo.ports import Between
 from octavo.step import StepPlan, StepResult
@@ -42,7 +41,6 @@ class PipelinedWorker:
         self._others = others
         self._before = link.before
         self._launched: deque[PipelinedStep] = deque()
-        self._dead: EngineDead | None = None
 
     @property
     def progress(self) -> int:
@@ -53,18 +51,14 @@ class PipelinedWorker:
 
     def launch(self, plan: StepPlan) -> PipelinedStep:
         assert plan.num_steps == 1, "a stage learns of a token when the last one has drawn it"
-        if self._others.lost is not None:
-            self._die(self._others.lost)
-        if self._dead is not None:
-            raise self._dead
+        self._others.check()
         self._others.send(Execute(plan))
         self._launched.append(PipelinedStep(plan, self))
         return self._launched[-1]
 
     def finish(self, step: PipelinedStep) -> StepResult:
         """Computes the last stage of the oldest plan in flight."""
-        if self._dead is not None:
-            raise self._dead
+        self._others.check()
         first = self._launched.popleft()
         assert first is step, "steps are taken in in the order of their launches"
         try:
@@ -72,8 +66,7 @@ class PipelinedWorker:
                 self._before.receive()
             result = self._worker.execute(step.plan)
         except Exception as error:
-            self._die(self._others.wait_for_loss() or error)
-            raise self._dead or error from error
+            raise self._others.ended_by(error, "the last stage") from error
         drawn = [
             DrawnTokens(row.request_id, row.start + row.num_tokens, made.token_ids)
             for row, made in zip(step.plan.rows, result.rows, strict=True)
@@ -97,14 +90,3 @@ class PipelinedWorker:
         self._others.close()
         self._before.close()
         self._worker.close()
-
-    def _die(self, error: Exception) -> None:
-        """Ends all other stages: once out of step, none of them is of any use."""
-        if self._dead is None:
-            what = (
-                error.message
-                if isinstance(error, OctavoError)
-                else f"the last stage has failed: {type(error).__name__}: {error}"
-            )
-            self._dead = EngineDead(f"the engine can compute nothing any more: {what}")
-            self._others.close(patience_s=0.0)
