@@ -28,6 +28,7 @@ from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.sentence_modules import with_pooling
+from octavo.checkpoint.tied_head import OWN_HEAD, has_own_head, other_names
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import StoredTensor, TokenizerSource
 from octavo.quant.fp8 import FP8
@@ -148,6 +149,8 @@ class SafetensorsCheckpoint:
         self._buffers = {id(entry.buffer): entry.buffer for entry in entries.values()}
         self._check_index(entries)
         self._entries = entries if quantized is None else _by_matrix(entries, quantized)
+        if self.config.get("tie_word_embeddings") is not False and has_own_head(self._plain):
+            self.config[OWN_HEAD] = True
 
     def names(self) -> Collection[str]:
         return self._entries.keys()
@@ -193,10 +196,23 @@ class SafetensorsCheckpoint:
             entry = whole.part(part) if isinstance(whole, _Entry) else None
             if found and entry:
                 return found, entry
+        if self.config.get("tie_word_embeddings") is not False:
+            for each in other_names(name):
+                found = self._stored_name(each)
+                if found is not None:
+                    return found, self._entries[found]
         raise WeightMismatch(
             f"{self.path}: the tensor {name} is missing",
             hint=f"the files hold {len(self._entries)} tensors",
         )
+
+    def _plain(self, name: str) -> NDArray | None:
+        """Returns a matrix in fp32, fp16 or bf16; None where there is none of that name."""
+        found = self._stored_name(name)
+        entry = self._entries[found] if found else None
+        if not found or not isinstance(entry, _Entry) or entry.dtype not in DTYPES:
+            return None
+        return _array(entry, found)
 
     def _stored_name(self, name: str) -> str | None:
         """Returns a tensor's name here, in a base model or inside a wrapper."""

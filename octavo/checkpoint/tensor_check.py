@@ -17,7 +17,7 @@ LEFT_OUT = re.compile(
             r"(^|\.)(position_ids|token_type_ids)$",
             r"(^|\.)(inv_freq|masked_bias|attn_mask|num_batches_tracked)$",
             r"\.(attn|attention|self_attention)\.bias$",
-            r"(^|\.)(lm_head|output_layer|embed_out)\.weight$",
+            r"(^|\.)(lm_head|output_layer|embed_out|proj_out)\.weight$",
             r"(^|\.)(lm_head|cls|predictions|vocab_\w+|qa_outputs|pooler)\.",
             r"^(model\.)?(encoder|decoder)\.(embed_tokens\.weight|embed_positions\.weights?|version)$",
             r"(^|\.)(mtp|vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.",

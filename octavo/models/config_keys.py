@@ -71,7 +71,7 @@ knows.
 """
 
 READ_ELSEWHERE = _names("""
-    compression_config dtype is_encoder_decoder is_matryoshka matryoshka_dimensions
+    compression_config dtype has_own_head is_encoder_decoder is_matryoshka matryoshka_dimensions
     max_position_embeddings max_seq_len max_sequence_length model_max_length model_type n_ctx
     n_positions padded_vocab_size pooling quantization_config sbert_ce_default_activation_function
     sentence_transformers seq_length torch_dtype vocab_size

@@ -72,7 +72,7 @@ class DecoderShape:
             num_kv_heads=num_kv_heads,
             head_dim=config.size("head_dim", head_dim or hidden_size // num_heads),
             norm_eps=config.number(eps_name, norm_eps),
-            tied=config.flag("tie_word_embeddings", tied),
+            tied=config.ties_head(tied),
             pooled=pooled_head(config),
         )
 

@@ -161,6 +161,8 @@ class DeepseekMlp:
         group_rank: GroupRank = "two_best",
     ) -> DeepseekMlp:
         """Reads the sizes; the numbers are the family's own defaults."""
+        # Without a routed layer these count for nothing.
+        config.without_effect("n_group", "topk_group", "norm_topk_prob", "n_shared_experts")
         return DeepseekMlp(
             config=config,
             num_experts=config.count("n_routed_experts"),

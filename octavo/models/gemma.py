@@ -7,13 +7,16 @@ from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.program.program import Program
 
+TANH = "gelu_pytorch_tanh"
+
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("use_bidirectional_attention", False)
     shape = DecoderShape.read(config, head_dim=256, tied=True)
     bias = config.flag("attention_bias", False)
-    # Early configs say hidden_act "gelu" and mean the tanh form, as transformers reads them.
-    activation = config.values.get("hidden_activation") or "gelu_pytorch_tanh"
+    activation = config.values.get("hidden_activation") or config.text("hidden_act", TANH)
+    if activation == "gelu":  # early configs mean the tanh form, as transformers reads them
+        activation = TANH
     return build_llama(
         config.having(hidden_act=activation),
         shape=shape,

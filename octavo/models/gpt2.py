@@ -55,7 +55,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         h = b.layer_norm(x, f"{name}.ln_2", eps)
         h = conv1d(b, h, f"{name}.mlp.c_fc", config.size("n_inner", 4 * width))
         x = b.add(x, conv1d(b, b.act(h, activation), f"{name}.mlp.c_proj", width))
-    head, tied = pooled_head(config), config.flag("tie_word_embeddings", True)
+    head, tied = pooled_head(config), config.ties_head(True)
     matrix = "transformer.wte" if tied else "lm_head"
 
     def norm(rows: Value) -> Value:

@@ -113,6 +113,13 @@ class HfConfig:
             raise self._wrong(name, value, "true or false")
         return value
 
+    def ties_head(self, default: bool) -> bool:
+        """Returns whether the output layer is the token embedding; the checkpoint adds
+        `has_own_head` where the files' output layer has other numbers.
+        """
+        has_own = self.flag("has_own_head", False)
+        return self.flag("tie_word_embeddings", default) and not has_own
+
     def text(self, name: str, default: str | None = None) -> str:
         value = self._get(name, default)
         if not isinstance(value, str):

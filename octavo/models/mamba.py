@@ -49,5 +49,5 @@ def read_shape(config: HfConfig, *, tied: bool) -> DecoderShape:
         num_kv_heads=0,
         head_dim=0,
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        tied=config.flag("tie_word_embeddings", tied),
+        tied=config.ties_head(tied),
     )

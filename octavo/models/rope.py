@@ -101,10 +101,10 @@ class RopeParameters:
     def table(self, head_dim: int) -> RopeTable:
         """Returns the table of heads of `head_dim` columns, of which the family's share turns."""
         rotary_dim = int(head_dim * self.share)
-        if rotary_dim % 2 or not rotary_dim:
+        # An odd number turns one column more, as transformers does, whose frequencies are rounded up.
+        if rotary_dim < 2 or rotary_dim + rotary_dim % 2 > head_dim:
             raise UnsupportedModel(
-                f"config.json: {rotary_dim} columns of a head are to turn in pairs, allowed is an"
-                " even number"
+                f"config.json: {rotary_dim} columns of a head of {head_dim} are to turn in pairs"
             )
         if self.kind not in _MAKERS:
             raise UnsupportedModel(

@@ -43,6 +43,10 @@ class Seq2SeqShape:
     activation: Activation
     embedding_scale: float
     num_positions: int
+    ties_tables: bool
+    """Whether both stacks have one table of embeddings."""
+    ties_head: bool
+    """Whether the output layer is the decoder's table of embeddings."""
 
     @staticmethod
     def read(config: HfConfig) -> Seq2SeqShape:
@@ -53,7 +57,6 @@ class Seq2SeqShape:
             *("force_bos_token_to_be_generated", "num_attention_heads", "tokenizer_class"),
             *("task_specific_params", "bos_token_id", "classif_dropout", "gradient_checkpointing"),
         )
-        config.refuse_unless("tie_word_embeddings", True)
         width = config.size("d_model")
         encoder, decoder = (
             Stack(
@@ -77,6 +80,8 @@ class Seq2SeqShape:
             activation=config.activation("activation_function", "gelu"),
             embedding_scale=width**0.5 if config.flag("scale_embedding", False) else 1.0,
             num_positions=config.integer("max_position_embeddings", 1024, low=1),
+            ties_tables=config.flag("tie_word_embeddings", True),
+            ties_head=config.ties_head(True),
         )
 
     @property
@@ -105,7 +110,9 @@ class Seq2SeqStyle:
     """
     norms_embeddings: bool = False
     table: str = "model.shared"
-    """Module of the embedding table of both stacks; "" where each has its own name for it."""
+    """Module of the embedding table of both stacks."""
+    head: str = "lm_head"
+    """Module of an output layer of its own."""
     k_bias: bool = True
     logits_bias: bool = True
     """Whether the checkpoint has a bias of the logits."""
@@ -146,7 +153,8 @@ def build_decoder(shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
         x = _feed_forward(b, x, layer, shape, style, width=shape.decoder.hidden_width)
     x = b.gather_rows(x)
     x = b.layer_norm(x, "model.decoder.layer_norm", EPS) if style.norms_first else x
-    table = Weight(f"{_table(style, 'model.decoder')}.weight", (shape.vocab_size, shape.width))
+    matrix = _table(shape, style, "model.decoder") if shape.ties_head else style.head
+    table = Weight(f"{matrix}.weight", (shape.vocab_size, shape.width))
     bias = (
         Weight("final_logits_bias", (shape.vocab_size,), stored_as="row")
         if style.logits_bias
@@ -155,14 +163,14 @@ def build_decoder(shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
     return b.finish(logits=b.linear_of(x, table, bias, name="logits"))
 
 
-def _table(style: Seq2SeqStyle, stack: str) -> str:
-    return style.table or f"{stack}.embed_tokens"
+def _table(shape: Seq2SeqShape, style: Seq2SeqStyle, stack: str) -> str:
+    return style.table if shape.ties_tables else f"{stack}.embed_tokens"
 
 
 def _embedding(b: Builder, shape: Seq2SeqShape, style: Seq2SeqStyle, stack: str) -> Value:
     x = b.embedding(
         b.token_ids(),
-        _table(style, stack),
+        _table(shape, style, stack),
         shape.vocab_size,
         shape.width,
         scale=shape.embedding_scale,

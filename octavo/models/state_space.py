@@ -91,7 +91,7 @@ class Mamba1:
         scanned = b.selective_scan(
             (mixed, dt, left, right), name, STATE, at, state_size=state, by_state=True
         )
-        gated = b.act_mul(gate, scanned, sizes.activation)
+        gated = b.act_mul(gate, scanned, "silu")
         return b.linear(gated, f"{name}.out_proj", x.width, bias=sizes.bias)
 
     def _selected(self, b: Builder, x: Value, name: str) -> tuple[Value, Value, Value]:

@@ -1,8 +1,8 @@
 """T5: an encoder and a decoder with relative position biases, no rope, unscaled attention. Raffel
 et al. 2020.
 
-Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an output layer of its own), also
-Flan-T5. The encoder runs over the whole input at once, for its attention is full. At its end it
+Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an unscaled output layer of its own),
+also Flan-T5. The encoder runs over the whole input at once, for its attention is full. At its end it
 leaves each decoder layer's cross K and V in the group "cross".
 """
 
@@ -68,10 +68,8 @@ def read_shape(config: HfConfig, *, scaled: bool | None = None) -> T5Shape:
             f"config.json: feed_forward_proj is {projection!r}, allowed is ACTIVATION or"
             " gated-ACTIVATION"
         )
-    own_head = (
-        config.values.get("tie_word_embeddings") is False
-        or config.values.get("scale_decoder_outputs") is False
-    )
+    # transformers 5 always writes tie_word_embeddings, and whether to scale under another key.
+    scales = config.values.get("tie_word_embeddings") is not False
     num_layers = config.count("num_layers")
     return T5Shape(
         vocab_size=config.integer("vocab_size", low=1),
@@ -90,8 +88,8 @@ def read_shape(config: HfConfig, *, scaled: bool | None = None) -> T5Shape:
             else activation_named(name, where="feed_forward_proj")
         ),
         gated=gated,
-        tied=not own_head,
-        scaled=config.flag("scale_decoder_outputs", not own_head) if scaled is None else scaled,
+        tied=config.ties_head(True),
+        scaled=config.flag("scale_decoder_outputs", scales) if scaled is None else scaled,
     )
 
 

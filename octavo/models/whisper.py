@@ -38,6 +38,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         k_bias=False,
         logits_bias=False,
         table="model.decoder.embed_tokens",
+        head="proj_out",
     )
     return {
         "encoder": _build_encoder(

@@ -138,9 +138,9 @@ REFUSED = [
     (
         "qwen3",
         {"head_dim": 11},
-        "11 columns of a head are to turn in pairs, allowed is an even number",
+        "11 columns of a head of 11 are to turn in pairs",
     ),
-    ("deepseek_v3", {"qk_rope_head_dim": 7}, "7 columns of a head are to turn in pairs"),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, "7 columns of a head of 7 are to turn in pairs"),
     (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 0}},
