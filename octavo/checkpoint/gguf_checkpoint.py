@@ -169,7 +169,7 @@ class GgufCheckpoint:
             if "{}" in name and len(entry.shape) > 2:
                 found |= {name.format(e): TensorPlace(source, e) for e in range(entry.shape[0])}
             else:
-                found[name] = TensorPlace(source)
+                found[name.replace(".{}", "")] = TensorPlace(source)
         return found
 
     def _row_order(self, stem: str, num_rows: int) -> NDArray[np.intp]:

@@ -57,32 +57,6 @@ def qwen3_moe_config(header: Header) -> Config:
     return config | experts_config(header, normalize=True) | {"use_sliding_window": False}
 
 
-def mamba_config(header: Header) -> Config:
-    return {
-        "hidden_size": header.count("embedding_length"),
-        "intermediate_size": header.count("ssm.inner_size"),
-        "num_hidden_layers": header.num_blocks(),
-        "max_position_embeddings": header.count("context_length"),
-        "conv_kernel": header.count("ssm.conv_kernel"),
-        "state_size": header.count("ssm.state_size"),
-        "time_step_rank": header.count("ssm.time_step_rank"),
-        "layer_norm_epsilon": header.number("attention.layer_norm_rms_epsilon"),
-        "use_bias": header.has("blk.0.ssm_in.bias"),
-        "use_conv_bias": header.has("blk.0.ssm_conv1d.bias"),
-    }
-
-
-def mamba2_config(header: Header) -> Config:
-    config = mamba_config(header)
-    num_heads, inner = config.pop("time_step_rank"), config.pop("intermediate_size")
-    return config | {
-        "num_heads": num_heads,
-        "head_dim": inner // num_heads,
-        "n_groups": header.count("ssm.group_count"),
-        "expand": inner / config["hidden_size"],
-    }
-
-
 def ernie_moe_config(header: Header) -> Config:
     return rms_config(header, experts=True) | {
         "use_bias": header.has("blk.0.attn_q.bias"),
@@ -196,6 +170,20 @@ def gpt_neox_config(header: Header) -> Config:
         "hidden_act": "gelu",
         "attention_bias": header.has("blk.0.attn_qkv.bias"),
         "use_parallel_residual": bool(header.get("use_parallel_residual", True)),
+    }
+
+
+def gpt_oss_config(header: Header) -> Config:
+    config = rms_config(header, experts=True)
+    if config["rope_scaling"] is not None:
+        config["rope_scaling"]["truncate"] = False  # no header says so; the models are so made
+    return {
+        **config,
+        **windows_by_pattern(header, 2),
+        "intermediate_size": header.count("expert_feed_forward_length"),
+        "num_local_experts": header.count("expert_count"),
+        "num_experts_per_tok": header.count("expert_used_count"),
+        "separate_experts": True,
     }
 
 

@@ -7,11 +7,7 @@ orders, norms plus one), and its models (what headers leave out).
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-
-import numpy as np
-from numpy.typing import NDArray
 
 from octavo.checkpoint.gguf_configs import (
     bloom_config,
@@ -27,11 +23,10 @@ from octavo.checkpoint.gguf_configs import (
     glm4_moe_config,
     gpt2_config,
     gpt_neox_config,
+    gpt_oss_config,
     granite_config,
     granitemoe_config,
     llama_config,
-    mamba2_config,
-    mamba_config,
     ministral3_config,
     mixtral_config,
     mpt_config,
@@ -61,12 +56,12 @@ from octavo.checkpoint.gguf_experts import (
 )
 from octavo.checkpoint.gguf_family import (
     Family,
-    Restored,
     by_head,
     by_kv_head,
     halves,
     rms_config,
 )
+from octavo.checkpoint.gguf_states import STATE_FAMILIES
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -157,39 +152,10 @@ _CHATGLM = Family(
 )
 
 
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (math.prod(shape),)
-
-
-def _log_of_negative(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-    made: NDArray[np.float32] = np.log(-numbers)
-    return made
-
-
-_MAMBA = Family(
-    "mamba",
-    mamba_config,
-    {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
-    {
-        "attn_norm": "norm",
-        "ssm_in": "mixer.in_proj",
-        "ssm_conv1d": "mixer.conv1d",
-        "ssm_x": "mixer.x_proj",
-        "ssm_dt": "mixer.dt_proj",
-        "ssm_a": "mixer.A_log",
-        "ssm_d": "mixer.D",
-        "ssm_out": "mixer.out_proj",
-    },
-    layer_prefix="backbone.layers",
-    whole_names=frozenset({"ssm_a", "ssm_d"}),
-    restored={
-        "ssm_a": Restored(lambda shape: shape, _log_of_negative),
-        "ssm_conv1d": Restored(lambda shape: (shape[0], 1, shape[1]) if len(shape) > 1 else shape),
-    },
-)
 _OLMO2 = Family("olmo2", rms_config, _TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER)
 
 FAMILIES: dict[str, Family] = {
+    **STATE_FAMILIES,
     "llama": replace(_LLAMA, variants=((has_experts, _MIXTRAL),)),
     "qwen2": Family("qwen2", qwen_config, _TOP, _BLOCK),
     "qwen2moe": Family("qwen2_moe", qwen2_moe_config, _TOP, _BLOCK | EXPERTS | SHARED_EXPERT),
@@ -233,6 +199,19 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gpt2": Family("gpt2", gpt2_config, _GPT2_TOP, _GPT2_BLOCK, layer_prefix="transformer.h"),
+    "gpt-oss": Family(
+        "gpt_oss",
+        gpt_oss_config,
+        _TOP,
+        _BLOCK
+        | EXPERTS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        whole_names=frozenset({"attn_sinks"}),
+    ),
     "starcoder": Family(
         "gpt_bigcode", starcoder_config, _GPT2_TOP, _GPT2_BLOCK, layer_prefix="transformer.h"
     ),
@@ -312,24 +291,6 @@ FAMILIES: dict[str, Family] = {
         | _PREDICTOR
         | {"post_attention_norm": "post_attention_layernorm"},
         whole_names=frozenset({CORRECTION}),
-    ),
-    "mamba": _MAMBA,
-    "mamba2": replace(
-        _MAMBA,
-        model_type="mamba2",
-        config=mamba2_config,
-        layer_tensors={
-            **_MAMBA.layer_tensors,
-            "ssm_dt": "mixer.dt_bias",
-            "ssm_norm": "mixer.norm",
-        },
-        whole_names=_MAMBA.whole_names | {"ssm_dt"},
-        restored={
-            **_MAMBA.restored,
-            "ssm_a": Restored(_flat, _log_of_negative),
-            "ssm_d": Restored(_flat),
-            "ssm_norm": Restored(_flat),
-        },
     ),
     "ernie4_5-moe": Family(
         "ernie4_5_moe",

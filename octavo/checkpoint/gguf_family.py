@@ -173,19 +173,19 @@ def _heads_of(num_rows: int, heads: int) -> NDArray[np.intp]:
     return np.arange(num_rows)
 
 
-def base_config(header: Header, *, experts: bool = False) -> Config:
+def base_config(header: Header, *, experts: bool = False, kv_heads: int | None = None) -> Config:
     """Returns the config of a family with rotary positions and grouped heads; one without
-    `experts` has no routed ones.
+    `experts` has no routed ones. `kv_heads` is for headers with a number for each layer.
     """
     heads = header.count("attention.head_count")
     hidden = header.count("embedding_length")
     head_dim = header.count("attention.key_length", hidden // heads)
     config = {
         "hidden_size": hidden,
-        "intermediate_size": header.count("feed_forward_length"),
+        "intermediate_size": _feed_forward_width(header),
         "num_hidden_layers": header.num_blocks(),
         "num_attention_heads": heads,
-        "num_key_value_heads": header.count("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads or header.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rope_theta": float(header.number("rope.freq_base", 10000.0)),
         "rope_scaling": rope_scaling(header),
@@ -254,9 +254,17 @@ def _longrope(header: Header) -> Config:
     }
 
 
-def rms_config(header: Header, *, experts: bool = False) -> Config:
+def _feed_forward_width(header: Header) -> int:
+    """Returns the width of the MLPs, of the layers that have one."""
+    widths = header.get("feed_forward_length")
+    if isinstance(widths, np.ndarray) and len({*widths.tolist()} - {0}) == 1:
+        return int(widths.max())
+    return header.count("feed_forward_length")
+
+
+def rms_config(header: Header, *, experts: bool = False, kv_heads: int | None = None) -> Config:
     """Returns the config of a family with RMS norms."""
-    return base_config(header, experts=experts) | {
+    return base_config(header, experts=experts, kv_heads=kv_heads) | {
         "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
         "attention_bias": header.has("blk.0.attn_q.bias"),
     }

@@ -5,6 +5,8 @@ Its checkpoints keep all experts in one tensor, `[E, in, out]`, gate and up in a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from octavo.models.decoder import DecoderShape, SelfAttention, build_decoder, plan_cache
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import RopeParameters, rope_parameters
@@ -30,27 +32,13 @@ def build(config: HfConfig) -> dict[str, Program]:
     cache = plan_cache(shape, windows)
     bias = config.flag("attention_bias", True)
     num_experts, top_k = config.count("num_local_experts"), config.count("num_experts_per_tok")
-    width = config.size("intermediate_size")
-    limit, alpha = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
+    experts = Experts.read(config)
 
     def mlp(b: Builder, x: Value, i: int) -> Value:
         name = f"model.layers.{i}.mlp"
         logits = b.linear(x, f"{name}.router", num_experts, bias=True)
-        rows, ids, weights = b.route(x, logits, top_k, score="softmax_top_k")
-        gate = b.grouped_linear(
-            rows,
-            ids,
-            *interleaved(f"{name}.experts.gate_up_proj", num_experts, width, x.width, part=0),
-        )
-        up = b.grouped_linear(
-            rows,
-            ids,
-            *interleaved(f"{name}.experts.gate_up_proj", num_experts, width, x.width, part=1),
-        )
-        h = b.act_mul(gate, up, "silu", clamp=limit, alpha=alpha, up_offset=1.0)
-        down = Weight(f"{name}.experts.down_proj", (num_experts, x.width, width), transposed=True)
-        down_bias = Weight(f"{name}.experts.down_proj_bias", (num_experts, x.width), rows_last=True)
-        return b.combine(b.grouped_linear(h, ids, down, down_bias), weights)
+        routed = b.route(x, logits, top_k, score="softmax_top_k")
+        return experts(b, routed, f"{name}.experts")
 
     attention = SelfAttention(
         shape=shape,
@@ -62,6 +50,58 @@ def build(config: HfConfig) -> dict[str, Program]:
         sinks=True,
     )
     return build_decoder(shape, cache.groups, attention, mlp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Biased experts, whose gates and inputs are clamped."""
+
+    num_experts: int
+    width: int
+    limit: float
+    alpha: float
+    separate: bool
+    """Whether gate and up are tensors of their own, with rows of outputs (GGUF)."""
+
+    @staticmethod
+    def read(config: HfConfig) -> Experts:
+        return Experts(
+            num_experts=config.count("num_local_experts"),
+            width=config.size("intermediate_size"),
+            limit=config.number("swiglu_limit", 7.0),
+            alpha=config.number("swiglu_alpha", 1.702),
+            separate=config.flag("separate_experts", False),
+        )
+
+    def __call__(self, b: Builder, routed: tuple[Value, Value, Value], name: str) -> Value:
+        rows, ids, weights = routed
+        gate, up = (
+            b.grouped_linear(rows, ids, *self._opening(name, rows.width, part)) for part in (0, 1)
+        )
+        h = b.act_mul(gate, up, "silu", clamp=self.limit, alpha=self.alpha, up_offset=1.0)
+        return b.combine(b.grouped_linear(h, ids, *self._closing(name, rows.width)), weights)
+
+    def _opening(self, name: str, in_width: int, part: int) -> tuple[Weight, Weight]:
+        """Returns the gates' weight and bias, or with `part` 1 those of the inputs."""
+        if not self.separate:
+            gate_up = f"{name}.gate_up_proj"
+            return interleaved(gate_up, self.num_experts, self.width, in_width, part=part)
+        return self._separate(name, ("gate_proj", "up_proj")[part], self.width, in_width)
+
+    def _closing(self, name: str, width: int) -> tuple[Weight, Weight]:
+        if self.separate:
+            return self._separate(name, "down_proj", width, self.width)
+        shape = (self.num_experts, width, self.width)
+        return (
+            Weight(f"{name}.down_proj", shape, transposed=True),
+            Weight(f"{name}.down_proj_bias", shape[:2], rows_last=True),
+        )
+
+    def _separate(self, name: str, part: str, rows: int, columns: int) -> tuple[Weight, Weight]:
+        shape = (self.num_experts, rows, columns)
+        sources = tuple(f"{name}.{e}.{part}.weight" for e in range(self.num_experts))
+        bias = Weight(f"{name}.{part}.bias", shape[:2], rows_last=True)
+        return Weight(f"{name}.{part}.weight", shape, sources), bias
 
 
 def rope(config: HfConfig) -> RopeParameters:

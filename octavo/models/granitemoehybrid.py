@@ -3,7 +3,13 @@ goes through, and Granite's factors. IBM 2025."""
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape, Sublayer, build_decoder, stacked_gated_mlp
+from octavo.models.decoder import (
+    DecoderShape,
+    Sublayer,
+    build_decoder,
+    gated_mlp,
+    stacked_gated_mlp,
+)
 from octavo.models.granite import frame_of
 from octavo.models.granitemoe import routed_experts
 from octavo.models.hf_config import HfConfig
@@ -46,15 +52,16 @@ def _mlp(config: HfConfig, shape: DecoderShape) -> Sublayer:
     if experts is None:
         config.without_effect("num_experts_per_tok", "intermediate_size")
 
+    separate = config.flag("separate_experts", False)
+
+    def shared_mlp(b: Builder, x: Value, name: str) -> Value:
+        if separate:
+            return gated_mlp(b, x, name, width, activation)
+        names = ("input_linear", "output_linear")
+        return stacked_gated_mlp(b, x, name, width, activation, names=names)
+
     def mlp(b: Builder, x: Value, layer: int) -> Value:
-        shared = stacked_gated_mlp(
-            b,
-            x,
-            f"model.layers.{layer}.shared_mlp",
-            width,
-            activation,
-            names=("input_linear", "output_linear"),
-        )
+        shared = shared_mlp(b, x, f"model.layers.{layer}.shared_mlp")
         return shared if experts is None else b.add(experts(b, x, layer), shared)
 
     return mlp

@@ -101,7 +101,7 @@ class RopeParameters:
     def table(self, head_dim: int) -> RopeTable:
         """Returns the table of heads of `head_dim` columns, of which the family's share turns."""
         rotary_dim = int(head_dim * self.share)
-        # An odd number turns one column more, as transformers does, whose frequencies are rounded up.
+        # An odd number turns one column more, as it does in transformers.
         if rotary_dim < 2 or rotary_dim + rotary_dim % 2 > head_dim:
             raise UnsupportedModel(
                 f"config.json: {rotary_dim} columns of a head of {head_dim} are to turn in pairs"

@@ -1,9 +1,9 @@
 """T5: an encoder and a decoder with relative position biases, no rope, unscaled attention. Raffel
 et al. 2020.
 
-Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an unscaled output layer of its own),
-also Flan-T5. The encoder runs over the whole input at once, for its attention is full. At its end it
-leaves each decoder layer's cross K and V in the group "cross".
+Version 1.0 (relu, tied and scaled output) and 1.1 (gated gelu, an unscaled output layer of its
+own), also Flan-T5. The encoder runs over the whole input at once, for its attention is full. At its
+end it leaves each decoder layer's cross K and V in the group "cross".
 """
 
 from __future__ import annotations

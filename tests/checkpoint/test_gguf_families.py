@@ -65,6 +65,32 @@ GEMMA3 = {
 }
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 NO_PREDICTOR = {"num_nextn_predict_layers": 0}
+FALCON_H1 = {
+    "embedding_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "mlp_multipliers": [1.0, 1.0],
+    "key_multiplier": 1.0,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 1.0,
+    "ssm_multipliers": [1.0] * 5,
+    "ssm_in_multiplier": 1.0,
+    "ssm_out_multiplier": 1.0,
+}
+"""Factors that the converter would multiply the weights with."""
+HYBRID = {"layer_types": ["mamba", "attention", "mamba"]}
+"""Types of layers in the words of transformers 4, which the converter reads."""
+NEMOTRON_H = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+NEMOTRON_H_WRITTEN = {
+    "num_hidden_layers": 4,
+    "mamba_d_head": 12,
+    "hybrid_override_pattern": "ME*E",
+}
+NEMOTRON_H_DENSE = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
+NEMOTRON_H_DENSE_WRITTEN = {
+    **NEMOTRON_H_WRITTEN,
+    "hybrid_override_pattern": "M-*-",
+    "without": ("num_experts_per_tok", "n_routed_experts"),
+}
 FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 256}
 
 CASES = (
@@ -108,6 +134,16 @@ CASES = (
     Case("glm4_moe", "glm4moe", ONE_GROUP | {"use_qk_norm": False}, NO_PREDICTOR),
     Case("mamba", "mamba"),
     Case("mamba2", "mamba2", {"time_step_limit": [0.0, float("inf")]}),
+    Case("jamba", "jamba"),
+    Case("jamba", "jamba", {"num_experts": 1}),
+    Case("granitemoehybrid", "granitehybrid", {}, HYBRID),
+    Case("granitemoehybrid", "granitehybrid", {"num_local_experts": 0}, HYBRID),
+    Case("bamba", "granitehybrid", {}, {"attn_rotary_emb": 6}),
+    Case("falcon_h1", "falcon-h1", {"head_dim": 12, **FALCON_H1}, {"head_dim": 12}),
+    Case("nemotron_h", "nemotron_h_moe", NEMOTRON_H, NEMOTRON_H_WRITTEN),
+    Case("nemotron_h", "nemotron_h", NEMOTRON_H_DENSE, NEMOTRON_H_DENSE_WRITTEN),
+    Case("lfm2", "lfm2", {}, {"block_ffn_dim_multiplier": 1.0}),
+    Case("gpt_oss", "gpt-oss"),
     Case("ernie4_5_moe", "ernie4_5-moe", {}, {"moe_layer_interval": 1}),
     Case("smollm3", "smollm3"),
     Case("cohere", "command-r"),

@@ -40,9 +40,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     programs = build_programs(checkpoint.config, every_key=True)
     check_tensors(checkpoint, programs.values())
     reader = WeightReader(checkpoint)
-    return {
-        weight.name: reader.load(weight).dequantize() for weight in programs["decoder"].weights
-    }
+    return {weight.name: reader.load(weight).dequantize() for weight in programs["decoder"].weights}
 
 
 def with_own_head(family: str, path: Path) -> Any:

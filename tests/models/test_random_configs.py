@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from octavo.models.registry import build_programs
 from tests.support.paged_runner import PagedRunner, backend_named
@@ -25,7 +26,7 @@ torch.set_num_threads(1)
 
 SDPA = ("falcon",)
 """Families whose eager attention adds ALiBi twice in transformers 5.23."""
-REFUSED = (ValueError, RuntimeError, KeyError, TypeError)
+REFUSED = (StrictDataclassError, ValueError, RuntimeError, KeyError, TypeError)
 """Errors with which transformers refuses options that do not go together."""
 
 

@@ -15,16 +15,18 @@ import gguf
 import torch
 
 
-def convert(source: Path, folder: Path, **written: Any) -> Path:
+def convert(source: Path, folder: Path, *, without: tuple[str, ...] = (), **written: Any) -> Path:
     """Converts a Hugging Face directory to GGUF in float32 within `folder` and returns the file.
 
-    `written` are keys of config.json that the converter reads and transformers 5 no longer writes.
+    `written` are keys of config.json that the converter reads and transformers 5 no longer writes,
+    `without` those that transformers 5 writes for models that do not have them.
     transformers would drop them, so that the converter gets the file's keys instead of those of a
     transformers config.
     """
     copy = folder / "model"
     shutil.copytree(source, copy)
     config = json.loads((copy / "config.json").read_text()) | written
+    config = {name: value for name, value in config.items() if name not in without}
     vocabulary = {"model": {"vocab": list(range(config["vocab_size"]))}, "added_tokens": []}
     (copy / "tokenizer.json").write_text(json.dumps(vocabulary))
     out = folder / "model.gguf"
@@ -39,8 +41,10 @@ def convert(source: Path, folder: Path, **written: Any) -> Path:
 
 def _write(source: Path, config: dict[str, Any], out: Path) -> None:
     from conversion import get_model_class
+    from conversion.base import ModelBase
 
-    with torch.inference_mode():
+    known = mock.patch.object(ModelBase, "load_hparams", lambda *_, **__: dict(config))
+    with torch.inference_mode(), known:
         model = get_model_class(config["architectures"][0])(
             source, gguf.LlamaFileType.ALL_F32, out, eager=True, hparams=config
         )

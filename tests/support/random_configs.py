@@ -18,10 +18,13 @@ from tests.support.tiny_shapes import SHAPES
 SIZED_ELSEWHERE = ("mamba", "mamba2", "qwen3_next", "qwen3_5_text")
 """Families whose heads' sizes depend on one another in ways of their own."""
 NO_NUMBERS = frozenset(
-    "use_cache is_decoder add_cross_attention output_router_logits is_encoder_decoder return_dict"
-    " output_attentions output_hidden_states use_mamba_kernels use_mambapy use_associative_scan"
-    " tie_word_embeddings residual_in_fp32 rescale_prenorm_residual reorder_and_upcast_attn"
-    " scale_attention_softmax_in_fp32 attention_softmax_in_fp32 qk_layernorm".split()
+    (
+        *("use_cache", "is_decoder", "add_cross_attention", "output_router_logits"),
+        *("is_encoder_decoder", "return_dict", "output_attentions", "output_hidden_states"),
+        *("use_mamba_kernels", "use_mambapy", "use_associative_scan", "tie_word_embeddings"),
+        *("residual_in_fp32", "rescale_prenorm_residual", "reorder_and_upcast_attn"),
+        *("scale_attention_softmax_in_fp32", "attention_softmax_in_fp32", "qk_layernorm"),
+    )
 )
 """Flags that are drawn apart, change no number, or are refused by name."""
 FIXED = {
@@ -30,6 +33,8 @@ FIXED = {
     "phimoe": {"num_experts_per_tok"},
 }
 """Options in which a family knows one value only."""
+OWN_ROPES = ("gemma3_text", "olmo3", "ministral3", "phimoe")
+"""Families whose ropes differ by layer or need keys of their own."""
 ACTIVATIONS = ("silu", "gelu", "relu", "gelu_pytorch_tanh", "gelu_new")
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
@@ -118,8 +123,8 @@ class _Draw:
                 self.options[name] = self.random.choice((1e-3, 1e-5))
 
     def rope(self) -> None:
-        by_layer = self.family in ("gemma3_text", "olmo3")
-        if "rope_parameters" in self.types and "rope_parameters" not in self.given and not by_layer:
+        is_free = "rope_parameters" in self.types and "rope_parameters" not in self.given
+        if is_free and self.family not in OWN_ROPES:
             theta = self.random.choice((5000.0, 1e6))
             self.options["rope_parameters"] = self.random.choice(ROPES) | {"rope_theta": theta}
         if "partial_rotary_factor" in self.types and self.random.random() < 0.5:
