@@ -293,6 +293,14 @@ class Matcher(Protocol):
         """Returns whether a token may come next."""
         ...
 
+    def take_legal(self, token_id: int) -> bool:
+        """Goes on by a token where it may come next; returns whether it may."""
+        ...
+
+    def take_back(self) -> None:
+        """Goes back by the last token that `take_legal` took."""
+        ...
+
     def mask(self) -> bytes:
         """Returns a bit for each token of the vocabulary, the lowest first: whether it may come
         next. End tokens may where the text is a whole one.

@@ -470,6 +470,9 @@ NB_MODULE(_native, m) {
             "drawn again.")
         .def("copy_logits", &Builder::copy_logits, "sample"_a, "out"_a,
              "Copies the logits of a sampled row of the step that was just run, which kept them.")
+        .def("candidates", &Builder::candidates, "samples"_a, "out"_a,
+             "Writes the tokens that sampled rows would draw one after another, while their draws are "
+             "checked.")
         .def(
             "decode", &Builder::decode, "batch"_a, "output"_a, "kv"_a, "steps"_a, "goes_on"_a,
             "check"_a.none(),

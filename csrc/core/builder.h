@@ -333,6 +333,7 @@ struct Builder {
 
     void check_draws(const Batch& step, const KvMemory& kv, const nb::object& check, int index) {
         if (check.is_none()) return;
+        const Checking checking(*this, step, kv);
         std::vector<SamplingRecord> records(step.sampling.records, step.sampling.records + step.num_samples);
         for (nb::object found = check(index); !found.is_none();) {
             draw_again(step, kv, found, records);
@@ -384,6 +385,16 @@ struct Builder {
         std::memcpy(out.data(), executor.kept_logits(sample), sizeof(float) * executor.vocab());
     }
 
+    // Writes the candidates of sampled rows of the step whose draws are being checked to `out` [N][8].
+    void candidates(const Array<int32_t, nb::ndim<1>>& samples, const Out<int32_t, nb::ndim<2>>& out) {
+        if (!checked_step_) throw std::invalid_argument("candidates: no draws are being checked");
+        if (out.shape(0) != samples.size() || out.shape(1) != kMostCandidates)
+            throw std::invalid_argument("candidates: not 8 of each row");
+        const std::vector<int32_t> rows(samples.data(), samples.data() + samples.size());
+        nb::gil_scoped_release release;
+        executor.write_candidates(*checked_step_, *checked_kv_, rows, out.data());
+    }
+
     // Returns how many steps were computed. An exception in any but the first ends them instead: the caller
     // meets it again when it computes that step next.
     int decode(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
@@ -414,6 +425,20 @@ struct Builder {
     }
 
   private:
+    // Says for as long as it lives which step's draws are being checked.
+    struct Checking {
+        Builder& builder;
+        Checking(Builder& b, const Batch& step, const KvMemory& kv) : builder(b) {
+            builder.checked_step_ = &step;
+            builder.checked_kv_ = &kv;
+        }
+        Checking(const Checking&) = delete;
+        ~Checking() { builder.checked_step_ = nullptr; }
+    };
+
+    const Batch* checked_step_ = nullptr;
+    const KvMemory* checked_kv_ = nullptr;
+
     Place place_of(const PlaceTuple& t) {
         const auto& [name, offset, width] = t;
         const char* names[] = {"tokens", "block", "samples", "expert_rows"};

@@ -108,7 +108,6 @@ void DecodeBatch::next_results() {
     const int num = batch_.num_requests;
     s.out_ids += num;
     s.out_failed += num;
-    if (s.out_candidates) s.out_candidates += (int64_t)num * s.num_candidates;
     if (!s.out_logprobs) return;
     s.out_logprobs += num;
     s.out_ranks += num;

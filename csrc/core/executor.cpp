@@ -560,10 +560,34 @@ void Executor::redraw(const Batch& batch, const KvMemory& kv, const std::vector<
         given[samples[i]] = replaced[i];
     }
     Batch masked = batch;
+    masked.late = nullptr;
     masked.sampling.records = records.data();
     masked.sampling.allowed_masks = masks;
     masked.sampling.replaced = given.data();
-    const View view{.executor = *this, .batch = masked, .kv = kv, .num_samples = batch.num_samples};
+    draw_rows(masked, kv, samples);
+}
+
+void Executor::write_candidates(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
+                                int32_t* out) {
+    for (const int32_t sample : samples) kept_logits(sample);
+    std::vector<SamplingRecord> records(batch.sampling.records, batch.sampling.records + batch.num_samples);
+    for (auto& record : records) record.num_logprobs = -1;
+    std::vector<int32_t> ids(batch.num_samples), candidates((size_t)batch.num_samples * kMostCandidates, -1);
+    std::vector<uint8_t> failed(batch.num_samples);
+    Batch asked = batch;
+    asked.late = nullptr;
+    asked.sampling.records = records.data();
+    asked.sampling.out_ids = ids.data();
+    asked.sampling.out_failed = failed.data();
+    asked.sampling.out_candidates = candidates.data();
+    asked.sampling.num_candidates = kMostCandidates;
+    draw_rows(asked, kv, samples);
+    for (const int32_t sample : samples)
+        out = std::copy_n(candidates.data() + (int64_t)sample * kMostCandidates, kMostCandidates, out);
+}
+
+void Executor::draw_rows(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples) {
+    const View view{.executor = *this, .batch = batch, .kv = kv, .num_samples = batch.num_samples};
     pool_.parallel_for((int)samples.size(), [&](int piece, int thread) {
         sampling_->run(view, samples[piece], threads_[thread], 0);
     });

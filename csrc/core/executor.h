@@ -365,6 +365,11 @@ class Executor {
     void redraw(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
                 std::vector<SamplingRecord> records, const uint32_t* masks,
                 const std::vector<const float*>& replaced);
+    // Writes the candidates of some sampled rows of the step that was just run, which kept its logits: the
+    // tokens that each would draw one after another if those before were masked, its own draw first, -1 behind
+    // the last; [samples][kMostCandidates].
+    void write_candidates(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples,
+                          int32_t* out);
     // The logits [V] of a sampled row of the step that was just run, which kept them.
     const float* kept_logits(int sample) const;
 
@@ -421,6 +426,7 @@ class Executor {
     // Returns how many collectives a step has.
     int count_collectives(const Batch& batch) const;
     void check_places(int first, int end) const;
+    void draw_rows(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples);
     void check(const Batch& batch, const KvMemory& kv) const;
     void check_tables(const AttentionPlan& plan, const Batch& batch, const KvMemory& kv) const;
     void make_plans(const Batch& batch, const KvMemory& kv);

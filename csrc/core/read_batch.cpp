@@ -49,13 +49,6 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
     a.out_ranks = out_numbers<int32_t>(result, "ranks");
     a.out_top_logprobs = out_numbers<float>(result, "top_logprobs");
     a.out_surprises = out_numbers<float>(result, "surprises");
-    if (!result.attr("candidates").is_none()) {
-        const auto candidates = array_of<Out<int32_t, nb::ndim<2>>>(result, "candidates");
-        a.out_candidates = candidates.data();
-        a.num_candidates = (int)candidates.shape(1);
-        if (a.num_candidates < 1 || a.num_candidates > kMostCandidates)
-            throw std::invalid_argument("candidates: not 1 to 8 of each row");
-    }
     if (result.attr("top_ids").is_none()) return;
     const auto top_ids = array_of<Out<int32_t, nb::ndim<2>>>(result, "top_ids");
     a.out_top_ids = top_ids.data();
@@ -159,6 +152,8 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     if (b.draws) {
         b.sampling = read_sampling(sampling, b.num_samples);
         b.keeps_logits = nb::cast<bool>(sampling.attr("keeps_logits"));
+        if (!sampling.attr("late").is_none())
+            b.late = (const uint8_t*)numbers<bool>(sampling, "late", (size_t)b.num_samples);
         read_results(b.sampling, output.attr("samples"), (size_t)b.num_samples * num_steps);
     } else {
         const nb::dict arrays(output.attr("arrays"));

@@ -327,6 +327,9 @@ struct LinearStage : Stage {
         const int width = product.width();
         if (spec.converts && spec.keeps_out && view.batch.adapters)
             keep_out(view, part.out, tiles, width, out);
+        if (keeps_best && view.batch.keeps_logits)
+            for (int i = 0; i < rows; i++)
+                std::copy_n(out + i * kGroup, width, view.at(part.out, row0 + i) + column);
         if (spec.converts)
             k.put_rows(out, spec.converts->rows, spec.converts->at(view, row0), rows, column / kGroup, width);
         if (keeps_best) k.keep_best(out, rows, column, width, thread.best.data() + view.first_sample + row0);
@@ -509,13 +512,19 @@ struct SampleStage : Stage {
     bool on_samples() const override { return true; }
     int pieces(const View& view) const override { return view.batch.draws ? view.num_samples : 0; }
     void run(const View& view, int piece, ThreadState& thread, int) const override {
-        if (view.best_only) return write_best(view, view.first_sample + piece);
+        const int sample = view.first_sample + piece;
+        if (view.batch.late && view.batch.late[sample]) return write_none(view, sample);
+        if (view.best_only) return write_best(view, sample);
         SampleArgs args = view.batch.sampling;
         args.logits = view.at(logits, 0);
         args.stride = view.stride(logits);
         args.vocab = vocab;
         args.first = view.first_sample;
         view.executor.kernels().sample_row(args, piece, thread.sampling->data());
+    }
+    static void write_none(const View& view, int sample) {
+        view.batch.sampling.out_ids[sample] = 0;
+        view.batch.sampling.out_failed[sample] = false;
     }
     static void write_best(const View& view, int sample) {
         const Best best = view.executor.best(sample);

@@ -94,13 +94,14 @@ struct Batch {
     SampleArgs sampling;  // all but logits, stride, vocab and first, which the stage of draws knows
     float* out_rows;
     bool keeps_logits = false;  // whether rows may be drawn again once all are drawn
+    // Rows that are drawn only once they are drawn again [num_samples], or null.
+    const uint8_t* late = nullptr;
 
     // Returns one past the last key that a row sees under a causal mask.
     int limit(int row) const { return limits ? limits[row] : places[row] + 1; }
 
-    // Whether each draw is its row's best logit and no other logit is needed.
+    // Whether each draw is its row's best logit and looks at no other.
     bool draws_best() const {
-        if (keeps_logits) return false;
         for (int at = 0; at < num_samples; at++)
             if (!draws || !sampling.takes_best(at)) return false;
         return true;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -48,7 +49,7 @@ all tokens. `target_id` >= 0 asks for that token's logprob instead of a draw (pr
 """
 
 MOST_CANDIDATES = 8
-"""Tokens that a checked draw keeps in their order."""
+"""Tokens of a checked draw that are known in their order."""
 
 _NEUTRAL = {
     "top_p": 1.0,
@@ -117,9 +118,9 @@ class SamplingBatch:
     allowed_masks: Bits
     """[A, ceil(V / 32)]: bit i % 32 of word i // 32 says whether token i is allowed."""
     keeps_logits: bool = False
-    """Whether rows may be drawn again once all are drawn, as a Check says. Draws then keep their
-    candidates, too.
-    """
+    """Whether rows may be drawn again once all are drawn, as a Check says."""
+    late: NDArray[np.bool_] | None = None
+    """Rows that are drawn only where a Check has them drawn again, `[S]`; None: no row is."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -136,10 +137,11 @@ class SamplingBatch:
             bias_ids=self.bias_ids[bias[0] : bias[-1]],
             bias_values=self.bias_values[bias[0] : bias[-1]],
             allowed_masks=self.allowed_masks,
+            late=None if self.late is None else self.late[first:end],
         )
 
 
-ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises", "candidates")
+ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises")
 """Arrays of a SampleResult that a step may do without."""
 
 
@@ -166,10 +168,6 @@ class SampleResult:
     surprises: NDArray[np.float32] | None = None
     """Surprises of drawn tokens among those that could be drawn, in bits, `[S]`; None where no row
     has a mirostat. Without meaning in a row without one.
-    """
-    candidates: NDArray[np.int32] | None = None
-    """Tokens that a draw without filters would take one after another if those before were masked,
-    the drawn one first, `[S, MOST_CANDIDATES]`, -1 behind the last. None where no draw is checked.
     """
 
     def part(self, first: int, end: int) -> SampleResult:
@@ -281,12 +279,21 @@ class Redraw:
     """Whether the draws hold then, and are not looked at once more."""
 
 
-ReadLogits = Callable[[int], NDArray[np.float32]]
-"""Returns the logits `[V]` of a sampled row, before anything changes them; valid until the next
-step.
-"""
+class KeptRows(Protocol):
+    """The sampled rows of a step that is just drawn, for a Check to read."""
 
-Check = Callable[[SampleResult, ReadLogits], Redraw | None]
+    def logits(self, sample: int) -> NDArray[np.float32]:
+        """Returns the logits `[V]` of a row, before anything changes them."""
+        ...
+
+    def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Returns the tokens that rows without filters would draw one after another if those before
+        were masked, their own draws first, `[N, MOST_CANDIDATES]`; -1 behind the last.
+        """
+        ...
+
+
+Check = Callable[[SampleResult, KeptRows], Redraw | None]
 """Looks at the draws of a step, and may set them; None where all of them hold."""
 
 GoesOn = Callable[[SampleResult], bool]

@@ -105,10 +105,10 @@ def sample(
     result = SampleResult(np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_))
     if num_rows and batch.records["mirostat_mode"].any():
         result.surprises = np.zeros(num_rows, np.float32)
-    if batch.keeps_logits:
-        result.candidates = np.full((num_rows, MOST_CANDIDATES), -1, np.int32)
     drawn_from = logits if drawn_from is None else drawn_from
     for s in range(num_rows):
+        if batch.late is not None and batch.late[s]:
+            continue
         raw = drawn_from[s].astype(np.float64)
         token = None if np.isnan(raw).any() else _choose(raw, s, batch, result)
         result.failed[s] = token is None
@@ -131,7 +131,7 @@ def masked(batch: SamplingBatch, redraw: Redraw) -> SamplingBatch:
         len(redraw.samples)
     )
     masks = np.concatenate([batch.allowed_masks, redraw.masks])
-    return replace(batch, records=records, allowed_masks=masks)
+    return replace(batch, records=records, allowed_masks=masks, late=None)
 
 
 def replaced(logits: NDArray[np.float32], redraw: Redraw) -> NDArray[np.float32]:
@@ -155,6 +155,12 @@ def candidates(z: Floats, record: Record) -> NDArray[np.intp]:
         values = (z - z.max()) / float(record["temperature"]) + gumbel(words)
     order = _order(values)[:MOST_CANDIDATES]
     return order[np.isfinite(values[order])]
+
+
+def row_candidates(logits: NDArray[np.float32], batch: SamplingBatch, s: int) -> NDArray[np.int32]:
+    """Returns the candidates of row s of a batch, of its own `logits [V]`, padded with -1."""
+    found = candidates(changed_logits(logits.astype(np.float64), s, batch), batch.records[s])
+    return np.pad(found.astype(np.int32), (0, MOST_CANDIDATES - len(found)), constant_values=-1)
 
 
 def scores(z: Floats, record: Record) -> Floats:
@@ -235,9 +241,6 @@ def _choose(raw: Floats, s: int, batch: SamplingBatch, result: SampleResult) -> 
     z = changed_logits(raw, s, batch)
     if not np.isfinite(z.max()):
         return None
-    if result.candidates is not None:
-        found = candidates(z, record)
-        result.candidates[s, : len(found)] = found
     if record["temperature"] == 0.0:
         return int(z.argmax())
     token = int(scores(z, record).argmax())

@@ -3,8 +3,9 @@ draw would give, since the draw takes the largest of scores that belong to token
 
 Where it is not legal, the first legal one of the draw's candidates is; only where none of them is,
 the row is drawn again under a mask. Rows with a filter that depends on which tokens there are
-(`SamplingParams.depends_on_mask`) get their masks beforehand. Rows with logits processors are drawn
-again from what these make of the row's logits, and rows with mirostat after each guess that holds.
+(`SamplingParams.depends_on_mask`) are drawn late: once, under masks that are made together. Rows
+with logits processors are drawn again from what these make of the row's logits, and rows with
+mirostat after each guess that holds.
 
 Where answers are completed before their length ends, a token after which that is no longer possible
 gives way to the next one of the short way to the end.
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.batch import Bits, ReadLogits, Redraw, SampleResult, unpacked_mask
+from octavo.backends.batch import Bits, KeptRows, Redraw, SampleResult, unpacked_mask
 from octavo.worker.best_legal import write_best_legal
 from octavo.worker.draws_in_turn import DrawsInTurn
 from octavo.worker.grammar_rows import GrammarRows, TextPlace
@@ -40,8 +41,8 @@ class CheckedDraw(NamedTuple):
     """Ids that it may draw besides what its grammar says; None: any."""
     processors: Sequence[str]
     """Names of the processors that change its logits."""
-    is_masked: bool = False
-    """Whether it is drawn under its grammar's mask."""
+    is_late: bool = False
+    """Whether it is drawn only once its grammar's mask is known."""
     closes: bool = False
     """Whether its text is completed before its length ends."""
     is_search: bool = False
@@ -119,21 +120,26 @@ class CheckedDraws:
         """Draws that are looked at once more, whether their texts can still be completed."""
 
     def __contains__(self, entry: int) -> bool:
-        """Returns whether an entry is drawn without its grammar's mask."""
-        return entry in self._draws and not self._draws[entry].is_masked
+        """Returns whether an entry's mask is not wanted before the step."""
+        return entry in self._draws
+
+    def late(self, num_samples: int) -> NDArray[np.bool_] | None:
+        """Returns which of the sampled rows are drawn late, `[S]`; None where none is."""
+        found = np.zeros(num_samples, np.bool_)
+        found[[entry for entry, draw in self._draws.items() if draw.is_late]] = True
+        return found if found.any() else None
 
     def fault(self, entry: int) -> str:
         """Returns why a draw could not be made; "" where nothing failed here."""
         return self._faults.get(entry, "")
 
-    def __call__(self, samples: SampleResult, read_logits: ReadLogits) -> Redraw | None:
+    def __call__(self, samples: SampleResult, kept: KeptRows) -> Redraw | None:
         """Sets draws that are not legal to the next that are; returns rows that are drawn again."""
         redraws = Redraws()
         to_close, self._drawn_again = self._drawn_again, []
         if self._is_first:
             self._changed.clear()
-            for entry in self._draws:
-                self._look_at(entry, samples, read_logits, redraws)
+            self._look(samples, kept, redraws)
             to_close = [entry for entry in self._draws if self._may_close(entry)]
         for entry in to_close:
             if entry in redraws.masks:
@@ -159,21 +165,23 @@ class CheckedDraws:
             redraws.logits[draws.entry] = self._changed[draws.entry]
         return True
 
-    def _look_at(
-        self, entry: int, samples: SampleResult, read_logits: ReadLogits, redraws: Redraws
-    ) -> None:
-        """Finds what is wrong with a draw."""
-        draw = self._draws[entry]
-        if draw.is_search:
-            self._search(entry, draw, samples, read_logits(entry))
-        elif draw.processors:
-            self._process(entry, draw, samples, read_logits, redraws)
-        elif draw.is_masked:
-            return
-        elif samples.failed[entry]:
-            redraws.masks[entry] = self._mask(draw)
-        elif not self._allows(draw, int(samples.token_ids[entry])):
-            self._replace(entry, draw, samples, redraws)
+    def _look(self, samples: SampleResult, kept: KeptRows, redraws: Redraws) -> None:
+        """Finds what is wrong with the draws."""
+        token_ids, failed = samples.token_ids.tolist(), samples.failed.tolist()
+        wrong, to_mask = [], []
+        for entry, draw in self._draws.items():
+            if draw.is_search:
+                self._search(entry, draw, samples, kept.logits(entry))
+            elif draw.processors:
+                self._process(entry, draw, samples, kept, redraws)
+            elif draw.is_late or failed[entry]:
+                to_mask.append(entry)
+            elif not self._takes(draw, token_ids[entry]):
+                wrong.append(entry)
+        if wrong:
+            to_mask += self._replace(wrong, samples, kept, redraws)
+        if to_mask:
+            self._mask_all(to_mask, redraws)
 
     def _search(self, entry: int, draw: CheckedDraw, samples: SampleResult, logits: Logits) -> None:
         """Gives a beam the logprobs of its best legal tokens."""
@@ -211,26 +219,38 @@ class CheckedDraws:
             redraws.masks[entry] = self._grammars.mask_of(token_id)
 
     def _replace(
-        self, entry: int, draw: CheckedDraw, samples: SampleResult, redraws: Redraws
-    ) -> None:
-        """Takes the first legal candidate of a draw; a mask where there is none."""
-        assert samples.candidates is not None, "a checked draw keeps its candidates"
-        for token_id in samples.candidates[entry].tolist():
-            if token_id >= 0 and self._allows(draw, token_id):
+        self, wrong: Sequence[int], samples: SampleResult, kept: KeptRows, redraws: Redraws
+    ) -> list[int]:
+        """Takes the first legal candidate of each draw; returns the draws that have none."""
+        left = []
+        candidates = kept.candidates(np.array(wrong, np.int32)).tolist()
+        for entry, ids in zip(wrong, candidates, strict=True):
+            draw = self._draws[entry]
+            token_id = next((i for i in ids if i >= 0 and self._takes(draw, i)), None)
+            if token_id is None:
+                left.append(entry)
+            else:
                 self._set(entry, token_id, samples, redraws)
-                return
-        redraws.masks[entry] = self._mask(draw)
+        return left
+
+    def _mask_all(self, entries: Sequence[int], redraws: Redraws) -> None:
+        """Has draws made under the masks of their grammars, which are made together."""
+        draws = [self._draws[entry] for entry in entries]
+        self._grammars.make_masks([draw.row for draw in draws if not draw.num_guesses])
+        redraws.masks |= {
+            entry: self._mask(draw) for entry, draw in zip(entries, draws, strict=True)
+        }
 
     def _process(
         self,
         entry: int,
         draw: CheckedDraw,
         samples: SampleResult,
-        read_logits: ReadLogits,
+        kept: KeptRows,
         redraws: Redraws,
     ) -> None:
         """Has a row drawn from what its processors make of its logits."""
-        logits = read_logits(entry)
+        logits = kept.logits(entry)
         if np.isnan(logits).any():
             return  # the draw has failed, and says so
         try:
@@ -244,8 +264,13 @@ class CheckedDraws:
         self._changed[entry] = redraws.logits[entry] = changed
         redraws.masks[entry] = self._mask(draw)
 
-    def _allows(self, draw: CheckedDraw, token_id: int) -> bool:
-        return self._grammars.allows(draw.row, token_id, num_guesses=draw.num_guesses)
+    def _takes(self, draw: CheckedDraw, token_id: int) -> bool:
+        """Returns whether a token is legal; a row's own matcher takes it in at once, where nothing
+        else is to be asked of it before.
+        """
+        if draw.num_guesses or draw.closes:
+            return self._grammars.allows(draw.row, token_id, num_guesses=draw.num_guesses)
+        return self._grammars.takes(draw.row, token_id)
 
     def _mask(self, draw: CheckedDraw) -> Bits:
         legal = self._grammars.mask_or_none(draw.row, num_guesses=draw.num_guesses)

@@ -147,6 +147,8 @@ class GrammarRows:
         """Matchers after each of a row's guesses, up to the first that is not legal."""
         self._made: dict[int, Bits] = {}
         """Masks that were made with others', of rows that have taken no token since."""
+        self._taken: dict[int, int] = {}
+        """Tokens that rows' matchers have taken in before `took` told of them."""
         self._closings: dict[int, KnownClosing] = {}
         """Ways to complete rows' texts, as they were last found."""
 
@@ -179,6 +181,7 @@ class GrammarRows:
         self._faults.pop(row, None)
         self._ahead.pop(row, None)
         self._made.pop(row, None)
+        self._taken.pop(row, None)
 
     def guess(self, row: int, draft_ids: Sequence[int]) -> None:
         """Follows the guesses of the coming step, which the row's own matcher does not take in."""
@@ -202,10 +205,30 @@ class GrammarRows:
         known = self._closings.get(row)
         if known is not None and known.token_id != token_id:
             del self._closings[row]
+        taken = self._taken.pop(row, None)
+        if taken == token_id:
+            return
+        if taken is not None:
+            matcher.take_back()
         try:
             matcher.take([token_id])
         except Exception as error:
             self._faults[row] = error
+
+    def takes(self, row: int, token_id: int) -> bool:
+        """Returns whether a token may come next in a row; where it may, the row's matcher takes it
+        in, and `took` is to be told of it next.
+        """
+        if row in self._faults or not self._matchers[row].take_legal(token_id):
+            return False
+        self._taken[row] = token_id
+        return True
+
+    def take_back(self) -> None:
+        """Takes back the tokens that `took` was not told of: their step did not end."""
+        for row in self._taken:
+            self._matchers[row].take_back()
+        self._taken.clear()
 
     def __contains__(self, row: int) -> bool:
         return row in self._matchers

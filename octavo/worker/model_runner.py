@@ -125,6 +125,7 @@ class ModelRunner:
         """Gathers the arrays of the first of `num_steps` steps. Writes guesses behind the rows'
         known tokens and changes nothing else of them, so that a step may be prepared again.
         """
+        self._rows.grammars.take_back()
         layout = self._layout(scheduled)
         if any(row.draft_ids for row in scheduled):
             self._rows.guess(layout.rows, layout.ends, [row.draft_ids for row in scheduled])

@@ -293,16 +293,13 @@ class SamplingRows:
         if extras is None or not (extras.processors or row in self._grammars):
             return None
         is_search = texts.searches[entry]
-        is_masked = not (extras.draws_first or extras.processors)
         closes = not is_search and self._may_close(row, extras, int(texts.ends[entry]))
-        if is_masked and not closes:
-            return None
         return CheckedDraw(
             row,
             num_guesses,
             allowed=extras.allowed_mask,
             processors=extras.processors,
-            is_masked=is_masked,
+            is_late=not (extras.draws_first or extras.processors),
             closes=closes,
             is_search=is_search,
         )
@@ -356,7 +353,8 @@ class SamplingRows:
         )
         if self._extras:
             self._add_extras(batch, rows.tolist(), token_ids, ends, checks)
-        batch.keeps_logits = checks is not None
+        if checks is not None:
+            batch.keeps_logits, batch.late = True, checks.late(len(rows))
         return batch
 
     def _add_extras(
@@ -475,5 +473,7 @@ def append_targets(batch: SamplingBatch, targets: NDArray[np.void]) -> None:
     """Appends records `[num]` of SAMPLING_RECORD that have neither bias nor history."""
     num = len(targets)
     batch.records = np.concatenate([batch.records, targets])
+    if batch.late is not None:
+        batch.late = np.pad(batch.late, (0, num))
     batch.history_starts = np.pad(batch.history_starts, (0, num), "edge")
     batch.bias_starts = np.pad(batch.bias_starts, (0, num), "edge")

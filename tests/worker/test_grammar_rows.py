@@ -30,6 +30,13 @@ class Countdown:
     def allows(self, token_id):
         return token_id == self.at
 
+    def take_legal(self, token_id):
+        self.at -= token_id == self.at
+        return token_id == self.at + 1
+
+    def take_back(self):
+        self.at += 1
+
     def mask(self):
         return (1 << self.at).to_bytes(4, "little")
 
@@ -145,3 +152,32 @@ def test_masks_made_together_are_those_made_alone():
     assert grammars.num_made == 4
     rows.free(3)
     assert rows.mask(3) is None
+
+
+def test_a_token_that_is_taken_in_early_is_taken_once():
+    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    rows.add(3, new_row([9], 1, spec()))
+    assert not rows.takes(3, 4)
+    assert rows.takes(3, 5)
+    rows.took(3, 5)
+    assert rows.mask(3).tolist() == [1 << 4]
+
+
+def test_a_step_that_does_not_end_gives_its_tokens_back():
+    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    for row in (3, 4):
+        rows.add(row, new_row([9], 1, spec()))
+    assert rows.takes(3, 5) and rows.takes(4, 5)
+    rows.took(4, 5)
+    rows.take_back()
+    assert [rows.mask(row).tolist() for row in (3, 4)] == [[1 << 5], [1 << 4]]
+
+
+def test_another_token_than_the_one_taken_in_takes_its_place():
+    rows = GrammarRows(FakeGrammars(), vocab_size=32)
+    rows.add(3, new_row([9], 1, spec()))
+    assert rows.takes(3, 5)
+    rows.took(3, 4)
+    assert rows.fault(3) == "4 is not 5"
+    rows.free(3)
+    rows.take_back()

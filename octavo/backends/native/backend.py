@@ -289,6 +289,7 @@ class NativeProgram:
         self._device = device
         self._executor = executor
         self._vocab_size = program.vocab_size
+        self._kept_rows = NativeRows(executor, program.vocab_size)
         ((self._output, value),) = program.outputs.items()
         self._output_axis, self._out_width = value.axis, value.width
         self._weight_bytes = weight_bytes
@@ -343,7 +344,7 @@ class NativeProgram:
         check_step = (
             None
             if check is None or samples is None
-            else lambda index: check(samples, self._kept_logits)
+            else lambda index: check(samples, self._kept_rows)
         )
         with _fatal_as_engine_dead():
             self._executor.run(batch, output, kv, check_step)
@@ -375,15 +376,27 @@ class NativeProgram:
                 kv,
                 steps,
                 lambda index: goes_on(step(index)),
-                None if check is None else lambda index: check(step(index), self._kept_logits),
+                None if check is None else lambda index: check(step(index), self._kept_rows),
             )
         return [step(index) for index in range(num_steps)]
 
-    def _kept_logits(self, sample: int) -> NDArray[np.float32]:
-        """Returns the logits `[V]` of a sampled row of the step that was just run."""
+
+class NativeRows:
+    """The sampled rows of the step that was just run. A `batch.KeptRows`."""
+
+    def __init__(self, executor: Any, vocab_size: int) -> None:
+        self._executor = executor
+        self._vocab_size = vocab_size
+
+    def logits(self, sample: int) -> NDArray[np.float32]:
         logits = np.empty(self._vocab_size, np.float32)
         self._executor.copy_logits(sample, logits)
         return logits
+
+    def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
+        found = np.empty((len(samples), MOST_CANDIDATES), np.int32)
+        self._executor.candidates(samples, found)
+        return found
 
 
 def _skipping(program: Program) -> set[Weight]:
@@ -417,6 +430,4 @@ def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> Sampl
         result.top_logprobs = np.zeros((count, most), np.float32)
     if sampling.records["mirostat_mode"].any():
         result.surprises = np.zeros(count, np.float32)
-    if sampling.keeps_logits:
-        result.candidates = np.full((count, MOST_CANDIDATES), -1, np.int32)
     return result

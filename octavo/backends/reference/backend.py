@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from octavo.backends.reference.attention import ATTENTION_FORMULAS
 from octavo.backends.reference.kv_cache import ReferenceKvCache, layout_of
 from octavo.backends.reference.mixers import MIXER_FORMULAS
 from octavo.backends.reference.ops import ROW_FORMULAS, Exchange, Floats, ReferenceStep, alone
-from octavo.backends.sampling import masked, replaced, sample
+from octavo.backends.sampling import masked, replaced, row_candidates, sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
 from octavo.outputs import Profile
 from octavo.program.ops import Attention, Linear
@@ -104,13 +104,28 @@ class ReferenceRunnable:
             return StepOutput(samples=_checked(logits, batch.sampling, check))
 
 
+class ReferenceRows(NamedTuple):
+    """The sampled rows of a step. A `backends.batch.KeptRows`."""
+
+    kept: NDArray[np.float32]
+    """Logits, `[S, V]`."""
+    sampling: SamplingBatch
+
+    def logits(self, sample: int) -> NDArray[np.float32]:
+        return np.array(self.kept[sample])
+
+    def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.stack([row_candidates(self.kept[s], self.sampling, s) for s in samples])
+
+
 def _checked(
     logits: NDArray[np.float32], sampling: SamplingBatch, check: Check | None
 ) -> SampleResult:
     """Draws from `logits [S, V]`, and again as long as the check finds rows."""
     samples = sample(logits, sampling)
+    rows = ReferenceRows(logits, sampling)
     while check is not None:
-        redraw = check(samples, lambda entry: logits[entry].copy())
+        redraw = check(samples, rows)
         if redraw is None:
             break
         redrawn = sample(logits, masked(sampling, redraw), replaced(logits, redraw))

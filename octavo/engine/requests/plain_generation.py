@@ -76,7 +76,7 @@ class PlainGeneration:
             or params.mirostat_mode > 0
             or params.logprob_token_ids is not None
             or params.dry_multiplier > 0
-            or (has_grammar and (params.depends_on_mask or params.min_tokens > 0))
+            or (has_grammar and params.min_tokens > 0)
         )
         """Whether something has to be done for each of its tokens."""
 

@@ -115,6 +115,18 @@ class TokenMatcher:
             raise GrammarError("an end token came before the end of the grammar's text")
         self._has_ended = ends
 
+    def take_legal(self, token_id: int) -> bool:
+        if token_id not in self._end_token_ids:
+            return self._matcher.try_consume_tokens([token_id]) == 1
+        self._has_ended = self._matcher.is_accepting()
+        return self._has_ended
+
+    def take_back(self) -> None:
+        if self._has_ended:
+            self._has_ended = False
+        else:
+            self._matcher.rollback(1)
+
     def allows(self, token_id: int) -> bool:
         if token_id in self._end_token_ids:
             return self._matcher.is_accepting()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.backends import sampling
-from octavo.backends.batch import SAMPLING_RECORD, sampling_records
+from octavo.backends.batch import SAMPLING_RECORD, Redraw, packed_masks, sampling_records
 from octavo.backends.native.extension import native_module
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
@@ -46,6 +46,15 @@ def sample_native(logits, batch, level, *, threads=1):
     step.sampling = batch
     runnable = case.native(level, threads=threads)
     return runnable.run(step, case.memory(runnable)).samples
+
+
+def checked_native(logits, batch, level, check):
+    """Returns what is drawn where a check looks at the draws."""
+    case = logits_case(logits)
+    step = case.batch(len(logits), pad=2)
+    step.sampling = batch
+    runnable = case.native(level, threads=2)
+    return runnable.run_checked(step, case.memory(runnable), check).samples
 
 
 def sample_repeated(level):
@@ -110,7 +119,7 @@ def test_unchanged_logits_draw_the_references_token(level, vocab, width):
 
 @pytest.mark.parametrize("vocab", [1, 5, 16, 65, 5000])
 def test_candidates_are_what_draws_under_masks_would_take(level, vocab):
-    """A checked draw keeps the reference's tokens in the reference's order, greedy and sampled."""
+    """A checked draw tells the reference's tokens in the reference's order, greedy and sampled."""
     g, rows = rng(vocab), 24
     logits = np.round(g.normal(size=(rows, vocab)) * 3, 1).astype(np.float32)
     temperatures = np.where(np.arange(rows) % 3 == 0, 0, g.uniform(0.1, 2, rows))
@@ -118,9 +127,43 @@ def test_candidates_are_what_draws_under_masks_would_take(level, vocab):
     bias = [[(row % vocab, -np.inf)] * (vocab > 1) for row in range(rows)]
     batch = batch_for(rows, vocab, temperature=temperatures, seed=seeds, bias=bias)
     batch.keeps_logits = True
-    found, wanted = sample_native(logits, batch, level), sampling.sample(logits, batch)
-    np.testing.assert_array_equal(found.candidates, wanted.candidates)
-    np.testing.assert_array_equal(found.candidates[:, 0], found.token_ids)
+    some = np.arange(0, rows, 5, dtype=np.int32)
+    read = []
+
+    def look(samples, kept):
+        read.append((samples.token_ids.copy(), kept.candidates(some)))
+
+    drawn_tokens = checked_native(logits, batch, level, look).token_ids
+    ((token_ids, found),) = read
+    wanted = [sampling.row_candidates(logits[s], batch, s) for s in some]
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found[:, 0], token_ids[some])
+    np.testing.assert_array_equal(drawn_tokens, sampling.sample(logits, batch).token_ids)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_late_rows_are_drawn_under_their_masks_alone(level, temperature):
+    """A late row is left alone until its mask is known; then it draws as one that had it before."""
+    g, rows, vocab = rng(3), 9, 130
+    logits = (g.normal(size=(rows, vocab)) * 3).astype(np.float32)
+    late = np.arange(rows) % 2 == 0
+    masks = packed_masks(g.random((rows, vocab)) < 0.2)
+    batch = batch_for(rows, vocab, temperature=temperature, top_p=0.8, num_logprobs=2)
+    batch.keeps_logits, batch.late = True, late
+    plain = batch_for(rows, vocab, temperature=temperature, top_p=0.8, num_logprobs=2)
+    plain.records["allowed_mask"] = np.where(late, np.arange(rows), -1)
+    plain.allowed_masks = masks
+
+    def draw(samples, kept):
+        assert not samples.failed.any()
+        assert not samples.token_ids[late].any()
+        some = np.flatnonzero(late).astype(np.int32)
+        return Redraw(some, masks[some])
+
+    found = checked_native(logits, batch, level, draw)
+    wanted = sample_native(logits, plain, level)
+    for name in ("token_ids", "failed", "logprobs", "ranks", "top_ids", "top_logprobs"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -208,6 +251,30 @@ def test_the_best_is_kept_where_logits_are_made(level, rows, vocab, threads):
     step.sampling.records["temperature"][0] = 1.0
     found = runnable.run(step, memory).samples
     np.testing.assert_array_equal(found.token_ids[1:], wanted.token_ids[1:])
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (5, 17), (33, 1003)])
+def test_best_rows_that_are_checked_keep_their_logits(level, rows, vocab):
+    """A step that draws nothing but best logits has all of them for a check, which changes no
+    draw.
+    """
+    case = head_case(normal(rows, 32, seed=rows), normal(vocab, 32, seed=vocab))
+    step, runnable = case.batch(rows, pad=1), case.native(level, threads=2)
+    memory = case.memory(runnable)
+    logits = runnable.run(step, memory).arrays["logits"]
+    step.sampling = greedy_batch(rows, vocab)
+    step.sampling.keeps_logits = True
+    some, read = np.arange(0, rows, 2, dtype=np.int32), {}
+
+    def look(samples, kept):
+        read["logits"] = [kept.logits(s) for s in range(rows)]
+        read["candidates"] = kept.candidates(some)
+
+    found = runnable.run_checked(step, memory, look).samples
+    np.testing.assert_array_equal(read["logits"], logits)
+    np.testing.assert_array_equal(found.token_ids, logits.argmax(axis=1))
+    wanted = [sampling.row_candidates(logits[s], step.sampling, s) for s in some]
+    np.testing.assert_array_equal(read["candidates"], wanted)
 
 
 def test_no_row_is_drawn(level):
