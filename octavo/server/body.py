@@ -72,12 +72,19 @@ class Body(BaseModel):
 BodyT = TypeVar("BodyT", bound=Body)
 
 
+def body_bytes(request: Request) -> int:
+    """Returns the length of a request's body, once `body_of` has read it."""
+    length: int = request.state.num_body_bytes
+    return length
+
+
 def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
     """Returns a dependency that parses the request's body as `kind`."""
 
     async def parse(request: Request, service: Annotated[Service, Depends(service_of)]) -> BodyT:
         _check_content_type(request)
         raw = await read_in_time(request, service.settings)
+        request.state.num_body_bytes = len(raw)
         lenient, dropped = service.settings.lenient, []
         try:
             body = kind.model_validate_json(raw)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from octavo.outputs import CompletionOutput, Logprob
 from octavo.server.reading import plain_parts
 from octavo.text.parsers.parts import Part, PartKind
-from octavo.text.parsers.reader import MessageReader
+from octavo.text.parsers.reader import AnswerReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Cursor:
     num_chars: int = 0
     started: bool = False
     finished: bool = False
-    reader: MessageReader | None = None
+    reader: AnswerReader | None = None
     """Reads the text; None where all of it is content."""
     has_calls: bool = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -34,7 +34,12 @@ from octavo.text.parsers.formats import (
     named_tool_format,
 )
 from octavo.text.parsers.parts import MessageText, Part, PartKind
-from octavo.text.parsers.reader import MessageForm, MessageReader, read_message
+from octavo.text.parsers.reader import (
+    AnswerReader,
+    MessageForm,
+    read_message,
+    reader_of,
+)
 
 TAIL_TOKENS = 32
 """Last tokens of a prompt, among which the tags that open or close the reasoning stand."""
@@ -54,6 +59,8 @@ class AnswerReading:
     """Reasoning before the form of the content begins."""
     id_length: int = 0
     """Length of a call's id where the model's template checks it; 0 for any."""
+    given: str = ""
+    """Text of the message that the answer goes on from."""
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
         """Returns params with the marks that the detokenizer must know, and with the form that
@@ -104,13 +111,32 @@ class AnswerReading:
             )
         )
 
-    def reader(self) -> MessageReader | None:
+    def after(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> AnswerReading:
+        """Returns the reading of an answer that goes on behind tokens of one that was read so."""
+        marks = self.marks
+        if self.form is None or marks is None or not token_ids:
+            return self
+        hidden = tokenizer.special_token_ids - set(marks.shown_token_ids)
+        told = [token_id for token_id in token_ids if token_id not in hidden]
+        given = self.given + tokenizer.decode(told, skip_special_tokens=False)
+        opening = marks.reasoning_opening
+        may_reason = bool(opening) and marks.reasoning_closing not in given
+        marks = msgspec.structs.replace(
+            marks,
+            reasoning_opening=opening if may_reason else "",
+            begins_in_reasoning=may_reason and (marks.begins_in_reasoning or opening in given),
+        )
+        return replace(self, given=given, marks=marks)
+
+    def reader(self) -> AnswerReader | None:
         """Returns what reads one sample as it grows; None where its text is content."""
-        return None if self.form is None else MessageReader(self.form)
+        return None if self.form is None else reader_of(self.form, self.given)
 
     def message(self, text: str) -> MessageText:
         """Returns a whole sample's message."""
-        return MessageText(content=text) if self.form is None else read_message(self.form, text)
+        if self.form is None:
+            return MessageText(content=text)
+        return read_message(self.form, text, self.given)
 
     def call_id(self, given: str) -> str:
         """Returns the id of a new call: the model's own, where it gave one."""

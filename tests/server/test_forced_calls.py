@@ -72,6 +72,27 @@ def test_a_call_that_must_be_made_is_valid(http, fields, choice):
             assert choice == "required"
 
 
+@pytest.mark.parametrize("share", [0, 0.3, 0.6])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fork_within_arguments_tells_the_whole_call(http, share, stream):
+    """Also a fork of a fork; what was told before the call's beginning is not told again."""
+    body = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = ask(http, **body, temperature=0, return_token_ids=True).json()
+    (call,) = whole["choices"][0]["message"]["tool_calls"]
+    name, num_kept = whole["id"], int(share * len(whole["choices"][0]["token_ids"]))
+    for kept in (num_kept, 2):
+        response = http.post(f"/v1/requests/{name}/fork", json={"keep": kept, "stream": stream})
+        events = data_of(response) if stream else [response.json()]
+        name = events[0]["id"]
+        messages = [event["choices"][0]["delta" if stream else "message"] for event in events]
+        parts = [part for message in messages for part in message.get("tool_calls", ())]
+        assert parts[0]["function"]["name"] == call["function"]["name"]
+        arguments = "".join(part["function"].get("arguments", "") for part in parts)
+        assert arguments == call["function"]["arguments"]
+        assert "".join(message.get("content") or "" for message in messages) == ""
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_a_streamed_call_is_the_whole_one(http):
     body = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     whole = ask(http, **body).json()["choices"][0]["message"]["tool_calls"][0]["function"]

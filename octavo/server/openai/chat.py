@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
-from octavo.server.body import body_of
+from octavo.server.body import body_bytes, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Delta
 from octavo.server.generation import Generation
@@ -65,6 +65,7 @@ async def chat(
     origin = origin_of(request, body.priority, body.user)
     prompt = await conversation.prompt(model)
     answer.reading = conversation.reading(model, prompt)
+    service.readings.keep(answer.id, answer.reading, body_bytes(request))
     fitted = answer.reading.fitted(params)
     await model.llm.check_form(fitted)
     generation = Generation(

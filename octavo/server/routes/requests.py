@@ -34,6 +34,7 @@ from octavo.server.openai.bodies import (
 )
 from octavo.server.openai.chat import ChatAnswer
 from octavo.server.openai.completions import CompletionAnswer
+from octavo.server.reading import AnswerReading
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
@@ -153,8 +154,12 @@ async def fork(
     model = service.model(found.model.name)  # which takes no new work while it drains
     body.request_id = body.request_id or secrets.token_hex(12)
     kind = CompletionAnswer if request_id.startswith(CompletionAnswer.prefix) else ChatAnswer
-    made = _prepare(request, found, body, member_name(f"{kind.prefix}-{body.request_id}", 0))
+    reading = _reading(service.readings.find(found.name), model, found, body)
+    name = f"{kind.prefix}-{body.request_id}"
+    made = _prepare(request, found, body, member_name(name, 0), reading)
     answer = _answer(kind, model, made, body)
+    answer.reading = reading
+    service.readings.keep_fork(found.name, name, reading)
     generation = Generation.of_request(model, made, deltas=bool(body.stream))
     if body.stream:
         return EventStream(answer.events(generation), body.headers)
@@ -204,7 +209,25 @@ async def _find(request: Request, service: Service, request_id: str) -> Found:
 # -- forks -----------------------------------------------------------------------------------------
 
 
-def _prepare(request: Request, found: Found, body: ForkBody, name: str) -> FrontRequest:
+def _reading(
+    reading: AnswerReading, model: ServedModel, found: Found, body: ForkBody
+) -> AnswerReading:
+    """Returns how a fork of an answer is read: what it keeps and goes on with is told already, but
+    for a call in the middle of which it begins.
+    """
+    if reading.form is None or model.tokenizer is None:
+        return reading
+    member, index = _member(found, body.index)
+    kept = member.samples[index].token_ids[: body.keep]
+    then = body.then or []
+    if isinstance(then, str):
+        then = model.tokenizer.encode(then, add_special_tokens=False)
+    return reading.after(model.tokenizer, [*kept, *then])
+
+
+def _prepare(
+    request: Request, found: Found, body: ForkBody, name: str, reading: AnswerReading
+) -> FrontRequest:
     """Checks a fork against the request that it leaves."""
     if body.use_beam_search or body.beam_width is not None:
         raise InvalidRequest("use_beam_search: a fork draws its tokens", param="use_beam_search")
@@ -218,6 +241,8 @@ def _prepare(request: Request, found: Found, body: ForkBody, name: str) -> Front
         for changed in (*SAMPLING_FIELDS, "max_tokens", "logprobs")
         if (value := getattr(body, changed)) is not None
     }
+    if reading.marks is not None:
+        changes["answer_marks"] = reading.marks
     priority = member.priority if body.priority is None else body.priority
     return found.model.llm.prepare_fork(
         member.request_id,

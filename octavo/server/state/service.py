@@ -15,6 +15,7 @@ from octavo.server.request_limits import RequestLimits
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
+from octavo.server.state.kept_readings import KeptReadings
 from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
 from octavo.server.state.request_record import RequestRecord, record_of
@@ -35,6 +36,8 @@ class Service:
     keys: KeyRing
     store: Store | None = None
     """Responses, files and batches on disk; None where the server keeps nothing."""
+    readings: KeptReadings = field(default_factory=KeptReadings)
+    """How the latest chats' answers are read."""
     record: RequestRecord = field(default_factory=RequestRecord)
     """Record of the HTTP request that is answered; an empty one outside of requests."""
 

@@ -6,15 +6,16 @@ call is content, as it was written.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.text.parsers.calls import CallSection, FunctionTypes
 from octavo.text.parsers.channels import read_channels
 from octavo.text.parsers.formats import ChannelFormat, ReasoningFormat, ToolFormat
-from octavo.text.parsers.parts import MessageText, Part, PartKind, PartList
+from octavo.text.parsers.parts import FunctionText, MessageText, Part, PartKind, PartList
 from octavo.text.parsers.source import MalformedText, Steps, TextSource
 
 ANYTHING = re.compile(r"[\s\S]+")
@@ -179,8 +180,54 @@ class MessageReader:
         self._parts.say(kind, body)
 
 
-def read_message(form: MessageForm, text: str) -> MessageText:
-    """Returns a whole answer's message."""
+class ContinuedReader:
+    """The parts of an answer that goes on from another one's text. Of that text they hold nothing
+    but a call whose arguments it leaves open, which is told whole.
+    """
+
+    def __init__(self, form: MessageForm, given: str) -> None:
+        self._reader = MessageReader(form)
+        before = MessageText()
+        before.add(self._reader.read(given))
+        self._num_told = len(before.calls)
+        self._open: list[Part] = []
+        if before.calls and not _is_whole(before.calls[-1].arguments):
+            self._num_told -= 1
+            self._open = _parts_of(before.calls[-1])
+
+    def read(self, text: str, *, finished: bool = False) -> list[Part]:
+        """Returns the parts that more text makes sure of; calls count from 0."""
+        parts, self._open = self._open, []
+        for part in self._reader.read(text, finished=finished):
+            is_of_call = part.kind in (PartKind.CALL, PartKind.ARGUMENTS)
+            parts.append(replace(part, call=part.call - self._num_told) if is_of_call else part)
+        return parts
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return False
+    return True
+
+
+def _parts_of(call: FunctionText) -> list[Part]:
+    """Returns the first call of a message as parts, as far as it has been written."""
+    begun = [Part(PartKind.CALL, call.name, 0, call.call_id)]
+    return [*begun, Part(PartKind.ARGUMENTS, call.arguments, 0)] if call.arguments else begun
+
+
+AnswerReader = MessageReader | ContinuedReader
+
+
+def reader_of(form: MessageForm, given: str) -> AnswerReader:
+    """Returns what reads an answer that goes on from a text, "" where it begins."""
+    return ContinuedReader(form, given) if given else MessageReader(form)
+
+
+def read_message(form: MessageForm, text: str, given: str = "") -> MessageText:
+    """Returns the message of a whole answer, which goes on from a text where one is given."""
     message = MessageText()
-    message.add(MessageReader(form).read(text, finished=True))
+    message.add(reader_of(form, given).read(text, finished=True))
     return message

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.server.openai.responses.output import OutputItem, OutputItems
 from octavo.server.reading import PLAIN, AnswerReading, plain_parts
 from octavo.text.parsers.parts import Part, PartKind
-from octavo.text.parsers.reader import MessageReader
+from octavo.text.parsers.reader import AnswerReader
 
 Event = dict[str, Any]
 Response = Mapping[str, Any]
@@ -31,7 +31,7 @@ class EventWriter:
     def __init__(self, first: Response) -> None:
         """Takes the response before its first token."""
         self._first = dict(first)
-        self._reader: MessageReader | None = None
+        self._reader: AnswerReader | None = None
         self._reading = PLAIN
         self._output = OutputItems(first["id"])
         self._open: OutputItem | None = None

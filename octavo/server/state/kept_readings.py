@@ -1,0 +1,44 @@
+"""How the answers of the latest chats are read, for requests that fork them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from octavo.server.reading import PLAIN, AnswerReading
+
+MAX_KEPT = 1024
+MAX_KEPT_BYTES = 16 << 20
+"""Most bytes of all their requests' bodies together, which hold the schemas of the functions."""
+
+
+class KeptReadings:
+    """Readings by the public id of a request; the oldest go first. One that is gone, or was never
+    kept, is that of plain text.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[AnswerReading, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def keep(self, name: str, reading: AnswerReading, num_bytes: int) -> None:
+        """Keeps the reading of a request, whose body has so many bytes."""
+        if reading.form is None or num_bytes > MAX_KEPT_BYTES:
+            return
+        self._drop(name)
+        self._kept[name] = (reading, num_bytes)
+        self._num_bytes += num_bytes
+        while len(self._kept) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
+            self._drop(next(iter(self._kept)))
+
+    def keep_fork(self, parent: str, name: str, reading: AnswerReading) -> None:
+        """Keeps the reading of a fork, which has the functions of its parent."""
+        if parent in self._kept:
+            self.keep(name, reading, self._kept[parent][1])
+
+    def find(self, name: str) -> AnswerReading:
+        """Returns the reading of a request."""
+        return self._kept[name][0] if name in self._kept else PLAIN
+
+    def _drop(self, name: str) -> None:
+        if name in self._kept:
+            self._num_bytes -= self._kept.pop(name)[1]
