@@ -1,18 +1,27 @@
 """Forms drawn at random, broken and excessive ones among them: each is admitted or refused with 400
-within two seconds of work, and what is admitted can be followed.
+within two seconds of work, what is admitted can be followed, and the memory comes back.
 """
 
+import ctypes
+import gc
 import json
+import mmap
 import random
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.ports import TokenizerSource
+from octavo.ports import Matcher, TokenizerSource
 from octavo.structured_outputs import StructuredOutputs
+from octavo.text.grammar.admission import admit
+from octavo.text.grammar.compiler import LEAST_BYTES
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.text.tokenizer import load_tokenizer
+from octavo.worker.grammar_rows import CompiledGrammars
 from tests.support.schemas import some_schema
 from tests.support.tiers import examples
 from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer
@@ -157,3 +166,39 @@ def test_drawn_forms_are_admitted_or_refused(grammars, kind):
 @pytest.mark.parametrize("fields", EXCESSIVE.values(), ids=EXCESSIVE)
 def test_an_excessive_form_neither_ends_the_process_nor_takes_long(grammars, fields):
     admitted(grammars, fields)
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what is resident")
+def test_forms_that_are_gone_leave_no_memory_behind(grammars):
+    """Forms are admitted, compiled, followed and dropped; to do all of it again takes no more."""
+    kept = CompiledGrammars(grammars, max_bytes=4 * LEAST_BYTES)
+    grown = []
+    for _ in range(4):
+        rng, before = random.Random("memory"), resident_bytes()
+        for number in range(examples(100)):
+            draw = list(DRAWN.values())[number % len(DRAWN)]
+            with suppress(InvalidRequest):
+                follow(kept.matcher(admit(StructuredOutputs(**draw(rng)), grammars.compiler)))
+        grown.append(resident_bytes() - before)
+    assert max(grown[1:]) < (1 << 20), grown
+    assert sum(grown[1:]) < (1 << 20), grown
+
+
+def follow(matcher: Matcher) -> None:
+    """Goes on by some legal tokens, each on a way of its own and then on one."""
+    for _ in range(4):
+        legal = [token_id for token_id in range(300) if matcher.allows(token_id)]
+        for token_id in legal[:10]:
+            matcher.copy().take([token_id])
+        if not legal or matcher.is_complete:
+            return
+        assert matcher.take_legal(legal[0])
+        matcher.take_back()
+        matcher.take([legal[0]])
+        matcher.mask()
