@@ -1,8 +1,9 @@
 """The servers that `serve_load.py` compares, each started on a port of its own and ended after use.
 
-A server is NAME|FORMAT|MODEL|OPTIONS[|PYTHON], as in `compare.py`. NAME is octavo, llamacpp, vllm,
-or at: a server that runs already, whose URL stands in MODEL's place. OPTIONS are a JSON object:
-Octavo's engine options, or for the others "args", a list of flags, and for llama.cpp "binary".
+A server is NAME|FORMAT|MODEL|OPTIONS[|PYTHON], as in `compare.py`. NAME is octavo, llamacpp,
+xllamacpp (llama.cpp by that package), vllm, or at: a server that runs already, whose URL stands in
+MODEL's place. OPTIONS are a JSON object: Octavo's engine options, or for llama.cpp and vLLM "args",
+a list of flags, and for llama.cpp "binary".
 """
 
 import argparse
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from octavo.child_process import end_process
@@ -23,7 +25,7 @@ from octavo.cli.own_server import own_server
 
 READY_S = 300.0
 END_S = 20.0
-NAMES = ("octavo", "llamacpp", "vllm", "at")
+NAMES = ("octavo", "llamacpp", "xllamacpp", "vllm", "at")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Server:
             serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
             limits = ["--max-model-len", str(needs.context), "--max-num-seqs", str(needs.clients)]
             return [self.python, *serve, "--host=127.0.0.1", f"--port={port}", *limits, *args]
+        if self.name == "xllamacpp":
+            script = str(Path(__file__).with_name("xllamacpp_server.py"))
+            slots = [str(needs.clients), str(needs.context)]
+            return [self.python, script, self.model, str(port), *slots]
         binary = self.options.get("binary", "llama-server")
         place = ["--host", "127.0.0.1", "--port", str(port)]
         # llama.cpp divides its context among its slots.
