@@ -53,6 +53,9 @@ from octavo.transfer.block_events import BlocksCleared
 from octavo.transfer.messages import Prefill
 from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
 
+Compute = Callable[[Sequence[FrontRequest]], Awaitable[list[RequestOutput]]]
+"""Runs requests together and returns their final outputs, in their order."""
+
 
 class AsyncLLM:
     """An engine for many concurrent requests, from one asyncio event loop.
@@ -227,27 +230,37 @@ class AsyncLLM:
         pooling = self._front.pooling
         return None if pooling is None else pooling.pools.task
 
-    async def transcribe(self, data: bytes, options: SpeechOptions) -> Transcription:
-        """Returns the text of a WAV file; cancelling it aborts what is computed of it."""
+    async def transcribe(
+        self,
+        data: bytes,
+        options: SpeechOptions,
+        *,
+        origin: Origin = DEFAULT_ORIGIN,
+        compute: Compute | None = None,
+    ) -> Transcription:
+        """Returns the text of a WAV file; cancelling it aborts what is computed of it. `compute`
+        runs its requests in place of the engine's own way, so that they can be counted.
+        """
         self._check_alive()
-        hearing = self._front.hearing
+        hearing, compute = self._front.hearing, compute or self._all
         hearing.check(options)
         windows = await asyncio.to_thread(hearing.windows, data)
         if hearing.asks_language(options):
-            first = hearing.language_request(self._next_id(), windows[0])
-            (found,) = await self._all([first])
+            first = hearing.language_request(self._next_id(), windows[0], origin)
+            (found,) = await compute([first])
             options = replace(options, language=hearing.language_of(found))
         outputs: list[RequestOutput] = []
         for start in range(0, len(windows), MOST_WINDOWS):
             some = windows[start : start + MOST_WINDOWS]
-            made = partial(self._sound_requests, some, options)
-            outputs += await self._all(await asyncio.to_thread(made))
+            made = partial(self._sound_requests, some, options, origin)
+            outputs += await compute(await asyncio.to_thread(made))
         return hearing.joined(windows, outputs, options)
 
     def _sound_requests(
-        self, windows: Sequence[SoundWindow], options: SpeechOptions
+        self, windows: Sequence[SoundWindow], options: SpeechOptions, origin: Origin
     ) -> list[FrontRequest]:
-        return [self._front.hearing.request(self._next_id(), one, options) for one in windows]
+        hearing = self._front.hearing
+        return [hearing.request(self._next_id(), one, options, origin) for one in windows]
 
     def _next_id(self) -> str:
         return f"request-{next(self._request_ids)}"

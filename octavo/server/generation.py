@@ -37,15 +37,20 @@ class Generation:
         *,
         origin: Origin = DEFAULT_ORIGIN,
         deltas: bool = False,
+        is_part: bool = False,
     ) -> None:
-        """Submits all prompts; with `deltas`, `outputs` yields only what is new."""
+        """Submits all prompts; with `deltas`, `outputs` yields only what is new. The work that
+        `is_part` of a longer one has been counted with it as running.
+        """
         self._params = params
         self._metrics = model.metrics
         self._record = model.record
         self._streams: list[RequestStream] = []
         model.limits.check(len(prompts), params)
-        self._record.start()
-        self._is_counted = True
+        if not is_part:
+            self._record.start()
+        self._is_part = is_part
+        self._has_ended = False
         try:
             for index, prompt in enumerate(prompts):
                 stream = model.llm.submit(
@@ -78,9 +83,10 @@ class Generation:
         name: str,
         *,
         deltas: bool = False,
+        is_part: bool = False,
     ) -> Generation:
         """Submits requests that are prepared, all with these params."""
-        generation = cls(model, [], params, name)
+        generation = cls(model, [], params, name, is_part=is_part)
         try:
             for request in requests:
                 generation._add(model.llm.submit_prepared(request, deltas=deltas))
@@ -127,10 +133,11 @@ class Generation:
         """Aborts the streams that have not finished, and charges what they have generated; the
         request no longer counts as running.
         """
-        if not self._is_counted:
+        if self._has_ended:
             return
-        self._is_counted = False
-        self._record.stop()
+        self._has_ended = True
+        if not self._is_part:
+            self._record.stop()
         for stream in self._streams:
             stream.abandon()
             if stream.num_lost_tokens is not None:

@@ -4,7 +4,12 @@ with a sound.
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -13,7 +18,7 @@ import pytest
 from octavo import LLM
 from octavo.progress import quiet
 from octavo.transcription import Transcription
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, until
 from tests.support.tiny_whisper import noise, tiny_whisper
 
 PATH = "/v1/audio/transcriptions"
@@ -82,3 +87,66 @@ def test_a_model_of_english_translates_nothing(ear: LiveServer) -> None:
             files={"file": ("speech.wav", SOUND), "model": (None, "ear")},
         )
     assert response.status_code == 400 and "hears English alone" in response.text
+
+
+KEYS = {"one": {"max_running": 1}, "few": {"tokens_per_minute": 10}}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Yields a server with a key that may run one request, and one that has few tokens."""
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    keys = [{"name": name, "key": name, **limits} for name, limits in KEYS.items()]
+    file.write_text(json.dumps({"keys": keys}))
+    options = ("--max-model-len=64", "--served-model-name=ear", f"--api-key-file={file}")
+    server = LiveServer(str(tiny_whisper()), *options)
+    yield server
+    assert server.stop() == 0
+
+
+def post(server: LiveServer, key: str, *, timeout: float = 30) -> httpx.Response:
+    files: list[Any] = [("model", (None, "ear")), ("file", ("speech.wav", SOUND))]
+    headers = {"Authorization": f"Bearer {key}"}
+    with server.http() as http:
+        return http.post(PATH, files=files, headers=headers, timeout=timeout)
+
+
+@contextmanager
+def stopped(server: LiveServer) -> Iterator[None]:
+    """Stops the engine's process; it goes on at the end."""
+    os.kill(server.core_pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.core_pid, signal.SIGCONT)
+
+
+def load_of(server: LiveServer) -> int:
+    with server.http() as http:
+        headers = {"Authorization": "Bearer one"}
+        return int(http.get("/load", headers=headers).json()["server_load"])
+
+
+def test_a_sounds_windows_are_one_running_request_of_their_key(guarded: LiveServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with stopped(guarded):
+            first = pool.submit(post, guarded, "one")
+            assert until(lambda: load_of(guarded) > 0, 5)
+            second = post(guarded, "one")
+            assert second.status_code == 429 and "are running, allowed are 1" in second.text
+        assert first.result().status_code == 200
+    assert post(guarded, "one").status_code == 200
+
+
+def test_a_client_that_leaves_ends_the_work_on_its_sound(guarded: LiveServer) -> None:
+    with stopped(guarded):
+        with pytest.raises(httpx.ReadTimeout):
+            post(guarded, "one", timeout=0.5)
+        assert until(lambda: load_of(guarded) == 0, 5)
+    assert post(guarded, "one").status_code == 200
+
+
+def test_tokens_of_a_text_are_charged_to_its_key(guarded: LiveServer) -> None:
+    assert post(guarded, "few").status_code == 200
+    refused = post(guarded, "few")
+    assert refused.status_code == 429 and "retry-after" in refused.headers

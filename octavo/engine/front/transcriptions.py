@@ -134,7 +134,9 @@ class Transcriptions:
         """Returns whether the language has to be found first."""
         return options.language is None and bool(self.tokens.languages)
 
-    def language_request(self, request_id: str, window: SoundWindow) -> FrontRequest:
+    def language_request(
+        self, request_id: str, window: SoundWindow, origin: Origin = DEFAULT_ORIGIN
+    ) -> FrontRequest:
         """Returns the request whose one token is the language of a window."""
         params = SamplingParams(
             temperature=0,
@@ -142,7 +144,7 @@ class Transcriptions:
             ignore_eos=True,
             allowed_token_ids=sorted(self.tokens.languages.values()),
         )
-        return self._prepare(request_id, window, [self.tokens.start], params, DEFAULT_ORIGIN)
+        return self._prepare(request_id, window, [self.tokens.start], params, origin)
 
     def language_of(self, output: RequestOutput) -> str:
         """Returns the code of the language that such a request has found."""

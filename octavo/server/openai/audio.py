@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from octavo.engine.front.input_processor import FrontRequest, Origin
 from octavo.engine.front.transcriptions import SpeechOptions, SpeechTask
 from octavo.errors import InvalidRequest, ServerError, shown
+from octavo.outputs import RequestOutput
+from octavo.server.auth import origin_of
+from octavo.server.connection import unless_gone
+from octavo.server.generation import Generation
 from octavo.server.multipart import FILE_FIELD, UploadForm, receive_form
+from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.transcription import Transcription
 
@@ -75,16 +83,34 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         request, file, max_bytes=MAX_BYTES, timeout_s=service.settings.request_timeout_s
     )
     answer_format = _checked(form)
-    llm = service.model(form.fields.get("model", "")).llm
+    model = service.model(form.fields.get("model", ""))
     options = SpeechOptions(
         language=form.fields.get("language") or None,
         task=task,
         temperature=_temperature(form.fields.get("temperature", "0")),
     )
-    made = await llm.transcribe(bytes(file.data), options)
+    heard = _heard(model, bytes(file.data), options, origin_of(request, None, None))
+    return _written(await unless_gone(request.receive, heard), answer_format)
+
+
+async def _heard(
+    model: ServedModel, data: bytes, options: SpeechOptions, origin: Origin
+) -> Transcription:
+    """Returns the text of a sound, whose windows count as one running request of their key."""
+    name = f"trsc-{secrets.token_hex(12)}"
+
+    async def compute(requests: Sequence[FrontRequest]) -> list[RequestOutput]:
+        params = requests[0].params
+        return await Generation.of_requests(model, requests, params, name, is_part=True).results()
+
+    model.record.start()
+    try:
+        made = await model.llm.transcribe(data, options, origin=origin, compute=compute)
+    finally:
+        model.record.stop()
     if made.error is not None:
         raise ServerError(made.error)
-    return _written(made, answer_format)
+    return made
 
 
 def _checked(form: UploadForm) -> str:
