@@ -49,7 +49,14 @@ from octavo.server.routes.requests import ChangeBody, ForkBody
 from octavo.server.routes.tokenize import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from octavo.server.scoring.bodies import ClassifyBody, CohereRerankBody, RerankBody, ScoreBody
 from octavo.server.settings import ServerSettings
-from octavo.server.state.metrics import COUNTERS, GAUGES, READINESS, REJECTIONS
+from octavo.server.state.metrics import (
+    CACHE,
+    CACHE_LABELS,
+    COUNTERS,
+    GAUGES,
+    READINESS,
+    REJECTIONS,
+)
 from octavo.server.state.model_metrics import HISTOGRAMS
 from octavo.server.state.slot import EngineSlot
 from octavo.text.parsers.formats import DEFAULT_TOOL_FORMAT, REASONING_FORMATS, TOOL_FORMATS
@@ -395,6 +402,7 @@ def meaning(row: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
+    labels = ", ".join(f"`{label}`" for label in CACHE_LABELS)
     intro = (
         "`GET /metrics` in Prometheus' text form. Each series has the prefix `octavo:` and, for"
         " dashboards that exist, once more `vllm:`. Labels: `model_name`, `engine`; counters end in"
@@ -410,6 +418,7 @@ def metrics() -> str:
             "Requests by how they ended (label `finished_reason`).",
         )
     ]
+    rows += [(f"`{CACHE[0]}`", "gauge", f"{CACHE[1]} (labels {labels})")]
     rows += [(f"`{REJECTIONS[0]}_total`", "counter", f"{REJECTIONS[1]} (label `reason`)")]
     rows += [(f"`{name}`", "histogram", text) for name, (text, _) in HISTOGRAMS.items()]
     head = ("series", "kind", "what it counts")

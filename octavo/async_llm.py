@@ -55,6 +55,8 @@ from octavo.wiring.engine import WhenStarted, build_in_process, build_with_proce
 
 Compute = Callable[[Sequence[FrontRequest]], Awaitable[list[RequestOutput]]]
 """Runs requests together and returns their final outputs, in their order."""
+Admission = Callable[[FrontRequest], None]
+"""Last check of a request, called before it runs; what it raises refuses the request."""
 
 
 class AsyncLLM:
@@ -149,9 +151,10 @@ class AsyncLLM:
         owner: str = "",
         adapter: AdapterRef | None = None,
         deltas: bool = False,
+        admit: Admission | None = None,
     ) -> RequestStream:
         """Starts a request; a user's fault is raised here, before anything runs, and Overloaded
-        where too many wait already or it would be too late.
+        where too many wait already or it would be too late. What `admit` raises refuses it too.
 
         With `deltas` each output holds what is new since the one before, else all so far. A long
         text holds up the event loop while it is tokenized, and a new form while it is compiled:
@@ -163,7 +166,7 @@ class AsyncLLM:
         request_id = request_id or f"request-{next(self._request_ids)}"
         origin = Origin(priority, tenant, owner)
         request = self._front.prepare(request_id, prompt, params, origin, adapter=adapter)
-        return self.submit_prepared(request, deltas=deltas)
+        return self.submit_prepared(request, deltas=deltas, admit=admit)
 
     async def check_form(self, params: RequestParams) -> None:
         """Compiles the form of a request's answer for `submit`: one that is not known in a thread,
@@ -230,6 +233,16 @@ class AsyncLLM:
         pooling = self._front.pooling
         return None if pooling is None else pooling.pools.task
 
+    @property
+    def media(self) -> frozenset[str]:
+        """Kinds of media that the model reads beside text: "image", "audio"."""
+        front = self._front
+        reads = {
+            "image": front.inputs.prompts.images.is_read,
+            "audio": front.transcriptions is not None,
+        }
+        return frozenset(kind for kind, is_read in reads.items() if is_read)
+
     async def transcribe(
         self,
         data: bytes,
@@ -283,15 +296,18 @@ class AsyncLLM:
         ]
         return job.read(await self._all(prepared))
 
-    def submit_prepared(self, request: FrontRequest, *, deltas: bool) -> RequestStream:
-        """Starts a prepared request, unless too many wait."""
+    def submit_prepared(
+        self, request: FrontRequest, *, deltas: bool, admit: Admission | None = None
+    ) -> RequestStream:
+        """Starts a prepared request, unless too many wait or `admit` raises."""
         self.limits.check(request, num_unfinished=self.num_unfinished)
         self.start()
+        if admit is not None:
+            admit(request)
         self._transfers.place(request)
         self._front.submit(request)
         self.limits.sent(request)
         stream = RequestStream(self._front, request.request_id, self._drop, deltas=deltas)
-        stream.num_prompt_tokens = len(request.prompt_token_ids)
         self._streams[request.request_id] = stream
         return stream
 

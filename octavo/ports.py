@@ -235,6 +235,8 @@ class Rendering:
     """Variables of the template beside what it always gets."""
     template: str | None = None
     """Jinja text in place of the model's template."""
+    is_foreign: bool = False
+    """Whether that text comes from a client, and is rendered in a process of its own."""
     add_special_tokens: bool = False
     """Whether the tokenizer's own first and last tokens are added to what the template writes."""
     replacements: Mapping[str, str] = field(default_factory=dict)

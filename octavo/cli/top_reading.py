@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from octavo.cli.http_client import HttpClient
 
 PREFIX = "octavo:"
+SHARES = {"kv_cache_usage_perc", "kv_cache_utilisation"}
+"""Gauges that are a share, of which the engines of a model have no sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,13 @@ class ServerReader:
 
 
 def series_of(text: str) -> dict[str, dict[str, float]]:
-    """Returns the values of Octavo's gauges and counters by model and by name."""
+    """Returns the values of Octavo's gauges and counters by model and by name: the sum of its
+    engines', or the mean where it is a share.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, dict[str, float]] = {}
+    num_engines: Counter[tuple[str, str]] = Counter()
     try:
         for family in text_string_to_metric_families(text):
             if family.name.startswith(PREFIX) and family.type in ("gauge", "counter"):
@@ -83,6 +89,10 @@ def series_of(text: str) -> dict[str, dict[str, float]]:
                         values = found.setdefault(model, {})
                         name = sample.name.removeprefix(PREFIX)
                         values[name] = values.get(name, 0.0) + sample.value
+                        num_engines[model, name] += 1
     except ValueError as error:
         raise ConfigError(f"url: /metrics is not in Prometheus' text form: {error}") from error
+    for model, values in found.items():
+        for share in SHARES & values.keys():
+            values[share] /= num_engines[model, share]
     return found

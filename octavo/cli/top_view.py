@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +24,13 @@ MODEL_COLUMNS = (
     "cached",
 )
 REQUEST_COLUMNS = ("request", "model", "state", "key", "age", "waited", "prompt", "new", "blocks")
+LEFT_OUT = {
+    "model": ("cached", "swap", "in t/s", "blocks", "wait"),
+    "request": ("blocks", "key", "model", "waited", "prompt"),
+}
+"""Columns that a terminal does without that is too narrow for all, the first of them first."""
+GAP = 2
+"""Spaces between two columns."""
 NUM_TEXT_COLUMNS = {"model": 2, "request": 4}
 """Columns of text at the left of each table; the rest are numbers."""
 MIN_TEXT_WIDTH = 7
@@ -31,28 +39,50 @@ MIN_TEXT_WIDTH = 7
 
 def view_of(before: Reading, now: Reading) -> RenderableType:
     """Returns the view of a reading; rates are those since the one before."""
-    models = _table(MODEL_COLUMNS)
-    for name in now.states:
-        models.add_row(*map(Text, _model_row(name, before, now)))
-    requests = _table(REQUEST_COLUMNS)
-    for request in now.requests:
-        requests.add_row(*map(Text, _request_row(request)))
+    models = FittedTable(MODEL_COLUMNS, [_model_row(name, before, now) for name in now.states])
+    requests = FittedTable(REQUEST_COLUMNS, list(map(_request_row, now.requests)))
     listed = requests if now.requests else Text(now.note or "no request waits or runs")
     return Group(Text(now.url, style="bold"), models, listed)
 
 
-def _table(columns: tuple[str, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for index, column in enumerate(columns):
-        is_text = index < NUM_TEXT_COLUMNS[columns[0]]
-        table.add_column(
-            column,
-            justify="left" if is_text else "right",
-            no_wrap=not is_text,
-            overflow="fold",
-            min_width=MIN_TEXT_WIDTH if is_text else None,
-        )
-    return table
+class FittedTable:
+    """A table that leaves columns out where the terminal is too narrow for all of them."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._columns = columns
+        self._rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left_out = LEFT_OUT[self._columns[0]]
+        numbers = range(len(left_out) + 1)
+        fitting = (n for n in numbers if self._least_width(left_out[:n]) <= options.max_width)
+        yield self._without(left_out[: next(fitting, len(left_out))])
+
+    def _least_width(self, left_out: Sequence[str]) -> int:
+        """Returns the width below which something would be cut off."""
+        kept = [index for index, name in enumerate(self._columns) if name not in left_out]
+        return sum(self._least_width_of(index) + GAP for index in kept) - GAP
+
+    def _least_width_of(self, index: int) -> int:
+        if index < NUM_TEXT_COLUMNS[self._columns[0]]:
+            return MIN_TEXT_WIDTH
+        return max(len(row[index]) for row in (self._columns, *self._rows))
+
+    def _without(self, left_out: Sequence[str]) -> Table:
+        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+        kept = [index for index, name in enumerate(self._columns) if name not in left_out]
+        for index in kept:
+            is_text = index < NUM_TEXT_COLUMNS[self._columns[0]]
+            table.add_column(
+                self._columns[index],
+                justify="left" if is_text else "right",
+                no_wrap=not is_text,
+                overflow="fold",
+                min_width=MIN_TEXT_WIDTH if is_text else None,
+            )
+        for row in self._rows:
+            table.add_row(*(Text(row[index]) for index in kept))
+        return table
 
 
 def _model_row(name: str, before: Reading, now: Reading) -> list[str]:

@@ -17,11 +17,16 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.exceptions import HTTPException
 
 from octavo.errors import InvalidRequest
+from octavo.server.error_forms import form_of, ollama_form
 from octavo.server.fields import check_interactions
 from octavo.server.settings import ServerSettings
 from octavo.server.state.service import Service, service_of
 
 IGNORED_HEADER = "X-Octavo-Ignored-Fields"
+CURLS_TYPE = "application/x-www-form-urlencoded"
+"""Type that `curl -d` declares by itself, as it does in the examples of Ollama's documents."""
+BROWSERS_HEADERS = ("sec-fetch-site", "origin")
+"""Headers of which a browser sends at least one with every request that is not a plain GET."""
 MAX_QUOTED = 80
 """Most characters of a client's text that an error repeats."""
 
@@ -103,14 +108,18 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises 415 where the body is declared as anything but JSON; one without a type is taken, but
-    not from a browser, where any page could send it to a server on its user's machine.
+    """Raises 415 where the body is declared as anything but JSON. One without a type is taken, or
+    with curl's on Ollama's routes, but not from a browser, where any page could send it to a
+    server on its user's machine.
     """
     declared = request.headers.get("content-type")
-    if declared is None and "sec-fetch-site" not in request.headers:
+    is_browser = any(name in request.headers for name in BROWSERS_HEADERS)
+    if declared is None and not is_browser:
         return
     declared = declared or "none"
     media_type = declared.partition(";")[0].strip().lower()
+    if media_type == CURLS_TYPE and not is_browser and form_of(request.scope) is ollama_form:
+        return
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise HTTPException(
             415,

@@ -35,6 +35,7 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 """Anthropic's types by status; others are invalid_request_error below 500, else api_error."""
 

@@ -29,7 +29,6 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.ClientError, 400, "BadRequestError"),
     (errors.Unavailable, 503, "ServiceUnavailableError"),
     (errors.ServerError, 500, "InternalServerError"),
-    (RequestValidationError, 422, "UnprocessableEntityError"),
 )
 """Rows of (error, status, type); the first that fits counts."""
 
@@ -58,6 +57,8 @@ def fault_of(error: Exception) -> Fault:
             error.status_code, http.HTTPStatus(error.status_code).phrase.replace(" ", "") + "Error"
         )
         return Fault(error.detail, kind, error.status_code)
+    if isinstance(error, RequestValidationError):
+        error = _described(error)
     for known, status, kind in TABLE:
         if isinstance(error, known):
             return Fault(_message(error), kind, status, getattr(error, "param", None))
@@ -97,6 +98,17 @@ def add_error_handlers(app: FastAPI, routers: Iterable[APIRouter] = ()) -> None:
     app.add_exception_handler(ClientDisconnect, answer_nobody)
     for kind in (errors.OctavoError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _described(error: RequestValidationError) -> errors.InvalidRequest:
+    """Returns the first fault of what the framework checks: parameters of a path or a query."""
+    first = error.errors()[0]
+    name, said = str(first["loc"][-1]), first["msg"]
+    if first["type"] == "missing":
+        return errors.InvalidRequest(f"{name}: needed, and not given", param=name)
+    return errors.InvalidRequest(
+        f"{name}: got {errors.shown(first['input'])}, {said[:1].lower()}{said[1:]}", param=name
+    )
 
 
 def _message(error: Exception) -> str:

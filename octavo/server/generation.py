@@ -62,8 +62,9 @@ class Generation:
                     owner=origin.owner,
                     adapter=model.adapter,
                     deltas=deltas,
+                    admit=self._admit,
                 )
-                self._add(stream)
+                self._streams.append(stream)
         except BaseException:
             self._give_up()
             raise
@@ -89,7 +90,8 @@ class Generation:
         generation = cls(model, [], params, name, is_part=is_part)
         try:
             for request in requests:
-                generation._add(model.llm.submit_prepared(request, deltas=deltas))
+                stream = model.llm.submit_prepared(request, deltas=deltas, admit=generation._admit)
+                generation._streams.append(stream)
         except BaseException:
             generation._give_up()
             raise
@@ -125,9 +127,9 @@ class Generation:
                 raise WorkerFailed(output.error)
         return output
 
-    def _add(self, stream: RequestStream) -> None:
-        self._streams.append(stream)
-        self._record.charge_prompt(stream.num_prompt_tokens)
+    def _admit(self, request: FrontRequest) -> None:
+        """Charges a prompt before it runs; raises where the key has not enough tokens left."""
+        self._record.charge_prompt(len(request.prompt_token_ids))
 
     def _give_up(self) -> None:
         """Aborts the streams that have not finished, and charges what they have generated; the

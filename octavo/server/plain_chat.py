@@ -33,11 +33,12 @@ def joined_text(content: str | Sequence[TextBlock], where: str, taken: Iterable[
     if isinstance(content, str):
         return content
     return "\n".join(
-        _block_text(block, f"{where}[{index}]", taken) for index, block in enumerate(content)
+        block_text(block, f"{where}[{index}]", taken) for index, block in enumerate(content)
     )
 
 
-def _block_text(block: TextBlock, where: str, taken: Iterable[str]) -> str:
+def block_text(block: TextBlock, where: str, taken: Iterable[str] = ()) -> str:
+    """Returns the text of a block; raises InvalidRequest for any other kind."""
     if block.type != "text" or block.text is None:
         raise InvalidRequest(
             f"{where}: got a block of type {shown(block.type)}, allowed are blocks of type 'text'"

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from octavo.server.batch_runner import BatchRunner
 from octavo.server.inner_requests import InnerRequests
-from octavo.server.openai import chat, completions
+from octavo.server.openai import chat, completions, embeddings
 from octavo.server.openai.responses import routes as response_routes
 from octavo.server.openai.responses.runs import ResponseRuns
 from octavo.server.state.service import Service
@@ -22,7 +22,7 @@ from octavo.server.state.store import Store
 
 logger = logging.getLogger(__name__)
 
-BATCH_ROUTES = (chat.router, completions.router, response_routes.router)
+BATCH_ROUTES = (chat.router, completions.router, response_routes.router, embeddings.router)
 """Routes that a batch's lines may ask."""
 
 

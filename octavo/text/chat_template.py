@@ -27,7 +27,8 @@ class ChatTemplate:
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self.source = source
         """Jinja text; None where the model has no template."""
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
+        """Texts of the tokenizer's tokens, by the names that templates have for them."""
 
     @property
     def exists(self) -> bool:
@@ -35,7 +36,7 @@ class ChatTemplate:
 
     def replaced(self, source: str) -> ChatTemplate:
         """Returns another template for the same model."""
-        return ChatTemplate(source, self._special_tokens)
+        return ChatTemplate(source, self.special_tokens)
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -62,14 +63,15 @@ class ChatTemplate:
             )
         try:
             compiled = self._compiled
-            known = self._special_tokens | {
+            known = self.special_tokens | {
                 "messages": messages if self._knows_developers else _as_system(messages),
                 "add_generation_prompt": add_generation_prompt,
             }
             return render(compiled, {"tools": None, "documents": None} | known | dict(variables))
         except Exception as error:  # a template can fail with any error of the values it is given
+            said = str(error) or type(error).__name__
             raise InvalidRequest(
-                f"messages: the chat template failed: {error}", param="messages"
+                f"messages: the chat template failed: {said}", param="messages"
             ) from error
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import tokenizers
@@ -24,6 +24,7 @@ from octavo.text.infill import InfillFormat, infill_format_of
 from octavo.text.length_bound import LengthBound
 from octavo.text.pair import cut_pair, cut_second, encode_texts, pair_messages, reads_pairs
 from octavo.text.special_text import Guard, SpecialText
+from octavo.text.template_process import render_apart
 from octavo.text.token_bytes import TokenBytes
 from octavo.text.unicode import check_unicode
 from octavo.text.vocabulary import build_tokenizer
@@ -236,12 +237,13 @@ class TextTokenizer:
         template = self._template
         if rendering.template is not None:
             template = template.replaced(rendering.template)
+        render = partial(render_apart, template) if rendering.is_foreign else template.render
         protected = guard.protect(list(messages))
         variables = guard.protect(rendering.variables)
         if not rendering.continue_final_message:
-            return template.render(protected, rendering.add_generation_prompt, variables)
+            return render(protected, rendering.add_generation_prompt, variables)
         protected[-1] = {**protected[-1], "content": protected[-1]["content"] + guard.end_mark}
-        rendered = template.render(protected, False, variables)
+        rendered = render(protected, False, variables)
         end = rendered.rfind(guard.end_mark)
         if end < 0:
             raise InvalidRequest(

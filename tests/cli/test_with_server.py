@@ -126,6 +126,30 @@ def test_a_narrow_view_has_whole_ids():
     assert name in "".join(line.split(" ")[0] for line in lines)
 
 
+@pytest.mark.parametrize("width", [40, 50, 60, 80])
+def test_a_narrow_view_names_the_model_and_leaves_columns_out(width):
+    from rich.console import Console
+
+    values = {"generation_tokens_total": 5.0, "kv_cache_usage_perc": 0.5, "num_requests_running": 3}
+    now = Reading(1.0, "url", {"smollm2": values}, {"smollm2": "ready"})
+    console = Console(width=width, file=io.StringIO())
+    console.print(view_of(now, now))
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert lines[1].split()[:3] == ["model", "state", "run"] and "out t/s" in lines[1]
+    assert lines[2].split()[:3] == ["smollm2", "ready", "3"]
+    assert ("cached" in lines[1]) == (width >= 80)
+
+
+def test_shares_of_several_engines_are_no_sum():
+    text = (
+        "# TYPE octavo:kv_cache_usage_perc gauge\n"
+        'octavo:kv_cache_usage_perc{model_name="a",engine="0"} 0.75\n'
+        'octavo:kv_cache_usage_perc{model_name="a",engine="1"} 0.25\n'
+    )
+    assert series_of(text) == {"a": {"kv_cache_usage_perc": 0.5}}
+
+
 def test_series_of_other_servers_are_left_out():
     text = (
         "# TYPE octavo:kv_blocks_held gauge\n"

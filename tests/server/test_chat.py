@@ -155,6 +155,8 @@ def test_token_ids_come_along(http):
             "got the type 'xml', allowed are text, json_object, json_schema, structural_tag",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "allowed only where logprobs is true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: got 21"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: got 0"),
         (
             {"max_tokens": 3, "max_completion_tokens": 4},
             "max_completion_tokens",

@@ -213,6 +213,7 @@ def test_models_are_listed_and_described(http):
     shown = http.post("/api/show", json={"model": "tiny:latest"}).json()
     assert shown["capabilities"] == ["completion", "tools"]
     assert shown["model_info"]["llama.context_length"] == 512
+    assert shown["template"].startswith("{% for m in messages %}")
     assert http.get("/api/version").json() == http.get("/version").json()
     assert http.head("/").status_code == 200
 
@@ -254,6 +255,17 @@ def test_a_stream_of_coheres_has_its_events_and_logprobs(http, plain):
     assert ids == [token_id for item in whole for token_id in item["token_ids"]]
     assert len(ids) == LENGTH
     assert events[-1]["delta"]["finish_reason"] == "MAX_TOKENS"
+
+
+def test_what_a_tool_of_coheres_found_may_come_as_documents(http):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [*HELLO, {"role": "assistant", "tool_plan": "Look", "tool_calls": [call]}]
+    found = [{"type": "document", "document": {"data": '{"a": 1}'}}, {"type": "text", "text": "b"}]
+    told = [*asked, {"role": "tool", "tool_call_id": "1", "content": found}]
+    text = [*asked, {"role": "tool", "tool_call_id": "1", "content": '{"a": 1}\nb'}]
+    assert cohere(http, told).json()["message"] == cohere(http, text).json()["message"]
+    document = [{"role": "user", "content": found[:1]}]
+    assert "allowed is 'tool'" in message_of("cohere", cohere(http, document))
 
 
 # -- all -------------------------------------------------------------------------------------------
@@ -307,6 +319,11 @@ TOOL = [{"name": "f", "input_schema": {}}]
             'output_config: got {"format": {"type": "json_schema", ',
         ),
         ("anthropic", {"mcp_servers": [{}]}, "mcp_servers: this server does not support it"),
+        (
+            "anthropic",
+            {"output_config": {"effort": "low"}},
+            "output_config.effort: got 'low', but the model's chat template reads no such",
+        ),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
         ("ollama", {"format": "xml"}, "format: got 'xml', allowed are 'json' and a JSON schema"),
         ("ollama", {"tools": TOOL}, "tools[0].type: needed, and not given"),

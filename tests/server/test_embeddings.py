@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from octavo import LLM
 from octavo.progress import quiet
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, until
 
 pytestmark = pytest.mark.model
 
@@ -22,8 +23,9 @@ TEXTS = ["A sentence.", "Ship the boxes on Monday, please.", "x"]
 
 
 @pytest.fixture(scope="module")
-def encoder() -> Iterator[LiveServer]:
-    server = LiveServer("minilm", "--max-model-len=64")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    state = tmp_path_factory.mktemp("state")
+    server = LiveServer("minilm", "--max-model-len=64", f"--state-dir={state}")
     yield server
     assert server.stop() == 0
 
@@ -153,3 +155,22 @@ def test_ollamas_truncate_false_refuses_a_long_text(http: httpx.Client) -> None:
     assert http.post("/api/embed", json=body).json()["prompt_eval_count"] == 64
     message = refusal(http.post("/api/embed", json=body | {"truncate": False}))
     assert "maximum context length" in message
+
+
+def test_the_lines_of_a_batch_may_be_embedded(encoder: LiveServer, rows: np.ndarray) -> None:
+    lines = [
+        {"custom_id": text, "method": "POST", "url": "/v1/embeddings", "body": {"input": text}}
+        for text in TEXTS
+    ]
+    with encoder.openai() as client:
+        content = "\n".join(map(json.dumps, lines)).encode()
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        made = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+        )
+        assert until(lambda: client.batches.retrieve(made.id).status == "completed")
+        output = client.batches.retrieve(made.id).output_file_id
+        assert output is not None
+        answers = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+    found = [one["response"]["body"]["data"][0]["embedding"] for one in answers]
+    np.testing.assert_array_equal(np.array(found, np.float32), rows)

@@ -373,3 +373,20 @@ def test_each_api_tells_reasoning_in_its_own_form(thinker):
     assert "".join(line["message"].get("thinking", "") for line in told) == made["thinking"]
     shown = thinker.post("/api/show", json={"model": "tiny"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
+
+
+def test_reasoning_goes_back_to_cohere_as_it_came(thinker):
+    text = {"type": "text", "text": "cd"}
+    body = {"model": "tiny", "max_tokens": 6, "seed": 3}
+
+    def told(**thinking):
+        answer = {"role": "assistant", "content": [{"type": "thinking", **thinking}, text]}
+        return {**body, "messages": [*HELLO, answer, {"role": "user", "content": "Go on"}]}
+
+    made = thinker.post("/v2/chat", json=told(thinking="ab"))
+    assert made.status_code == 200, made.text
+    usage = thinker.post("/v1/messages", json=told(thinking="ab", signature="")).json()["usage"]
+    num_prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert made.json()["usage"]["tokens"]["input_tokens"] == num_prompt
+    wrong = [{"role": "user", "content": [{"type": "thinking", "thinking": "ab"}]}]
+    assert thinker.post("/v2/chat", json={**body, "messages": wrong}).status_code == 400

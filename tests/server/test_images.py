@@ -114,3 +114,10 @@ def test_more_images_than_allowed_are_refused(http):
 def test_an_image_part_without_a_url_is_refused_by_its_path(http):
     response = chat(http, {"type": "image_url", "image_url": {"uri": "x"}})
     assert response.status_code == 400 and "messages[0].content[0].image_url" in response.text
+
+
+def test_models_say_that_they_read_images(http):
+    (card,) = http.get("/v1/models").json()["data"]
+    assert card["capabilities"] == ["completions", "chat", "images"]
+    assert http.get("/v1/capabilities").json()["features"]["images"] is True
+    assert "vision" in http.post("/api/show", json={"model": "tiny"}).json()["capabilities"]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -115,6 +116,29 @@ def test_only_an_operators_key_may_load_models(keyed):
             headers = {"Authorization": f"Bearer {key}"}
             answer = http.post("/v1/models/unload", json={"model": "nothing"}, headers=headers)
             assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/cache/reset", "/v1/cache/pin"])
+def test_what_all_keys_share_is_the_operators_to_forget_and_to_pin(keyed, path):
+    with keyed.http() as http:
+        headers = {"Authorization": "Bearer sk-cyd"}
+        assert http.post(path, json={}, headers=headers).status_code == 403
+
+
+def test_a_refused_prompt_is_not_computed(keyed):
+    with keyed.http() as http:
+        headers = {"Authorization": "Bearer sk-root"}
+
+        def computed():
+            text = http.get("/metrics", headers=headers).text
+            (found,) = re.findall(r"^octavo:prompt_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+            return float(found)
+
+        before = computed()
+        assert ask(http, "sk-bob", prompt=[7] * 41).status_code == 400
+        assert ask(http, "sk-root", prompt=[8] * 3).status_code == 200
+        assert until(lambda: computed() >= before + 3, 5)
+        assert computed() == before + 3
 
 
 def test_the_file_is_read_again_on_sighup_and_a_broken_one_changes_nothing(keyed):

@@ -38,6 +38,13 @@ def test_every_name_is_there(text, prefix):
     )
 
 
+def test_routers_are_told_of_the_kv_cache(text):
+    (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1\.0$", text, re.MULTILINE)
+    assert 'block_size="16"' in labels and 'enable_prefix_caching="True"' in labels
+    (blocks,) = re.findall(r'num_gpu_blocks="(\d+)"', labels)
+    assert int(blocks) > 0
+
+
 def test_each_family_is_described_once(text):
     described = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert len(described) == len(set(described)) and "_created" not in text

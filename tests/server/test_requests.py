@@ -51,6 +51,33 @@ def test_a_browser_declares_what_it_sends(http, site, status):
     assert answer.status_code == status, answer.text
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 200), ({"Origin": "http://other.example"}, 403), ({"Origin": "SELF"}, 415)],
+)
+def test_curl_without_a_header_asks_as_ollamas_documents_do(server, http, headers, status):
+    """`curl -d` declares a form; a page that sends one to the user's own server is refused."""
+    headers = {name: value.replace("SELF", server.url) for name, value in headers.items()}
+    headers["Content-Type"] = "application/x-www-form-urlencoded"
+    body = json.dumps({"model": "tiny", "prompt": "Hi", "options": {"num_predict": 1}})
+    answer = http.post("/api/generate", content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/models?limit=0", "limit: got '0', input should be greater than or equal to 1"),
+        ("/v1/models?limit=x", "limit: got 'x', input should be a valid integer"),
+    ],
+)
+def test_a_bad_parameter_is_named_and_nothing_of_the_inside_is_shown(http, path, said):
+    answer = http.get(path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "BadRequestError", "limit")
+    assert error["message"].startswith(said) and ".py" not in error["message"]
+
+
 @pytest.mark.parametrize("path", ["/health", "/version", "/metrics", "/v1/models", "/v1/cache"])
 def test_head_answers_as_get_without_a_body(http, path):
     head = http.head(path)

@@ -112,6 +112,36 @@ def test_a_conversation_goes_on_from_what_is_stored(kept):
     assert third.usage.input_tokens_details.cached_tokens > 0
 
 
+def test_the_items_of_a_whole_conversation_are_listed(kept):
+    first = kept.responses.create(**SHORT)
+    second = kept.responses.create(**SHORT | {"input": "More"}, previous_response_id=first.id)
+    told = kept.responses.input_items.list(second.id, order="asc").data
+    assert [item.content[0].text for item in told] == ["Hello", first.output_text, "More"]
+    newest = kept.responses.input_items.list(second.id, limit=1)
+    assert newest.data == told[-1:] and newest.has_more
+    kept.responses.delete(first.id)
+    assert kept.responses.input_items.list(second.id).data == told[-1:]
+
+
+def test_an_item_of_an_answer_may_be_named_in_its_place(kept, other):
+    """Clients such as the Vercel AI SDK send a conversation back so."""
+    first = kept.responses.create(**SHORT)
+    turns = [{"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}]
+    named = {"type": "item_reference", "id": first.output[0].id}
+    by_name = kept.responses.create(**SHORT | {"input": [turns[0], named, turns[1]]})
+    whole = kept.responses.create(
+        **SHORT | {"input": [turns[0], first.output[0].to_dict(), turns[1]]}
+    )
+    assert by_name.output_text == whole.output_text
+    assert by_name.usage.input_tokens == whole.usage.input_tokens
+    kept.responses.delete(first.id)
+    assert kept.responses.input_items.list(by_name.id).data[1].id == first.output[0].id
+    mine = kept.responses.create(**SHORT).output[0].id
+    for client, item_id in ((other, mine), (kept, "msg_0"), (kept, named["id"])):
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\].id: no item"):
+            client.responses.create(**SHORT | {"input": [{**named, "id": item_id}]})
+
+
 EVENTS = [
     "response.created",
     "response.in_progress",
@@ -208,6 +238,7 @@ def test_truncation_drops_the_oldest_where_the_context_is_full(kept):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
@@ -240,9 +271,10 @@ def test_fields_that_mean_nothing_here_are_taken(keeper):
     fields = {
         "tools": [],
         "tool_choice": "auto",
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "reasoning": {"effort": None},
-        "include": [],
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "reasoning": {"effort": None, "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_retention": "24h",
         "parallel_tool_calls": True,
         "service_tier": "auto",
         "prompt_cache_key": "k",

@@ -10,8 +10,11 @@ import signal
 import httpx
 import pytest
 
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
+from octavo.server.state.directory import ModelDirectory
+from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.slot import EngineSlot
 from tests.support.live_server import LONG, LiveServer, events_of, runs, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -195,6 +198,16 @@ def test_a_model_is_unloaded_while_it_loads(pair, http):
     assert until(lambda: len([pid for pid in pair.children if runs(pid)]) == 2, seconds=5)
     assert load(http, LLAMA, name="three").status_code == 202
     unload(http, "three")
+
+
+def test_a_failed_load_leaves_the_other_model_to_those_who_name_none():
+    slots = [EngineSlot(ModelSpec.of({"model": name})) for name in ("a", "b")]
+    slots[0].fail(ConfigError("no such file"))
+    models = ModelDirectory(slots)
+    assert models.find() is slots[1]
+    slots[1].fail(ConfigError("no such file"))
+    with pytest.raises(InvalidRequest, match="this server has several: `a`, `b`"):
+        models.find()
 
 
 def test_a_load_that_fails_says_why_and_may_be_tried_again(pair, http, tmp_path):

@@ -86,6 +86,11 @@ class ImageInputs:
         self._reader = reader
 
     @property
+    def is_read(self) -> bool:
+        """Whether the model reads images."""
+        return self._reader is not None
+
+    @property
     def replacements(self) -> Mapping[str, str]:
         """Texts of a prompt with images, and what is written in their places."""
         return {} if self._reader is None else self._reader.replacements

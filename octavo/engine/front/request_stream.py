@@ -26,7 +26,6 @@ class RequestStream:
     ) -> None:
         """`drop` ends the request when the stream is abandoned."""
         self.request_id = request_id
-        self.num_prompt_tokens = 0
         self.num_lost_tokens: int | None = None
         """Tokens generated before the stream was abandoned; None where it was not."""
         self._front = front

@@ -104,6 +104,7 @@ class OutputConfig(BaseModel):
     model_config = Body.model_config | {"extra": "forbid"}
 
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountTokensBody(Body):
@@ -134,8 +135,9 @@ class CountTokensBody(Body):
         'an object with the type "json_schema" and a schema', "form of the answer", by_path=True
     )
     output_config: OutputConfig | None = field(
-        "an object with a format, as output_format has it",
-        "form of the answer",
+        "an object with a format, as output_format has it, or an effort where the template reads"
+        ' efforts; elsewhere "high"',
+        "form of the answer, and how long the model thinks",
         by_path=True,
         rules={"excludes": {"output_format": "both mean the same"}},
     )

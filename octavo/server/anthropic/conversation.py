@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from octavo.errors import InvalidRequest
@@ -33,6 +34,8 @@ from octavo.server.turn import Conversation
 
 TAKEN = ("cache_control", "citations")
 """Fields of text blocks that change nothing: every prefix is cached, and nothing is cited."""
+EFFORT = "reasoning_effort"
+"""Variable of a chat template that says how long the model thinks."""
 TOOL_NAMES = ToolNames(name="name", parameters="input_schema")
 CHOICES: dict[str, Choice] = {
     "auto": "auto",
@@ -50,11 +53,28 @@ def conversation_of(body: CountTokensBody, model: ServedModel) -> Conversation:
         )
     messages = _messages(body)
     thinks = _thinks(body.thinking, model)
+    rendering = rendering_of(messages, model, continues=True, thinks=thinks)
+    variables = {**rendering.variables, **_effort(body, model)}
     return Conversation(
         messages,
-        rendering=rendering_of(messages, model, continues=True, thinks=thinks),
+        rendering=replace(rendering, variables=variables),
         tools=_tools(body, model),
         thinking_budget=body.thinking.budget_tokens if body.thinking and thinks else None,
+    )
+
+
+def _effort(body: CountTokensBody, model: ServedModel) -> dict[str, Any]:
+    """Returns the template's variables for an effort; "high" is what none asks for."""
+    effort = None if body.output_config is None else body.output_config.effort
+    known = frozenset() if model.tokenizer is None else model.tokenizer.template_variables
+    if effort is None or (effort == "high" and EFFORT not in known):
+        return {}
+    if EFFORT in known:
+        return {EFFORT: effort}
+    raise InvalidRequest(
+        f"output_config.effort: got {effort!r}, but the model's chat template reads no such"
+        " variable; allowed is 'high'",
+        param="output_config.effort",
     )
 
 

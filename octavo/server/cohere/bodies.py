@@ -28,13 +28,29 @@ NAMES = {
 """SamplingParams' names of the fields that choose tokens, by Cohere's."""
 
 
+class CohereDocument(BaseModel):
+    """A text or an object that a tool has found."""
+
+    model_config = Body.model_config | {"extra": "forbid"}
+
+    data: str | dict[str, Any]
+    id: str | None = None
+
+
+class CohereBlock(TextBlock):
+    """One block of a message: text, thinking, or a document that a tool has found."""
+
+    thinking: str | None = None
+    document: CohereDocument | None = None
+
+
 class CohereMessage(BaseModel):
     """One message; fields beyond these are refused by name."""
 
     model_config = Body.model_config
 
     role: Literal["user", "assistant", "system", "tool"]
-    content: str | list[TextBlock] | None = None
+    content: str | list[CohereBlock] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     tool_plan: str | None = None

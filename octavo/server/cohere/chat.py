@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import msgspec
@@ -11,13 +12,19 @@ from octavo.errors import InvalidRequest
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
 from octavo.server.cohere.answer import CohereAnswer, CohereStream
-from octavo.server.cohere.bodies import NAMES, CohereChatBody, CohereFormat, CohereMessage
+from octavo.server.cohere.bodies import (
+    NAMES,
+    CohereBlock,
+    CohereChatBody,
+    CohereFormat,
+    CohereMessage,
+)
 from octavo.server.openai.messages import plain_call
 from octavo.server.openai.tools import offered
-from octavo.server.plain_chat import joined_text, refuse_extra, refuse_values, rendering_of
+from octavo.server.plain_chat import block_text, refuse_extra, refuse_values, rendering_of
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
-from octavo.server.tool_use import Choice, tool_use_of
+from octavo.server.tool_use import Choice, check_role, tool_use_of
 from octavo.server.turn import Conversation, in_their_words, params_of, start_turn
 from octavo.structured_outputs import StructuredOutputs
 
@@ -90,13 +97,14 @@ def _form(given: CohereFormat | None) -> StructuredOutputs | None:
 
 def _plain(message: CohereMessage, where: str) -> dict[str, Any]:
     """Returns a message as templates read it; a plan of calls is its text."""
-    content = message.content if message.content is not None else message.tool_plan
+    content: str | list[CohereBlock] | None = message.content
+    content = message.tool_plan if content is None else content
     if content is None and not message.tool_calls:
         raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
-    plain: dict[str, Any] = {
-        "role": message.role,
-        "content": joined_text(content or "", f"{where}.content"),
-    }
+    texts, thought = _blocks(content or "", message.role, f"{where}.content")
+    plain: dict[str, Any] = {"role": message.role, "content": texts}
+    if thought:
+        plain["reasoning_content"] = thought
     if message.tool_calls:
         plain["tool_calls"] = [
             plain_call(call, f"{where}.tool_calls[{index}]")
@@ -105,3 +113,23 @@ def _plain(message: CohereMessage, where: str) -> dict[str, Any]:
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
+
+
+def _blocks(content: str | list[CohereBlock], role: str, where: str) -> tuple[str, str]:
+    """Returns (text, thinking) of a content; documents that a tool has found are text."""
+    if isinstance(content, str):
+        return content, ""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for index, block in enumerate(content):
+        path = f"{where}[{index}]"
+        if block.type == "thinking" and block.thinking is not None:
+            check_role(role, "assistant", path)
+            thoughts.append(block.thinking)
+        elif block.type == "document" and block.document is not None:
+            check_role(role, "tool", path)
+            data = block.document.data
+            texts.append(data if isinstance(data, str) else json.dumps(data, ensure_ascii=False))
+        else:
+            texts.append(block_text(block, path))
+    return "\n".join(texts), "\n".join(thoughts)

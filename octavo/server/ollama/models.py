@@ -13,8 +13,9 @@ from fastapi import APIRouter, Depends
 
 from octavo.engine.clients.client import ModelFacts
 from octavo.errors import InvalidRequest
+from octavo.sampling_params import SamplingParams
 from octavo.server.body import body_of
-from octavo.server.ollama.bodies import ShowBody
+from octavo.server.ollama.bodies import NAMES, ShowBody
 from octavo.server.ollama.names import find, tagged
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
@@ -66,8 +67,8 @@ async def show(
     slot = find(service, name)
     return {
         "modelfile": f"FROM {slot.name}\n",
-        "parameters": "",
-        "template": "",
+        "parameters": _parameters(slot),
+        "template": _template(slot),
         "details": _details(slot),
         "model_info": {"general.basename": slot.name, **_model_info(slot)},
         "capabilities": _capabilities(slot),
@@ -123,6 +124,27 @@ def _short_count(number: int) -> str:
     return str(number) if number else ""
 
 
+def _parameters(slot: EngineSlot) -> str:
+    """Returns what the model's makers recommend, as lines of Ollama's options."""
+    if slot.loaded is None or slot.loaded.pools is not None:
+        return ""
+    params = slot.loaded.get_default_sampling_params()
+    usual = SamplingParams()
+    values = {theirs: getattr(params, ours) for theirs, ours in NAMES.items()}
+    return "\n".join(
+        f"{name} {value}"
+        for name, value in values.items()
+        if value not in (None, getattr(usual, NAMES[name])) and not isinstance(value, list)
+    )
+
+
+def _template(slot: EngineSlot) -> str:
+    """Returns the model's chat template; "" where it has none."""
+    if slot.loaded is None or slot.loaded.config.model.skip_tokenizer_init:
+        return ""
+    return slot.loaded.get_tokenizer().chat_template or ""
+
+
 def _capabilities(slot: EngineSlot) -> list[str]:
     """Returns Ollama's words for what a model can do; [] before it has been loaded."""
     if slot.loaded is None:
@@ -135,6 +157,8 @@ def _capabilities(slot: EngineSlot) -> list[str]:
     if not has_text or not slot.loaded.get_tokenizer().has_chat_template:
         return found
     found.append("tools")
+    if "image" in slot.loaded.media:
+        found.append("vision")
     return found if slot.formats(slot.loaded).reasoning is None else [*found, "thinking"]
 
 

@@ -20,7 +20,7 @@ from octavo.server.openai.responses.body import Metadata
 from octavo.server.state.store import Page, Record, Store
 from octavo.server.stored_work import StoredWork, stored_work_of
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 14 * 86400
 
@@ -35,7 +35,7 @@ class BatchBody(Body):
 
     input_file_id: Annotated[str, Field(max_length=200, description="the id of a file")]
     endpoint: Annotated[
-        Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"],
+        Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"],
         Field(description="one of " + ", ".join(ENDPOINTS)),
     ]
     completion_window: Annotated[

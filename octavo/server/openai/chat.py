@@ -37,7 +37,7 @@ from octavo.server.settings import ServerSettings
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
-from octavo.server.turn import Conversation
+from octavo.server.turn import Conversation, in_their_words
 from octavo.text.parsers.parts import MessageText, Part, PartKind
 
 PATH = "/v1/chat/completions"
@@ -52,6 +52,11 @@ async def chat(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ChatBody, Depends(body_of(ChatBody))],
 ) -> Response:
+    with in_their_words(_words(body)):
+        return await _answered(request, service, body)
+
+
+async def _answered(request: Request, service: Service, body: ChatBody) -> Response:
     model = service.model(body.model)
     params = _params(body, model.llm.get_default_sampling_params())
     conversation = _conversation(body, model, service.settings)
@@ -248,6 +253,13 @@ def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
         max_tokens=_max_tokens(body),
         logprobs=_num_logprobs(body),
     )
+
+
+def _words(body: ChatBody) -> dict[str, str]:
+    """Returns SamplingParams' names of the fields that are given by chat's own, by these."""
+    given = {"top_logprobs": body.top_logprobs, "max_completion_tokens": body.max_completion_tokens}
+    ours = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
+    return {name: ours[name] for name, value in given.items() if value is not None}
 
 
 def _num_logprobs(body: ChatBody) -> int | None:

@@ -34,7 +34,8 @@ def rendering_of(
         body.continue_final_message,
         _variables(body, model),
         body.chat_template,
-        add_special_tokens,
+        is_foreign=body.chat_template is not None,
+        add_special_tokens=add_special_tokens,
     )
 
 

@@ -14,6 +14,7 @@ from octavo.engine.front.arguments import Prompt as EnginePrompt
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest
 from octavo.ports import Rendering
+from octavo.server.auth import require_operator
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.generation import chat_prompt_of, prompt_of
@@ -49,13 +50,15 @@ class ResetBody(Body):
     )
 
 
-@router.post("/v1/cache/pin")
+@router.post("/v1/cache/pin", dependencies=[Depends(require_operator)])
 async def pin(
     request: Request,
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[PinBody, Depends(body_of(PinBody))],
 ) -> dict[str, Any]:
-    """Computes a prompt prefix where it is not cached yet, and pins it on disk."""
+    """Computes a prompt prefix where it is not cached yet, and pins it on disk. For the operator:
+    what is pinned takes room from everyone.
+    """
     model = service.model(body.model)
     llm = model.llm
     prompt = await _prompt_of(llm, body)
@@ -81,12 +84,14 @@ async def read(
     )
 
 
-@router.post("/v1/cache/reset")
+@router.post("/v1/cache/reset", dependencies=[Depends(require_operator)])
 async def reset(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ResetBody, Depends(body_of(ResetBody))],
 ) -> dict[str, bool]:
-    """Forgets all cached prefixes; answers false, and forgets nothing, while requests run."""
+    """Forgets all cached prefixes, of all keys, for the operator; answers false, and forgets
+    nothing, while requests run.
+    """
     llm = service.model(body.model).llm
     return {"reset": await llm.reset_prefix_cache(reset_connector=body.reset_connector)}
 

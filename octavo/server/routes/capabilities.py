@@ -137,7 +137,8 @@ def _features(model: ServedModel, service: Service) -> dict[str, Any]:
         "reasoning_format": None if reasoning is None else reasoning.name,
         "structured_outputs": tokenizer is not None and model.llm.pools is None,
         "logits_processors": [entry.name for entry in model.llm.config.draws.processors],
-        "images": False,
+        "images": "image" in model.llm.media,
+        "audio": "audio" in model.llm.media,
         "priority": model.llm.config.scheduler.scheduling_policy == "priority",
     }
 

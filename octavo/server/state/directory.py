@@ -107,11 +107,14 @@ class ModelDirectory:
     def _only(self) -> EngineSlot:
         if not self._slots:
             raise ModelNotFound("no model is loaded", hint="load one by POST /v1/models/load")
-        if len(self._slots) > 1:
+        slots = list(self)
+        if len(slots) > 1:  # one that failed to load stands in no other's way
+            slots = [slot for slot in slots if slot.state != "failed"] or slots
+        if len(slots) > 1:
             raise InvalidRequest(
                 f"model: needed, as this server has several: {self._listed()}", param="model"
             )
-        return next(iter(self._slots.values()))
+        return slots[0]
 
     def _listed(self) -> str:
         return ", ".join(f"`{name}`" for name in self._slots)

@@ -19,9 +19,11 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.engine.stats import EngineStats
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.model_metrics import HISTOGRAMS
+from octavo.server.state.slot import EngineSlot
 
 PREFIXES = ("octavo:", "vllm:")
 LABELS = ("model_name", "engine")
@@ -149,6 +151,11 @@ LEFT_OUT = (
     "sparsity",
     "Share of generated tokens' numbers that count as zeros; above 0, results are approximate.",
 )
+CACHE = (
+    "cache_config_info",
+    "Always 1; its labels are the KV cache's options, num_gpu_blocks the blocks of any device.",
+)
+CACHE_LABELS = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
 REJECTIONS = (
     "admission_rejections",
     "Requests answered with 429, as the queue was full or would have made them too late.",
@@ -178,6 +185,7 @@ class ServerMetrics:
             for index, one in enumerate(stats.engines or [stats])
         ]
         yield self._left_out()
+        yield _cache_info(engines)
         for name, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             for slot, index, stats in engines:
@@ -220,6 +228,18 @@ class ServerMetrics:
         for slot in self._models:
             family.add_metric((slot.name, ENGINE), not slot.trouble)
         return family
+
+
+def _cache_info(engines: Iterable[tuple[EngineSlot, str, EngineStats]]) -> Metric:
+    """Returns the options of each engine's KV cache, as routers read them."""
+    family = GaugeMetricFamily(*CACHE, labels=(*LABELS, *CACHE_LABELS))
+    for slot, index, stats in engines:
+        if slot.loaded is not None:
+            cache = slot.loaded.config.cache
+            options = (BLOCK_SIZE, stats.num_blocks, cache.kv_cache_dtype)
+            caches = cache.enable_prefix_caching
+            family.add_metric((slot.name, index, *map(str, options), str(caches)), 1)
+    return family
 
 
 class _Aliased(Collector):

@@ -106,9 +106,12 @@ class EngineSlot:
             return []
         if self._llm.pools is not None:
             return [CAPABILITIES[self._llm.pools]]
+        if "audio" in self._llm.media:
+            return ["transcriptions"]
         has_text = not self._llm.config.model.skip_tokenizer_init
         chats = has_text and self._llm.get_tokenizer().has_chat_template
-        return ["completions", "chat"] if chats else ["completions"]
+        sees = "image" in self._llm.media
+        return ["completions", *(["chat"] if chats else []), *(["images"] if sees else [])]
 
     def formats(self, llm: AsyncLLM) -> ModelFormats:
         """Returns the formats of its engine's answers, found at the first request."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from octavo.errors import InvalidRequest, shown
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import Body
-from octavo.server.fields import Whole, field, sampling
+from octavo.server.fields import Whole, field, sampling, taken
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.structured import response_format
@@ -23,6 +23,8 @@ from octavo.structured_outputs import StructuredOutputs
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
+VERBOSITIES = (None, "low", "medium", "high")
+"""Values of `text.verbosity`, which changes nothing, as chat's."""
 
 SAMPLING = (
     "temperature",
@@ -41,6 +43,7 @@ SAMPLING = (
 )
 """Fields that go to SamplingParams unchanged."""
 
+Included = Literal["reasoning.encrypted_content", "message.input_image.image_url"]
 Choice = Annotated[bool | None, Field(description="true or false")]
 Metadata = Annotated[
     dict[
@@ -178,14 +181,19 @@ class ResponseBody(FilterBody):
     max_tool_calls: Annotated[Whole | None, Field(ge=1, description="a whole number from 1 up")] = (
         None
     )
-    include: Annotated[list[str] | None, Field(max_length=0, description="an empty list")] = None
+    include: list[Included] | None = taken(
+        'a list of "reasoning.encrypted_content" and "message.input_image.image_url"'
+    )
     top_logprobs: Annotated[
         int | None, Field(ge=0, le=0, description="0; this server gives no logprobs here")
     ] = None
-    service_tier: Annotated[
-        str | None, Field(pattern="^(auto|default)$", description='"auto" or "default"')
-    ] = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = taken(
+        '"auto", "default", "flex", "scale" or "priority"'
+    )
     prompt_cache_key: ShortText = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = taken(
+        '"in_memory" or "24h"'
+    )
     safety_identifier: ShortText = None
 
     @property
@@ -211,6 +219,8 @@ def check(body: ResponseBody) -> None:
     """Raises InvalidRequest for what this server does not do, and for fields at odds."""
     _check_text(body.text or {})
     for name, value in (body.reasoning or {}).items():
+        if name in ("summary", "generate_summary") and value == "auto":
+            continue  # the server chooses, and writes none
         if value is not None and name != "effort":
             raise InvalidRequest(
                 f"reasoning.{name}: this server does not support it", param=f"reasoning.{name}"
@@ -226,7 +236,7 @@ def check(body: ResponseBody) -> None:
 def _check_text(text: dict[str, Any]) -> None:
     """Checks the field `text`, whose format is the only thing that it may set."""
     for name, value in text.items():
-        if name == "verbosity" and value in (None, "medium"):
+        if name == "verbosity" and value in VERBOSITIES:
             continue
         if name != "format":
             raise InvalidRequest(f"text.{name}: this server does not support it", param="text")

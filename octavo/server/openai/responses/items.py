@@ -16,7 +16,9 @@ from octavo.server.tool_use import check_role
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Each role of an item, and the role that a chat template knows for it."""
 
-TYPES = ("message", "function_call", "function_call_output", "reasoning")
+REFERENCE = "item_reference"
+"""Type of an input item that stands for an item of a stored answer."""
+TYPES = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
 
 
 def input_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
@@ -103,6 +105,10 @@ def _stored(item: InputItem, where: str) -> dict[str, Any]:
                 "summary": [],
                 "content": content,
             }
+        case "item_reference":
+            if item.id is None:
+                raise InvalidRequest(f"{where}.id: needed, and not given", param=where)
+            return {"type": REFERENCE, "id": item.id}
     raise InvalidRequest(
         f"{where}: got an item of type {item.type!r}, allowed are {', '.join(TYPES)}", param=where
     )

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from octavo.engine.front.input_processor import Origin
-from octavo.errors import ContextTooLong, InvalidRequest
+from octavo.errors import ContextTooLong
 from octavo.outputs import RequestOutput
 from octavo.ports import Rendering
 from octavo.sampling_params import SamplingParams
@@ -22,17 +22,15 @@ from octavo.server.generation import Generation
 from octavo.server.openai.answer import usage_of
 from octavo.server.openai.rendering import effort_variables
 from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.openai.responses.history import items_before, resolved
 from octavo.server.openai.responses.items import input_items, messages_of
 from octavo.server.openai.responses.output import output_of
 from octavo.server.openai.responses.tools import tools_of
 from octavo.server.reading import AnswerReading
 from octavo.server.state.served_model import ServedModel
-from octavo.server.state.store import Record, Store
+from octavo.server.state.store import Store
 from octavo.server.turn import Conversation, Turn
 
-ENDED = ("completed", "incomplete", "failed", "cancelled")
-MAX_TURNS = 1000
-"""Most earlier responses that one conversation is rebuilt from."""
 ROOM_FOR_ANSWER_TOKENS = 256
 """Tokens that truncation leaves for an answer whose length is not given."""
 
@@ -99,12 +97,13 @@ class Prepared:
         }
 
 
-def new_asked(body: ResponseBody, owner: str, origin: Origin) -> Asked:
+async def new_asked(body: ResponseBody, owner: str, origin: Origin, store: Store | None) -> Asked:
     """Returns what a body asks for, under a new id; its draws have a seed from here on."""
     if body.seed is None:
         body.seed = secrets.randbits(63)
     name = f"resp_{secrets.token_hex(24)}"
-    return Asked(name, owner, body, origin, input_items(body.input), int(time.time()))
+    items = await resolved(input_items(body.input), owner, store)
+    return Asked(name, owner, body, origin, items, int(time.time()))
 
 
 async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prepared:
@@ -114,7 +113,8 @@ async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prep
     system = (
         [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
     )
-    items = [*await _history(asked, store), *asked.items]
+    before = await items_before(body.previous_response_id, asked.owner, store)
+    items = [*before, *asked.items]
     talk = _conversation(asked, model, system + messages_of(items))
     prompt = (
         await _truncated(talk, asked, model, len(system))
@@ -130,39 +130,6 @@ async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prep
 def failed(first: dict[str, Any], message: str) -> dict[str, Any]:
     """Returns the last state of a response whose computing has failed."""
     return {**first, "status": "failed", "error": {"code": "server_error", "message": message}}
-
-
-async def _history(asked: Asked, store: Store | None) -> list[dict[str, Any]]:
-    """Returns the items of the conversation so far, oldest first."""
-    turns: list[list[dict[str, Any]]] = []
-    previous = asked.body.previous_response_id
-    while previous is not None:
-        record = store and await store.find("response", previous, asked.owner)
-        if not record:
-            raise InvalidRequest(
-                f"Previous response with id '{previous}' not found.", param="previous_response_id"
-            )
-        _check_ended(record)
-        if len(turns) == MAX_TURNS:
-            raise InvalidRequest(
-                f"previous_response_id: the conversation has more than {MAX_TURNS} turns",
-                hint="send its items as input",
-                param="previous_response_id",
-            )
-        response = record.body["response"]
-        turns.append([*record.body["items"], *response["output"]])
-        previous = response["previous_response_id"]
-    return [item for turn in reversed(turns) for item in turn]
-
-
-def _check_ended(record: Record) -> None:
-    status = record.body["response"]["status"]
-    if status not in ENDED:
-        raise InvalidRequest(
-            f"previous_response_id: '{record.id}' is {status} still",
-            hint="wait until it has ended",
-            param="previous_response_id",
-        )
 
 
 def _conversation(asked: Asked, model: ServedModel, messages: list[dict[str, Any]]) -> Conversation:

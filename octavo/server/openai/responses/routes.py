@@ -20,6 +20,7 @@ from octavo.server.errors import error_body
 from octavo.server.openai.listing import listing
 from octavo.server.openai.responses.body import ResponseBody, check
 from octavo.server.openai.responses.events import Event, EventWriter, error_event
+from octavo.server.openai.responses.history import items_given
 from octavo.server.openai.responses.making import Asked, Prepared, failed, new_asked, prepare
 from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, stored, told_again
 from octavo.server.sse import Events, NamedEventStream
@@ -52,7 +53,7 @@ async def create(
     _check_kept(body, service.store)
     store = service.store if body.is_stored else None
     origin = origin_of(request, body.priority, body.user)
-    asked = new_asked(body, owner_of(request), origin)
+    asked = await new_asked(body, owner_of(request), origin, service.store)
     prepared = await prepare(asked, model, service.store)
     if store is not None:
         store.check_room()
@@ -105,9 +106,11 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
 ) -> dict[str, Any]:
-    """Lists the items that a response was given, the newest first."""
+    """Lists the items that a response was made from, those of its conversation too, the newest
+    first.
+    """
     record = await _find(service, response_id, owner_of(request))
-    items: list[dict[str, Any]] = record.body["items"]
+    items = await items_given(record, _kept(service))
     if order == "desc":
         items = items[::-1]
     if after is not None:

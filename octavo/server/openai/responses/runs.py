@@ -19,7 +19,8 @@ from octavo.engine.front.input_processor import Origin
 from octavo.errors import EngineDead, OctavoError, Overloaded, Unavailable
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
-from octavo.server.openai.responses.making import ENDED, Asked, Prepared, failed, prepare
+from octavo.server.openai.responses.history import ENDED
+from octavo.server.openai.responses.making import Asked, Prepared, failed, prepare
 from octavo.server.reading import PLAIN, AnswerReading
 from octavo.server.state.service import Service
 from octavo.server.state.store import Record, Store

@@ -1,0 +1,101 @@
+"""Renders a template that comes with a request, in a process of its own.
+
+`template_bounds.py` counts what a template does step by step, and not what one call of a filter
+makes of its text; so the system bounds the memory and time of one that anyone may have written.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from octavo.child_process import start_python
+from octavo.errors import InvalidRequest
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.template_bounds import MAX_SECONDS
+
+MAX_BYTES = 512 << 20
+"""Most memory of a rendering, its interpreter's included, in bytes."""
+PATIENCE_S = 3 * MAX_SECONDS
+"""Time after which a rendering is ended on a machine that gives it no processor, in seconds."""
+
+
+class RenderingJob(msgspec.Struct):
+    """One rendering."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+    messages: Sequence[Any]
+    add_generation_prompt: bool
+    variables: Mapping[str, Any]
+
+
+class Rendered(msgspec.Struct):
+    """The outcome of one rendering: a text, or what is wrong."""
+
+    text: str = ""
+    error: str | None = None
+
+
+def render_apart(
+    template: ChatTemplate,
+    messages: Sequence[Any],
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """Returns a conversation as `ChatTemplate.render` does, and raises its errors."""
+    asked = RenderingJob(
+        template.source or "", template.special_tokens, messages, add_generation_prompt, variables
+    )
+    found = _computed(msgspec.json.encode(asked))
+    if found.error is not None:
+        raise InvalidRequest(found.error, param="messages")
+    return found.text
+
+
+def _computed(asked: bytes) -> Rendered:
+    child = start_python(
+        ["-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        answer, _ = child.communicate(asked, timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+        return _failure(f"it takes more than {PATIENCE_S:g} seconds")
+    if child.returncode != 0:
+        return _failure(f"it takes more than {MAX_SECONDS:g} seconds, or {MAX_BYTES >> 20} MiB")
+    return msgspec.json.decode(answer, type=Rendered)
+
+
+def _failure(reason: str) -> Rendered:
+    return Rendered(error=f"messages: the chat template failed: {reason}")
+
+
+def main() -> None:
+    """Renders what standard input asks for, within the bounds of this process."""
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=RenderingJob)
+    seconds = int(MAX_SECONDS) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    template = ChatTemplate(asked.source, asked.special_tokens)
+    try:
+        text = template.render(asked.messages, asked.add_generation_prompt, asked.variables)
+        found = Rendered(text)
+    except InvalidRequest as error:
+        found = Rendered(error=error.message)
+        if isinstance(error.__cause__, MemoryError):
+            found = _failure(f"it takes more than {MAX_BYTES >> 20} MiB")
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+
+
+if __name__ == "__main__":
+    main()
