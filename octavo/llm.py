@@ -171,15 +171,17 @@ class LLM:
         language: str | None = None,
         task: SpeechTask = "transcribe",
         temperature: float = 0.0,
+        timestamps: bool = False,
         use_tqdm: bool = True,
     ) -> list[Transcription]:
         """Turns the sounds of WAV files, given as bytes or paths, into text, in their order.
 
         `language` is a code such as "en"; without it a multilingual model finds it. `translate` as
-        the `task` gives English.
+        the `task` gives English. With `timestamps` segments begin and end where the model hears
+        them; else each is a window of 30 seconds.
         """
         hearing = self.front.hearing
-        options = SpeechOptions(language, task, temperature)
+        options = SpeechOptions(language, task, temperature, timestamps=timestamps)
         hearing.check(options)
         files = [sounds] if isinstance(sounds, bytes | str | Path) else list(sounds)
         heard = [hearing.windows(one) for one in map(sound_bytes, files)]

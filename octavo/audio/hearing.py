@@ -45,6 +45,11 @@ class Ear:
     log_mel: LogMel
     max_seconds: float = MAX_SECONDS
 
+    @property
+    def window_s(self) -> float:
+        """Length of a whole window, in seconds."""
+        return self.log_mel.num_samples / RATE
+
     def hear(self, data: bytes) -> list[HeardWindow]:
         """Returns a WAV file's sound in windows; InvalidRequest where it is none."""
         sound = read_wav(data, max_seconds=self.max_seconds)

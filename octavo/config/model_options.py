@@ -112,8 +112,8 @@ class DrawOptions:
 
     logits_processors: tuple[str, ...] = option(
         (),
-        "NAME=MODULE:FUNCTION that requests may name to change their logits (native, reference);"
-        " may be given several times",
+        "NAME=MODULE:FUNCTION that requests may name to change their logits (native, reference),"
+        " or MODULE:FACTORY(NUMBERS); may be given several times",
     )
     logits_processor_timeout: float = option(
         1.0, "seconds after which a logits processor's call fails its request", low=0.001

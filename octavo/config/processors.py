@@ -5,10 +5,14 @@ Reads texts and imports nothing; the worker loads the functions (`worker/logits_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from octavo.errors import ConfigError
+
+MAKER = re.compile(r"(?P<attribute>[\w.]+)\((?P<numbers>(-?\d+(,-?\d+)*)?)\)")
+"""A class or function that makes a processor, and the whole numbers that it is given."""
 
 
 class ProcessorEntry(NamedTuple):
@@ -17,6 +21,8 @@ class ProcessorEntry(NamedTuple):
     name: str
     module: str
     attribute: str
+    numbers: tuple[int, ...] | None = None
+    """Numbers with which what is found makes the function; None where it is the function."""
 
 
 def processor_entries(texts: Iterable[str]) -> list[ProcessorEntry]:
@@ -42,4 +48,8 @@ def _entry(text: str) -> ProcessorEntry:
         raise ConfigError(
             f"logits_processors: got {text!r}, allowed is NAME=MODULE:FUNCTION or MODULE:FUNCTION"
         )
-    return ProcessorEntry(name or attribute, module, attribute)
+    made = MAKER.fullmatch(attribute)
+    if made is None:
+        return ProcessorEntry(name or attribute, module, attribute)
+    numbers = tuple(int(number) for number in made["numbers"].split(",") if number)
+    return ProcessorEntry(name or made["attribute"], module, made["attribute"], numbers)

@@ -60,6 +60,7 @@ from octavo.wiring.images import load_tower, tower_programs
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.sparsity import describe, for_sparsity
+from octavo.wiring.speech_tokens import with_timestamps
 from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
 from octavo.worker.capacity import capacity_of
@@ -157,6 +158,8 @@ def derive_from(config: EngineConfig, header: ModelHeader) -> tuple[EngineConfig
         check_states(config)
     if program.input_groups:
         config = for_encoder(config, info.max_encoder_tokens)
+        if "num_mel_bins" in header.config and config.backend.backend != "torch":
+            config = with_timestamps(config, header)
     elif config.model.max_encoder_len is not None:
         raise ConfigError(
             f"max_encoder_len: got {config.model.max_encoder_len}, but the model has no encoder"

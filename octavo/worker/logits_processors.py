@@ -42,6 +42,8 @@ def _load(entry: ProcessorEntry) -> Processor:
         found: Any = importlib.import_module(entry.module)
         for part in entry.attribute.split("."):
             found = getattr(found, part)
+        if entry.numbers is not None:
+            found = found(*entry.numbers)
     except Exception as error:
         raise ConfigError(
             f"logits_processors: {where} cannot be imported: {type(error).__name__}: {error}",

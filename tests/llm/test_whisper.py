@@ -4,9 +4,15 @@ texts of spoken sentences are those of CTranslate2, on real ones.
 
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    WhisperTimeStampLogitsProcessor,
+)
 
 from octavo import LLM
 from octavo.audio.log_mel import LogMel
@@ -14,7 +20,16 @@ from octavo.errors import InvalidRequest
 from octavo.progress import quiet
 from tests.support.llm_tools import make_llm
 from tests.support.tiny_models import tiny_model
-from tests.support.tiny_whisper import END, NO_TIMESTAMPS, START, SUPPRESSED, noise, tiny_whisper
+from tests.support.tiny_whisper import (
+    END,
+    MULTILINGUAL,
+    NO_TIMESTAMPS,
+    START,
+    SUPPRESSED,
+    noise,
+    tiny_multilingual_whisper,
+    tiny_whisper,
+)
 
 NUM_TOKENS = 32
 OPTIONS = {"skip_tokenizer_init": False, "max_model_len": 2 * NUM_TOKENS}
@@ -71,6 +86,94 @@ def test_a_long_sound_has_windows(tiny):
                 llm.transcribe(data, use_tqdm=False, **bad)
         with pytest.raises(InvalidRequest, match="got a text, but the model hears sounds"):
             llm.generate("Hello", use_tqdm=False)
+
+
+def heard(tiny, samples):
+    """Returns what gives the next logits of transformers, by the tokens so far."""
+    config = tiny.model.config
+    features = LogMel(config.num_mel_bins, 2 * config.max_source_positions).features(samples)
+    with torch.no_grad():
+        encoded = tiny.model.model.encoder(torch.tensor(features.T[None]))
+
+    def logits(ids):
+        with torch.no_grad():
+            return tiny.model(
+                encoder_outputs=encoded, decoder_input_ids=torch.tensor([ids]), use_cache=False
+            ).logits[:, -1]
+
+    return logits
+
+
+def expected_of(tiny, samples, task, language, *, timestamps):
+    """Returns the language and the tokens that transformers draws greedily with its processors."""
+    known, logits = MULTILINGUAL, heard(tiny, samples)
+    start, end = known["decoder_start_token_id"], known["eos_token_id"]
+    codes = known["lang_to_id"]
+    if language is None:
+        first = logits([start])[0]
+        language = max(codes, key=lambda code: first[codes[code]])[2:-2]
+    ids = [start, codes[f"<|{language}|>"], known["task_to_id"][task]]
+    rules = [
+        SuppressTokensAtBeginLogitsProcessor([8, end], len(ids) + (not timestamps)),
+        SuppressTokensLogitsProcessor(known["suppress_tokens"]),
+    ]
+    if timestamps:
+        rules.append(WhisperTimeStampLogitsProcessor(SimpleNamespace(**known), len(ids)))
+    else:
+        ids.append(known["no_timestamps_token_id"])
+    first = len(ids)
+    for _ in range(NUM_TOKENS):
+        scores = logits(ids)
+        for rule in rules:
+            scores = rule(torch.tensor([ids]), scores)
+        ids.append(int(scores.argmax()))
+        if ids[-1] == end:
+            break
+    return language, ids[first:]
+
+
+ASKED = [
+    {"language": "de", "task": "translate"},
+    {"language": None, "task": "transcribe"},
+    {"language": None, "task": "transcribe", "timestamps": True},
+    {"language": "en", "task": "translate", "timestamps": True},
+]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "-".join(map(str, asked.values())))
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_languages_tasks_and_times_are_those_of_transformers(tiny, backend, asked):
+    """The last token, which ends the text, is not among a segment's."""
+    path = tiny_multilingual_whisper()
+    sounds = [noise(seed, seconds) for seed, seconds in ((1, 1.5), (2, 2.0), (3, 0.4), (5, 1.0))]
+    timestamps = asked.get("timestamps", False)
+    with make_llm(model_path=path, backend=backend, **OPTIONS) as llm:
+        texts = llm.transcribe([data for _, data in sounds], use_tqdm=False, **asked)
+    for (samples, _), text in zip(sounds, texts, strict=True):
+        task, language = asked["task"], asked["language"]
+        wanted = expected_of(tiny, samples, task, language, timestamps=timestamps)
+        found = [token for segment in text.segments for token in segment.token_ids]
+        assert text.language == wanted[0]
+        if not timestamps:
+            assert found == wanted[1]
+            continue
+        first = MULTILINGUAL["no_timestamps_token_id"] + 1
+        assert found == [token for token in wanted[1] if token < first and token != 100]
+        times = [min((token - first) * 0.02, text.duration_s) for token in wanted[1]]
+        times = {round(time, 3) for time in times if time >= 0} | {text.duration_s}
+        for segment in text.segments:
+            assert {segment.start_s, segment.end_s} <= times
+            assert segment.start_s <= segment.end_s <= text.duration_s
+
+
+def test_a_model_without_times_refuses_them():
+    with (
+        make_llm(
+            model_path=tiny_whisper(), backend="torch", batch_invariant=False, **OPTIONS
+        ) as llm,
+        pytest.raises(InvalidRequest, match="timestamps: got true, but this engine's model"),
+    ):
+        llm.transcribe(noise(1)[1], timestamps=True, use_tqdm=False)
 
 
 def test_a_model_of_text_hears_nothing():

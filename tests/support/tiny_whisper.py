@@ -17,6 +17,18 @@ from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
 START, NO_TIMESTAMPS, END = 5, 6, 2
 SUPPRESSED = [30, 31]
+MULTILINGUAL = {
+    "decoder_start_token_id": 101,
+    "eos_token_id": 100,
+    "no_timestamps_token_id": 160,
+    "suppress_tokens": [30, 31, 101, 102, 103, 104, 105, 160],
+    "begin_suppress_tokens": [100, 8],
+    "is_multilingual": True,
+    "lang_to_id": {"<|en|>": 102, "<|de|>": 103},
+    "task_to_id": {"transcribe": 104, "translate": 105},
+    "max_initial_timestamp_index": 20,
+}
+"""Tokens of the tiny model with languages: text below 100, times from 161 on, 0.02 s each."""
 
 
 @cache
@@ -35,6 +47,16 @@ def tiny_whisper() -> Path:
         "is_multilingual": False,
     }
     (target / "generation_config.json").write_text(json.dumps(given))
+    return target
+
+
+@cache
+def tiny_multilingual_whisper() -> Path:
+    """Returns the directory of the tiny model with languages, tasks and timestamps."""
+    source = tiny_whisper()
+    target = source.with_name("whisper-of-languages")
+    shutil.copytree(source, target)
+    (target / "generation_config.json").write_text(json.dumps(MULTILINGUAL))
     return target
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from octavo.engine.front.input_processor import (
     DEFAULT_ORIGIN,
@@ -26,6 +26,8 @@ from octavo.transcription import Segment, Transcription
 
 SpeechTask = Literal["transcribe", "translate"]
 
+TIMESTAMPS = "octavo-timestamps"
+"""Name of the logits processor that draws timestamps."""
 MOST_WINDOWS = 16
 """Windows that are computed together: their inputs are in memory at once."""
 
@@ -63,8 +65,18 @@ class SpeechTokens:
     """Token that asks for text alone; None where the model has none."""
     banned_at_start: tuple[int, ...] = ()
     """Tokens that are no beginning of a text."""
+    num_timestamps: int = 0
+    """Number of tokens behind `no_timestamps` that stand for times; 0: the model has none."""
     max_tokens: int = 224
     """Most tokens of a window's text."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of a prompt that asks for timestamps."""
+        return 3 if self.languages else 1
+
+    def is_timestamp(self, token: int) -> bool:
+        return self.no_timestamps is not None and token > self.no_timestamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +92,23 @@ class SoundWindow:
 class Hearing(Protocol):
     """Reads sounds for one model."""
 
+    @property
+    def window_s(self) -> float:
+        """Length of a whole window, in seconds."""
+        ...
+
     def windows(self, data: bytes) -> list[SoundWindow]:
         """Returns a file's sound in windows; InvalidRequest where it is none."""
         ...
+
+
+class Span(NamedTuple):
+    """A part of a sound with its text, before it has a number."""
+
+    start_s: float
+    end_s: float
+    text: str
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +120,8 @@ class SpeechOptions:
     task: SpeechTask = "transcribe"
     temperature: float = 0.0
     seed: int | None = None
+    timestamps: bool = False
+    """Whether segments begin and end where the model hears them; else each is a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +156,12 @@ class Transcriptions:
                 "task: got 'translate', but the model hears English alone",
                 hint="take a multilingual model",
                 param="task",
+            )
+        if options.timestamps and not self.tokens.num_timestamps:
+            raise InvalidRequest(
+                "timestamps: got true, but this engine's model draws none",
+                hint="leave it out, or take the native backend and a model with timestamps",
+                param="timestamps",
             )
 
     def asks_language(self, options: SpeechOptions) -> bool:
@@ -165,7 +199,7 @@ class Transcriptions:
         if tokens.languages:
             prompt.append(tokens.languages[options.language or "en"])
             prompt.append(tokens.tasks[options.task])
-        if tokens.no_timestamps is not None:
+        if tokens.no_timestamps is not None and not options.timestamps:
             prompt.append(tokens.no_timestamps)
         params = SamplingParams(
             temperature=options.temperature,
@@ -173,6 +207,7 @@ class Transcriptions:
             max_tokens=tokens.max_tokens,
             min_tokens=1,
             logit_bias=dict.fromkeys(tokens.banned_at_start, -100.0) or None,
+            logits_processors=[TIMESTAMPS] if options.timestamps else None,
         )
         return self._prepare(request_id, window, prompt, params, origin)
 
@@ -195,16 +230,9 @@ class Transcriptions:
     ) -> Transcription:
         """Returns the text of a sound, with an error where one of its windows has failed."""
         failed: Any = next((output.error for output in outputs if output.error), None)
-        segments = [
-            Segment(
-                index,
-                window.start_s,
-                window.end_s,
-                output.outputs[0].text.strip(),
-                list(output.outputs[0].token_ids),
-            )
-            for index, (window, output) in enumerate(zip(windows, outputs, strict=True))
-        ]
+        pairs = zip(windows, outputs, strict=True)
+        spans = [span for pair in pairs for span in self._spans(*pair, options)]
+        segments = [Segment(index, *span) for index, span in enumerate(spans)]
         return Transcription(
             text=" ".join(segment.text for segment in segments if segment.text),
             segments=segments,
@@ -213,3 +241,31 @@ class Transcriptions:
             task=options.task,
             error=failed,
         )
+
+    def _spans(
+        self, window: SoundWindow, output: RequestOutput, options: SpeechOptions
+    ) -> list[Span]:
+        """Returns the segments of a window."""
+        answer = output.outputs[0]
+        if not options.timestamps or output.error is not None:
+            text = answer.text.strip()
+            return [Span(window.start_s, window.end_s, text, list(answer.token_ids))]
+        step_s = self.hearing.window_s / (self.tokens.num_timestamps - 1)
+        assert self.tokens.no_timestamps is not None, "it has timestamps"
+        first, end_s = self.tokens.no_timestamps + 1, window.end_s
+        found: list[Span] = []
+        start_s, words = window.start_s, list[int]()
+        for token in answer.token_ids:
+            if not self.tokens.is_timestamp(token):
+                words.append(token)
+                continue
+            time_s = min(window.start_s + (token - first) * step_s, end_s)
+            if words:
+                found.append(self._span(start_s, time_s, words))
+            start_s, words = time_s, []
+        return [*found, self._span(start_s, end_s, words)] if words else found
+
+    def _span(self, start_s: float, end_s: float, words: list[int]) -> Span:
+        tokenizer = self.inputs.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(words).strip()
+        return Span(round(start_s, 3), round(end_s, 3), text, words)

@@ -25,7 +25,8 @@ from octavo.transcription import Transcription
 MAX_BYTES = 512 << 20
 """Largest file: two hours of stereo of 16 bits at 16 kHz, with room to spare."""
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
-FIELDS = ("model", "language", "response_format", "temperature", "stream")
+GRANULARITIES = "timestamp_granularities[]"
+FIELDS = ("model", "language", "response_format", "temperature", "stream", GRANULARITIES)
 FORM = {
     "required": True,
     "content": {
@@ -38,6 +39,7 @@ FORM = {
                     "language": {"type": "string"},
                     "response_format": {"type": "string", "enum": list(FORMATS)},
                     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+                    GRANULARITIES: {"type": "string", "enum": ["segment"]},
                 },
                 "required": [FILE_FIELD, "model"],
             }
@@ -88,6 +90,7 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         language=form.fields.get("language") or None,
         task=task,
         temperature=_temperature(form.fields.get("temperature", "0")),
+        timestamps=_timestamps(form.fields.get(GRANULARITIES)),
     )
     heard = _heard(model, bytes(file.data), options, origin_of(request, None, None))
     return _written(await unless_gone(request.receive, heard), answer_format)
@@ -136,6 +139,16 @@ def _checked(form: UploadForm) -> str:
             param="response_format",
         )
     return wanted
+
+
+def _timestamps(granularity: str | None) -> bool:
+    if granularity not in (None, "segment"):
+        raise InvalidRequest(
+            f"{GRANULARITIES}: got {shown(granularity)}, allowed is segment",
+            hint="times of words are not known",
+            param=GRANULARITIES,
+        )
+    return granularity is not None
 
 
 def _temperature(text: str) -> float:

@@ -1,0 +1,60 @@
+"""The tokens with which a model of speech is told what to do, from the checkpoint's configs, and
+the logits processor that draws its timestamps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.front.transcriptions import TIMESTAMPS, SpeechTokens
+from octavo.models.hf_config import HfConfig
+from octavo.ports import ModelHeader
+
+
+def speech_tokens(values: Mapping[str, Any]) -> SpeechTokens:
+    """Returns a model's tokens; `values` are config.json with generation_config.json over it."""
+    given = HfConfig(values)
+    languages = given.table("lang_to_id") if given.flag("is_multilingual", True) else {}
+    return SpeechTokens(
+        start=given.integer("decoder_start_token_id"),
+        languages={name.strip("<|>"): int(token) for name, token in languages.items()},
+        tasks=given.table("task_to_id") if languages else {},
+        no_timestamps=given.optional_integer("no_timestamps_token_id"),
+        banned_at_start=tuple(
+            token
+            for token in given.integers("begin_suppress_tokens")
+            if token not in given.integers("eos_token_id") and token < given.integer("vocab_size")
+        ),
+        num_timestamps=_num_timestamps(given),
+        max_tokens=given.integer("max_target_positions", 448, low=1) // 2,
+    )
+
+
+def _num_timestamps(given: HfConfig) -> int:
+    """Returns the number of the vocabulary's timestamps, the last tokens of those that have any."""
+    no_timestamps = given.optional_integer("no_timestamps_token_id")
+    behind = 0 if no_timestamps is None else given.integer("vocab_size") - no_timestamps - 1
+    return max(min(behind, given.integer("max_source_positions", 1500, low=1) + 1), 0)
+
+
+def with_timestamps(config: EngineConfig, header: ModelHeader) -> EngineConfig:
+    """Returns the config of a model that hears, with the processor that draws its timestamps."""
+    values = header.config | header.generation_config
+    tokens, given = speech_tokens(values), HfConfig(values)
+    has_them = any(entry.name == TIMESTAMPS for entry in config.draws.processors)
+    if not tokens.num_timestamps or tokens.no_timestamps is None or has_them:
+        return config
+    most = given.optional_integer("max_initial_timestamp_index")
+    numbers = (
+        tokens.prompt_tokens,
+        given.integers("eos_token_id")[0],
+        tokens.no_timestamps,
+        -1 if most is None else most,
+        *(token for token in given.integers("suppress_tokens") if token >= 0),
+    )
+    place = f"octavo.worker.timestamps:TimestampRules({','.join(map(str, numbers))})"
+    processors = (*config.draws.logits_processors, f"{TIMESTAMPS}={place}")
+    return replace(config, draws=replace(config.draws, logits_processors=processors))
