@@ -300,7 +300,7 @@ FAMILIES: dict[str, Family] = {
         whole_names=frozenset({CORRECTION}),
     ),
     "smollm3": replace(_LLAMA, model_type="smollm3", config=smollm3_config),
-    "command-r": Family("cohere", cohere_config, _TOP, _BLOCK),
+    "command-r": Family("cohere", cohere_config, _TOP, _BLOCK | _HEAD_NORMS),
     "cohere2": Family("cohere2", cohere2_config, _TOP, _BLOCK),
     "exaone4": Family("exaone4", exaone4_config, _TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER),
     "mistral3": replace(_LLAMA, model_type="ministral3", config=ministral3_config),

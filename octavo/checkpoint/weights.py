@@ -380,6 +380,8 @@ def _remade(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
     first, *others = (part.packed().codes if part.is_float else part.dequantize() for part in parts)
     if weight.stored_as == "row":
         made = first.reshape(weight.shape)
+    elif weight.stored_as == "heads":
+        made = np.concatenate([first.reshape(-1), *others])
     elif weight.stored_as == "tap":
         made = first[:, :, weight.tap]
     else:

@@ -15,7 +15,6 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    config.refuse_unless("use_qk_norm", False)
     shape = read_shape(config)
     rope = rope_parameters(config, default_theta=500_000.0).table(shape.head_dim)
     return build_cohere(config, shape, (None,) * shape.num_layers, (rope,) * shape.num_layers)
@@ -41,6 +40,7 @@ def build_cohere(
         qkv_bias=bias,
         out_bias=bias,
         interleaved=True,
+        own_norms="one tensor" if config.flag("use_qk_norm", False) else "",
         frame=Frame(
             norms=NormNames(before_mlp=None),
             norm=layer_norm(shape.norm_eps, bias=False),

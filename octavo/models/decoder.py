@@ -204,6 +204,11 @@ def linear_part(b: Builder, x: Value, module: str, rows: Rows, *, bias: bool = F
     return b.linear_of(x, weight, added, name=module)
 
 
+OwnNorms = Literal["", "shared", "one tensor", "modules"]
+"""Centered norms of the heads of q and k: none, one with a bias for all (Phi), or weights for each
+head, in one tensor (Command R+) or a module a head (StableLM 12B)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfAttention:
     """Grouped-query attention. `ropes` has one table for each layer, None for one without rope."""
@@ -224,6 +229,7 @@ class SelfAttention:
     """Whether q and k are normed head by head (Qwen3, Gemma 3)."""
     row_norms: bool = False
     """Whether q and k are normed over all heads together (OLMo 2)."""
+    own_norms: OwnNorms = ""
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     """Modules of those norms."""
     norm_offset: float = 0.0
@@ -248,7 +254,7 @@ class SelfAttention:
             (q, gate), (k, v) = self._with_gate(b, x, name), self._keys(b, x, name)
         else:
             q, k, v = project(b, x, name)
-        if self.head_norms or self.row_norms:
+        if self.head_norms or self.row_norms or self.own_norms:
             q, k = (
                 self._normed(b, x, f"{name}.{norm}")
                 for x, norm in zip((q, k), self.norm_names, strict=True)
@@ -303,6 +309,11 @@ class SelfAttention:
         )
 
     def _normed(self, b: Builder, x: Value, name: str) -> Value:
+        eps, dim = self.shape.norm_eps, self.shape.head_dim
+        if self.own_norms == "shared":
+            return b.layer_norm(x, name, eps, group_width=dim)
+        if self.own_norms:
+            return b.head_norm(x, name, eps, head_dim=dim, is_apart=self.own_norms == "modules")
         width = 0 if self.row_norms else self.shape.head_dim
         return b.rms_norm(
             x, name, self.shape.norm_eps, weight_offset=self.norm_offset, group_width=width

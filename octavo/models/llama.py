@@ -9,6 +9,7 @@ from octavo.models.decoder import (
     PLAIN,
     DecoderShape,
     Frame,
+    OwnNorms,
     SelfAttention,
     Sublayer,
     build_decoder,
@@ -41,6 +42,8 @@ def build_llama(
     mlp_bias: bool = False,
     head_norms: bool = False,
     row_norms: bool = False,
+    own_norms: OwnNorms = "",
+    norm_names: tuple[str, str] = ("q_norm", "k_norm"),
     interleaved: bool = False,
     mlp: Sublayer | None = None,
     frame: Frame = PLAIN,
@@ -64,6 +67,8 @@ def build_llama(
         out_bias=out_bias,
         head_norms=head_norms,
         row_norms=row_norms,
+        own_norms=own_norms,
+        norm_names=norm_names,
     )
     mlp = mlp or _dense_mlp(config, bias=mlp_bias)
     return build_decoder(shape, cache.groups, attention, mlp, frame)

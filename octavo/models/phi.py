@@ -20,7 +20,6 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    config.refuse_unless("qk_layernorm", False)
     shape = DecoderShape.read(config, norm_eps=1e-5, eps_name="layer_norm_eps")
     cache = plan_cache(shape, (None,) * shape.num_layers)
     rope = rope_parameters(config, partial=0.5).table(shape.head_dim)
@@ -34,6 +33,8 @@ def build(config: HfConfig) -> dict[str, Program]:
         out="dense",
         qkv_bias=True,
         out_bias=True,
+        own_norms="shared" if config.flag("qk_layernorm", False) else "",
+        norm_names=("q_layernorm", "k_layernorm"),
     )
     return build_decoder(
         shape,

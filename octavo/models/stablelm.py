@@ -10,7 +10,6 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    config.refuse_unless("qk_layernorm", False)
     shape = DecoderShape.read(config, norm_eps=1e-5, eps_name="layer_norm_eps")
     rope = rope_parameters(config, partial=0.25).table(shape.head_dim)
     parallel = config.flag("use_parallel_residual", False)
@@ -19,6 +18,8 @@ def build(config: HfConfig) -> dict[str, Program]:
         shape=shape,
         ropes=(rope,) * shape.num_layers,
         qkv_bias=config.flag("use_qkv_bias", False),
+        own_norms="modules" if config.flag("qk_layernorm", False) else "",
+        norm_names=("q_layernorm", "k_layernorm"),
         frame=Frame(
             norms=NormNames(before_mlp=None) if parallel else NormNames(),
             norm=layer_norm(shape.norm_eps),

@@ -132,12 +132,30 @@ class Builder:
         bias: bool = True,
         has_weight: bool = True,
         weight_offset: float = 0.0,
+        group_width: int = 0,
     ) -> Value:
-        """Norms rows; without `has_weight` the weight is 1 and the checkpoint has no tensor."""
-        out = self._like(name, x)
-        weight = Weight(f"{name}.weight", (x.width,), fill=None if has_weight else 1.0)
-        added = Weight(f"{name}.bias", (x.width,)) if bias else None
-        self._ops.append(LayerNorm(x, out, weight, added, eps, weight_offset))
+        """Norms rows or their groups, all with the same numbers; without `has_weight` the weight is
+        1 and the checkpoint has no tensor.
+        """
+        out, width = self._like(name, x), group_width or x.width
+        weight = Weight(f"{name}.weight", (width,), fill=None if has_weight else 1.0)
+        added = Weight(f"{name}.bias", (width,)) if bias else None
+        self._ops.append(
+            LayerNorm(x, out, weight, added, eps, weight_offset, group_width=group_width)
+        )
+        return out
+
+    def head_norm(
+        self, x: Value, name: str, eps: float, *, head_dim: int, is_apart: bool = False
+    ) -> Value:
+        """Norms each head with weights of its own, one tensor `[H, D]` or, where `is_apart`, a
+        module for each head.
+        """
+        out, kernel = self._like(name, x), (head_dim,)
+        heads = range(x.width // head_dim)
+        sources = tuple(f"{name}.norms.{i}.weight" for i in heads) if is_apart else ()
+        weight = Weight(f"{name}.weight", (x.width,), sources, kernel=kernel, stored_as="heads")
+        self._ops.append(LayerNorm(x, out, weight, None, eps, group_width=head_dim))
         return out
 
     def linear(self, x: Value, name: str, width: int, *, bias: bool = False) -> Value:

@@ -114,7 +114,10 @@ class RmsNorm(Op):
 @dataclass(frozen=True, slots=True)
 class LayerNorm(Op):
     """Layer norm: y = (x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias, where `var`
-    is the biased variance. Ba et al. 2016.
+    is the biased variance, over groups of `group_width` columns.
+
+    `weight [group_width]` and `bias` alike, the same for all groups, or `weight [W]` without a
+    bias. Ba et al. 2016.
     """
 
     x: Value
@@ -123,6 +126,8 @@ class LayerNorm(Op):
     bias: Weight | None
     eps: float
     weight_offset: float = 0.0
+    group_width: int = 0
+    """Columns that are normed together; 0: the whole row."""
 
 
 @dataclass(frozen=True, slots=True)

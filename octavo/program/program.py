@@ -84,7 +84,7 @@ class Sinusoids:
 TAPS = 3
 """Taps of a convolution over time."""
 
-StoredAs = Literal["", "row", "tap", "run"]
+StoredAs = Literal["", "row", "heads", "tap", "run"]
 """How a checkpoint keeps a weight whose shape is another one there: `row` as `[1, n]`; `tap` as a
 convolution's `[out, in, TAPS]`, of which it is one; `run` as that and a bias, which act on one of
 TAPS runs of rows and a 1, end to end `[out, TAPS * (TAPS * in + 1)]`."""
@@ -119,7 +119,7 @@ class Weight:
     fill: float | Sinusoids | None = None
     kernel: tuple[int, ...] = ()
     """Shape of the axis of inputs in the checkpoint's tensor, such as colours, rows and columns of
-    a patch; (): one axis."""
+    a patch, or of one head's part of a vector; (): one axis."""
     stored_as: StoredAs = ""
     tap: int = 0
     """Number of the tap or of the run, where `stored_as` names one."""
@@ -173,6 +173,10 @@ class Weight:
         first = self.tensor_names[0]
         if self.stored_as == "row":
             return (Weight(first, (1, *self.shape)),)
+        if self.stored_as == "heads":
+            if not self.sources:
+                return (Weight(first, (self.shape[0] // self.kernel[0], *self.kernel)),)
+            return tuple(Weight(name, self.kernel) for name in self.sources)
         outputs, inputs = self.shape
         if self.stored_as == "tap":
             return (Weight(first, (outputs, inputs, TAPS)),)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from octavo.backends.base import Backend, BackendOptions
+from octavo.backends.base import Backend, BackendOptions, Footprint
+from octavo.backends.kv import BLOCK_SIZE
 from octavo.checkpoint.dummy import DummyWeights
 from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.weights import WeightReader, loaded_formats
@@ -21,13 +22,14 @@ from octavo.media.reader import PillowReader
 from octavo.media.rules import ImageRules, image_rules, rules_file
 from octavo.models.registry import build_programs, image_layout
 from octavo.models.vision import TOWER, ImageLayout
-from octavo.ports import Checkpoint, ImageReader, Tokenizer
+from octavo.ports import Checkpoint, ImageReader, ModelHeader, Tokenizer
 from octavo.program.program import Program
+from octavo.wiring.draft import footprint_of_both
 from octavo.worker.image_tower import ImageTower
 from octavo.worker.patches import PixelScale
 
 
-def layout_of(config: EngineConfig, checkpoint: Checkpoint) -> ImageLayout | None:
+def layout_of(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | None:
     """Returns how images become the model's rows; None where it reads none here."""
     if config.backend.tensor_parallel_size > 1:
         return None
@@ -86,6 +88,28 @@ def load_tower(
     return ImageTower(layout, scale, programs, prepared, backend)
 
 
+def with_tower(
+    config: EngineConfig,
+    header: ModelHeader,
+    footprint: Footprint,
+    options: BackendOptions,
+    make_backend: Callable[[BackendOptions], Backend],
+) -> Footprint:
+    """Returns the memory of a model with that of its tower, whose step is the largest image."""
+    layout = layout_of(config, header)
+    if layout is None:
+        return footprint
+    own = _tower_options(options, layout, _rules(config, header, layout))
+    backend, num_blocks = make_backend(own), -(-own.max_tokens // BLOCK_SIZE)
+    for program in tower_programs(header):
+        formats = loaded_formats(header, config.model.dtype, None, program)
+        needed = backend.footprint(program, formats)
+        kv_bytes = num_blocks * sum(layout.block_bytes for layout in needed.kv_layouts)
+        needed = replace(needed, step_bytes=needed.step_bytes + kv_bytes)
+        footprint = footprint_of_both(footprint, needed, program.name)
+    return footprint
+
+
 def _tower_options(
     options: BackendOptions, layout: ImageLayout, rules: ImageRules
 ) -> BackendOptions:
@@ -104,7 +128,7 @@ def _tower_options(
     )
 
 
-def _rules(config: EngineConfig, checkpoint: Checkpoint, layout: ImageLayout) -> ImageRules:
+def _rules(config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout) -> ImageRules:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     file = rules_file(folder)
     return image_rules(
@@ -138,7 +162,7 @@ def _replacements(layout: ImageLayout, tokenizer: Tokenizer | None) -> dict[str,
     return {tokenizer.token_text(named_by): "".join(texts)}
 
 
-def tower_programs(checkpoint: Checkpoint) -> list[Program]:
+def tower_programs(checkpoint: ModelHeader) -> list[Program]:
     """Returns the Programs of a model's tower, in their order; none where it has none."""
     if image_layout(checkpoint.config) is None:
         return []

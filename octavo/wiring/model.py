@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from octavo.backends.base import (
@@ -56,7 +57,7 @@ from octavo.wiring.draft import (
     draft_config,
     footprint_of_both,
 )
-from octavo.wiring.images import load_tower, tower_programs
+from octavo.wiring.images import load_tower, tower_programs, with_tower
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.sparsity import describe, for_sparsity
@@ -203,6 +204,8 @@ def load_model(
         formats = formats_of(config, model.checkpoint, encoder)
         backend.check(encoder, formats)
         footprint = footprint_of_both(footprint, backend.footprint(encoder, formats), "encoder")
+    make_backend = partial(backend_with, config=config, ranks=None)
+    footprint = with_tower(config, model.checkpoint, footprint, backend.options, make_backend)
     _check_cache(config.cache, config.transfer, backend, footprint)
     rows = request_rows(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
@@ -214,12 +217,7 @@ def load_model(
     if draft is not None:
         prepared, _ = _prepared(draft, drafting, drafting, backend, report)
         loaded_draft = LoadedDraft(prepared[drafting.name], drafting.vocab_size)
-    tower = load_tower(
-        config,
-        model.checkpoint,
-        backend.options,
-        lambda options: _backend_with(options, config, None),
-    )
+    tower = load_tower(config, model.checkpoint, backend.options, make_backend)
     return LoadedModel(
         config,
         {program.name: program for program in (own, *encoders)},
@@ -313,10 +311,10 @@ def build_backend(
     `weights_key` binds files of streamed weights to the model's.
     """
     options = replace(_backend_options(config), offload=_off_device(config, weights_key))
-    return _backend_with(options, config, ranks)
+    return backend_with(options, config, ranks)
 
 
-def _backend_with(
+def backend_with(
     options: BackendOptions, config: EngineConfig, ranks: Ranks[Any] | None
 ) -> Backend:
     """Makes the backend that the config names, with these options."""

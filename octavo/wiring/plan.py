@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from octavo.backends.base import Footprint
 from octavo.checkpoint.catalogue import resolve_header
@@ -15,7 +16,15 @@ from octavo.models.hf_config import ModelInfo
 from octavo.program.passes.gather_early import gather_early
 from octavo.program.work import Work, work_of
 from octavo.wiring.draft import footprint_of_both
-from octavo.wiring.model import build_backend, derive_from, formats_of, part_of, programs_of
+from octavo.wiring.images import tower_programs, with_tower
+from octavo.wiring.model import (
+    backend_with,
+    build_backend,
+    derive_from,
+    formats_of,
+    part_of,
+    programs_of,
+)
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.worker.capacity import Capacity, capacity_of
 
@@ -44,7 +53,11 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     for encoder in encoders:
         own = backend.footprint(encoder, formats_of(config, header, encoder))
         footprint = footprint_of_both(footprint, own, "encoder")
-    weights = dict.fromkeys(weight for one in (whole, *encoders) for weight in one.weights)
+    footprint = with_tower(
+        config, header, footprint, backend.options, partial(backend_with, config=config, ranks=None)
+    )
+    programs = (whole, *encoders, *tower_programs(header))
+    weights = dict.fromkeys(weight for one in programs for weight in one.weights)
     return ModelPlan(
         config=config,
         info=info,

@@ -147,6 +147,7 @@ CASES = (
     Case("ernie4_5_moe", "ernie4_5-moe", {}, {"moe_layer_interval": 1}),
     Case("smollm3", "smollm3"),
     Case("cohere", "command-r"),
+    Case("cohere", "command-r", {"use_qk_norm": True}),
     Case("cohere2", "cohere2", {}, {"rotary_pct": 1.0}),
     Case("internlm3", "llama"),
     Case("exaone4", "exaone4"),

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.native.disk import measure_disk
@@ -13,6 +14,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.wiring.engine import build_in_process
 from octavo.worker.machine import Machine
+from tests.support.tiny_images import FAMILIES, seeing_model
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_shapes import WIDTHS_OF_32
 
@@ -319,3 +321,17 @@ def test_states_are_planned_for_each_request_and_checkpoint(octavo):
     assert "each request" in text and "each 256 tokens and at a prompt's end" in text
     off = octavo("plan", path, "--memory=8GiB", *GIVEN, "--no-enable-prefix-caching")
     assert off.code == 0 and "checkpoint" not in off.out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_of_images_counts(octavo, family):
+    """Its weights are among those predicted, and so are the rows of the largest image."""
+    path = seeing_model(family).path
+    _, found = planned(octavo, path, "--memory=8GiB")
+    tensors = load_file(path / "model.safetensors").items()
+    read = [tensor.size for name, tensor in tensors if ".head." not in name]  # SigLIP's pooling
+    assert found["num_parameters"] == sum(read)
+    _, small = planned(octavo, path, "--memory=8GiB", "--max-image-tokens=4")
+    assert small["weight_bytes"] == found["weight_bytes"] > 0
+    if family != "gemma3":  # whose images have one size
+        assert small["step_bytes"] < found["step_bytes"]

@@ -219,6 +219,9 @@ CASES = {
         },
     ),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "phi-head-norms": ("phi", {"qk_layernorm": True}),
+    "stablelm-12b": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "cohere-plus": ("cohere", {"use_qk_norm": True}),
     "starcoder2-no-bias": ("starcoder2", {"use_bias": False, "sliding_window": None}),
     "olmo2-bias": ("olmo2", {"attention_bias": True}),
     "olmo3-yarn": (

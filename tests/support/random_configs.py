@@ -23,7 +23,7 @@ NO_NUMBERS = frozenset(
         *("is_encoder_decoder", "return_dict", "output_attentions", "output_hidden_states"),
         *("use_mamba_kernels", "use_mambapy", "use_associative_scan", "tie_word_embeddings"),
         *("residual_in_fp32", "rescale_prenorm_residual", "reorder_and_upcast_attn"),
-        *("scale_attention_softmax_in_fp32", "attention_softmax_in_fp32", "qk_layernorm"),
+        *("scale_attention_softmax_in_fp32", "attention_softmax_in_fp32"),
     )
 )
 """Flags that are drawn apart, change no number, or are refused by name."""

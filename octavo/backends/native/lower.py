@@ -175,7 +175,10 @@ class Lowering:
     def _lower_LayerNorm(self, op: ops.LayerNorm) -> None:
         bias = self._optional(op.bias)
         norm = (self._floats(op.weight), bias, op.eps, op.weight_offset, True)
-        self._builder.norm(self._span(op.x), self._span(op.out), norm, 0, each_group=False)
+        each_group = op.weight.shape[0] > (op.group_width or op.x.width)
+        self._builder.norm(
+            self._span(op.x), self._span(op.out), norm, op.group_width, each_group=each_group
+        )
 
     def _lower_Rope(self, op: ops.Rope) -> None:
         if op.table not in self._angles:

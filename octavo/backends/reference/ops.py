@@ -143,12 +143,16 @@ def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
 
 
 def layer_norm(op: ops.LayerNorm, step: ReferenceStep) -> Made:
-    return (_centered(step.get(op.x), op, step),)
+    x = step.get(op.x)
+    groups = x.reshape(len(x), -1, op.group_width or x.shape[1])
+    return (_centered(groups, op, step).reshape(x.shape),)
 
 
 def _centered(x: Floats, norm: ops.LayerNorm | ops.PreNorm, step: ReferenceStep) -> Floats:
     x = x - x.mean(axis=-1, keepdims=True)
-    y = _rms(x, step.weights[norm.weight] + norm.weight_offset, norm.eps)
+    weight = step.weights[norm.weight]
+    weight = weight.reshape(-1, x.shape[-1]) if x.ndim > 2 else weight
+    y = _rms(x, weight + norm.weight_offset, norm.eps)
     return y if norm.bias is None else y + step.weights[norm.bias]
 
 

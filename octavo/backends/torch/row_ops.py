@@ -52,7 +52,8 @@ def _numbers(norm: NormOp, step: Step) -> Norm:
         return Norm(weight, norm.eps, norm.weight_offset, norm.group_width)
     bias = None if norm.bias is None else step.weights.vector(norm.bias)
     if isinstance(norm, ops.LayerNorm):
-        return Norm(weight, norm.eps, norm.weight_offset, bias=bias, centered=True)
+        width = norm.group_width
+        return Norm(weight, norm.eps, norm.weight_offset, width, bias=bias, centered=True)
     return Norm(weight, norm.eps, norm.weight_offset, bias=bias, centered=norm.centered)
 
 
@@ -85,9 +86,7 @@ def norms_ahead(body: Sequence[Op]) -> dict[str, NormOp]:
 def _first_norm(op: Op, x: Value) -> NormOp | None:
     if isinstance(op, ops.Linear):
         return op.norm if op.x == x else None
-    if isinstance(op, ops.LayerNorm) or (
-        isinstance(op, ops.RmsNorm) and op.group_width in (0, op.x.width)
-    ):
+    if isinstance(op, ops.LayerNorm | ops.RmsNorm) and op.group_width in (0, op.x.width):
         return op if op.x == x else None
     return None
 

@@ -102,7 +102,7 @@ class Hearing(Protocol):
         ...
 
 
-class Span(NamedTuple):
+class HeardText(NamedTuple):
     """A part of a sound with its text, before it has a number."""
 
     start_s: float
@@ -244,16 +244,16 @@ class Transcriptions:
 
     def _spans(
         self, window: SoundWindow, output: RequestOutput, options: SpeechOptions
-    ) -> list[Span]:
+    ) -> list[HeardText]:
         """Returns the segments of a window."""
         answer = output.outputs[0]
         if not options.timestamps or output.error is not None:
             text = answer.text.strip()
-            return [Span(window.start_s, window.end_s, text, list(answer.token_ids))]
+            return [HeardText(window.start_s, window.end_s, text, list(answer.token_ids))]
         step_s = self.hearing.window_s / (self.tokens.num_timestamps - 1)
         assert self.tokens.no_timestamps is not None, "it has timestamps"
         first, end_s = self.tokens.no_timestamps + 1, window.end_s
-        found: list[Span] = []
+        found: list[HeardText] = []
         start_s, words = window.start_s, list[int]()
         for token in answer.token_ids:
             if not self.tokens.is_timestamp(token):
@@ -265,7 +265,7 @@ class Transcriptions:
             start_s, words = time_s, []
         return [*found, self._span(start_s, end_s, words)] if words else found
 
-    def _span(self, start_s: float, end_s: float, words: list[int]) -> Span:
+    def _span(self, start_s: float, end_s: float, words: list[int]) -> HeardText:
         tokenizer = self.inputs.tokenizer
         text = "" if tokenizer is None else tokenizer.decode(words).strip()
-        return Span(round(start_s, 3), round(end_s, 3), text, words)
+        return HeardText(round(start_s, 3), round(end_s, 3), text, words)

@@ -105,9 +105,7 @@ def _fold_norms(ops: list[Op], uses: _Uses) -> list[Op]:
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
-        if not isinstance(op, RmsNorm | LayerNorm) or (
-            isinstance(op, RmsNorm) and op.group_width not in (0, op.x.width)
-        ):
+        if not isinstance(op, RmsNorm | LayerNorm) or op.group_width not in (0, op.x.width):
             continue
         reader = uses.read_once_by(op.out)
         linear = result[reader] if reader is not None else None
