@@ -1,5 +1,7 @@
 """The chat view: what a person does with it does what it says, against the live model."""
 
+import json
+
 from tests.browser.conftest import KEY
 from tests.browser.visitor import plain_answer
 from tests.support.live_server import until
@@ -18,6 +20,15 @@ def test_the_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(stranger, s
     assert not page.is_visible("#key-dialog") and page.is_visible("#key-button")
     assert page.evaluate("localStorage.length") == 0
     assert page.context.cookies() == []
+
+
+def test_a_server_without_a_model_is_asked_again(stranger, server):
+    stranger.page.add_init_script(f"sessionStorage.setItem('octavo.key', {json.dumps(KEY)!r})")
+    none = json.dumps({"object": "list", "data": []})
+    stranger.page.route("**/v1/models", lambda route: route.fulfill(body=none), times=1)
+    stranger.open(server.url)
+    stranger.page.wait_for_selector("text=The server has no model at the moment.")
+    stranger.page.wait_for_selector("#sampling .field", state="attached")
 
 
 def test_an_answer_streams_and_is_announced_once_it_is_complete(visitor):

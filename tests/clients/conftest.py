@@ -25,9 +25,13 @@ os.environ |= {
 
 
 @pytest.fixture(scope="session")
-def server():
+def server(tmp_path_factory):
     server = LiveServer(
-        MODEL, "--max-model-len=2048", "--threads=2", "--kv-cache-memory-bytes=256MiB"
+        MODEL,
+        "--max-model-len=2048",
+        "--threads=2",
+        "--kv-cache-memory-bytes=256MiB",
+        f"--state-dir={tmp_path_factory.mktemp('state')}",
     )
     yield server
     assert server.stop() == 0

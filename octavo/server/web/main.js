@@ -17,19 +17,21 @@ class ModelChoice {
     this.onchange = () => {};
   }
 
-  /** Asks until the server has a model: it may still be loading. */
+  /** Asks until the server has a model: it may still be loading, or wait for one. */
   async load() {
     for (;;) {
       try {
         const { data } = await this.api.json("v1/models");
-        showBanner("");
-        this.show(data);
-        return;
+        showBanner(data.length ? "" : "The server has no model at the moment.");
+        if (data.length) {
+          this.show(data);
+          return;
+        }
       } catch (error) {
         showBanner(error.status ? error.message : "The server cannot be reached.");
         if (error.status === 401) return;
-        await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
       }
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }
   }
 
