@@ -44,7 +44,7 @@ class Visitor:
         """Ends the visit, and checks it."""
         self._context.close()
         assert len(self.hosts) <= 1, self.hosts
-        assert not self.faults
+        assert not self.faults, self.faults
 
     def ask(self, text: str) -> None:
         """Sends a message and waits until the answer is complete."""
