@@ -178,6 +178,8 @@ class PlanReport:
     model_type: str
     num_parameters: int
     max_model_len: int
+    generates: bool
+    """Whether it makes text; an encoder makes a row of each text, in one step."""
     code: str
     memory_bytes: int
     weight_bytes: int
@@ -217,6 +219,7 @@ class PlanReport:
             model_type=found.info.model_type,
             num_parameters=found.num_parameters,
             max_model_len=capacity.demand.max_model_len,
+            generates=found.generates,
             code=found.footprint.code,
             memory_bytes=capacity.memory_bytes,
             weight_bytes=capacity.weight_bytes,
@@ -296,6 +299,12 @@ class PlanReport:
             )
         yield ""
         yield f"at most, with {self.bandwidth / 1e9:,.1f} GB/s and {self.flops / 1e9:,.0f} GFLOP/s:"
+        if not self.generates:
+            yield f"{'text':>9}{'tokens/s':>15}"
+            for row in self.rows:
+                yield f"{row.context:>9,}{row.prefill_tokens_per_s:>15,.0f}"
+            yield from self._try_lines()
+            return
         yield (
             f"{'context':>9}{'requests':>10}{'KV of one':>12}{'prefill tok/s':>15}"
             f"{'decode tok/s':>14}{'requests x decode tok/s':>26}"
@@ -309,6 +318,9 @@ class PlanReport:
                 f"{row.prefill_tokens_per_s:>15,.0f}{row.decode_tokens_per_s:>14,.1f}{together:>26}"
             )
             yield f"{row.context:>9,}{row.requests:>10,}{kv:>12}{speeds}"
+        yield from self._try_lines()
+
+    def _try_lines(self) -> Iterator[str]:
         yield ""
         yield (
             f"try: octavo serve {' '.join([self.model, *self.flags])}"
@@ -455,7 +467,7 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
             )
             try:
                 yield plan_model(config, memory_bytes=memory_bytes)
-            except UnsupportedModel:  # this packing is not suggested
+            except (ConfigError, UnsupportedModel):  # this model has no such packing, or steps
                 break
 
 
@@ -467,7 +479,7 @@ def _flags(found: ModelPlan, context: int) -> list[str]:
         if context == found.info.max_context_tokens
         else [f"--max-model-len={context // 16 * 16}"]
     )
-    if capacity.wanted_kv_bytes is None:
+    if capacity.wanted_kv_bytes is None and found.generates:
         flags.append(f"--kv-cache-memory-bytes={capacity.kv_bytes >> 20}MiB")
     requests = capacity.max_requests(min(TYPICAL_CONTEXT, context))
     return [*flags, f"--max-num-seqs={max(1, min(requests, 256))}"]

@@ -39,6 +39,8 @@ class ModelPlan:
     capacity: Capacity
     footprint: Footprint
     work: Work
+    generates: bool = True
+    """Whether it makes text; an encoder makes a row of each text, in one step."""
 
 
 def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
@@ -65,4 +67,5 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
         capacity=capacity_of(config, footprint, memory_bytes),
         footprint=footprint,
         work=work_of(gather_early(program)),
+        generates="pooled" not in program.outputs,
     )

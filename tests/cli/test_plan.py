@@ -14,6 +14,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.wiring.engine import build_in_process
 from octavo.worker.machine import Machine
+from tests.support.tiny_encoders import save_encoder
 from tests.support.tiny_images import FAMILIES, seeing_model
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_shapes import WIDTHS_OF_32
@@ -335,3 +336,17 @@ def test_a_tower_of_images_counts(octavo, family):
     assert small["weight_bytes"] == found["weight_bytes"] > 0
     if family != "gemma3":  # whose images have one size
         assert small["step_bytes"] < found["step_bytes"]
+
+
+def test_an_encoder_generates_nothing(octavo, tmp_path):
+    ended = octavo("plan", save_encoder(tmp_path, "bert"), "--memory=4GiB", *GIVEN)
+    assert ended.code == 0 and "tokens/s" in ended.out
+    assert "decode" not in ended.out and "--kv-cache-memory-bytes" not in ended.out
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_encoders_before_decoders_have_plans(octavo, family):
+    """No packing or step is suggested that such a model refuses."""
+    ended, found = planned(octavo, tiny_model(family).path, "--memory=4GiB")
+    assert ended.code == 0 and ended.err == ""
+    assert found["flags"] and not any("int4" in flag for flag in found["flags"])
