@@ -210,3 +210,15 @@ def test_logits_are_the_models(converted: tuple[Case, Path, Path]) -> None:
 def test_every_architecture_has_a_case() -> None:
     """No row of the table stays unproven."""
     assert {case.architecture for case in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("norm", [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}])
+def test_factors_that_the_converter_folds_into_weights(
+    norm: dict[str, Any], tmp_path: Path
+) -> None:
+    """Falcon-H1's header has no factors; the weights of the file have them already."""
+    source = tiny_model("falcon_h1", head_dim=12, **norm).path
+    ids = np.random.default_rng(0).integers(0, 240, 40)
+    wanted = PagedRunner(source).logits(ids)
+    found = PagedRunner(convert(source, tmp_path, head_dim=12)).logits(ids)
+    np.testing.assert_allclose(found, wanted, atol=2e-6 * abs(wanted).max(), rtol=0)
