@@ -70,8 +70,6 @@ def cosines(texts: list[str], quantization: str | None) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize(("quantization", "least"), [(None, 0.99999), ("int8", 0.9995)])
 def test_embeddings_point_where_the_oracles_do(quantization: str | None, least: float) -> None:
-    """The worst of all 200 texts is in int8 still below the aim that a sample of 16 meets."""
+    """The worst of all 200 texts has a cosine of 0.9997 in int8; `make test` takes 16 of them."""
     num = 16 if tier() == "sample" else NUM_SENTENCES
-    if quantization == "int8" and num == NUM_SENTENCES:
-        least = 0.999
     assert cosines(sentences(num), quantization).min() >= least
