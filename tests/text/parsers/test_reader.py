@@ -102,6 +102,27 @@ def test_arguments_only_grow_by_their_end(case: Recorded):
     assert message == read_message(case.form, case.text)
 
 
+@named(ALL)
+def test_a_fork_tells_what_its_parent_did_not(case: Recorded):
+    """Wherever the text is cut, calls that the first part completes are its own, the others are the
+    second part's and whole; nothing of the content is told twice or lost, but space at the cut.
+    """
+    whole = read_message(case.form, case.text)
+    for cut in range(1, len(case.text)):
+        before = MessageText()
+        before.add(MessageReader(case.form).read(case.text[:cut]))
+        after = read_message(case.form, case.text[cut:], case.text[:cut])
+        num_before = len(whole.calls) - len(after.calls)
+        told = [(call.name, call.arguments) for call in (*before.calls[:num_before], *after.calls)]
+        assert told == [(call.name, call.arguments) for call in whole.calls], cut
+        assert squeezed(before.content + after.content) == squeezed(whole.content), cut
+        assert squeezed(before.reasoning + after.reasoning) == squeezed(whole.reasoning), cut
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
 @pytest.mark.parametrize("name", [row.name for row in TOOL_FORMATS])
 @given(text=st.text(st.sampled_from('ab1 \n<>[]{}():;,="\\|/_'), max_size=80), data=st.data())
 @settings(max_examples=30, deadline=None)
