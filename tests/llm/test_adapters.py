@@ -10,6 +10,7 @@ import pytest
 
 from octavo import LoRARequest, SamplingParams
 from octavo.errors import ConfigError, InvalidRequest
+from octavo.worker.adapter_store import AdapterStore
 from tests.support.backend_choice import chosen_backend
 from tests.support.llm_tools import fingerprint, make_async, make_llm
 from tests.support.peft_adapters import peft_logits, save_adapter
@@ -91,6 +92,27 @@ def test_evicted_adapters_come_back_the_same(adapters):
             found = [fingerprint(output) for output in generate(narrow, *order)]
             assert found[:4] == wanted
             assert found[5:] == wanted[::-1]
+
+
+@pytest.mark.parametrize(("max_cpu_loras", "num_reads"), [(None, 7), (2, 4), (3, 3)])
+def test_host_memory_keeps_as_many_as_asked(adapters, monkeypatch, max_cpu_loras, num_reads):
+    """One slot, and three adapters by turns: those that host memory keeps are not read again."""
+    reads = []
+    store = AdapterStore.__init__
+
+    def counting(self, read, slots, max_kept):
+        store(self, lambda path: reads.append(path) or read(path), slots, max_kept)
+
+    monkeypatch.setattr(AdapterStore, "__init__", counting)
+    options = {} if max_cpu_loras is None else {"max_cpu_loras": max_cpu_loras}
+    first, second, third, _ = adapters
+    with make_llm(enable_lora=True, max_loras=1, **options) as llm:
+        found = {}
+        for adapter in (first, second, first, second, third, second, first):
+            tokens = fingerprint(generate(llm, adapter)[0])
+            assert found.setdefault(adapter.lora_name, tokens) == tokens
+            llm.reset_prefix_cache()
+    assert len(reads) == num_reads
 
 
 def test_a_cached_prefix_is_one_adapters(llm, adapters):

@@ -6,7 +6,9 @@ import threading
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from octavo.errors import ConfigError
 from octavo.server.state.adapters import LoraModule
@@ -119,6 +121,14 @@ def test_only_the_operator_loads(http):
     assert unload(http, "first").status_code == 403
 
 
+def change(folder, array):
+    """Puts an array in the place of the first product's A."""
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.lora_A.weight"))
+    save_file(tensors | {name: array}, file)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -131,6 +141,8 @@ def test_only_the_operator_loads(http):
         ({"lora_path": "nowhere"}, "no adapter"),
         ({"lora_path": "truncated"}, "not a sound safetensors file"),
         ({"lora_path": "rank0"}, "r is 0, allowed are"),
+        ({"lora_path": "nan"}, "holds numbers that are not finite"),
+        ({"lora_path": "wide"}, "has shape (4, 65), this model wants (4, 64)"),
         ({"lora_path": ""}, "lora_path"),
         ({"lora_name": "a b"}, "lora_name: got 'a b', allowed are"),
         ({"lora_name": "tiny"}, "a model is called `tiny`"),
@@ -144,8 +156,10 @@ def test_bad_adapters_are_refused_and_the_server_goes_on(http, operator, folder,
     lora = folder / "lora"
     if not (lora / "rank0").exists():
         (lora / "link").symlink_to(folder / "outside")
-        for name in ("truncated", "rank0"):
+        for name in ("truncated", "rank0", "nan", "wide"):
             shutil.copytree(lora / "v1", lora / name)
+        change(lora / "nan", np.full((4, 64), np.nan, np.float32))
+        change(lora / "wide", np.zeros((4, 65), np.float32))
         file = lora / "truncated" / "adapter_model.safetensors"
         file.write_bytes(file.read_bytes()[:5000])
         config = lora / "rank0" / "adapter_config.json"

@@ -1,0 +1,328 @@
+"""What adapters cost: decoded tokens/s of 32 streams under none, one and 32 of them, and a bound;
+and of streams beside requests whose adapters have to be read.
+
+    python benchmarks/adapters.py [--model qwen2-0.5b] [--rounds 5] [--streams 32] [--rank 16]
+    python benchmarks/adapters.py --parts cold [--on-disk 1000] [--on-device 100]
+
+Without --model the model has the shape of Qwen2-0.5B and random weights of int8. The base takes no
+adapters; an engine that does takes turns with it. Works:
+
+- `none`: the engine with adapters, streams without;
+- `q, v`: every stream its own adapter, on the products of queries and values;
+- `all`: every stream its own, on all linears;
+- `one`: all streams the same one, on all linears.
+
+The bound is what the base's step takes and the reading of the adapters' matrices, at the rate that
+the machine reads a set of their size. `cold` has streams under adapters on the device beside short
+requests, some a second, whose adapters are on the device in one half of a round and on disk alone
+in the other. Prints a JSON line for each figure, the median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from compare import machine
+from safetensors.numpy import save_file
+
+from octavo import LLM, AsyncLLM, LoRARequest, SamplingParams
+from octavo.config.engine_config import EngineConfig
+from octavo.wiring.model import build_backend, open_model
+
+QWEN2_HALF_BILLION = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+SITES = {
+    "q, v": ("self_attn.q_proj", "self_attn.v_proj"),
+    "all": (
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ),
+}
+PROMPT_TOKENS = 32
+PROBES_A_S = 4
+"""Rate of the short requests beside the streams."""
+PROBED_S = 6.0
+"""Seconds of each half of a round of `cold`."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="default: random weights of Qwen2-0.5B's shape")
+    parser.add_argument("--options", default="{}", help="JSON of the engine's options")
+    parser.add_argument("--parts", default="rates,cold")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--on-disk", type=int, default=1000)
+    parser.add_argument("--on-device", type=int, default=100)
+    args = parser.parse_args()
+    print(json.dumps({"machine": machine(), "load": os.getloadavg(), **vars(args)}), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        options = model_options(args.model, root) | json.loads(args.options)
+        if "rates" in args.parts:
+            measure_rates(args, options, root)
+        if "cold" in args.parts:
+            asyncio.run(measure_cold(args, options, root))
+
+
+def model_options(model: str | None, root: Path) -> dict:
+    """Returns the options of the model; writes the config of the random one."""
+    options: dict = {
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": 1024,
+        "max_num_seqs": 64,
+    }
+    if model is not None:
+        return options | {"model": model}
+    (root / "model").mkdir()
+    (root / "model" / "config.json").write_text(json.dumps(QWEN2_HALF_BILLION))
+    random = {"load_format": "dummy", "quantization": "int8"}
+    return options | {"model": str(root / "model")} | random
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def save_adapters(
+    options: dict, root: Path, count: int, rank: int, sites: Sequence[str]
+) -> list[LoRARequest]:
+    """Writes adapters as PEFT does, of random numbers in bfloat16."""
+    config = EngineConfig.from_options(**options)
+    program = open_model(config).program()
+    shapes = {
+        weight.name.removesuffix(".weight"): weight.shape
+        for weight in program.weights
+        if weight.name.endswith(tuple(f"{site}.weight" for site in sites))
+    }
+    dice = np.random.default_rng(0)
+    noise = (dice.standard_normal(1 << 20) * 1e-3).astype(ml_dtypes.bfloat16)
+    requests = []
+    for number in range(count):
+        tensors = {}
+        for module, (outputs, inputs) in shapes.items():
+            for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                start = int(dice.integers(len(noise) - shape[0] * shape[1]))
+                numbers = noise[start : start + shape[0] * shape[1]].reshape(shape)
+                tensors[f"base_model.model.{module}.lora_{part}.weight"] = numbers
+        path = root / f"{len(sites)}-{rank}" / str(number)
+        path.mkdir(parents=True)
+        save_file(tensors, path / "adapter_model.safetensors")
+        values = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*sites]}
+        (path / "adapter_config.json").write_text(json.dumps(values))
+        requests.append(LoRARequest(f"a{number}", number + 1, str(path)))
+    return requests
+
+
+def file_bytes(requests: Sequence[LoRARequest]) -> int:
+    return sum(
+        (Path(each.lora_path) / "adapter_model.safetensors").stat().st_size for each in requests
+    )
+
+
+# -- rates -----------------------------------------------------------------------------------------
+
+
+def measure_rates(args: argparse.Namespace, options: dict, root: Path) -> None:
+    """Prints the tokens/s of each work, its share of the base's, and of the bound."""
+    by_sites = {
+        name: save_adapters(options, root, args.streams, args.rank, sites)
+        for name, sites in SITES.items()
+    }
+    works: dict[str, Sequence[LoRARequest | None]] = {
+        "none": [None] * args.streams,
+        "q, v": by_sites["q, v"],
+        "all": by_sites["all"],
+        "one": [by_sites["all"][0]] * args.streams,
+    }
+    quiet = {"report": lambda text: None}
+    base = LLM(**options, **quiet)
+    engine = LLM(**options, **quiet, enable_lora=True, max_loras=args.streams)
+    rates: dict[str, list[float]] = {"base": []} | {name: [] for name in works}
+    for number in range(args.rounds + 1):
+        for name, adapters in works.items():
+            base_rate = decode_rate(base, [None] * args.streams, args.tokens)
+            seconds_of(engine, adapters, 1)  # which reads them
+            rate = decode_rate(engine, adapters, args.tokens)
+            if number:
+                rates["base"].append(base_rate)
+                rates[name].append(rate / base_rate)
+    base_rate = statistics.median(rates.pop("base"))
+    print(json.dumps({"work": "base", "tokens_per_s": round(base_rate, 1)}))
+    for name, shares in rates.items():
+        used = [one for one in dict.fromkeys(works[name]) if one is not None]
+        row = {"work": name, "share_of_base": round(statistics.median(shares), 3)}
+        row |= {"range": [round(min(shares), 3), round(max(shares), 3)]}
+        if used:
+            num_bytes = file_bytes(used)
+            bandwidth = read_bandwidth(options, num_bytes)
+            step_s = args.streams / base_rate
+            bound = step_s / (step_s + num_bytes / bandwidth)
+            row |= {
+                "adapters_mb": round(num_bytes / 1e6, 1),
+                "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+                "bound_of_base": round(bound, 3),
+                "share_of_bound": round(statistics.median(shares) / bound, 3),
+            }
+        print(json.dumps(row), flush=True)
+
+
+def decode_rate(llm: LLM, adapters: Sequence[LoRARequest | None], num_tokens: int) -> float:
+    """Returns the tokens/s behind the first one of as many streams as there are adapters."""
+    first_s = seconds_of(llm, adapters, 1)
+    spent_s = seconds_of(llm, adapters, num_tokens) - first_s
+    return len(adapters) * (num_tokens - 1) / spent_s
+
+
+def seconds_of(llm: LLM, adapters: Sequence[LoRARequest | None], num_tokens: int) -> float:
+    """Returns the seconds that so many tokens of each stream take."""
+    prompts = [
+        [(7 * stream + 3 * at) % 1000 + 5 for at in range(PROMPT_TOKENS)]
+        for stream in range(len(adapters))
+    ]
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    named = None if all(one is None for one in adapters) else list(adapters)
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, lora_request=named, use_tqdm=False)
+    elapsed_s = time.perf_counter() - began
+    faults = [output.error for output in outputs if output.error]
+    if faults:
+        raise SystemExit(faults[0])
+    return elapsed_s
+
+
+def read_bandwidth(options: dict, num_bytes: int) -> float:
+    """Returns the bytes/s that the engine's threads read of a set of that size."""
+    backend = build_backend(open_model(EngineConfig.from_options(**options)).config)
+    try:
+        return backend.measure(num_bytes, "i8").bandwidth
+    finally:
+        backend.close()
+
+
+# -- cold adapters ---------------------------------------------------------------------------------
+
+
+async def measure_cold(args: argparse.Namespace, options: dict, root: Path) -> None:
+    """Prints what a cold adapter's first token waits for, and what others lose beside it."""
+    adapters = save_adapters(options, root, args.on_disk, args.rank, SITES["q, v"])
+    llm = AsyncLLM.from_options(
+        **options, enable_lora=True, max_loras=args.on_device, report=lambda text: None
+    )
+    try:
+        for adapter in adapters:
+            llm.adapter(adapter)  # as a server does that is given their names
+        warm, cold = adapters[: args.on_device // 2], iter(adapters[args.on_device :])
+        await asyncio.gather(*(first_token_s(llm, adapter) for adapter in warm))
+        rates: dict[str, list[float]] = {"warm": [], "cold": []}
+        waits: dict[str, list[float]] = {"warm": [], "cold": []}
+        for number in range(args.rounds + 1):
+            for kind in ("warm", "cold") if number % 2 else ("cold", "warm"):
+                count = round(PROBED_S * PROBES_A_S)
+                probes = [next(cold) if kind == "cold" else warm[at] for at in range(count)]
+                rate, found = await probed(llm, warm[-8:], probes)
+                if number:
+                    rates[kind].append(rate)
+                    waits[kind] += found
+    finally:
+        await llm.shutdown()
+    read_s = statistics.median(
+        seconds_to_read(Path(adapter.lora_path)) for adapter in adapters[-20:]
+    )
+    ratios = [cold / warm for cold, warm in zip(rates["cold"], rates["warm"], strict=True)]
+    medians = {kind: 1000 * statistics.median(found) for kind, found in waits.items()}
+    print(json.dumps({
+        "work": "cold",
+        "on_disk": args.on_disk,
+        "on_device": args.on_device,
+        "adapter_mb": round(file_bytes(adapters[:1]) / 1e6, 2),
+        "others_tokens_per_s": round(statistics.median(rates["warm"]), 1),
+        "others_beside_cold": round(statistics.median(ratios), 3),
+        "range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "first_token_ms": {kind: round(median, 1) for kind, median in medians.items()},
+        "read_ms": round(1000 * read_s, 2),
+    }))  # fmt: skip
+
+
+async def probed(
+    llm: AsyncLLM, streams: Sequence[LoRARequest], probes: Sequence[LoRARequest]
+) -> tuple[float, list[float]]:
+    """Returns the tokens/s of streams beside probes, and the seconds that each probe takes."""
+    counts = [0] * len(streams)
+    running = [
+        asyncio.create_task(stream_tokens(llm, adapter, counts, at))
+        for at, adapter in enumerate(streams)
+    ]
+    await asyncio.sleep(0.5)
+    began, first = time.perf_counter(), sum(counts)
+    waits = []
+    for at, adapter in enumerate(probes):
+        await asyncio.sleep(max(0.0, began + at / PROBES_A_S - time.perf_counter()))
+        waits.append(asyncio.create_task(first_token_s(llm, adapter)))
+    found = list(await asyncio.gather(*waits))
+    await asyncio.sleep(max(0.0, began + PROBED_S - time.perf_counter()))
+    rate = (sum(counts) - first) / (time.perf_counter() - began)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    return rate, found
+
+
+async def stream_tokens(llm: AsyncLLM, adapter: LoRARequest, counts: list[int], at: int) -> None:
+    """Counts the tokens of one stream after another, until it is cancelled."""
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+    while True:
+        seen = 0
+        prompt = [at + 5, 8, 13, 21]
+        async for output in llm.generate(prompt, params, lora_request=adapter):
+            now = len(output.outputs[0].token_ids)
+            counts[at] += now - seen
+            seen = now
+
+
+async def first_token_s(llm: AsyncLLM, adapter: LoRARequest) -> float:
+    """Returns the seconds that a request of one token takes."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    began = time.perf_counter()
+    async for output in llm.generate([5, 6, 7, 8], params, lora_request=adapter):
+        if output.error:
+            raise SystemExit(output.error)
+    return time.perf_counter() - began
+
+
+def seconds_to_read(path: Path) -> float:
+    began = time.perf_counter()
+    for file in path.iterdir():
+        file.read_bytes()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
