@@ -97,6 +97,10 @@ class Timings:
     num_preemptions: int = 0
     num_swaps: int = 0
     """Number of preemptions that went to host memory."""
+    draft_tokens: int = 0
+    """Number of guessed tokens that were verified (speculation)."""
+    accepted_tokens: int = 0
+    """Number of these that were right."""
 
     @property
     def reason(self) -> str:
@@ -135,6 +139,8 @@ class Timings:
             cached_tokens=sum(part.cached_tokens for part in parts),
             num_preemptions=sum(part.num_preemptions for part in parts),
             num_swaps=sum(part.num_swaps for part in parts),
+            draft_tokens=sum(part.draft_tokens for part in parts),
+            accepted_tokens=sum(part.accepted_tokens for part in parts),
             num_steps=num_steps,
             mean_batch_size=sum(part.mean_batch_size * part.num_steps for part in parts) / num_steps
             if num_steps

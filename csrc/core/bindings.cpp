@@ -444,7 +444,7 @@ NB_MODULE(_native, m) {
              "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(), "distances"_a.none(),
              "reach"_a, "latent_width"_a)
         .def("short_conv", &Builder::short_conv, "x"_a, "out"_a, "group"_a, "layer"_a, "weight"_a,
-             "bias"_a.none(), "activation"_a)
+             "bias"_a.none(), "activation"_a, "fills"_a)
         .def("selective_scan", &Builder::selective_scan, "x"_a, "dt"_a, "b"_a, "c"_a, "out"_a,
              "beta"_a.none(), "group"_a, "layer"_a, "state_size"_a, "head_width"_a, "decay"_a, "skip"_a,
              "bias"_a.none(), "low"_a, "high"_a)

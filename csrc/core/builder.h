@@ -184,7 +184,7 @@ struct Builder {
     }
     // weight [taps][width], the oldest first.
     void short_conv(const PlaceTuple& x, const PlaceTuple& out, int group, int layer,
-                    const nb::object& weight, const nb::object& bias, int activation) {
+                    const nb::object& weight, const nb::object& bias, int activation, bool fills) {
         const Place row = place_of(x);
         executor.add_stage(make_short_conv(
             ShortConvSpec{.x = row,
@@ -194,7 +194,8 @@ struct Builder {
                           .taps = (int)(nb::cast<Array<float>>(weight).size() / (size_t)row.width),
                           .weight = keep(weight),
                           .bias = keep(bias),
-                          .activation = activation}));
+                          .activation = activation,
+                          .fills = fills}));
     }
     // Arrays in blocks of lanes: decay [blocks][state_size or 1][16], skip and bias [blocks][16].
     void selective_scan(const PlaceTuple& x, const PlaceTuple& dt, const PlaceTuple& b, const PlaceTuple& c,

@@ -36,7 +36,7 @@ struct ShortConvStage : Stage {
     void check(const Batch& batch, const KvMemory& kv) const override {
         for (int request = 0; request < batch.num_requests; request++)
             for (int row = batch.query_starts[request]; row < batch.query_starts[request + 1]; row++) {
-                if (slot_of(batch, spec.group, row) < 0) continue;
+                if (is_none(batch, row)) continue;
                 const int last = batch.places[row];
                 if (last / kTile >= batch.table_width)
                     throw std::invalid_argument("place " + std::to_string(last) +
@@ -52,11 +52,14 @@ struct ShortConvStage : Stage {
         const int end = std::min(batch.num_tokens, (piece + 1) * kRowsAPiece);
         const ShortConvArgs args{spec.taps, spec.x.width, spec.weight, spec.bias, spec.activation};
         for (int row = piece * kRowsAPiece; row < end; row++) {
-            if (slot_of(batch, spec.group, row) < 0) continue;
+            if (is_none(batch, row)) continue;
             const float* rows[kMostTaps];
             find_rows(view, row, rows);
             view.executor.kernels().short_conv(args, rows, view.at(spec.out, row));
         }
+    }
+    bool is_none(const Batch& batch, int row) const {
+        return spec.fills && slot_of(batch, spec.group, row) < 0;
     }
     // The rows that each tap reads, null before the request's first.
     void find_rows(const View& view, int row, const float** rows) const {

@@ -15,6 +15,7 @@ struct ShortConvSpec {
     int group, layer, taps;
     const float *weight, *bias;  // [taps][width]; [width] or null
     int activation;  // -1: none
+    bool fills;  // whether the program fills the group itself, so that a row without a slot is none
 };
 std::unique_ptr<Stage> make_short_conv(const ShortConvSpec& spec);
 

@@ -249,6 +249,12 @@ def read_tensors(file: Path) -> dict[str, NDArray]:
     return {name: _array(entry, name) for name, entry in _read_header(file, mapped=False).items()}
 
 
+def read_integers(file: Path, name: str) -> NDArray[np.int64]:
+    """Reads a tensor of whole numbers."""
+    allowed = {kind: PART_DTYPES[kind] for kind in ("I32", "I64")}
+    return _array(_read_header(file, mapped=False)[name], name, allowed).astype(np.int64)
+
+
 def _by_matrix(
     entries: Mapping[str, _Entry], quantized: QuantizedFormat
 ) -> dict[str, _Entry | _Quantized]:

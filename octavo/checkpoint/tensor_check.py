@@ -38,10 +38,7 @@ def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
     """
     read: set[str] = set()
     for program in programs:
-        for weight in program.weights:
-            if weight.fill is None:
-                for part in weight.stored_parts:
-                    read.update(_checked(checkpoint, part))
+        read |= check_weights(checkpoint, program.weights)
     left = sorted(left_over(checkpoint.names(), read, checkpoint.config))
     if left:
         more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
@@ -51,6 +48,19 @@ def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
             hint="config.json and the weights belong to different models, or the model has a part"
             " that is not supported",
         )
+
+
+def check_weights(checkpoint: Checkpoint, weights: Iterable[Weight]) -> set[str]:
+    """Returns the stored names of the weights' tensors; raises WeightMismatch where one is missing
+    or has another shape.
+    """
+    return {
+        name
+        for weight in weights
+        if weight.fill is None
+        for part in weight.stored_parts
+        for name in _checked(checkpoint, part)
+    }
 
 
 def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -> Iterator[str]:

@@ -56,9 +56,9 @@ def packing_plan(program: Program, quantization: Quantization) -> dict[Weight, P
     for op in program.ops:
         if isinstance(op, Linear) and not any(out.name in routed for out in op.outs):
             plan |= {
-                weight: "int8" if weight in sensitive else quantization
+                weight.whole: "int8" if weight in sensitive else quantization
                 for weight in op.weights_
-                if weight not in plan and not weight.stored_as
+                if weight.whole not in plan and not weight.stored_as
             }
         elif isinstance(op, GroupedLinear):
             plan[op.weight] = quantization
@@ -363,10 +363,12 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
         ) from None
 
 
-def _filled(shape: tuple[int, ...], fill: float | Sinusoids) -> NDArray[np.float32]:
+def _filled(
+    shape: tuple[int, ...], fill: float | tuple[float, ...] | Sinusoids
+) -> NDArray[np.float32]:
     """Returns a weight that no checkpoint has."""
     if not isinstance(fill, Sinusoids):
-        return np.full(shape, fill, np.float32)
+        return np.full(shape, np.asarray(fill, np.float32), np.float32)
     num_rows, width = shape
     dtype: Any = np.float32 if fill.in_single else np.float64
     step = np.full(1, -math.log(10000) / fill.denominator, dtype)

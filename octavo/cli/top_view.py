@@ -22,6 +22,8 @@ MODEL_COLUMNS = (
     "in t/s",
     "out t/s",
     "cached",
+    "drafted",
+    "held",
 )
 REQUEST_COLUMNS = ("request", "model", "state", "key", "age", "waited", "prompt", "new", "blocks")
 LEFT_OUT = {
@@ -98,6 +100,7 @@ def _model_row(name: str, before: Reading, now: Reading) -> list[str]:
         return f"{max(0.0, values[series] - earlier[series]) / spent_s:,.1f}"
 
     usage, looked_up = values.get("kv_cache_usage_perc"), values.get("prefix_cache_queries_total")
+    drafted = values.get("spec_decode_num_draft_tokens_total")
     return [
         name,
         now.states[name],
@@ -109,6 +112,8 @@ def _model_row(name: str, before: Reading, now: Reading) -> list[str]:
         rate("prompt_tokens_total"),
         rate("generation_tokens_total"),
         f"{values['prefix_cache_hits_total'] / looked_up:.0%}" if looked_up else "-",
+        f"{drafted:,.0f}" if drafted else "-",
+        f"{values['spec_decode_num_accepted_tokens_total'] / drafted:.0%}" if drafted else "-",
     ]
 
 

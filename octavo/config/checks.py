@@ -7,7 +7,7 @@ import math
 from octavo.config.backend_checks import check_backend
 from octavo.config.cache_options import CacheOptions
 from octavo.config.engine_config import EngineConfig
-from octavo.config.scheduler_options import ObserveOptions, SchedulerOptions
+from octavo.config.scheduler_options import PROGRAM_METHODS, ObserveOptions, SchedulerOptions
 from octavo.errors import ConfigError
 
 MIN_STALL_S = 1.0
@@ -137,13 +137,19 @@ def _check_draws(config: EngineConfig) -> None:
 def _check_speculation(config: EngineConfig) -> None:
     """Raises ConfigError where the options of speculation contradict each other or others."""
     options = config.scheduler
-    if (options.spec_method == "draft_model") != (options.spec_model is not None):
+    if (options.spec_method in ("draft_model", "eagle3")) != (options.spec_model is not None):
         raise ConfigError(
             f"spec_model: got {options.spec_model} with spec_method {options.spec_method}; the"
-            " method draft_model and a spec_model belong together",
+            " methods draft_model and eagle3 and a spec_model belong together",
             hint="name both, or neither",
         )
-    if options.spec_model is None:
+    if options.spec_history and options.spec_method != "suffix":
+        raise ConfigError(
+            f"spec_history: got {options.spec_history} with spec_method {options.spec_method},"
+            " allowed is suffix",
+            hint="leave spec_history out, or take --spec-method suffix",
+        )
+    if options.spec_method not in PROGRAM_METHODS:
         return
     others = {
         "tensor_parallel_size": config.backend.tensor_parallel_size > 1,
@@ -154,8 +160,8 @@ def _check_speculation(config: EngineConfig) -> None:
     for name, is_given in others.items():
         if is_given:
             raise ConfigError(
-                f"spec_model: got {options.spec_model}, which is not allowed beside {name}",
-                hint=f"leave {name} or spec_model out",
+                f"spec_method: got {options.spec_method}, which is not allowed beside {name}",
+                hint=f"leave {name} or spec_method out",
             )
 
 

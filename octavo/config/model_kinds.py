@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.config.engine_config import EngineConfig
+from octavo.config.scheduler_options import PROGRAM_METHODS
 from octavo.errors import ConfigError
 
 
@@ -40,10 +41,11 @@ def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
                     f" {allowed}",
                     hint=f"leave {name} out",
                 )
-    if config.scheduler.spec_method == "draft_model" or config.model.quantization == "int4":
-        name = "spec_method" if config.scheduler.spec_method == "draft_model" else "quantization"
+    method = config.scheduler.spec_method
+    if method in PROGRAM_METHODS or config.model.quantization == "int4":
+        name = "spec_method" if method in PROGRAM_METHODS else "quantization"
         raise ConfigError(
-            f"{name}: got {'draft_model' if name == 'spec_method' else 'int4'}, which is for"
+            f"{name}: got {method if name == 'spec_method' else 'int4'}, which is for"
             " decoders alone; the model is a decoder behind an encoder",
             hint=f"leave {name} out",
         )

@@ -7,6 +7,9 @@ from typing import Literal
 
 from octavo.config.option import option
 
+PROGRAM_METHODS = ("draft_model", "eagle3", "mtp")
+"""Ways to guess that run a Program of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
@@ -89,19 +92,30 @@ class SchedulerOptions:
         "what happens to a request that gives up its KV blocks: to host memory, computed again, or"
         " the cheaper as measured",
     )
-    spec_method: Literal["ngram", "suffix", "draft_model", "grammar"] | None = option(
-        None,
-        "guess tokens and verify several in one step, where that is measured to pay: ngram, what"
-        " followed the last few tokens before; suffix, the same of the longest match; draft_model,"
-        " what the model of spec_model would write; grammar, only text that a form leaves no choice"
-        " of, which the others guess too; no token changes",
+    spec_method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"] | None = (
+        option(
+            None,
+            "guess tokens and verify several in one step, where that is measured to pay: ngram,"
+            " what followed the last few tokens before; suffix, the same of the longest match;"
+            " draft_model, what the model of spec_model would write; eagle3, what the head of"
+            " spec_model makes of the model's hidden states; mtp, the same of the head in the"
+            " model's own checkpoint; grammar, only text that a form leaves no choice of, which"
+            " the others guess too; no token changes",
+        )
     )
     spec_model: str | None = option(
         None,
-        "a smaller model with the same tokens that guesses them (spec_method draft_model); a name"
-        " or a path, as for model",
+        "a smaller model with the same tokens that guesses them (spec_method draft_model), or an"
+        " EAGLE-3 head (eagle3); a name or a path, as for model",
     )
     spec_tokens: int = option(8, "most tokens of one guess", low=1)
+    spec_history: int = option(
+        0,
+        "memory for answers that have ended, e.g. 64MiB, in which spec_method suffix looks up those"
+        " of the same tenant, cache salt and adapter; default none",
+        unit="bytes",
+        low=0,
+    )
     async_scheduling: Literal["auto", "on", "off"] = option(
         "auto",
         "plan a step while the device computes the one before (torch); auto: on CUDA, where nothing"

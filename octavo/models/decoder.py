@@ -247,8 +247,11 @@ class SelfAttention:
     head's in the module of q (Qwen3-Next)."""
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        return self.of_module(b, x, f"{self.layers}.{layer}.{self.module}", layer)
+
+    def of_module(self, b: Builder, x: Value, name: str, layer: int) -> Value:
+        """Appends the attention of a layer whose module has that name."""
         shape, cache, rope = self.shape, self.caches[layer], self.ropes[layer]
-        name = f"{self.layers}.{layer}.{self.module}"
         project = self.project or separate_qkv(shape, bias=self.qkv_bias)
         if self.gated:
             (q, gate), (k, v) = self._with_gate(b, x, name), self._keys(b, x, name)
@@ -440,6 +443,18 @@ class Frame:
 
 PLAIN = Frame()
 """Llama's frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionLayer:
+    """The layer behind a family's last one, which predicts one token more."""
+
+    shape: DecoderShape
+    """Shape of the model, whose number of layers is the layer's own number."""
+    group: CacheGroup
+    """Group of its K and V, of one layer."""
+    attention: Sublayer
+    mlp: Sublayer
 
 
 def build_decoder(

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: attention over a small latent cache (MLA), sigmoid routing in groups, shared
 experts. DeepSeek-AI 2024.
 
-The multi-token-prediction layers behind the last one are not part of the decoder.
+The multi-token-prediction layer behind the last one drafts (`models/draft_heads.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.models.decoder import DecoderShape, build_decoder, gated_experts, gated_mlp
+from octavo.models.decoder import (
+    DecoderShape,
+    PredictionLayer,
+    build_decoder,
+    gated_experts,
+    gated_mlp,
+)
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import rope_parameters, yarn_mscale
 from octavo.program.builder import Builder
@@ -32,10 +38,14 @@ def build_deepseek(config: HfConfig, mlp: DeepseekMlp) -> dict[str, Program]:
     config.without_effect("ep_size", "num_nextn_predict_layers", "qk_head_dim")
     shape = DecoderShape.read(config)
     attention = LatentAttention.read(config, shape.num_heads)
-    group = CacheGroup(
-        "latent", "latent", shape.num_layers, 1, attention.latent_width + attention.rope_width, 0
-    )
-    return build_decoder(shape, (group,), attention, mlp)
+    return build_decoder(shape, (attention.group(shape.num_layers),), attention, mlp)
+
+
+def prediction_layer(config: HfConfig) -> PredictionLayer:
+    """Returns the layer behind the last one."""
+    shape = DecoderShape.read(config)
+    attention = LatentAttention.read(config, shape.num_heads)
+    return PredictionLayer(shape, attention.group(1), attention, DeepseekMlp.read(config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +81,10 @@ class LatentAttention:
             scale=(nope + rotary) ** -0.5 * temperature,
             bias=config.flag("attention_bias", False),
         )
+
+    def group(self, num_layers: int) -> CacheGroup:
+        """Returns the cache group of so many layers."""
+        return CacheGroup("latent", "latent", num_layers, 1, self.latent_width + self.rope_width, 0)
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         name = f"model.layers.{layer}.self_attn"

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape
+from dataclasses import replace
+
+from octavo.models.decoder import DecoderShape, PredictionLayer, SelfAttention, plan_cache
 from octavo.models.deepseek_v3 import DeepseekMlp
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.rope import rope_parameters
+from octavo.program.ops import RopeTable
 from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.without_effect("num_mtp_layers", "num_nextn_predict_layers")
     shape = DecoderShape.read(config, norm_eps=1e-5)
-    rope = rope_parameters(config, partial=0.5).table(shape.head_dim)
     return build_llama(
         config,
         shape=shape,
-        ropes=(rope,) * shape.num_layers,
+        ropes=(_rope(config, shape),) * shape.num_layers,
         qkv_bias=config.flag("attention_bias", False),
         head_norms=config.flag("use_qk_norm", False),
-        mlp=DeepseekMlp.read(config, first_routed=1, scale=1.0),
+        mlp=_mlp(config),
     )
+
+
+def prediction_layer(config: HfConfig) -> PredictionLayer:
+    """Returns the layer behind the last one."""
+    shape = DecoderShape.read(config, norm_eps=1e-5)
+    cache = plan_cache(replace(shape, num_layers=1), [None])
+    number = shape.num_layers
+    attention = SelfAttention(
+        shape=shape,
+        caches=cache.layers * (number + 1),
+        ropes=(_rope(config, shape),) * (number + 1),
+        scale=shape.head_dim**-0.5,
+        qkv_bias=config.flag("attention_bias", False),
+        head_norms=config.flag("use_qk_norm", False),
+    )
+    return PredictionLayer(shape, cache.groups[0], attention, _mlp(config))
+
+
+def _rope(config: HfConfig, shape: DecoderShape) -> RopeTable:
+    return rope_parameters(config, partial=0.5).table(shape.head_dim)
+
+
+def _mlp(config: HfConfig) -> DeepseekMlp:
+    return DeepseekMlp.read(config, first_routed=1, scale=1.0)

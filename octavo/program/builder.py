@@ -304,6 +304,14 @@ class Builder:
         )
         return outs
 
+    def earlier_rows(self, own: Value, taps: Weight, group: str, layer: int) -> Value:
+        """Sums rows of a group that another Program fills, and the request's `own`, each times its
+        tap.
+        """
+        out = self._like("earlier", own)
+        self._ops.append(ShortConv(own, (out,), taps, None, group, layer))
+        return out
+
     def selective_scan(
         self,
         rows: tuple[Value, Value, Value, Value],

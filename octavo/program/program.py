@@ -102,8 +102,9 @@ class Weight:
     Where `source_rows` is set, the checkpoint's tensor has so many rows on its output axis (after
     transposing), and this weight is some of them: its row r is row_start + (r // row_run) *
     row_step + r % row_run of the tensor. `cut` is set on a rank's part of a weight, whose `shape`
-    is then the part's. Where `fill` is set, all of it is that number, or it is computed, and the
-    checkpoint has no tensor (a norm without a weight, a table of sinusoids).
+    is then the part's. Where `fill` is set, all of it is that number, its last axis is those
+    numbers, or it is computed, and the checkpoint has no tensor (a norm without a weight, taps
+    that choose a row, a table of sinusoids).
     """
 
     name: str
@@ -116,7 +117,7 @@ class Weight:
     row_run: int = 1
     rows_last: bool = False
     cut: Cut | None = None
-    fill: float | Sinusoids | None = None
+    fill: float | tuple[float, ...] | Sinusoids | None = None
     kernel: tuple[int, ...] = ()
     """Shape of the axis of inputs in the checkpoint's tensor, such as colours, rows and columns of
     a patch, or of one head's part of a vector; (): one axis."""

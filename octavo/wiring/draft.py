@@ -17,7 +17,7 @@ from octavo.program.program import Program
 def draft_config(config: EngineConfig) -> EngineConfig | None:
     """Returns the config that the draft model is opened with; None without one."""
     name = config.scheduler.spec_model
-    if name is None:
+    if name is None or config.scheduler.spec_method != "draft_model":
         return None
     model = replace(
         config.model,
@@ -36,14 +36,19 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
         raise ConfigError(
             f"spec_model: got {name}, which is an encoder; allowed is a model that generates"
         )
-    for role, program in (("the model", target), (f"spec_model {name}", draft)):
-        kinds = {group.life for group in program.groups} - {"growing", "window"}
-        if kinds:
-            raise ConfigError(
-                f"spec_method: draft_model is for models that keep K and V of each token; {role}"
-                f" has a cache of the kind {min(kinds)}",
-                hint="take --spec-method suffix",
-            )
+    check_keeps_tokens(target, "the model", "draft_model")
+    check_keeps_tokens(draft, f"spec_model {name}", "draft_model")
+
+
+def check_keeps_tokens(program: Program, role: str, method: str) -> None:
+    """Raises ConfigError where a Program keeps anything but numbers of single tokens."""
+    kinds = {group.life for group in program.groups} - {"growing", "window"}
+    if kinds:
+        raise ConfigError(
+            f"spec_method: {method} is for models that keep K and V of each token; {role}"
+            f" has a cache of the kind {min(kinds)}",
+            hint="take --spec-method suffix",
+        )
 
 
 def check_same_tokens(

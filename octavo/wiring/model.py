@@ -43,7 +43,8 @@ from octavo.errors import ConfigError
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
 from octavo.ports import Checkpoint, Grammars, ModelHeader, Tokenizer
-from octavo.program.passes.draft_groups import beside
+from octavo.program.passes.draft_groups import PREFIX, beside
+from octavo.program.passes.features import FEATURES
 from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
 from octavo.program.program import Program, Weight
@@ -57,6 +58,7 @@ from octavo.wiring.draft import (
     draft_config,
     footprint_of_both,
 )
+from octavo.wiring.draft_head import OpenedHead, Reader, open_head
 from octavo.wiring.images import load_tower, tower_programs, with_tower
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.score_tokens import set_score_tokens
@@ -66,6 +68,7 @@ from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
 from octavo.worker.capacity import capacity_of
 from octavo.worker.connectors.fingerprint import fingerprint
+from octavo.worker.draft_model import DraftIds
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.loaded_model import (
     LoadedDraft,
@@ -191,14 +194,18 @@ def load_model(
     if config.model.load_format != "dummy":
         check_tensors(model.checkpoint, [whole, *encoders, *tower_programs(model.checkpoint)])
     formats = formats_of(config, model.checkpoint, whole)
-    draft = open_draft(model)
+    draft, head = open_draft(model), open_head(config, model.checkpoint, whole)
+    drafting: Program | None = None
     if draft is not None:
         own, drafting = beside(own, draft.program())
         draft_formats = formats_of(draft.config, draft.checkpoint, drafting)
-        backend.check(drafting, draft_formats)
+    elif head is not None:
+        own, drafting = head.beside(own)
+        formats, draft_formats = head.target_formats(formats, own), head.formats(drafting)
     backend.check(own, formats)
     footprint = backend.footprint(own, formats)
-    if draft is not None:
+    if drafting is not None:
+        backend.check(drafting, draft_formats)
         footprint = footprint_of_both(footprint, backend.footprint(drafting, draft_formats))
     for encoder in encoders:
         formats = formats_of(config, model.checkpoint, encoder)
@@ -209,14 +216,17 @@ def load_model(
     _check_cache(config.cache, config.transfer, backend, footprint)
     rows = request_rows(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
-    runnables, reader = _prepared(model, whole, own, backend, report)
+    reader = _weight_reader(model, whole, report)
+    joined = reader if head is None else head.target_reader(reader, own)
+    runnables = _prepared(model.checkpoint, own, joined, backend)
     for encoder in encoders:
-        runnables |= _prepared(model, encoder, encoder, backend, report)[0]
+        encoder_reader = _weight_reader(model, encoder, report)
+        runnables |= _prepared(model.checkpoint, encoder, encoder_reader, backend)
     adapters = adapter_store(config, own, runnables, reader.load)
     loaded_draft = None
-    if draft is not None:
-        prepared, _ = _prepared(draft, drafting, drafting, backend, report)
-        loaded_draft = LoadedDraft(prepared[drafting.name], drafting.vocab_size)
+    if drafting is not None:
+        source = head if draft is None else draft
+        loaded_draft = _load_draft(source, (own, drafting), backend, report)
     tower = load_tower(config, model.checkpoint, backend.options, make_backend)
     return LoadedModel(
         config,
@@ -231,17 +241,33 @@ def load_model(
     )
 
 
+def _load_draft(
+    source: Model | OpenedHead | None,
+    programs: tuple[Program, Program],
+    backend: Backend,
+    report: Report,
+) -> LoadedDraft:
+    """Loads the model or the head that drafts; takes the Programs of the model and of it."""
+    assert source is not None, "the second Program is one of them's"
+    target, own = programs
+    if isinstance(source, OpenedHead):
+        prepared = _prepared(source.own, own, source.reader(own), backend)
+        ids = DraftIds(target.vocab_size, own.vocab_size, target.vocab_size, source.offsets)
+        return LoadedDraft(prepared[own.name], ids, target.group_index(PREFIX + FEATURES))
+    reader = _weight_reader(source, own, report)
+    prepared = _prepared(source.checkpoint, own, reader, backend)
+    num_common = min(own.vocab_size, target.vocab_size)
+    return LoadedDraft(prepared[own.name], DraftIds(own.vocab_size, own.vocab_size, num_common))
+
+
 def _prepared(
-    model: Model, whole: Program, own: Program, backend: Backend, report: Report
-) -> tuple[dict[str, Runnable], WeightReader | DummyWeights]:
-    """Loads the weights of a Program, `own` of the `whole`, and packs them; returns it by its name,
-    and what read the weights.
-    """
-    reader = _weight_reader(model, whole, report)
-    with LoadBar(reader.load, len(own.weights)) as bar:
-        runnables = {own.name: backend.prepare(own, bar.load)}
-    model.checkpoint.release()
-    return runnables, reader
+    checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
+) -> dict[str, Runnable]:
+    """Loads the weights of a Program and packs them; returns it by its name."""
+    with LoadBar(reader.load, len(program.weights)) as bar:
+        runnables = {program.name: backend.prepare(program, bar.load)}
+    checkpoint.release()
+    return runnables
 
 
 def open_draft(model: Model) -> Model | None:

@@ -1,4 +1,5 @@
-"""A second model that guesses the next tokens of rows, one after another, each the likeliest one.
+"""A second model, or a head of the first, that guesses the next tokens of rows, one after another,
+each the likeliest one.
 
 Its K and V lie in groups of their own, under the same block tables. A block that a step fills is
 the draft model's too once the step is over, so that prefix hits, swaps and forks hold for both; the
@@ -36,6 +37,24 @@ class RowToDraft:
     draft_ids: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftIds:
+    """The ids of a draft model beside those of the model that it drafts for."""
+
+    num_read: int
+    """Ids that its embedding has."""
+    num_drawn: int
+    """Ids that it draws among."""
+    num_common: int
+    """Ids that are tokens of both."""
+    offsets: NDArray[np.int64] | None = None
+    """Numbers that are added to drawn ids to make them the other model's; None: none."""
+
+    def of_target(self, drawn: int) -> int:
+        """Returns the other model's id of one that was drawn."""
+        return drawn if self.offsets is None else drawn + int(self.offsets[drawn])
+
+
 class DraftModel:
     """Runs the Program of a draft model over the rows of another."""
 
@@ -45,17 +64,19 @@ class DraftModel:
         kv: KvCache,
         rows: RequestRows,
         *,
-        vocab_size: int,
-        target_vocab_size: int,
+        ids: DraftIds,
         max_tokens: int,
+        features: int | None = None,
     ) -> None:
-        """Takes the numbers of ids that both models know, and the most tokens of a step."""
+        """Takes the most tokens of a step and, of a head, the group of the features that it
+        reads.
+        """
         self.runnable = runnable
         self._kv = kv
         self._rows = rows
-        self._vocab_size = vocab_size
-        self._common_size = min(vocab_size, target_vocab_size)
+        self._ids = ids
         self._max_tokens = max_tokens
+        self._features = features
         self._followed: dict[int, tuple[str, int]] = {}
         """Request of each permanent row, and how many of its tokens have their K and V."""
 
@@ -141,23 +162,34 @@ class DraftModel:
         )
         batch = gather(self._rows, spans)
         batch.adapter_rows = None
-        np.minimum(batch.token_ids, self._vocab_size - 1, out=batch.token_ids)
+        np.minimum(batch.token_ids, self._ids.num_read - 1, out=batch.token_ids)
         drawn = [index for index, share in enumerate(part) if share.most]
         batch.sample_rows = spans.query_starts[1:][drawn] - 1
-        batch.sampling = _likeliest(spans.ends[drawn], self._vocab_size)
+        if self._features is not None:
+            _keep_slots(batch.slots[self._features], batch.sample_rows)
+        batch.sampling = _likeliest(spans.ends[drawn], self._ids.num_drawn)
         samples = self.runnable.run(batch, self._kv).samples
         assert samples is not None
         for entry, index in enumerate(drawn):
             self._take(part[index], samples, entry)
 
     def _take(self, share: RowToDraft, samples: SampleResult, entry: int) -> None:
-        token_id = int(samples.token_ids[entry])
-        if samples.failed[entry] or token_id >= self._common_size:
+        token_id = self._ids.of_target(int(samples.token_ids[entry]))
+        if samples.failed[entry] or not 0 <= token_id < self._ids.num_common:
             share.most = 0
             return
         share.draft_ids.append(token_id)
         self._rows.token_ids[share.row, share.end] = token_id
         share.start, share.end = share.end, share.end + 1
+
+
+def _keep_slots(slots: NDArray[np.int32], kept: NDArray[np.int32]) -> None:
+    """Takes their slots from all rows but `kept`: a head's features stand in for those that the
+    model has not made yet, and for no other.
+    """
+    own = slots[kept].copy()
+    slots[:] = -1
+    slots[kept] = own
 
 
 def _likeliest(ends: NDArray[np.int32], vocab_size: int) -> SamplingBatch:

@@ -35,7 +35,7 @@ from octavo.worker.block_places import (
     describe_ranges,
 )
 from octavo.worker.cache_engine import CacheEngine, HostShape
-from octavo.worker.draft_model import DraftModel
+from octavo.worker.draft_model import DraftIds, DraftModel
 from octavo.worker.encoder_runner import EncoderRunner
 from octavo.worker.image_tower import ImageTower
 from octavo.worker.logits_processors import LogitsProcessors, load_processors
@@ -53,10 +53,12 @@ from octavo.worker.worker import Worker
 
 
 class LoadedDraft(NamedTuple):
-    """The prepared Program of a model that drafts for another."""
+    """The prepared Program of a model, or a head, that drafts for another."""
 
     runnable: Runnable
-    vocab_size: int
+    ids: DraftIds
+    features: int | None = None
+    """Group of the features that a head reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +179,9 @@ class LoadedModel:
             self.draft.runnable,
             kv,
             self.rows,
-            vocab_size=self.draft.vocab_size,
-            target_vocab_size=self.program.vocab_size,
+            ids=self.draft.ids,
             max_tokens=self.config.scheduler.max_num_batched_tokens,
+            features=self.draft.features,
         )
 
     def _runner(

@@ -102,14 +102,17 @@ def test_rates_are_those_between_two_readings():
 
     def reading(time_s, tokens):
         values = {"generation_tokens_total": tokens, "kv_cache_usage_perc": 0.5}
+        values |= {"spec_decode_num_draft_tokens_total": 1200}
+        values |= {"spec_decode_num_accepted_tokens_total": 900}
         return Reading(time_s, "url", {"m": values}, {"m": "ready", "n": "loading"})
 
     console = Console(width=160, file=io.StringIO())
     console.print(view_of(reading(1.0, 100), reading(3.0, 350)))
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     rows = {words[0]: words for words in lines if words}
-    assert rows["m"] == ["m", "ready", "-", "-", "-", "50%", "-", "-", "125.0", "-"]
-    assert rows["n"] == ["n", "loading", *["-"] * 8]
+    drafts = ["1,200", "75%"]
+    assert rows["m"] == ["m", "ready", "-", "-", "-", "50%", "-", "-", "125.0", "-", *drafts]
+    assert rows["n"] == ["n", "loading", *["-"] * 10]
 
 
 def test_a_narrow_view_has_whole_ids():

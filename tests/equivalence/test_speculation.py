@@ -18,6 +18,7 @@ from tests.support.drafters import (
     right,
     seldom_right,
     sequences,
+    verified_at_any_cost,
     wrong,
 )
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
@@ -180,6 +181,29 @@ def test_a_text_that_repeats_is_guessed(method):
         num_guessed, num_held = guess_counts(llm)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
     assert 0 < num_held <= num_guessed
+    assert sum(output.timings.draft_tokens for output in found) == num_guessed
+    assert sum(output.timings.accepted_tokens for output in found) == num_held
+
+
+def test_an_earlier_answer_is_guessed_in_a_later_one():
+    """A question asked again is answered by its first answer's tokens; another tenant's is not."""
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=60, ignore_eos=True)
+    counts = []
+    options = {"backend": "native", "spec_method": "suffix", "spec_history": "1MiB"}
+    with verified_at_any_cost(), make_llm(**options) as llm:
+        for salt in ("", "", "other"):
+            prompt = {"prompt_token_ids": PROMPTS[0], "cache_salt": salt}
+            found = llm.generate(prompt, params)[0].outputs[0].token_ids
+            counts.append(guess_counts(llm)[1])
+    with make_llm(backend="native") as llm:
+        assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == found
+    first, again, others = counts[0], counts[1] - counts[0], counts[2] - counts[1]
+    assert again > first + 40 and others == first
+
+
+def test_a_history_is_for_suffixes():
+    with pytest.raises(ConfigError, match="spec_history: got 1024 with spec_method ngram"):
+        make_llm(spec_method="ngram", spec_history=1024)
 
 
 def test_async_scheduling_beside_guesses_is_refused():

@@ -450,7 +450,15 @@ class Lowering:
             (axis, offset, op.x.width),
             group=self._program.group_index(op.group),
             layer=op.layer,
+            fills=self._fills(op),
             **convolution_parameters(op, self._floats),
+        )
+
+    def _fills(self, op: ShortConv) -> bool:
+        """Returns whether the Program itself writes the rows that a convolution reads."""
+        return any(
+            isinstance(other, ops.KvWrite) and other.k_parts == (op.x,) and other.group == op.group
+            for other in self._program.ops
         )
 
     def _lower_SelectiveScan(self, op: SelectiveScan) -> None:

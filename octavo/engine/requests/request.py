@@ -138,7 +138,9 @@ class Request(TokenRow):
         "fork_of",
         "is_encoded",
         "max_num_tokens",
+        "num_accepted_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_swaps",
@@ -172,6 +174,9 @@ class Request(TokenRow):
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_swaps = 0
+        self.num_draft_tokens = 0
+        """Guessed tokens that were verified."""
+        self.num_accepted_tokens = 0
         self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -299,6 +304,8 @@ class Request(TokenRow):
             cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             num_swaps=self.num_swaps,
+            draft_tokens=self.num_draft_tokens,
+            accepted_tokens=self.num_accepted_tokens,
         )
 
     def swap_out(self) -> None:

@@ -100,7 +100,12 @@ def build_scheduler(
 def _drafting(options: SchedulerOptions, *, redraws: bool) -> Drafting | None:
     if options.spec_method is None:
         return None
-    return Drafting(options.spec_method, options.spec_tokens, redraws=redraws)
+    return Drafting(
+        options.spec_method,
+        options.spec_tokens,
+        redraws=redraws,
+        history_bytes=options.spec_history,
+    )
 
 
 def _max_chunk(options: SchedulerOptions) -> int | None:

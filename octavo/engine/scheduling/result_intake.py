@@ -87,7 +87,8 @@ class ResultIntake:
             request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
         progress = request.consumer.take(request, row, result) if scheduled.wants else None
         if self.speculation is not None:
-            self.speculation.took(scheduled, result)
+            request.num_draft_tokens += len(scheduled.draft_ids)
+            request.num_accepted_tokens += self.speculation.took(scheduled, result)
         self._advance_row(request, row, scheduled, result)
         return None if progress is None else self._advance(request, progress)
 
@@ -164,7 +165,7 @@ class ResultIntake:
         """Ends a request, frees all that it holds and returns its final output."""
         self.queues.end(request)
         if self.speculation is not None:
-            self.speculation.forget(request.request_id)
+            self.speculation.forget(request)
         self.placement.sent(request)
         if finish.reason == "error":
             self.placement.forget(request)

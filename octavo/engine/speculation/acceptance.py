@@ -9,9 +9,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-MATCHES = (1, 2, 3, 4, 8, 16)
-"""Least match of each class of guesses, in tokens."""
-FIRST_CHANCES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+from octavo.engine.speculation.drafter import GIVEN_MATCH
+
+MATCHES = (1, 2, 3, 4, 8, 16, GIVEN_MATCH)
+"""Least match of each class of guesses, in tokens; the last one's are the worker's."""
+FIRST_CHANCES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9)
 """Chances of a class of which nothing is known."""
 PRIOR = 2.0
 """Guessed tokens that a prior counts for."""

@@ -29,9 +29,9 @@ class GivenDraft(NamedTuple):
 
 
 NOTHING_GIVEN = GivenDraft(-1, [])
-LIKE_MATCH = 16
-"""Length of the match that a guess of the worker is expected to hold like, until some were tried.
-"""
+GIVEN_MATCH = 1 << 20
+"""Length of the match that stands for a guess of the worker, among which chances are measured apart
+from those of lookups."""
 
 
 class Drafter(Protocol):

@@ -21,25 +21,28 @@ from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.engine.speculation.drafter import (
-    LIKE_MATCH,
+    GIVEN_MATCH,
     NO_DRAFT,
     NOTHING_GIVEN,
     Draft,
     Drafter,
     GivenDraft,
 )
+from octavo.engine.speculation.earlier import EarlierAnswers
 from octavo.engine.speculation.ngram import NgramDrafter
 from octavo.engine.speculation.step_price import StepPrice, priced_counts
 from octavo.engine.speculation.suffix import SuffixDrafter
 from octavo.engine.stats import EngineStats
 from octavo.step import RowResult, ScheduledRow
 
-SpecMethod = Literal["ngram", "suffix", "draft_model", "grammar"]
+SpecMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"]
 
 DRAFTERS: Mapping[SpecMethod, Callable[[], Drafter] | None] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
     "draft_model": None,
+    "eagle3": None,
+    "mtp": None,
     "grammar": None,
 }
 """Makers of a row's drafter, by method; None where only the worker guesses. It guesses what a
@@ -56,8 +59,12 @@ class Drafting:
     """Most tokens of one row's guess."""
     redraws: bool = True
     """Whether the backend can draw rows again, as those need that are drawn in turn."""
+    history_bytes: int = 0
+    """Memory for answers of requests that have ended, in which others look up theirs; 0: none."""
 
 
+ASKING: frozenset[SpecMethod] = frozenset({"draft_model", "eagle3", "mtp"})
+"""Methods whose guesses the worker makes with a Program."""
 LEAST_GAIN = 1.1
 """How many times the tokens of a plain step in the same time a step with guesses must promise."""
 RETRY_AFTER = 64
@@ -111,15 +118,16 @@ class RowHistory:
             return num_more
         return 0
 
-    def propose(self, token_ids: list[int], most: int) -> Draft:
-        """Returns the guess that the worker gave of what comes now, else the drafter's; none while
-        that does not know all of the row's tokens.
+    def propose(self, token_ids: list[int], most: int) -> list[Draft]:
+        """Returns the guess that the worker gave of what comes now, and the drafter's, which has
+        none while it does not know all of the row's tokens.
         """
+        found = []
         if self.given.num_tokens == len(token_ids):
-            return Draft(self.given.token_ids[:most], LIKE_MATCH)
-        if self.drafter is None or self.num_taken < len(token_ids):
-            return NO_DRAFT
-        return self.drafter.propose(most)
+            found.append(Draft(self.given.token_ids[:most], GIVEN_MATCH))
+        if self.drafter is not None and self.num_taken == len(token_ids):
+            found.append(self.drafter.propose(most))
+        return found
 
 
 class Speculation:
@@ -131,8 +139,9 @@ class Speculation:
         self._make_drafter = DRAFTERS[drafting.method]
         self._max_tokens = drafting.max_tokens
         self._redraws = drafting.redraws
-        self._asks = drafting.method == "draft_model"
+        self._asks = drafting.method in ASKING
         """Whether the worker is asked for guesses, a step before they are verified."""
+        self._earlier = EarlierAnswers(drafting.history_bytes) if drafting.history_bytes else None
         self._rows: dict[str, RowHistory] = {}
         self._acceptance = Acceptance()
         self._num_declined = 0
@@ -176,8 +185,8 @@ class Speculation:
         ):
             most = min(self._max_tokens, request.max_num_tokens - row.num_tokens - 2)
             if most > 0 and self._may_draft(request.consumer) and _goes_on(scheduled, request):
-                chance = self._acceptance.chance(row.request_id, LIKE_MATCH)
-                found.append(RowDraft(index, [0] * most, LIKE_MATCH, chance))
+                chance = self._acceptance.chance(row.request_id, GIVEN_MATCH)
+                found.append(RowDraft(index, [0] * most, GIVEN_MATCH, chance))
         return found
 
     def _add(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
@@ -213,11 +222,24 @@ class Speculation:
             most = end - first
             if most < 1 or not _goes_on(scheduled, request):
                 continue
-            draft = history.propose(row.token_ids, most)
-            chance = self._acceptance.chance(row.request_id, draft.num_matched)
+            chance, draft = self._best(history, request, row, most)
             if draft.token_ids and chance >= LEAST_CHANCE:
                 found.append(RowDraft(index, draft.token_ids, draft.num_matched, chance))
         return found
+
+    def _best(
+        self, history: RowHistory, request: Request, row: TokenRow, most: int
+    ) -> tuple[float, Draft]:
+        """Returns the guess that is likeliest to hold, and its chance."""
+        found = history.propose(row.token_ids, most)
+        if self._earlier is not None and row.num_tokens > request.num_prompt_tokens:
+            found.append(self._earlier.propose(request.source, row.token_ids, most))
+        chances = [
+            (self._acceptance.chance(row.request_id, draft.num_matched), draft)
+            for draft in found
+            if draft.token_ids
+        ]
+        return max(chances, key=lambda each: each[0], default=(0.0, NO_DRAFT))
 
     def _may_draft(self, consumer: ResultConsumer) -> bool:
         return consumer.may_draft and (self._redraws or not consumer.draws_in_turn)
@@ -292,24 +314,27 @@ class Speculation:
 
     # -- results -----------------------------------------------------------------------------------
 
-    def took(self, scheduled: ScheduledRow, result: RowResult) -> None:
-        """Notes what became of a row's guess."""
+    def took(self, scheduled: ScheduledRow, result: RowResult) -> int:
+        """Notes what became of a row's guess; returns how many of its tokens held."""
         history = self._rows.get(scheduled.request_id)
         if result.draft_ids and history is not None:
             num_known = scheduled.start + scheduled.num_tokens - len(scheduled.draft_ids)
             history.given = GivenDraft(num_known + len(result.token_ids), result.draft_ids)
         if not scheduled.draft_ids or history is None or result.failure is not None:
-            return
+            return 0
         num_held = max(0, result.num_kept - (scheduled.num_tokens - len(scheduled.draft_ids)))
         self._stats.num_accepted_tokens += num_held
         self._acceptance.took(
             scheduled.request_id, history.num_matched, len(scheduled.draft_ids), num_held
         )
+        return num_held
 
-    def forget(self, request_id: str) -> None:
-        """Drops what is known of a request that has ended."""
-        self._rows.pop(request_id, None)
-        self._acceptance.forget(request_id)
+    def forget(self, request: Request) -> None:
+        """Drops what is known of a request that has ended; its answer may help others."""
+        self._rows.pop(request.request_id, None)
+        self._acceptance.forget(request.request_id)
+        if self._earlier is not None and request.consumer.may_draft:
+            self._earlier.add(request.source, request.token_ids)
 
 
 def _goes_on(scheduled: ScheduledRow, request: Request) -> bool:

@@ -55,6 +55,21 @@ def stages(program: Program, num_stages: int) -> tuple[Program, ...]:
     return made
 
 
+def layer_inputs(program: Program) -> dict[int, Value]:
+    """Returns the rows that enter each layer but the first, by its number, of those before which
+    nothing else is on its way.
+    """
+    mixers = [at for at, op in enumerate(program.ops) if _is_layer(op)]
+    cuts = iter(_cuts(program))
+    found: dict[int, Value] = {}
+    cut = next(cuts, None)
+    for layer, (first, second) in enumerate(pairwise(mixers), 1):
+        if cut is not None and first < cut.at <= second:
+            found[layer] = cut.value
+            cut = next(cuts, None)
+    return found
+
+
 def _check_kind(program: Program) -> None:
     if "logits" not in program.outputs:
         raise ConfigError(

@@ -36,6 +36,8 @@ class ResponseTimings(msgspec.Struct):
     cached_tokens: int
     num_preemptions: int
     num_swaps: int
+    draft_tokens: int
+    accepted_tokens: int
     num_steps: int
     mean_batch_size: float
     max_batch_size: int

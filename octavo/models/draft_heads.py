@@ -1,0 +1,264 @@
+"""Draft heads: one more layer that guesses a model's next tokens from its hidden states.
+
+A head's row at place i has token i and the row of features of place i - 1, which the model wrote
+(`program/passes/features.py`), or the head itself where it guesses on. Its own row of features is
+what leaves its layer. Knows the Programs and names of tensors, no file. Sources: Li et al. 2025
+(EAGLE-3); DeepSeek-AI 2024, section 2.2 (multi-token prediction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from octavo.errors import UnsupportedModel
+from octavo.models.config_keys import refuse_unread
+from octavo.models.decoder import (
+    DecoderShape,
+    LayerCache,
+    PredictionLayer,
+    SelfAttention,
+    gated_mlp,
+)
+from octavo.models.hf_config import HfConfig
+from octavo.models.rope import rope_parameters
+from octavo.program.builder import Builder
+from octavo.program.ops import Embedding, Linear
+from octavo.program.passes.features import FEATURES, PREVIOUS, Features, feature_group
+from octavo.program.passes.stages import layer_inputs
+from octavo.program.program import CacheGroup, Op, Program, Value, Weight
+
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
+"""Families whose modules have `prediction_layer`."""
+KV = "full"
+"""Name of the group of an EAGLE-3 head's K and V."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """A head for one model."""
+
+    program: Program
+    """Program "draft", over the group of features and one of its own."""
+    features: Features
+    """Rows that the model is to write for it."""
+    shared: frozenset[Weight] = frozenset()
+    """Weights of `program` that are the model's own."""
+    id_offsets: str = ""
+    """Tensor with what is added to each of the head's ids to make it the model's; "" where they are
+    the same."""
+
+
+def embedding_of(program: Program) -> Embedding:
+    """Returns the op that looks a model's tokens up."""
+    found = (op for op in program.ops if isinstance(op, Embedding) and op.ids is not None)
+    return next(found)
+
+
+# -- multi-token prediction ------------------------------------------------------------------------
+
+
+def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str]) -> DraftHead:
+    """Builds the head that a checkpoint has behind its last layer; `names` are its tensors."""
+    hf = HfConfig(config)
+    num_heads = hf.integer("num_nextn_predict_layers", 0)
+    if hf.model_type not in MTP_FAMILIES or num_heads < 1:
+        raise UnsupportedModel(
+            f"spec_method: mtp needs a layer that predicts a token more; {hf.model_type} with"
+            f" num_nextn_predict_layers {num_heads} has none that is known",
+            hint=f"it is read of {' and '.join(MTP_FAMILIES)}; take --spec-method suffix",
+        )
+    layer: PredictionLayer = import_module(f"octavo.models.{hf.model_type}").prediction_layer(hf)
+    shape, number = layer.shape, layer.shape.num_layers
+    name = f"model.layers.{number}"
+    table = embedding_of(target)
+    head = _HeadBuilder(layer.group, shape.hidden_size, shape.vocab_size)
+    b, eps = head.builder, shape.norm_eps
+    own_table = f"{name}.embed_tokens"
+    shares_table = f"{own_table}.weight" not in names
+    module = table.table.name.removesuffix(".weight") if shares_table else own_table
+    embedded = b.embedding(b.token_ids(), module, *table.table.shape, scale=table.scale)
+    rows = b.rms_norm(embedded, f"{name}.enorm", eps)
+    before = b.rms_norm(head.previous(embedded), f"{name}.hnorm", eps)
+    x = _of_both(b, (rows, before), f"{name}.eh_proj", shape.hidden_size)
+    normed = b.rms_norm(x, f"{name}.input_layernorm", eps)
+    x = b.add(x, layer.attention(b, normed, number))
+    normed = b.rms_norm(x, f"{name}.post_attention_layernorm", eps)
+    x = b.add(x, layer.mlp(b, normed, number))
+    end = b.rms_norm(b.gather_rows(x), f"{name}.shared_head.norm", eps)
+    own_matrix = f"{name}.shared_head.head"
+    shares_matrix = f"{own_matrix}.weight" not in names
+    matrix = (
+        _matrix_of(target)
+        if shares_matrix
+        else Weight(f"{own_matrix}.weight", (shape.vocab_size, shape.hidden_size))
+    )
+    logits = b.linear_of(end, matrix, name="logits")
+    program = head.finish(x, logits, {number: 0})
+    shared = {table.table: shares_table, matrix: shares_matrix}
+    return DraftHead(
+        program, Features(), frozenset(weight for weight, is_shared in shared.items() if is_shared)
+    )
+
+
+def _matrix_of(target: Program) -> Weight:
+    """Returns a model's output layer."""
+    logits = target.outputs["logits"]
+    made: dict[Value, Op] = {out: op for op in target.ops for out in op.outputs}
+    op = made[logits]
+    while not isinstance(op, Linear):
+        op = made[op.inputs[0]]
+    return op.weights_[0]
+
+
+# -- EAGLE-3 ---------------------------------------------------------------------------------------
+
+
+def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[str]) -> DraftHead:
+    """Builds a head of a checkpoint of its own, of whose tensors `names` are the names, for a
+    model.
+    """
+    hf = HfConfig(config)
+    _check_eagle3(hf)
+    shape = replace(DecoderShape.read(hf), num_layers=1)
+    table = embedding_of(target)
+    if (shape.vocab_size, shape.hidden_size) != (target.vocab_size, table.out.width):
+        raise UnsupportedModel(
+            f"spec_model: the head is for a model of {shape.vocab_size:,} ids and rows of"
+            f" {shape.hidden_size} numbers, got {target.vocab_size:,} ids and {table.out.width}",
+            hint="take the head that was trained for this model",
+        )
+    layers = _aux_layers(hf, target)
+    features = Features(layers, _parts_of("fc", shape.hidden_size, len(layers)))
+    num_ids = hf.integer("draft_vocab_size", shape.vocab_size, low=1)
+    group = CacheGroup(KV, "full", 1, shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    head = _HeadBuilder(group, shape.hidden_size, num_ids)
+    b, eps = head.builder, shape.norm_eps
+    is_shared = "embed_tokens.weight" not in names
+    module = table.table.name.removesuffix(".weight") if is_shared else "embed_tokens"
+    embedded = b.embedding(b.token_ids(), module, *table.table.shape, scale=table.scale)
+    before = head.previous(embedded)
+    x = b.add(before, _attention(b, hf, shape, (embedded, before)))
+    normed = b.rms_norm(x, "midlayer.post_attention_layernorm", eps)
+    width, activation = hf.size("intermediate_size"), hf.activation("hidden_act", "silu")
+    x = b.add(x, gated_mlp(b, normed, "midlayer.mlp", width, activation))
+    end = b.rms_norm(b.gather_rows(x), "norm", eps)
+    logits = b.linear_of(
+        end, Weight("lm_head.weight", (num_ids, shape.hidden_size)), name="lm_head"
+    )
+    refuse_unread(config, hf.values.asked)
+    return DraftHead(
+        head.finish(x, logits, {}),
+        features,
+        frozenset({table.table} if is_shared else ()),
+        id_offsets="d2t" if "d2t" in names else "",
+    )
+
+
+def _check_eagle3(config: HfConfig) -> None:
+    """Refuses what is no EAGLE-3 head of one layer."""
+    if "eagle3" not in config.architecture.lower():
+        raise UnsupportedModel(
+            f"spec_model: got a checkpoint of {config.architecture or config.model_type}, allowed"
+            " with spec_method eagle3 is a head such as LlamaForCausalLMEagle3",
+            hint="a whole model drafts with --spec-method draft_model",
+        )
+    config.refuse_unless("num_hidden_layers", 1)
+    config.refuse_unless("norm_before_residual", False)
+    config.refuse_unless("target_hidden_size", config.size("hidden_size"))
+    config.refuse_unless("tie_word_embeddings", False)
+    config.refuse_unless("attention_bias", False)
+    config.refuse_unless("mlp_bias", False)
+    config.without_effect("num_hidden_layers", "max_window_layers", "use_sliding_window")
+
+
+def _aux_layers(config: HfConfig, target: Program) -> tuple[int, ...]:
+    """Returns the layers whose inputs the head reads: those that it names, else one near the
+    model's beginning, its middle and its end.
+    """
+    named = HfConfig(config.table("eagle_config")).integers("eagle_aux_hidden_state_layer_ids")
+    if len(set(named)) < len(named):
+        raise UnsupportedModel(
+            f"config.json: eagle_aux_hidden_state_layer_ids is {list(named)}, allowed are numbers"
+            " that differ"
+        )
+    if named:
+        return named
+    num_layers = len(layer_inputs(target)) + 1
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def _attention(
+    b: Builder, config: HfConfig, shape: DecoderShape, inputs: tuple[Value, Value]
+) -> Value:
+    """Appends the attention over tokens and features side by side, each normed."""
+    embedded, before = inputs
+    rows = b.rms_norm(embedded, "midlayer.input_layernorm", shape.norm_eps)
+    normed = b.rms_norm(before, "midlayer.hidden_norm", shape.norm_eps)
+
+    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
+        q, k, v = (
+            _of_both(b, (x, normed), f"{module}.{part}", width)
+            for part, width in zip(("q_proj", "k_proj", "v_proj"), shape.qkv_widths, strict=True)
+        )
+        return q, k, v
+
+    attend = SelfAttention(
+        shape=shape,
+        caches=[LayerCache(KV, 0, "causal")],
+        ropes=[rope_parameters(config).table(shape.head_dim)],
+        scale=shape.head_dim**-0.5,
+        project=project,
+    )
+    return attend.of_module(b, rows, "midlayer.self_attn", 0)
+
+
+# -- what both have --------------------------------------------------------------------------------
+
+
+class _HeadBuilder:
+    """Builds a head's Program, with what is the same in each."""
+
+    def __init__(self, group: CacheGroup, width: int, vocab_size: int) -> None:
+        self._width = width
+        self.builder = Builder("draft", (feature_group(width), group), vocab_size)
+
+    def previous(self, own: Value) -> Value:
+        """Appends the reading of the features of the token before."""
+        taps = Weight("features.taps", (self._width, 1, len(PREVIOUS)), fill=PREVIOUS)
+        return self.builder.earlier_rows(own, taps, FEATURES, 0)
+
+    def finish(self, row: Value, logits: Value, numbers: Mapping[int, int]) -> Program:
+        """Returns the Program, which writes `row` to the features; `numbers` are those of layers in
+        the group of K and V, where they are others than in the names of tensors.
+        """
+        self.builder.kv_write(FEATURES, 0, (row,), None)
+        program = self.builder.finish(logits=logits)
+        found = replace(program, ops=tuple(_renumbered(op, numbers) for op in program.ops))
+        found.check()
+        return found
+
+
+def _renumbered(op: Op, numbers: Mapping[int, int]) -> Op:
+    number = numbers.get(getattr(op, "layer", -1))
+    if number is None or getattr(op, "group", FEATURES) == FEATURES:
+        return op
+    changes: dict[str, Any] = {"layer": number}
+    return replace(op, **changes)
+
+
+def _of_both(b: Builder, inputs: tuple[Value, Value], module: str, width: int) -> Value:
+    """Appends the product with two rows side by side."""
+    parts = _parts_of(module, inputs[0].width, len(inputs), width)
+    first, second = (
+        b.linear_of(x, part, name=module) for x, part in zip(inputs, parts, strict=True)
+    )
+    return b.add(first, second)
+
+
+def _parts_of(module: str, inputs: int, count: int, width: int | None = None) -> tuple[Weight, ...]:
+    """Returns a module's matrix of `count` runs of inputs as one weight for each run."""
+    whole = Weight(f"{module}.weight", (width or inputs, count * inputs))
+    return tuple(whole.part(inputs=(run * inputs, (run + 1) * inputs)) for run in range(count))

@@ -1,0 +1,98 @@
+"""The features pass: a model writes what a draft head reads of it, a row of numbers for each token,
+to a cache group.
+
+Rows in blocks are found by prefix hits, swapped and forked as K and V are. The head reads the row
+of the token before and writes one of its own where it guesses on; what the model computes later
+takes its place. Knows Values and ops; runs before all passes that fold. Source: Li et al. 2025
+(EAGLE-3), DeepSeek-AI 2024 (multi-token prediction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from octavo.errors import UnsupportedModel
+from octavo.program.ops import Add, GatherRows, KvWrite, LayerNorm, Linear, RmsNorm
+from octavo.program.passes.stages import layer_inputs
+from octavo.program.program import CacheGroup, Op, Program, Value, Weight
+
+FEATURES = "features"
+"""Name of the group among a head's own."""
+WINDOW = 33
+"""Rows that stay: a head is at most two blocks behind the model, and reads the row before."""
+PREVIOUS = (1.0, 0.0)
+"""Taps that take the row before and nothing of a token's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Rows that a head reads of a model: sums of products with those that enter some layers, or
+    those behind the last norm.
+    """
+
+    layers: tuple[int, ...] = ()
+    """Numbers of the layers; (): the rows behind the last norm."""
+    weights: tuple[Weight, ...] = ()
+    """Matrix of each of `layers`, `[out, in]`."""
+
+
+def feature_group(width: int) -> CacheGroup:
+    """Returns the group of one row of `width` numbers for each token."""
+    return CacheGroup(FEATURES, "conv", 1, 1, width, 0, window=WINDOW)
+
+
+def with_features(program: Program, features: Features, group: str) -> Program:
+    """Returns the Program that also writes each token's row to a cache group that it has."""
+    ops, row = _of_layers(program, features) if features.layers else _behind_last_norm(program)
+    found = replace(program, ops=(*program.ops, *ops, KvWrite((row,), None, group, 0)))
+    found.check()
+    return found
+
+
+def feature_width(program: Program, features: Features) -> int:
+    """Returns the numbers of a token's row."""
+    if features.layers:
+        return features.weights[0].shape[0]
+    return _gather(program).x.width
+
+
+def _of_layers(program: Program, features: Features) -> tuple[Sequence[Op], Value]:
+    inputs = layer_inputs(program)
+    missing = [layer for layer in features.layers if layer not in inputs]
+    if missing:
+        raise UnsupportedModel(
+            f"spec_method: eagle3 reads what enters layer {missing[0]}, which {program.name} of"
+            f" {len(inputs) + 1} layers does not have by itself",
+            hint="eagle_aux_hidden_state_layer_ids in the head's config.json names the layers",
+        )
+    ops: list[Op] = []
+    total: Value | None = None
+    for layer, weight in zip(features.layers, features.weights, strict=True):
+        out = Value(f"features.{layer}", "tokens", weight.shape[0])
+        ops.append(Linear(inputs[layer], (out,), (weight,)))
+        if total is not None:
+            summed = replace(out, name=f"features.up_to_{layer}")
+            ops.append(Add(total, out, summed))
+            out = summed
+        total = out
+    assert total is not None, "a head reads at least one layer"
+    return ops, total
+
+
+def _behind_last_norm(program: Program) -> tuple[Sequence[Op], Value]:
+    """Returns the last norm over all tokens; a model norms the sampled rows alone."""
+    gather = _gather(program)
+    norms = [
+        op
+        for op in program.ops
+        if isinstance(op, RmsNorm | LayerNorm) and op.x in (gather.out, gather.x)
+    ]
+    if not norms or not isinstance(norms[-1], RmsNorm):
+        return [], gather.x
+    out = Value("features", "tokens", gather.x.width)
+    return [replace(norms[-1], x=gather.x, out=out)], out
+
+
+def _gather(program: Program) -> GatherRows:
+    return next(op for op in program.ops if isinstance(op, GatherRows))

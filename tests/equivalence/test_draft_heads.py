@@ -1,0 +1,201 @@
+"""Heads that read hidden states guess what their formula says, find their features behind prefix
+hits, and change no bit of an answer.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from octavo import SamplingParams
+from octavo.engine.speculation import speculation
+from octavo.errors import ConfigError, UnsupportedModel, WeightMismatch
+from octavo.worker.draft_model import DraftModel
+from tests.support.drafters import guess_counts, verified_at_any_cost
+from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.tiers import examples
+from tests.support.tiny_heads import eagle3, tiny_eagle3, tiny_mtp
+from tests.support.tiny_models import tiny_model
+
+BASE = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
+PARAMS = [
+    SamplingParams(temperature=0, **BASE),
+    SamplingParams(temperature=0.8, seed=3, frequency_penalty=0.5, **BASE),
+    SamplingParams(temperature=1.0, seed=4, mirostat_mode=2, **BASE),
+    SamplingParams(temperature=0.7, seed=5, n=2, **BASE),
+]
+PROMPTS = prompts_of(20, 33, 47, 18)
+HEADS = {
+    "eagle3": tiny_eagle3,
+    "eagle3 with the model's table": lambda folder: tiny_eagle3(folder, own_table=False),
+    "deepseek_v3": lambda folder: tiny_mtp(folder, "deepseek_v3"),
+    "glm4_moe": lambda folder: tiny_mtp(folder, "glm4_moe", copies=False),
+}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    return {name: make(tmp_path_factory.mktemp("head")) for name, make in HEADS.items()}
+
+
+@pytest.fixture
+def proposals(monkeypatch):
+    """Collects what was guessed, with the tokens that it follows."""
+    found: list[tuple[list[int], list[int]]] = []
+    follow = DraftModel.follow
+
+    def collect(self, scheduled, results):
+        follow(self, scheduled, results)
+        for planned, result in zip(scheduled, results, strict=True):
+            if planned.propose and result.draft_ids:
+                row = self._rows.indices([planned])[0]
+                known = planned.start + planned.num_tokens - len(planned.draft_ids)
+                known += len(result.token_ids)
+                tokens = self._rows.token_ids[row, :known].tolist()
+                found.append((tokens, list(result.draft_ids)))
+
+    monkeypatch.setattr(DraftModel, "follow", collect)
+    return found
+
+
+def answers(prompts, params, **options):
+    with make_llm(**options) as llm:
+        found = llm.generate(prompts, params)
+        assert core_of(llm).scheduler.stats().num_used_blocks == 0
+        return list(map(fingerprint, found)), guess_counts(llm)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "torch"])
+@pytest.mark.parametrize("name", HEADS)
+def test_guesses_are_those_of_the_formula(heads, proposals, name, backend):
+    head = heads[name]
+    with verified_at_any_cost():
+        answers(
+            PROMPTS[:2],
+            PARAMS[:2],
+            model_path=head.path,
+            backend=backend,
+            spec_tokens=4,
+            **head.options,
+        )
+    assert len(proposals) > 10 and max(len(guess) for _, guess in proposals) == 4
+    for tokens, guess in random.Random(0).sample(proposals, 8):
+        assert guess == head.guess(tokens, len(guess))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_guesses_change_no_bit(heads, name):
+    head = heads[name]
+    options = {"model_path": head.path, "backend": "native"}
+    plain, _ = answers(PROMPTS, PARAMS, **options)
+    with verified_at_any_cost():
+        found, (num_guessed, _) = answers(PROMPTS, PARAMS, **options, **head.options)
+    assert found == plain
+    assert num_guessed > 50
+
+
+@pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
+def test_features_are_found_behind_a_prefix_hit(heads, proposals, name, monkeypatch):
+    """The first answer is computed without guesses and several steps at a time; the second begins
+    behind its blocks, and its guesses are those of the formula over the whole text.
+    """
+    head = heads[name]
+    longer = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    with make_llm(model_path=head.path, backend="native", **head.options) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(speculation, "LEAST_GAIN", 1e9)
+            patch.setattr(speculation, "RETRY_AFTER", 1000)
+            first = llm.generate(PROMPTS[0], longer)[0].outputs[0].token_ids
+        assert guess_counts(llm) == (0, 0) and not proposals
+        with verified_at_any_cost():
+            again = llm.generate(PROMPTS[0] + first[:50], PARAMS[0])[0]
+    assert again.num_cached_tokens >= 64
+    assert len(proposals) > 5
+    for tokens, guess in proposals[:4]:
+        assert guess == head.guess(tokens, len(guess))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
+def test_under_pressure(heads, proposals, name):
+    """Few blocks, chunks, preemption of both kinds, prefix hits and several samples."""
+    head = heads[name]
+    for seed in range(examples(2)):
+        dice = random.Random(seed)
+        prompts = prompts_of(*(dice.randint(3, 60) for _ in range(6)))
+        prompts[3] = prompts[0] + prompts[3][:5]
+        params = [dice.choice(PARAMS) for _ in prompts]
+        options = {
+            "model_path": head.path,
+            "backend": "native",
+            "max_num_seqs": dice.randint(2, 6),
+            "max_num_batched_tokens": dice.randint(8, 64),
+            "swap_space": dice.choice([0, 1 << 22]),
+        }
+        plain, _ = answers(prompts, params, **options)
+        options["kv_cache_memory_bytes"] = dice.randint(24, 40) * 2 * 16 * 7 * 2 * 32 * 4
+        with verified_at_any_cost():
+            found, (num_guessed, _) = answers(prompts, params, **options, **head.options)
+        assert found == plain and num_guessed > 0
+        tokens, guess = proposals[-1]
+        assert guess == head.guess(tokens, len(guess))
+
+
+def test_an_int8_head_changes_no_bit(heads):
+    head = heads["eagle3"]
+    options = {"model_path": head.path, "backend": "native", "quantization": "int8"}
+    plain, _ = answers(PROMPTS, PARAMS, **options)
+    with verified_at_any_cost():
+        found, (num_guessed, _) = answers(PROMPTS, PARAMS, **options, **head.options)
+    assert found == plain and num_guessed > 50
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spec_method": "eagle3"}, "spec_model: got None"),
+        ({"spec_method": "mtp", "spec_model": "x"}, "belong together"),
+        ({"spec_method": "mtp", "kv_cache": False}, "beside kv_cache"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_llm(**options)
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(UnsupportedModel, match="mtp needs a layer that predicts"):
+        make_llm(spec_method="mtp")
+
+
+def test_a_model_that_is_no_head_is_refused():
+    with pytest.raises(UnsupportedModel, match="allowed with spec_method eagle3"):
+        make_llm(spec_method="eagle3", spec_model=str(tiny_model("llama").path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "head is for a model of 320 ids and rows of 32"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+        ({"draft_vocab_size": 190}, "lm_head.weight has shape"),
+        ({"surprise": 3}, "surprise = 3 is not known"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "enters layer 9"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}}, "numbers that differ"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(tmp_path, changes, message):
+    path = eagle3(tmp_path, **changes)
+    target = tiny_model("llama", num_hidden_layers=7)
+    with pytest.raises((UnsupportedModel, WeightMismatch), match=message):
+        make_llm(model_path=target.path, spec_method="eagle3", spec_model=str(path))
+
+
+def test_a_tensor_that_is_left_over_is_refused(tmp_path):
+    file = eagle3(tmp_path) / "model.safetensors"
+    save_file(load_file(file) | {"layers.1.mlp.weight": np.zeros((2, 2), np.float32)}, file)
+    target = tiny_model("llama", num_hidden_layers=7)
+    with pytest.raises(WeightMismatch, match=r"layers\.1\.mlp\.weight is not read"):
+        make_llm(model_path=target.path, spec_method="eagle3", spec_model=str(tmp_path))
