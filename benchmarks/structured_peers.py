@@ -92,7 +92,7 @@ class Load:
         if self.case == "tool":
             function = {"name": "store", "parameters": schema_of(number), "strict": True}
             body["tools"] = [{"type": "function", "function": function}]
-            body["tool_choice"] = "required"
+            body["tool_choice"], body["parallel_tool_calls"] = "required", False
         if self.case == "grammar" and "llama" in server:
             body["grammar"] = GBNF
         elif self.case == "grammar":
