@@ -517,6 +517,8 @@ class StoredTensor(NamedTuple):
     file: Path
     num_stacked: int = 0
     """Number of experts in the tensor where this is a matrix of one of them."""
+    is_quantized: bool = False
+    """Whether a quantised format holds it, whose matrices are `[out, in]` in every family."""
 
 
 @runtime_checkable

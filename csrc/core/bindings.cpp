@@ -1,6 +1,10 @@
 // The extension's Python names: the device with its threads, the packer of weights, the executor to build and
 // run, and KV memory. Arrays cross as NumPy arrays that live at least as long as the call; the interpreter's
 // lock is released while a step runs.
+#include <algorithm>
+#include <array>
+#include <iterator>
+
 #include "arrays.h"
 #include "builder.h"
 #include "ceilings.h"
@@ -50,7 +54,13 @@ Matrix matrix_or_none(const nb::object& pair) {
 Code code_of(const std::string& name) {
     for (int i = 0; i < kNumCodes; i++)
         if (name == kCodeNames[i]) return (Code)i;
-    throw std::invalid_argument("code " + name + ": allowed are u4, u8, i8, bf16, fp16, fp32");
+    throw std::invalid_argument("code " + name + ": allowed are u4, u8, l4, i8, bf16, fp16, fp32");
+}
+
+ScaleType scale_type_of(const std::string& name) {
+    for (int i = 0; i < kNumScaleTypes; i++)
+        if (name == kScaleTypeNames[i]) return (ScaleType)i;
+    throw std::invalid_argument("scales of type " + name + ": allowed are fp16, fp32, small");
 }
 
 KvType kv_type_of(const std::string& name) {
@@ -66,6 +76,20 @@ KvGroup kv_group_of(int layers, int heads, int k_width, int v_width, const std::
     return KvGroup{layers, heads, k_width, v_width, kept, blocks, holds_states};
 }
 
+// The numbers of a table's codes; zeros where there is none.
+std::array<int8_t, 16> table_of(const std::vector<int>& numbers) {
+    std::array<int8_t, 16> table{};
+    if (!numbers.empty() && numbers.size() != table.size())
+        throw std::invalid_argument("a table has 16 numbers, got " + std::to_string(numbers.size()));
+    for (size_t i = 0; i < numbers.size(); i++) {
+        if (numbers[i] < -128 || numbers[i] > 127)
+            throw std::invalid_argument("a table's numbers are -128 to 127, got " +
+                                        std::to_string(numbers[i]));
+        table[i] = (int8_t)numbers[i];
+    }
+    return table;
+}
+
 // A packer with the NumPy arrays that it reads, which it keeps alive until they are packed.
 class ArrayPacker {
   public:
@@ -74,13 +98,15 @@ class ArrayPacker {
         : device_(std::move(device)), packer_(apart ? own_ : device_->weights) {}
 
     // codes [rows][bytes], block (inputs, bytes), planes (start, bits, run) each; scales, mins, and those of
-    // the second level as pairs (array, its type's name).
+    // the second level as pairs (array, its type's name); table: numbers of 4-bit codes, or none.
     std::shared_ptr<PackedTiles> codes(const nb::object& codes, std::tuple<int, int> block,
                                        const std::vector<std::tuple<int, int, int>>& planes, bool is_signed,
                                        const nb::tuple& scales, const nb::object& mins,
                                        const nb::object& super_scales, const nb::object& super_mins,
-                                       const nb::object& zeros, int group, int zero_point, int num_inputs,
-                                       bool wide, bool whole_rows, bool by_columns) {
+                                       const nb::object& zeros, const std::vector<int>& table, int group,
+                                       int zero_point, int num_inputs, bool small_levels, bool wide,
+                                       bool whole_rows, bool by_columns) {
+        const auto numbers = table_of(table);
         const auto bytes = nb::cast<ByteRows>(codes);
         CodeRows rows{.data = bytes.data(),
                       .rows = (int64_t)bytes.shape(0),
@@ -99,6 +125,8 @@ class ArrayPacker {
                                      .super_scales = matrix_or_none(super_scales),
                                      .super_mins = matrix_or_none(super_mins),
                                      .zeros = matrix_or_none(zeros),
+                                     .table = table.empty() ? nullptr : numbers.data(),
+                                     .small_levels = small_levels,
                                      .wide = wide,
                                      .whole_rows = whole_rows,
                                      .by_columns = by_columns};
@@ -140,28 +168,32 @@ Low low_of(const std::string& name) {
 }
 
 // How a weight lies in tiles, and the bytes from a tile to the next one, as `WeightStream.tiles` takes them.
-using TileTuple = std::tuple<std::string, std::string, std::string, bool, int, int, int, size_t>;
+using TileTuple =
+    std::tuple<std::string, std::string, std::string, bool, int, int, int, size_t, std::vector<int>>;
 
 TileTuple layout_of(const PackedTiles& packed) {
     const Tiles& t = packed.tiles;
     return {kCodeNames[(int)t.code],
-            t.scale_type == ScaleType::fp16 ? "fp16" : "fp32",
+            kScaleTypeNames[(int)t.scale_type],
             kLowNames[(int)t.low],
             t.half_groups,
             t.zero_point,
             t.num_rows,
             t.num_inputs,
-            t.tile_stride};
+            t.tile_stride,
+            {std::begin(t.table), std::end(t.table)}};
 }
 
 std::shared_ptr<PackedTiles> tiles_in(const std::shared_ptr<WeightStream>& stream, size_t offset,
                                       const TileTuple& layout) {
-    const auto& [code, scale_type, low, half_groups, zero_point, num_rows, num_inputs, stride] = layout;
-    const TileFormat format{code_of(code), scale_type == "fp16" ? ScaleType::fp16 : ScaleType::fp32,
-                            low_of(low), half_groups};
+    const auto& [code, scale_type, low, half_groups, zero_point, num_rows, num_inputs, stride, table] =
+        layout;
+    if (table.size() != kTile) throw std::invalid_argument("a layout has a table of 16 numbers");
+    const TileFormat format{code_of(code), scale_type_of(scale_type), low_of(low), half_groups};
     auto packed = std::make_shared<PackedTiles>();
     packed->tiles = tiles_of(format, num_rows, num_inputs);
     packed->tiles.zero_point = zero_point;
+    std::copy(table.begin(), table.end(), packed->tiles.table);
     packed->tiles.tile_stride = stride;
     const Tiles& t = packed->tiles;
     if (stride < t.tile_bytes ||
@@ -236,8 +268,9 @@ NB_MODULE(_native, m) {
     nb::class_<ArrayPacker>(m, "Packer")
         .def(nb::init<std::shared_ptr<Device>, bool>(), "device"_a, "apart"_a = false)
         .def("codes", &ArrayPacker::codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a,
-             "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "zeros"_a.none(), "group"_a,
-             "zero_point"_a, "num_inputs"_a, "wide"_a, "whole_rows"_a, "by_columns"_a)
+             "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "zeros"_a.none(), "table"_a,
+             "group"_a, "zero_point"_a, "num_inputs"_a, "small_levels"_a, "wide"_a, "whole_rows"_a,
+             "by_columns"_a)
         .def("values", &ArrayPacker::values, "values"_a, "code"_a)
         .def("interleave", &ArrayPacker::interleave, "first"_a, "second"_a,
              "Lets the last two weights lie tile by tile in turns; whether they fit.")
@@ -256,14 +289,14 @@ NB_MODULE(_native, m) {
         .def("copy", &copy_tiles, "The tiles, one behind the other (csrc/kernels/table.h).")
         .def_prop_ro(
             "code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; },
-            "u4, u8, i8, bf16, fp16 or fp32");
+            "u4, u8, l4, i8, bf16, fp16 or fp32");
 
     m.def(
         "tile_bytes",
         [](const std::string& code, const std::string& scale_type, const std::string& low, bool half_groups,
            int64_t num_rows, int num_inputs) {
             const TileFormat format{.code = code_of(code),
-                                    .scale_type = scale_type == "fp16" ? ScaleType::fp16 : ScaleType::fp32,
+                                    .scale_type = scale_type_of(scale_type),
                                     .low = low_of(low),
                                     .half_groups = half_groups};
             return total_bytes(tiles_of(format, num_rows, num_inputs));

@@ -148,13 +148,14 @@ class CodeReader {
     std::vector<Place> places_;  // [groups][planes][2]
 };
 
-// Writes scales or mins as a tile holds them: one level of fp16 stays fp16, everything else becomes fp32,
-// which is exact.
+// Writes scales or mins as a tile holds them: one level of fp16 stays fp16, small ones stay bytes and have
+// factors, everything else becomes fp32, which is exact.
 class LevelReader {
   public:
     // The tile has a number for every `unit` inputs, the source for every `group`.
-    LevelReader(const Matrix& values, const Matrix& supers, bool fp16, int unit, int group, int num_inputs)
-        : values_(values), supers_(supers), fp16_(fp16) {
+    LevelReader(const Matrix& values, const Matrix& supers, ScaleType type, int unit, int group,
+                int num_inputs)
+        : values_(values), supers_(supers), type_(type) {
         for (int first = 0; values.data && first < num_inputs; first += unit) {
             const int number = first / group;
             const int64_t super = supers.data ? number * supers.numbers() / values.numbers() : 0;
@@ -168,14 +169,22 @@ class LevelReader {
         if (index >= (int)places_.size()) return;
         const Place& place = places_[index];
         const uint8_t* column = values_.data + row * values_.row_stride + place.value;
-        if (fp16_) {
+        if (type_ == ScaleType::fp16) {
             std::memcpy(to, column + 2 * place.number, 2);
             return;
         }
         float value = number_at(values_.kind, column, place.number);
-        if (supers_.data)
-            value = number_at(supers_.kind, supers_.data + row * supers_.row_stride + place.super, 0) * value;
+        if (type_ == ScaleType::small) {
+            *to = (uint8_t)(int8_t)value;
+            return;
+        }
+        if (supers_.data) value = super_at(row, place) * value;
         std::memcpy(to, &value, 4);
+    }
+
+    // Returns the factor of number `index` of a row; 0 where there are none.
+    float factor(int64_t row, int index) const {
+        return index < (int)places_.size() ? super_at(row, places_[index]) : 0;
     }
 
   private:
@@ -183,8 +192,11 @@ class LevelReader {
         int64_t value, super;
         int number;
     };
+    float super_at(int64_t row, const Place& place) const {
+        return number_at(supers_.kind, supers_.data + row * supers_.row_stride + place.super, 0);
+    }
     const Matrix values_, supers_;
-    const bool fp16_;
+    const ScaleType type_;
     std::vector<Place> places_;
 };
 
@@ -194,6 +206,7 @@ struct GroupLayout {
     size_t scale_bytes = 0;  // one scale for each of the 16 outputs
     int parts = 0;  // scales of one output
     size_t low_bytes = 0;  // of the mins or zeros of all 16 outputs
+    size_t factor_bytes = 0;  // before each kSmallSpan groups
     size_t bytes() const { return codes_bytes + scale_bytes * parts + low_bytes; }
 };
 
@@ -205,10 +218,13 @@ GroupLayout group_of(const Tiles& t) {
         case Code::fp16: return {2 * kCodes};
         case Code::fp32: return {4 * kCodes};
         default: {
-            const size_t codes = t.code == Code::u4 ? kCodes / 2 : kCodes;
-            const size_t scale = kTile * (t.scale_type == ScaleType::fp16 ? 2 : 4);
+            const size_t codes = has_nibbles(t.code) ? kCodes / 2 : kCodes;
+            const bool small = t.scale_type == ScaleType::small;
+            const size_t scale = kTile * (small ? 1 : t.scale_type == ScaleType::fp16 ? 2 : 4);
             const size_t low = t.low == Low::none ? 0 : t.low == Low::zero ? (size_t)kTile : scale;
-            return {codes, scale, t.half_groups ? 2 : 1, low};
+            const int parts = t.half_groups ? 2 : 1;
+            const size_t factors = small ? kTile * sizeof(float) * (t.low == Low::min ? 2 : 1) : 0;
+            return {codes, scale, parts, low * parts, factors};
         }
     }
 }
@@ -218,7 +234,7 @@ void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     for (int i = 0; i < 4; i++) {
         const uint64_t eight = codes[i / 2][i % 2];
         const uint32_t low = (uint32_t)eight, high = (uint32_t)(eight >> 32), both = low | high << 4;
-        if (code == Code::u4) {
+        if (has_nibbles(code)) {
             std::memcpy(to + 64 * i, &both, 4);
         } else {
             std::memcpy(to + 128 * i, &low, 4);
@@ -227,22 +243,27 @@ void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     }
 }
 
-// Packs a tile's groups: write(row, lane, group, its bytes) adds a row's part of a group to zeros. A few
-// groups at a time are put together in the first-level cache and then copied, since memory takes whole lines
-// in their order several times as fast as scattered words.
+// Packs a tile's groups from `begin` to `end`: write(row, lane, group, its bytes) adds a row's part of a group
+// to zeros. A few groups at a time are put together in the first-level cache and then copied, since memory
+// takes whole lines in their order several times as fast as scattered words.
 template <typename Write>
-void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, const Write& write) {
+void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, const Write& write, int begin,
+                 int end) {
     constexpr size_t kNear = 8 << 10;
     alignas(64) uint8_t groups[kNear];
     const int run = (int)(kNear / group_bytes), lanes = std::min(kTile, t.num_rows - tile * kTile);
-    for (int first = 0; first < t.num_groups; first += run) {
-        const int count = std::min(run, t.num_groups - first);
+    for (int first = begin; first < end; first += run) {
+        const int count = std::min(run, end - first);
         std::memset(groups, 0, count * group_bytes);
         for (int lane = 0; lane < lanes; lane++)
             for (int i = 0; i < count; i++)
                 write((int64_t)tile * kTile + lane, lane, first + i, groups + i * group_bytes);
-        std::memcpy(to + first * group_bytes, groups, count * group_bytes);
+        std::memcpy(to + (first - begin) * group_bytes, groups, count * group_bytes);
     }
+}
+template <typename Write>
+void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, const Write& write) {
+    pack_groups(t, group_bytes, tile, to, write, 0, t.num_groups);
 }
 
 void check(const QuantisedSource& s) {
@@ -250,10 +271,18 @@ void check(const QuantisedSource& s) {
     if (!half_groups && s.group % kGroup != 0)
         throw std::invalid_argument("weights are packed in groups of 16 or a multiple of 32, got " +
                                     std::to_string(s.group));
-    if (half_groups && s.codes.bits() == 4)
-        throw std::invalid_argument("4-bit weights are packed in groups of a multiple of 32, got 16");
-    if (half_groups && (s.mins.data || s.zeros.data))
-        throw std::invalid_argument("weights in groups of 16 are packed without mins and zeros");
+    if (s.table && (s.codes.bits() != 4 || s.zero_point || s.zeros.data))
+        throw std::invalid_argument("codes of a table have 4 bits, no zero point and no zeros");
+    if (half_groups && s.zeros.data)
+        throw std::invalid_argument("weights in groups of 16 are packed without zeros");
+    const int per_factor = kSmallSpan * kGroup / std::min(s.group, kGroup);
+    const auto is_small = [&](const Matrix& values, const Matrix& supers) {
+        return !values.data || (supers.data && values.numbers() == supers.numbers() * per_factor);
+    };
+    if (s.small_levels &&
+        (s.group > kGroup || s.num_inputs % (kSmallSpan * kGroup) || s.zeros.data || !s.super_scales.data ||
+         !is_small(s.scales, s.super_scales) || !is_small(s.mins, s.super_mins)))
+        throw std::invalid_argument("small scales are of 16 or 32 inputs, with factors for each 256");
     if (s.zeros.data && (s.mins.data || s.zeros.kind != Matrix::Kind::i8))
         throw std::invalid_argument("zeros of groups are signed bytes, without mins beside them");
 }
@@ -302,7 +331,9 @@ Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs) {
     t.num_groups = (num_inputs + kGroup - 1) / kGroup;
     const bool whole_rows = format.code == Code::i8;  // pairs of groups, then one scale an output
     if (whole_rows) t.num_groups = (t.num_groups + 1) / 2 * 2;
-    t.tile_bytes = group_of(t).bytes() * t.num_groups + (whole_rows ? kTile * sizeof(float) : 0);
+    const GroupLayout group = group_of(t);
+    t.tile_bytes = group.bytes() * t.num_groups + (whole_rows ? kTile * sizeof(float) : 0) +
+                   group.factor_bytes * ((t.num_groups + kSmallSpan - 1) / kSmallSpan);
     return t;
 }
 
@@ -438,23 +469,30 @@ PackedTiles Packer::add(const QuantisedSource& s) {
     check(s);
     const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data &&
                       (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
-    const TileFormat format{.code = s.codes.bits() == 4 && !s.wide ? Code::u4 : Code::u8,
-                            .scale_type = fp16 ? ScaleType::fp16 : ScaleType::fp32,
+    // Codes of 4 bits in groups of 16 are places in a table, too, that of the numbers 0 to 15.
+    const bool narrow = s.codes.bits() == 4 && (s.table || s.group == 16 || !s.wide);
+    const TileFormat format{.code = !narrow                    ? Code::u8
+                                    : s.table || s.group == 16 ? Code::l4
+                                                               : Code::u4,
+                            .scale_type = s.small_levels ? ScaleType::small
+                                          : fp16         ? ScaleType::fp16
+                                                         : ScaleType::fp32,
                             .low = s.zeros.data  ? Low::zero
                                    : s.mins.data ? Low::min
                                                  : Low::none,
                             .half_groups = s.group == 16};
     Tiles t = tiles_of(format, s.codes.rows, s.num_inputs);
-    t.zero_point = s.zero_point + (s.codes.is_signed ? 128 : 0);
+    t.zero_point = s.zero_point + (s.codes.is_signed || s.table ? 128 : 0);
+    for (int i = 0; i < 16; i++) t.table[i] = (uint8_t)(s.table ? s.table[i] + 128 : i);
     const GroupLayout group = group_of(t);
     const uint64_t flipped = s.codes.is_signed ? 0x8080808080808080 : 0;  // 128 more, as unsigned codes
     const auto levels = [&](const Matrix& values, const Matrix& supers) {
-        return LevelReader(values, supers, fp16, kGroup / group.parts, s.group, s.num_inputs);
+        return LevelReader(values, supers, format.scale_type, kGroup / group.parts, s.group, s.num_inputs);
     };
     const auto pack_tile = [t, group, flipped, codes = CodeReader(s.codes, s.num_inputs, s.zero_point),
                             scales = levels(s.scales, s.super_scales), mins = levels(s.mins, s.super_mins),
                             zeros = s.zeros, per = s.group / kGroup](int tile, uint8_t* data) {
-        pack_groups(t, group.bytes(), tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
+        const auto write = [&](int64_t row, int lane, int g, uint8_t* to) {
             Bytes found[2];
             codes.read(row, g, found);
             for (Bytes& half : found) half ^= flipped;
@@ -468,9 +506,23 @@ PackedTiles Packer::add(const QuantisedSource& s) {
             if (zeros.data)
                 to[group.codes_bytes + group.scale_bytes + lane] =
                     zeros.data[row * zeros.row_stride + g / per * zeros.column_stride];
-        });
+        };
+        if (!group.factor_bytes) return pack_groups(t, group.bytes(), tile, data, write);
+        for (int g = 0; g < t.num_groups; g += kSmallSpan) {
+            float factors[2 * kTile] = {};
+            for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++) {
+                const int64_t row = (int64_t)tile * kTile + lane;
+                factors[lane] = scales.factor(row, g * group.parts);
+                factors[kTile + lane] = mins.factor(row, g * group.parts);
+            }
+            std::memcpy(data, factors, group.factor_bytes);
+            data += group.factor_bytes;
+            const int end = std::min(g + kSmallSpan, (int)t.num_groups);
+            pack_groups(t, group.bytes(), tile, data, write, g, end);
+            data += (end - g) * group.bytes();
+        }
     };
-    const bool in_pairs = t.code == Code::u4 && !t.half_groups && t.num_tiles() % 2 == 0;
+    const bool in_pairs = t.code == Code::u4 && !group.factor_bytes && t.num_tiles() % 2 == 0;
     if (!s.by_columns || !in_pairs) return add(t, pack_tile);
     t.column_stride = t.num_tiles() * kTile / 2;
     return add(t, [t, group, pack_tile](int tile, uint8_t* to) {

@@ -74,6 +74,8 @@ struct QuantisedSource {
     int group, zero_point, num_inputs;
     Matrix scales, mins, super_scales, super_mins;  // `data` null where there is none
     Matrix zeros{};  // i8, of groups, beyond the zero point; never beside mins
+    const int8_t* table = nullptr;  // [16], the numbers of 4-bit codes where these are no line
+    bool small_levels = false;  // keeps scales of two levels as bytes with factors
     bool wide = false;  // lays 4-bit codes in bytes, for a product beside a weight of 8 bits
     bool whole_rows = false;  // signed codes of 8 bits with one scale for each output, scales [rows][1]
     bool by_columns = false;  // lays whole rows, and codes of 4 bits in an even number of tiles, by columns

@@ -99,6 +99,44 @@ OCTAVO_INLINE vi high_sum(vi sum) { return sum >> 4; }
 OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) { return dot4(acc, u, s); }
 #endif
 
+// Sixteen bytes, and the one that each byte's low nibble names; the high nibbles are zeros.
+class Table16 {
+  public:
+    OCTAVO_INLINE explicit Table16(const uint8_t (&bytes)[16]) {
+#if defined(__AVX512BW__)
+        all_ = (vi)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)bytes));
+#elif defined(__AVX2__)
+        const auto half = (RegisterI)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)bytes));
+        all_ = {half, half};
+#else
+        std::memcpy(bytes_, bytes, sizeof bytes_);
+#endif
+    }
+    OCTAVO_INLINE vi operator()(vi nibbles) const {
+#if defined(__AVX512BW__)
+        return (vi)_mm512_shuffle_epi8((__m512i)all_, (__m512i)nibbles);
+#elif defined(__AVX2__)
+        return each(
+            [](RegisterI table, RegisterI places) {
+                return (RegisterI)_mm256_shuffle_epi8((__m256i)table, (__m256i)places);
+            },
+            all_, nibbles);
+#else
+        uint8_t bytes[4 * kLanes];
+        store_i(bytes, nibbles);
+        for (uint8_t& byte : bytes) byte = bytes_[byte];
+        return load_i(bytes);
+#endif
+    }
+
+  private:
+#if defined(__AVX2__)
+    vi all_;
+#else
+    uint8_t bytes_[16];
+#endif
+};
+
 // acc[i] += w[2i] * a[2i] + w[2i+1] * a[2i+1] over pairs of bf16 in each lane.
 OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
 #if defined(__AVX512BF16__)

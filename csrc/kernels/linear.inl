@@ -20,11 +20,15 @@ namespace {
 
 template <ScaleType S>
 OCTAVO_INLINE vf load_scale(const uint8_t* p) {
+    if constexpr (S == ScaleType::small) return to_float(load_int8((const int8_t*)p));
     return S == ScaleType::fp16 ? load_fp16((const uint16_t*)p) : load((const float*)p);
+}
+constexpr size_t scale_bytes_of(ScaleType type) {
+    return type == ScaleType::small ? kTile : type == ScaleType::fp16 ? 32 : 64;
 }
 template <ScaleType S>
 constexpr size_t scale_bytes() {
-    return S == ScaleType::fp16 ? 32 : 64;
+    return scale_bytes_of(S);
 }
 
 template <ScaleType S, Low L>
@@ -37,6 +41,38 @@ OCTAVO_INLINE vf load_min(const uint8_t* p, vf scale) {
     if (L == Low::none) return vf{};
     return L == Low::zero ? to_float(load_int8((const int8_t*)p)) * (-scale) : load_scale<S>(p);
 }
+
+// Returns the bytes of the factors before each kSmallSpan groups.
+constexpr size_t factor_bytes(ScaleType type, Low low) {
+    return type != ScaleType::small ? 0 : low == Low::min ? 128 : 64;
+}
+
+// The scales and mins of a tile's groups, one group after the other.
+template <ScaleType S, Low L>
+class GroupLevels {
+  public:
+    // Returns where group g's codes begin, of which the tile's next bytes are at `tile`.
+    OCTAVO_INLINE const uint8_t* begin(const uint8_t* tile, int g) {
+        if constexpr (S == ScaleType::small)
+            if (g % kSmallSpan == 0) {
+                scales_ = load((const float*)tile);
+                if (L == Low::min) mins_ = load((const float*)tile + kTile);
+                return tile + factor_bytes(S, L);
+            }
+        return tile;
+    }
+    OCTAVO_INLINE vf scale(const uint8_t* p) const {
+        const vf stored = load_scale<S>(p);
+        return S == ScaleType::small ? stored * scales_ : stored;
+    }
+    OCTAVO_INLINE vf min(const uint8_t* p, vf scale) const {
+        const vf stored = load_min<S, L>(p, scale);
+        return S == ScaleType::small && L == Low::min ? stored * mins_ : stored;
+    }
+
+  private:
+    vf scales_{}, mins_{};
+};
 
 // Weights stream through once a step; the hardware's prefetcher stops at each page, so a product prefetches.
 // Tiles follow one another, so what lies past the end of this one is the next. Measured on a 2-core Xeon with
@@ -112,8 +148,10 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
     vf acc[M] = {};
+    GroupLevels<S, L> levels;
     ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < groups; g++, tile += kStep) {
+        tile = levels.begin(tile, g);
         ahead.step();
         ahead.template prefetch<kStep>(tile);
         const float* d = x.scales + x.at(row, g);
@@ -124,8 +162,8 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
             low[v] = both & 0x0f0f0f0f;
             high[v] = high_nibbles(both);
         }
-        const vf scale = load_scale<S>(tile + kCodes);
-        const vf least = load_min<S, L>(tile + kCodes + scale_bytes<S>(), scale);
+        const vf scale = levels.scale(tile + kCodes);
+        const vf least = levels.min(tile + kCodes + scale_bytes<S>(), scale);
         for (int m = 0; m < M; m++) {
             const int8_t* terms = q[m] + (kTwoTerms ? 2 : 1) * kGroup * g;
             const vi zeros = splat_i(-w.zero_point * (first[m] + second[m]));
@@ -150,31 +188,51 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
 }
 
-// -- 8-bit --
+// -- 8-bit, and 4-bit codes that stand for numbers of 8 bits --
 
-// kHalves: scales change every 16 inputs (Q6_K); the two halves are two steps of the same rule, without mins.
-template <int M, ScaleType S, Low L, bool kHalves>
+// Returns the bytes of a group's codes in a tile.
+constexpr size_t codes_bytes(Code code) { return has_nibbles(code) ? 256 : 512; }
+
+// Loads kVectors vectors of four bytes an output, from vector `first` of a group on.
+template <Code C, int kVectors>
+OCTAVO_INLINE void load_codes(const uint8_t* group, const Table16& table, int first, vi (&codes)[kVectors]) {
+    for (int v = 0; v < kVectors; v += C == Code::l4 ? 2 : 1) {
+        if constexpr (C == Code::l4) {
+            const vi both = load_i(group + 32 * (first + v));
+            codes[v] = table(both & 0x0f0f0f0f);
+            codes[v + 1] = table((both >> 4) & 0x0f0f0f0f);
+        } else {
+            codes[v] = load_i(group + 64 * (first + v));
+        }
+    }
+}
+
+// kHalves: scales change every 16 inputs (Q6_K), and mins do; the two halves are two steps of the same rule.
+template <int M, ScaleType S, Low L, bool kHalves, Code C = Code::u8>
 void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts;
-    constexpr size_t kCodes = 512, kScales = scale_bytes<S>() * kParts,
-                     kStep = kCodes + kScales + low_bytes<S, L>();
+    constexpr size_t kCodes = codes_bytes(C), kScales = scale_bytes<S>() * kParts, kLows = low_bytes<S, L>(),
+                     kStep = kCodes + kScales + kLows * kParts;
     const Tiles& w = *ref->weight;
+    const Table16 table(w.table);
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
     vf acc[M] = {};
+    GroupLevels<S, L> levels;
     ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < groups; g++, tile += kStep) {
+        tile = levels.begin(tile, g);
         ahead.step();
         ahead.template prefetch<kStep>(tile);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         for (int part = 0; part < kParts; part++) {
             vi codes[kVectors];
-            for (int v = 0; v < kVectors; v++) codes[v] = load_i(tile + 64 * (part * kVectors + v));
-            const vf scale = load_scale<S>(tile + kCodes + part * scale_bytes<S>());
-            const vf least = load_min<S, L>(tile + kCodes + kScales, scale);
+            load_codes<C>(tile, table, part * kVectors, codes);
+            const vf scale = levels.scale(tile + kCodes + part * scale_bytes<S>());
+            const vf least = levels.min(tile + kCodes + kScales + part * kLows, scale);
             for (int m = 0; m < M; m++) {
                 const int32_t sum = kHalves ? (part ? second : first)[m] : first[m] + second[m];
                 const int8_t* at = q[m] + 32 * g + 16 * part;
@@ -184,7 +242,8 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
                     b = dot4(b, codes[v + 1], broadcast4(at + 4 * v + 4));
                 }
                 acc[m] = fma(to_float(a + b), scale * d[m], acc[m]);
-                if (L != Low::none) acc[m] = fma(least, splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
+                const float scaled = kHalves ? d[m] * (float)sum : x.scaled_sums[x.at(row, g) + m];
+                if (L != Low::none) acc[m] = fma(least, splat(scaled), acc[m]);
             }
         }
     }
@@ -371,13 +430,18 @@ using Product = void (*)(const TileRef* tiles, const Rows& x, int64_t row, const
 
 template <int M, ScaleType S, Low L>
 Product choose_low(const Tiles& w) {
+    if constexpr (L != Low::zero) {
+        if (w.half_groups)
+            return w.code == Code::l4 ? product_u8<M, S, L, true, Code::l4> : product_u8<M, S, L, true>;
+        if (w.code == Code::l4) return product_u8<M, S, L, false, Code::l4>;
+    }
     return w.code == Code::u4 ? product_u4<M, S, L> : product_u8<M, S, L, false>;
 }
 
 template <int M, ScaleType S>
 Product choose_scaled(const Tiles& w) {
-    if (w.half_groups) return product_u8<M, S, Low::none, true>;
-    if (w.low == Low::zero) return choose_low<M, S, Low::zero>(w);
+    if constexpr (S != ScaleType::small)
+        if (w.low == Low::zero) return choose_low<M, S, Low::zero>(w);
     return w.low == Low::min ? choose_low<M, S, Low::min>(w) : choose_low<M, S, Low::none>(w);
 }
 
@@ -390,9 +454,12 @@ Product choose(const Tiles& w) {
         case Code::i8: return product_whole<M>;
         case Code::fp16: return product_float<M, true>;
         case Code::fp32: return product_float<M, false>;
-        default:
-            return w.scale_type == ScaleType::fp16 ? choose_scaled<M, ScaleType::fp16>(w)
-                                                   : choose_scaled<M, ScaleType::fp32>(w);
+        default: break;
+    }
+    switch (w.scale_type) {
+        case ScaleType::fp16: return choose_scaled<M, ScaleType::fp16>(w);
+        case ScaleType::small: return choose_scaled<M, ScaleType::small>(w);
+        default: return choose_scaled<M, ScaleType::fp32>(w);
     }
 }
 
@@ -433,7 +500,8 @@ void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row
 RowType row_type(Code code) {
     switch (code) {
         case Code::u4: return kTwoTerms ? RowType::two_terms : RowType::int8;
-        case Code::u8: return RowType::int8;
+        case Code::u8:
+        case Code::l4: return RowType::int8;
         case Code::i8: return kTwoTerms ? RowType::whole : RowType::outliers;
         case Code::bf16: return RowType::bf16;
         default: return RowType::fp32;
@@ -443,6 +511,7 @@ RowType row_type(Code code) {
 // -- one row back --
 
 float scale_at(const Tiles& w, const uint8_t* p, int lane) {
+    if (w.scale_type == ScaleType::small) return (float)(int8_t)p[lane];
     if (w.scale_type == ScaleType::fp16) {
         uint16_t h;
         std::memcpy(&h, p + 2 * lane, 2);
@@ -455,21 +524,27 @@ float scale_at(const Tiles& w, const uint8_t* p, int lane) {
 
 float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     const int parts = w.half_groups ? 2 : 1, g = k / kGroup, in = k % kGroup;
-    const size_t scale = w.scale_type == ScaleType::fp16 ? 32 : 64, codes = w.code == Code::u4 ? 256 : 512;
+    const size_t scale = scale_bytes_of(w.scale_type), codes = codes_bytes(w.code);
     const size_t low = w.low == Low::none ? 0 : w.low == Low::zero ? kTile : scale;
-    const uint8_t* group = tile + g * (codes + scale * parts + low);
+    const size_t bytes = codes + (scale + low) * parts, factors = factor_bytes(w.scale_type, w.low);
+    const uint8_t* span = tile + g / kSmallSpan * (kSmallSpan * bytes + factors);
+    const uint8_t* group = span + factors + g % kSmallSpan * bytes;
     int code;
-    if (w.code == Code::u4) {
+    if (has_nibbles(w.code)) {
         const uint8_t byte = group[64 * (in / 8) + 4 * lane + in % 4];
         code = in % 8 < 4 ? byte & 15 : byte >> 4;
+        if (w.code == Code::l4) code = w.table[code];
     } else {
         code = group[64 * (in / 4) + 4 * lane + in % 4];
     }
-    const uint8_t* scales = group + codes + (parts == 2 ? in / 16 : 0) * scale;
-    const uint8_t* lows = group + codes + scale * parts;
+    const int part = parts == 2 ? in / 16 : 0;
+    const uint8_t* scales = group + codes + part * scale;
+    const uint8_t* lows = group + codes + scale * parts + part * low;
     const int zero = w.low == Low::zero ? ((const int8_t*)lows)[lane] : 0;
-    const float value = (float)(code - w.zero_point - zero) * scale_at(w, scales, lane);
-    return w.low == Low::min ? value + scale_at(w, lows, lane) : value;
+    const float *factor = (const float*)span + lane, one = 1;
+    const float *of_scale = factors ? factor : &one, *of_min = factors ? factor + kTile : &one;
+    const float value = (float)(code - w.zero_point - zero) * (scale_at(w, scales, lane) * *of_scale);
+    return w.low == Low::min ? value + scale_at(w, lows, lane) * *of_min : value;
 }
 
 // Writes row `row` of w times `factor` to out [K], as an embedding table is read.

@@ -95,7 +95,7 @@ void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* c
                int64_t row, float* out) {
     alignas(64) int32_t sums[2][2 * R * 16];
     const int8_t* q = (const int8_t*)x.values + row * x.stride;
-    const uint8_t* scales = tile + (w.code == Code::u4 ? 256 : 512);
+    const uint8_t* scales = tile + codes_bytes(w.code);
     const int groups = w.num_groups;
     configure_product(R, kDepth);
     vf acc[R] = {};
@@ -312,8 +312,8 @@ void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, 
         return whole_products(tiles, count, x, row0, num_rows);
     for (int i = 0; i < count; i++) {
         const Tiles& w = *tiles[i].weight;
-        const bool integers =
-            is_integer(w.code) && !w.half_groups && fits_signed(w) && num_rows >= kAmxMinRows;
+        const bool integers = is_integer(w.code) && !w.half_groups && w.scale_type != ScaleType::small &&
+                              fits_signed(w) && num_rows >= kAmxMinRows;
         integers ? int8_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch)
                  : vector_products(tiles + i, 1, x, row0, num_rows);
     }

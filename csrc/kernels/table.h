@@ -24,20 +24,28 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //               scales' type, or zeros [16 o], signed bytes, if any
 //   u8          for each group of 32 inputs 8 vectors of [16 o][4 bytes], byte b of vector v =
 //               code(k = 4v + b); then scales [16 o], or two rows of them where they change every 16 inputs;
-//               then mins or zeros [16 o], if any (never with two rows of scales)
+//               then mins, as many rows as of scales, or zeros [16 o], if any (never with two rows of scales)
+//   l4          codes of 4 bits in u4's order, each the place of its number in the weight's table of sixteen;
+//               then scales and mins as u8 has them
 //   i8          signed codes alone, in u8's order, of inputs padded to a multiple of 64; at the end of the
 //               tile scales [16 o], fp32, one for each output
+// Where scales are `small`, those of groups are signed bytes, and so are mins; before the codes of each eight
+// groups then lie fp32 factors of these scales [16 o], and behind them those of the mins [16 o], if any.
 // Or by columns (`column_stride`), of all tiles:
 //   i8          codes [inputs][outputs], then scales [outputs]
 //   u4          an even number of tiles; for each group of 32 inputs codes [32][outputs / 2], byte j of sixteen
 //               = code(o = j) | code(o = 16 + j) << 4 of two tiles; then scales and mins or zeros [outputs]
 //   bf16        [K/2][16 o][2]
 //   fp16, fp32  [K][16 o]
-// value = (code - zero_point - zero) * scale + min.
-enum class Code : int32_t { u4, u8, i8, bf16, fp16, fp32 };
-constexpr int kNumCodes = 6;
-constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "i8", "bf16", "fp16", "fp32"};
-enum class ScaleType : int32_t { fp16, fp32 };
+// value = (code - zero_point - zero) * scale + min, with table[code] in place of the code of l4.
+enum class Code : int32_t { u4, u8, l4, i8, bf16, fp16, fp32 };
+constexpr int kNumCodes = 7;
+constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "l4", "i8", "bf16", "fp16", "fp32"};
+constexpr bool has_nibbles(Code code) { return code == Code::u4 || code == Code::l4; }
+enum class ScaleType : int32_t { fp16, fp32, small };
+constexpr int kNumScaleTypes = 3;
+constexpr const char* kScaleTypeNames[kNumScaleTypes] = {"fp16", "fp32", "small"};
+constexpr int kSmallSpan = 8;  // groups that share the factors of small scales
 // The numbers behind a group's scales.
 enum class Low : int32_t { none, min, zero };
 constexpr int kNumLows = 3;
@@ -59,6 +67,7 @@ struct Tiles {
     // Bytes from an input's codes to the next one's where a weight lies by columns, and then tile_stride is 16:
     // a tile begins at the codes of its outputs. 0: in tiles.
     int32_t column_stride = 0;
+    uint8_t table[16] = {};  // of l4: numbers of its codes, 128 added, which is the zero point
 
     bool is_laid_out_as(const Tiles& w) const {
         return code == w.code && scale_type == w.scale_type && low == w.low && half_groups == w.half_groups &&

@@ -20,6 +20,7 @@ struct Example {
     std::vector<uint16_t> scales;  // fp16
     std::vector<int8_t> small;  // the scales of groups, where there are two levels
     Floats least;
+    const int8_t* table = nullptr;  // numbers of 4-bit codes
 
     Example(int n, int k, int b, int g, int zero, bool h, bool s, bool m, bool two)
         : rows(n),
@@ -47,7 +48,8 @@ struct Example {
         const int in = k % group, half = group / 2;
         const int byte = halves ? k / group * half + in % half : k / 2;
         const bool high = halves ? in >= half : k % 2;
-        return codes[(size_t)row * inputs / 2 + byte] >> (high ? 4 : 0) & 15;
+        const int nibble = codes[(size_t)row * inputs / 2 + byte] >> (high ? 4 : 0) & 15;
+        return table ? table[nibble] : nibble;
     }
     float value(int row, int k) const {
         const int at = row * groups() + k / group;
@@ -69,6 +71,7 @@ struct Example {
         if (supers) s.super_scales = matrix(Matrix::Kind::fp16, scales.data(), 1, 2);
         if (mins) s.mins = matrix(Matrix::Kind::fp32, least.data(), groups(), 4);
         s.whole_rows = group >= inputs && bits == 8;
+        s.table = table;
         return s;
     }
 };
@@ -122,6 +125,32 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
                 CHECK(std::fabs(product[(size_t)r * kTile + o] - sum) <= 2e-5 * size,
                       "row %d output %d: %g, not %g", r, tile * kTile + o, product[r * kTile + o], sum);
             }
+    }
+}
+
+// Checks that two weights have the same products, bit for bit.
+void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTiles& b, int num_rows) {
+    const int inputs = a.tiles.num_inputs, groups = a.tiles.num_groups;
+    const RowType type = kernels.row_type(a.tiles.code);
+    const int stride = (int)row_elements(type, groups);
+    Memory values((size_t)2 * kTile * stride), scales((size_t)2 * kTile * groups * 4),
+        sums(scales.size() * 2), scaled(scales.size()), scratch(kernels.scratch_bytes(b.tiles));
+    const Rows rows{.type = type,
+                    .values = values.data(),
+                    .stride = stride,
+                    .scales = (float*)scales.data(),
+                    .sums = (int32_t*)sums.data(),
+                    .scaled_sums = (float*)scaled.data(),
+                    .num_groups = groups,
+                    .group_stride = groups};
+    for (int r = 0; r < num_rows; r++)
+        kernels.prepare_row(normal(inputs, 90 + r).data(), inputs, Norm{}, rows, r);
+    for (int tile = 0; tile < a.tiles.num_tiles(); tile++) {
+        Floats expected((size_t)num_rows * kTile), found(expected.size(), 1);
+        const TileRef first{&a.tiles, tile, found.data()}, second{&b.tiles, tile, expected.data()};
+        kernels.tile_products(&first, 1, rows, 0, num_rows, scratch.data());
+        kernels.tile_products(&second, 1, rows, 0, num_rows, scratch.data());
+        CHECK(same_bits(expected, found), "%d rows, tile %d", num_rows, tile);
     }
 }
 
@@ -274,6 +303,76 @@ void test_columns(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
+Example with_table(Example e) {
+    static constexpr int8_t table[16] = {-128, -104, -83, -65, -49, -35, -22, 0,
+                                         1,    13,   25,  38,  53,  69,  89,  127};
+    e.table = table;
+    return e;
+}
+
+// Products of codes that stand for numbers of a table have the bits of those of the numbers themselves.
+void test_tables(const KernelTable& kernels, ThreadPool& pool) {
+    for (const int group : {16, 32, 96}) {
+        const Example codes = with_table(Example(40, 192, 4, group, 0, false, false, false, false));
+        Example numbers(40, 192, 8, group, 0, false, true, false, false);
+        numbers.scales = codes.scales;
+        for (int row = 0; row < 40; row++)
+            for (int k = 0; k < 192; k++)
+                numbers.codes[(size_t)row * 192 + k] = (uint8_t)(int8_t)codes.code(row, k);
+        WeightMemory memory;
+        Packer packer(memory);
+        const PackedTiles some[] = {packer.add(codes.source()), packer.add(numbers.source())};
+        packer.run(pool);
+        CHECK(some[0].tiles.code == Code::l4 && some[0].num_bytes() < some[1].num_bytes());
+        CHECK(kernels.row_type(Code::l4) == kernels.row_type(Code::u8));
+        for (const int num_rows : {1, 2, 4, 8, 31}) check_same(kernels, some[0], some[1], num_rows);
+    }
+}
+
+// Scales and mins that stay bytes with factors mean what they do as floats, and products have the same bits.
+void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
+    constexpr int kRows = 37, kInputs = 768, kFactors = kInputs / 256;
+    std::mt19937 generator(3);
+    std::vector<uint8_t> codes((size_t)kRows * kInputs), small((size_t)kRows * kInputs / 16), lows(small);
+    for (auto* bytes : {&codes, &small, &lows})
+        for (uint8_t& byte : *bytes) byte = (uint8_t)generator();
+    for (uint8_t& low : lows) low &= 63;
+    std::vector<uint16_t> factors((size_t)kRows * kFactors);
+    for (uint16_t& half : factors) half = (uint16_t)((10 + generator() % 8) << 10 | generator() % 1024);
+    for (const int bits : {4, 8})
+        for (const int group : {16, 32})
+            for (const bool has_mins : {false, true}) {
+                const int groups = kInputs / group;
+                const auto matrix = [&](Matrix::Kind kind, const void* data, int columns, int item) {
+                    return Matrix{kind, (const uint8_t*)data, kRows, columns, (int64_t)columns * item, item};
+                };
+                QuantisedSource s{};
+                s.group = group;
+                s.num_inputs = kInputs;
+                s.codes = CodeRows::plain(codes.data(), kRows, kInputs, bits, bits == 8);
+                s.scales = matrix(Matrix::Kind::i8, small.data(), groups, 1);
+                s.super_scales = matrix(Matrix::Kind::fp16, factors.data(), kFactors, 2);
+                if (has_mins) {
+                    s.mins = matrix(Matrix::Kind::u8, lows.data(), groups, 1);
+                    s.super_mins = s.super_scales;
+                }
+                WeightMemory memory;
+                Packer packer(memory);
+                const PackedTiles plain = packer.add(s);
+                s.small_levels = true;
+                const PackedTiles bytes = packer.add(s);
+                packer.run(pool);
+                CHECK(bytes.num_bytes() < plain.num_bytes() && bytes.tiles.code == plain.tiles.code);
+                Floats wanted(kInputs), found(kInputs);
+                for (int row = 0; row < kRows; row++) {
+                    kernels.read_row(plain.tiles, row, 1, wanted.data());
+                    kernels.read_row(bytes.tiles, row, 1, found.data());
+                    CHECK(same_bits(wanted, found), "%d bits in groups of %d, row %d", bits, group, row);
+                }
+                for (const int num_rows : {1, 3, 8}) check_same(kernels, plain, bytes, num_rows);
+            }
+}
+
 Example other_codes(Example e) {
     for (uint8_t& code : e.codes) code ^= 0x5a;
     return e;
@@ -346,6 +445,9 @@ void test_packing(const KernelTable& kernels) {
         Example(16, 160, 8, 32, 0, false, false, true, false),
         Example(20, 80, 8, 16, 0, false, true, false, true),
         Example(1, 64, 8, 32, 0, false, true, false, true),
+        with_table(Example(37, 128, 4, 32, 0, true, false, false, false)),
+        with_table(Example(20, 96, 4, 16, 0, false, false, false, true)),
+        Example(21, 96, 4, 16, 8, false, false, true, false),
         // one scale an output
         Example(37, 100, 8, 100, 0, false, true, false, false),
         Example(16, 192, 8, 192, 0, false, true, false, false),
@@ -362,6 +464,8 @@ void test_packing(const KernelTable& kernels) {
     }
     test_floats(kernels, pool);
     test_skipping(kernels, pool);
+    test_tables(kernels, pool);
+    test_small_levels(kernels, pool);
     test_columns(kernels, pool);
     test_interleaved(kernels, pool);
     test_interleaved_in_two_pieces(kernels, pool);

@@ -30,8 +30,8 @@ class ConfigFile:
         """Returns the config's dtype for every tensor, or what its `quantization_config` makes of
         a projection's matrix.
         """
-        if self._quantized is not None and name.endswith(".weight"):
-            planned = self._quantized.planned_name(name.removesuffix(".weight"))
+        if self._quantized is not None and name.endswith(self._quantized.matrix):
+            planned = self._quantized.planned_name(name.removesuffix(self._quantized.matrix))
             if planned is not None:
                 return planned
         dtype = str(self.config.get("dtype") or self.config.get("torch_dtype"))

@@ -119,9 +119,17 @@ class GgufCheckpoint:
 
     def in_file_numbers(self, name: str, vector: NDArray[np.float32]) -> NDArray[np.float32]:
         """Returns a vector's numbers as the file has them, which adds 1 to some norms' weights."""
-        if self._family.norm_offset and self.place(name).tensor.endswith("norm.weight"):
-            return vector + np.float32(self._family.norm_offset)
-        return vector
+        return vector + np.float32(self._family.norm_offset) if self.is_moved(name) else vector
+
+    def is_moved(self, name: str) -> bool:
+        """Whether a tensor's numbers in the file are others than the family's."""
+        return bool(self._family.norm_offset) and self.place(name).tensor.endswith("norm.weight")
+
+    def names_in(self, tensor: str) -> list[str]:
+        """Returns the names of what a tensor of the file holds: its own, or those of its experts'
+        matrices.
+        """
+        return [name for name, place in self._gguf_names.items() if place.tensor == tensor]
 
     def place(self, name: str) -> TensorPlace:
         """Returns where a tensor lies in the file."""

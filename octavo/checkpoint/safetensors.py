@@ -122,8 +122,9 @@ class _Quantized:
 
     @property
     def _tensors(self) -> dict[str, NDArray]:
+        joint = self._format.joint
         return {
-            rest: _array(entry, f"{self._module}.{rest}", PART_DTYPES)
+            rest: _array(entry, f"{self._module}{joint}{rest}", PART_DTYPES)
             for rest, entry in self._entries.items()
         }
 
@@ -172,7 +173,8 @@ class SafetensorsCheckpoint:
 
     def stored(self, name: str) -> StoredTensor:
         found, entry = self._find(name)
-        return StoredTensor(found, entry.shape, entry.file, entry.num_stacked)
+        is_quantized = isinstance(entry, _Quantized)
+        return StoredTensor(found, entry.shape, entry.file, entry.num_stacked, is_quantized)
 
     def release(self) -> None:
         for buffer in self._buffers.values():
@@ -261,10 +263,10 @@ def _by_matrix(
     """Returns the places with the tensors of each quantised module as one matrix, "...weight"."""
     found: dict[str, _Entry | _Quantized] = dict(entries)
     for module, rests in quantized.parts(entries.keys()).items():
-        parts = {rest: entries[f"{module}.{rest}"] for rest in rests}
+        parts = {rest: entries[f"{module}{quantized.joint}{rest}"] for rest in rests}
         for rest in rests:
-            del found[f"{module}.{rest}"]
-        found[f"{module}.weight"] = _Quantized(module, quantized, parts)
+            del found[f"{module}{quantized.joint}{rest}"]
+        found[f"{module}{quantized.matrix}"] = _Quantized(module, quantized, parts)
     return found
 
 

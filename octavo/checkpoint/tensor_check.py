@@ -21,7 +21,8 @@ LEFT_OUT = re.compile(
             r"(^|\.)(lm_head|cls|predictions|vocab_\w+|qa_outputs|pooler)\.",
             r"^(model\.)?(encoder|decoder)\.(embed_tokens\.weight|embed_positions\.weights?|version)$",
             r"(^|\.)(mtp|vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.",
-            r"\.([kv]_scale|input_scale|activation_scale|output_scale)$",
+            r"\.([qkv]_scale|kv_scale|prob_scale|[kv]_zero_point|activation_scale)$",
+            r"\.(input|output)_(scale|global_scale|zero_point|g_idx)$",
         )
     )
 )
@@ -78,9 +79,10 @@ def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -
 
 def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
     """Yields the stored names of a weight's tensors, once their shapes are seen to be right."""
-    wanted = _shapes(weight, output_major=checkpoint.output_major)
     for name in weight.tensor_names:
         stored = checkpoint.stored(name)
+        output_major = checkpoint.output_major or stored.is_quantized
+        wanted = _shapes(weight, output_major=output_major)
         if stored.shape not in wanted:
             raise WeightMismatch(
                 f"{stored.file}: {stored.name} has shape {stored.shape}, expected"

@@ -236,7 +236,12 @@ class WeightReader:
         if weight.kernel:
             codes = packed.packed().codes
             packed = PackedWeight.plain(codes.reshape(len(codes), -1))
-        turned = weight.transposed and not self._checkpoint.output_major and len(packed.shape) > 1
+        turned = (
+            weight.transposed
+            and not self._checkpoint.output_major
+            and len(packed.shape) > 1
+            and not self._checkpoint.stored(name).is_quantized
+        )
         if turned:
             packed = _transposed(packed, name)
         if weight.row_indices is not None:
@@ -286,8 +291,8 @@ def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
 
 
 def _format(part: PackedWeight) -> tuple[object, ...]:
-    """Returns the properties that weights must share to be one PackedWeight (of lookups and
-    permutations the very same array).
+    """Returns the properties that weights must share to be one PackedWeight (of permutations the
+    very same array).
     """
     return (
         part.shape,
@@ -300,7 +305,7 @@ def _format(part: PackedWeight) -> tuple[object, ...]:
         part.scales is None,
         part.mins is None,
         part.zeros is None,
-        id(part.lookup),
+        None if part.lookup is None else part.lookup.tobytes(),
         id(part.input_permutation),
     )
 

@@ -18,6 +18,7 @@ from octavo.quant.packed import ActivationScheme, Levels, PackedWeight
 
 FP8 = "F8_E4M3"
 """Name of the format in safetensors."""
+E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,22 @@ class Fp8Scheme:
         return FP8 if self.block is None else f"{FP8}:{self.block[1]}"
 
 
+def e8m0(exponents: NDArray[np.uint8], less: int = 0) -> NDArray[np.float32]:
+    """Returns powers of two, `less` exponents lower; NaN for 255."""
+    powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - E8M0_BIAS - less)
+    return np.where(exponents == 255, np.float32(np.nan), powers.astype(np.float32))
+
+
 def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> PackedWeight:
     """Makes the packed weight of `codes [out, in] float8_e4m3fn` and `scales` [], [1], [out], [out,
-    1] or of each block; WeightMismatch where they are of other shapes.
+    1] or of each block, floats or e8m0 as uint8; WeightMismatch where they are of other shapes.
     """
     if codes.ndim != 2:
         raise UnsupportedModel(
             f"{name}: fp8 weights are supported as [out, in], got the shape {codes.shape}"
         )
     outputs, inputs = codes.shape
-    wide = np.asarray(scales, np.float32)
+    wide = e8m0(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)
     if wide.size == 1:
         wide, group = np.broadcast_to(wide.reshape(1, 1), (outputs, 1)), inputs
     elif wide.shape in ((outputs,), (outputs, 1)):

@@ -1,6 +1,7 @@
 """GGUF's tensor types whose numbers are no line of their codes: codebooks of 4 bits, of vectors and
-signs, ternary digits, and scales in few bits. Each becomes whole numbers in a byte with a scale for
-each 16 inputs or more, without loss.
+signs, ternary digits, and scales in few bits. All of them have at most sixteen whole numbers, so
+that each becomes codes of 4 bits into a table, with a scale for each 16 inputs or more, without
+loss.
 
 Knows nothing of files. Source of the layouts: ggml's `ggml-common.h`; the oracle of the tests is
 gguf-py's `dequantize`.
@@ -8,25 +9,43 @@ gguf-py's `dequantize`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.quant.codebooks import codebook
-from octavo.quant.packed import Levels, PackedWeight
+from octavo.quant.codebooks import CODEBOOKS, codebook
+from octavo.quant.packed import Levels, NibbleOrder, PackedWeight
 
 Bytes = NDArray[np.uint8]
-Decoded = tuple[NDArray[np.int8], NDArray[np.float32]]
-"""Codes `[blocks, inputs]` and scales `[blocks, groups]`."""
+LevelKind = Literal["fp16", "fp32", "small"]
+"""How scales lie: floats, or signed bytes beside a factor for each block."""
+
+
+class Decoded(NamedTuple):
+    """A few blocks, decoded."""
+
+    codes: NDArray
+    """Numbers `[blocks, inputs] int8`, or places in the lookup `[blocks, inputs / 2] uint8`."""
+    scales: NDArray
+    """Scales `[blocks, groups]`."""
+    factors: NDArray[np.float32] | None = None
+    """Factor of each block's scales, `[blocks, 1]`; None: no second level."""
+
+
+LEVEL_TYPES: dict[LevelKind, np.dtype] = {
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+    "small": np.dtype(np.int8),
+}
 
 WIDE = 256
 NONLINEAR = np.array(
-    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32
 )
 """Numbers of the codes of IQ4_NL and IQ4_XS."""
-TWICE_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
+TWICE_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
 CHUNK_BLOCKS = 1 << 13
 """Blocks decoded at a time; temporaries stay within some megabytes."""
 
@@ -37,31 +56,62 @@ class CodeLayout(NamedTuple):
     decode: Callable[[Bytes], Decoded]
     group: int
     """Inputs that share a scale."""
+    lookup: NDArray[np.float32]
+    """Numbers of the sixteen codes."""
+    levels: LevelKind = "small"
+    nibbles: NibbleOrder = "pairs"
 
     @property
     def form(self) -> str:
-        """Name of the form that backends know: signed bytes with fp32 scales."""
-        return f"I8_F32:{self.group}"
+        """Name of the form that backends know: codes of a lookup, with scales of a kind."""
+        if self.levels == "small":
+            return f"L4I_K{self.group}:{WIDE}"
+        return f"L4I_{self.levels.upper().replace('P', '')}:{self.group}"
 
     def weight(self, raw: Bytes, shape: tuple[int, ...], block: tuple[int, int]) -> PackedWeight:
         """Decodes a tensor; `block` is the number of inputs and of bytes of a block."""
         size, num_bytes = block
         blocks = raw.reshape(-1, num_bytes)
-        codes = np.empty((len(blocks), size), np.int8)
-        scales = np.empty((len(blocks), size // self.group), np.float32)
+        codes = np.empty((len(blocks), size // 2), np.uint8)
+        places = _places(self.lookup)
+        scales = np.empty((len(blocks), size // self.group), LEVEL_TYPES[self.levels])
+        factors = np.empty((len(blocks), 1), np.float32) if self.levels == "small" else None
         for start in range(0, len(blocks), CHUNK_BLOCKS):
             part = slice(start, start + CHUNK_BLOCKS)
             with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's scales
-                codes[part], scales[part] = self.decode(blocks[part])
+                found, scales[part], own = self.decode(blocks[part])
+            if factors is not None:
+                factors[part] = own
+            codes[part] = _paired(places[found.view(np.uint8)]) if found.dtype == np.int8 else found
+        levels = Levels(
+            scales.reshape(*shape[:-1], shape[-1] // self.group),
+            None if factors is None else factors.reshape(*shape[:-1], -1),
+        )
         return PackedWeight(
             shape,
-            8,
-            "int",
-            codes.reshape(shape),
+            4,
+            "lookup",
+            codes.reshape(*shape[:-1], shape[-1] // 2),
             self.group,
-            Levels(scales.reshape(*shape[:-1], shape[-1] // self.group)),
+            levels,
+            nibbles=self.nibbles,
+            lookup=self.lookup,
             activation="per_group",
         )
+
+
+def _places(lookup: NDArray[np.float32]) -> Bytes:
+    """Returns the place of each signed byte's number in a lookup; 0 for numbers that it lacks."""
+    places = np.zeros(256, np.uint8)
+    numbers = lookup.astype(np.int8).view(np.uint8)
+    places[numbers[::-1]] = np.arange(len(numbers), dtype=np.uint8)[::-1]
+    return places
+
+
+def _paired(codes: Bytes) -> Bytes:
+    """Returns codes two a byte, the first one low."""
+    found: Bytes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
+    return found
 
 
 class _Parts:
@@ -76,9 +126,9 @@ class _Parts:
         self._at += count
         return np.ascontiguousarray(part).view(dtype)
 
-    def half(self) -> NDArray[np.float32]:
-        """Returns an fp16, `[blocks, 1]`."""
-        found: NDArray[np.float32] = self.take(2, "<f2").astype(np.float32)
+    def half(self, share: float = 1) -> NDArray[np.float32]:
+        """Returns a share, a power of two, of an fp16: `[blocks, 1]`."""
+        found: NDArray[np.float32] = self.take(2, "<f2").astype(np.float32) * np.float32(share)
         return found
 
 
@@ -102,13 +152,13 @@ def _q3_k(blocks: Bytes) -> Decoded:
     packed = parts.take(12)
     scales = _runs(packed[:, :8], 4, 8) | _runs(packed[:, 8:], 2, 4) << np.uint8(4)
     codes = low.astype(np.int8) - np.where(high, 0, 4).astype(np.int8)
-    return codes, parts.half() * (scales.astype(np.float32) - 32)
+    return Decoded(codes, scales.astype(np.int8) - np.int8(32), parts.half())
 
 
 def _iq4_nl(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale = parts.half()
-    return NONLINEAR[_runs(parts.take(16), 4, 16)], scale
+    scale = parts.take(2, "<f2")
+    return Decoded(parts.take(16), scale)
 
 
 def _iq4_xs(blocks: Bytes) -> Decoded:
@@ -116,7 +166,7 @@ def _iq4_xs(blocks: Bytes) -> Decoded:
     scale, high = parts.half(), parts.take(2, "<u2")
     low = _fields(parts.take(4), 4, 2).reshape(len(blocks), -1)
     whole = low | (_fields(high, 2, 8).reshape(len(blocks), -1) << 4).astype(np.uint8)
-    return NONLINEAR[_runs(parts.take(128), 4, 16)], scale * (whole.astype(np.float32) - 32)
+    return Decoded(parts.take(128), whole.astype(np.int8) - np.int8(32), scale)
 
 
 def _mxfp4(blocks: Bytes) -> Decoded:
@@ -124,16 +174,16 @@ def _mxfp4(blocks: Bytes) -> Decoded:
     exponents = parts.take(1).astype(np.int32)
     # Half of 2 ** (e - 127), as twice of every e2m1 is a whole number.
     scale = np.ldexp(np.float32(1), exponents - 128).astype(np.float32)
-    return TWICE_E2M1[_runs(parts.take(16), 4, 16)], scale
+    return Decoded(parts.take(16), scale)
 
 
-def _half_e4m3() -> NDArray[np.float32]:
-    """Returns half of each unsigned e4m3; 0 for 127, which is none."""
+def _half_e4m3() -> NDArray[np.float16]:
+    """Returns half of each unsigned e4m3, which an fp16 holds; 0 for 127, which is none."""
     codes = np.arange(256)
     exponent, rest = codes >> 3 & 15, (codes & 7).astype(np.float64)
     normal = (1 + rest / 8) * 2.0 ** (exponent - 7)
     values = np.where(exponent == 0, rest * 2.0**-9, normal) / 2
-    return np.where(codes == 127, 0, values).astype(np.float32)
+    return np.where(codes == 127, 0, values).astype(np.float16)
 
 
 HALF_E4M3 = _half_e4m3()
@@ -142,7 +192,7 @@ HALF_E4M3 = _half_e4m3()
 def _nvfp4(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
     scales = HALF_E4M3[parts.take(4)]
-    return TWICE_E2M1[_runs(parts.take(32), 4, 8)], scales
+    return Decoded(_paired(_runs(parts.take(32), 4, 8)), scales)
 
 
 def _tq1_0(blocks: Bytes) -> Decoded:
@@ -157,12 +207,13 @@ def _tq1_0(blocks: Bytes) -> Decoded:
         )
     ]
     codes = np.concatenate(digits, axis=1).astype(np.uint16) * 3 >> 8
-    return codes.astype(np.int8) - np.int8(1), parts.half()
+    return Decoded(codes.astype(np.int8) - np.int8(1), parts.take(2, "<f2"))
 
 
 def _tq2_0(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    return _runs(parts.take(64), 2, 32).astype(np.int8) - np.int8(1), parts.half()
+    codes = _runs(parts.take(64), 2, 32).astype(np.int8) - np.int8(1)
+    return Decoded(codes, parts.take(2, "<f2"))
 
 
 def _parity_signs() -> NDArray[np.int8]:
@@ -187,42 +238,43 @@ def _vectors(name: str, indices: NDArray, signs: NDArray[np.int8]) -> NDArray[np
     return found * signs.reshape(found.shape)
 
 
+def _odd(steps: NDArray) -> NDArray[np.int8]:
+    """Returns 2 n + 1: steps begin half a step above zero."""
+    found: NDArray[np.int8] = steps.astype(np.int8) * np.int8(2) + np.int8(1)
+    return found
+
+
 def _iq2_xxs(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale, words = parts.half(), parts.take(64, "<u4").reshape(len(blocks), -1, 2)
+    scale, words = parts.half(1 / 8), parts.take(64, "<u4").reshape(len(blocks), -1, 2)
     indices = np.ascontiguousarray(words[..., 0]).view(np.uint8)
     signs = PARITY_SIGNS[_fields(words[..., 1], 7, 4)]
-    steps = (words[..., 1] >> np.uint32(28)).astype(np.float32)
-    scales = scale * (np.float32(0.5) + steps) * np.float32(0.25)
-    return _vectors("IQ2_XXS", indices.reshape(len(blocks), -1), signs), scales
+    steps = words[..., 1] >> np.uint32(28)
+    codes = _vectors("IQ2_XXS", indices.reshape(len(blocks), -1), signs)
+    return Decoded(codes, _odd(steps), scale)
 
 
 def _iq2_xs(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale, words = parts.half(), parts.take(64, "<u2")
-    steps = _fields(parts.take(8), 4, 2).reshape(len(blocks), -1).astype(np.float32)
-    scales = scale * (np.float32(0.5) + steps) * np.float32(0.25)
-    return _vectors("IQ2_XS", words & 511, PARITY_SIGNS[words >> 9]), scales
+    scale, words = parts.half(1 / 8), parts.take(64, "<u2")
+    steps = _fields(parts.take(8), 4, 2).reshape(len(blocks), -1)
+    codes = _vectors("IQ2_XS", words & 511, PARITY_SIGNS[words >> 9])
+    return Decoded(codes, _odd(steps), scale)
 
 
 def _iq2_s(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale, low, signs = parts.half(), parts.take(32), _signs(parts.take(32))
+    scale, low, signs = parts.half(1 / 8), parts.take(32), _signs(parts.take(32))
     high = _fields(parts.take(8), 2, 4).reshape(len(blocks), -1).astype(np.uint16)
-    steps = _fields(parts.take(8), 4, 2).reshape(len(blocks), -1).astype(np.float32)
-    scales = scale * (np.float32(0.5) + steps) * np.float32(0.25)
-    return _vectors("IQ2_S", low | high << 8, signs), scales
+    steps = _fields(parts.take(8), 4, 2).reshape(len(blocks), -1)
+    return Decoded(_vectors("IQ2_S", low | high << 8, signs), _odd(steps), scale)
 
 
 def _iq3_xxs(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale, indices, words = parts.half(), parts.take(64), parts.take(32, "<u4")
+    scale, indices, words = parts.half(1 / 4), parts.take(64), parts.take(32, "<u4")
     signs = PARITY_SIGNS[_fields(words, 7, 4)]
-    steps = (words >> np.uint32(28)).astype(np.float32)
-    return (
-        _vectors("IQ3_XXS", indices, signs),
-        scale * (np.float32(0.5) + steps) * np.float32(0.5),
-    )
+    return Decoded(_vectors("IQ3_XXS", indices, signs), _odd(words >> np.uint32(28)), scale)
 
 
 def _iq3_s(blocks: Bytes) -> Decoded:
@@ -230,11 +282,11 @@ def _iq3_s(blocks: Bytes) -> Decoded:
     scale, low = parts.half(), parts.take(64)
     high = np.unpackbits(parts.take(8), axis=1, bitorder="little").astype(np.uint16)
     signs = _signs(parts.take(32))
-    steps = _fields(parts.take(4), 4, 2).reshape(len(blocks), -1).astype(np.float32)
-    return _vectors("IQ3_S", low | high << 8, signs), scale * (1 + 2 * steps)
+    steps = _fields(parts.take(4), 4, 2).reshape(len(blocks), -1)
+    return Decoded(_vectors("IQ3_S", low | high << 8, signs), _odd(steps), scale)
 
 
-EIGHTH = np.float32(0.125)
+EIGHTH = 0.125
 """Step of the IQ1 types, whose numbers are a ternary digit plus or minus an eighth."""
 
 
@@ -247,11 +299,11 @@ def _eighths(indices: NDArray, is_minus: NDArray[np.bool_]) -> NDArray[np.int8]:
 
 def _iq1_s(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale, low, words = parts.half(), parts.take(32), parts.take(16, "<u2")
+    scale, low, words = parts.half(EIGHTH), parts.take(32), parts.take(16, "<u2")
     high = _fields(words, 3, 4).reshape(len(blocks), -1)
     is_minus = np.repeat(words & np.uint16(0x8000) != 0, 4, axis=1)
-    steps = (words >> np.uint16(12) & np.uint16(7)).astype(np.float32)
-    return _eighths(low | high << np.uint16(8), is_minus), scale * (2 * steps + 1) * EIGHTH
+    steps = words >> np.uint16(12) & np.uint16(7)
+    return Decoded(_eighths(low | high << np.uint16(8), is_minus), _odd(steps), scale)
 
 
 def _iq1_m(blocks: Bytes) -> Decoded:
@@ -261,28 +313,44 @@ def _iq1_m(blocks: Bytes) -> Decoded:
     bits = np.bitwise_or.reduce(
         (words >> np.uint16(12)) << np.array([0, 4, 8, 12], np.uint16), axis=1, keepdims=True
     )
-    scale = bits.astype(np.uint16).view(np.float16).astype(np.float32)
-    steps = _fields(words, 3, 4).reshape(len(blocks), -1).astype(np.float32)
+    scale = bits.astype(np.uint16).view(np.float16).astype(np.float32) * np.float32(EIGHTH)
+    steps = _fields(words, 3, 4).reshape(len(blocks), -1)
     nibbles = _fields(high, 4, 2).reshape(len(blocks), -1)
     indices = low | (nibbles & 7).astype(np.uint16) << 8
-    return _eighths(indices, nibbles & 8 != 0), scale * (2 * steps + 1) * EIGHTH
+    return Decoded(_eighths(indices, nibbles & 8 != 0), _odd(steps), scale)
+
+
+EIGHTHS = (-9, -7, -1, 1, 7, 9)
+"""Eight times a ternary digit plus or minus an eighth."""
+
+
+def _table(numbers: Iterable[int]) -> NDArray[np.float32]:
+    """Returns a lookup of sixteen numbers, the last one repeated where there are fewer."""
+    found = sorted(numbers)
+    return np.array([*found, *[found[-1]] * (16 - len(found))], np.float32)
+
+
+def _signed(name: str) -> NDArray[np.float32]:
+    """Returns a codebook's numbers with both signs: at most sixteen."""
+    magnitudes = CODEBOOKS[name].levels
+    return _table([*magnitudes, *(-each for each in magnitudes)])
 
 
 CODE_LAYOUTS: dict[str, CodeLayout] = {
-    "Q3_K": CodeLayout(_q3_k, 16),
-    "IQ2_XXS": CodeLayout(_iq2_xxs, 32),
-    "IQ2_XS": CodeLayout(_iq2_xs, 16),
-    "IQ2_S": CodeLayout(_iq2_s, 16),
-    "IQ3_XXS": CodeLayout(_iq3_xxs, 32),
-    "IQ3_S": CodeLayout(_iq3_s, 32),
-    "IQ1_S": CodeLayout(_iq1_s, 32),
-    "IQ1_M": CodeLayout(_iq1_m, 16),
-    "IQ4_NL": CodeLayout(_iq4_nl, 32),
-    "IQ4_XS": CodeLayout(_iq4_xs, 32),
-    "TQ1_0": CodeLayout(_tq1_0, 256),
-    "TQ2_0": CodeLayout(_tq2_0, 256),
-    "MXFP4": CodeLayout(_mxfp4, 32),
-    "NVFP4": CodeLayout(_nvfp4, 16),
+    "Q3_K": CodeLayout(_q3_k, 16, _table(range(-4, 4))),
+    "IQ2_XXS": CodeLayout(_iq2_xxs, 32, _signed("IQ2_XXS")),
+    "IQ2_XS": CodeLayout(_iq2_xs, 16, _signed("IQ2_XS")),
+    "IQ2_S": CodeLayout(_iq2_s, 16, _signed("IQ2_S")),
+    "IQ3_XXS": CodeLayout(_iq3_xxs, 32, _signed("IQ3_XXS")),
+    "IQ3_S": CodeLayout(_iq3_s, 32, _signed("IQ3_S")),
+    "IQ1_S": CodeLayout(_iq1_s, 32, _table(EIGHTHS)),
+    "IQ1_M": CodeLayout(_iq1_m, 16, _table(EIGHTHS)),
+    "IQ4_NL": CodeLayout(_iq4_nl, 32, NONLINEAR, "fp16", "halves"),
+    "IQ4_XS": CodeLayout(_iq4_xs, 32, NONLINEAR, "small", "halves"),
+    "TQ1_0": CodeLayout(_tq1_0, 256, _table(range(-1, 2)), "fp16"),
+    "TQ2_0": CodeLayout(_tq2_0, 256, _table(range(-1, 3)), "fp16"),
+    "MXFP4": CodeLayout(_mxfp4, 32, TWICE_E2M1, "fp32", "halves"),
+    "NVFP4": CodeLayout(_nvfp4, 16, TWICE_E2M1, "fp16"),
 }
 """Layouts by the type's name."""
 
@@ -296,9 +364,9 @@ def q2_k_weight(raw: Bytes, shape: tuple[int, ...]) -> PackedWeight:
     scale, low = (parts.take(2, "<f2").reshape(*lead, -1) for _ in range(2))
     return PackedWeight(
         shape,
-        8,
+        4,
         "uint",
-        codes.reshape(shape),
+        _paired(codes).reshape(*lead, shape[-1] // 2),
         16,
         Levels((levels & 15).reshape(*lead, groups), scale),
         mins=Levels((levels >> 4).reshape(*lead, groups), -low),

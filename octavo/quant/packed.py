@@ -125,6 +125,13 @@ class PackedWeight:
         return self.bits >= 16
 
     @property
+    def has_whole_lookup(self) -> bool:
+        """Whether codes stand for whole numbers that a signed byte holds."""
+        if self.lookup is None:
+            return False
+        return bool((self.lookup == self.lookup.astype(np.int8)).all())
+
+    @property
     def num_bytes(self) -> int:
         """Size in bytes of codes, scales and mins as held here."""
         arrays = [self.codes] + ([] if self.zeros is None else [self.zeros])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.checkpoint.catalogue import resolve
+from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, sensitive_weights
@@ -28,6 +29,7 @@ from octavo.quant.making.recipe import Recipe
 from octavo.text.tokenizer import load_tokenizer
 from octavo.text.vocabulary import build_tokenizer
 from octavo.version import __version__
+from octavo.wiring.gguf_outline import gguf_outline
 from octavo.worker.quantizing.journal import Journal
 from octavo.worker.quantizing.quantizer import Quantizer, plan_matrices
 from octavo.worker.quantizing.targets import chosen_ops, matrices_of
@@ -99,7 +101,7 @@ def quantize_checkpoint(
     program = _program(checkpoint)
     if recipe.output_format != "gguf" and recipe.group:
         _check_group(program, checkpoint, recipe.group)
-    destination = _destination(checkpoint, recipe)
+    destination = _destination(checkpoint, recipe, program)
     plan = plan_matrices(program, checkpoint, destination, _bits(program, recipe))
     journal = Journal(output, _identity(checkpoint, recipe, token_ids))
     try:
@@ -201,9 +203,11 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
     return np.stack([np.array(ids[start : start + length], np.int32) for start in starts])
 
 
-def _destination(checkpoint: Checkpoint, recipe: Recipe) -> Destination:
+def _destination(checkpoint: Checkpoint, recipe: Recipe, program: Program) -> Destination:
     if recipe.output_format == "gguf":
-        return GgufDirectory(checkpoint, recipe)
+        if isinstance(checkpoint, GgufCheckpoint):
+            return GgufDirectory(checkpoint, recipe)
+        return GgufDirectory(gguf_outline(checkpoint, program), recipe, checkpoint)
     model_type = str(checkpoint.config.get("model_type"))
     return HfDirectory(
         checkpoint, recipe, _tokenizer_writer(checkpoint), CLASS_NAMES.get(model_type)

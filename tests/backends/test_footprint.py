@@ -18,7 +18,7 @@ from tests.support.tiny_models import each_family, tiny_model
 from tests.support.tiny_shapes import WIDTHS_OF_32
 
 NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
-ON_TORCH = {"Q2_K", "L4_F32", "F8_E4M3"}
+ON_TORCH = {"L4_F32", "F8_E4M3"}
 """Formats that torch reads as they are and native refuses."""
 FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]
 

@@ -22,6 +22,7 @@ from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
@@ -170,6 +171,61 @@ def test_targets_are_names_classes_and_patterns(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     changed(tmp_path, targets=["re:("])
     with pytest.raises(UnsupportedModel, match=r"targets holds 're:\('"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_closest_target_counts(tmp_path: Path) -> None:
+    """A name goes before a pattern, a pattern before a class, wherever their groups stand."""
+    four = write(tiny_model("llama", **SIZES), tmp_path / "4", "4 bits")
+    eight = write(tiny_model("llama", **SIZES), tmp_path / "8", "8 bits packed")
+    tensors = load_file(tmp_path / "4" / "model.safetensors")
+    wide = load_file(tmp_path / "8" / "model.safetensors")
+    tensors = {key: value for key, value in tensors.items() if not key.startswith(f"{DOWN}.")}
+    tensors |= {key: value for key, value in wide.items() if key.startswith(f"{DOWN}.")}
+    save_file(tensors, tmp_path / "4" / "model.safetensors")
+    groups = {
+        "class": {"targets": ["Linear"], "weights": weights(3, "group", group_size=32)},
+        "pattern": {"targets": ["re:model.*"], "weights": FORMATS["4 bits"][1]},
+        "name": {"targets": [DOWN], "weights": FORMATS["8 bits packed"][1]},
+    }
+    config = json.loads((tmp_path / "4" / "config.json").read_text())
+    for order in (list(groups), list(groups)[::-1]):
+        chosen = {name: groups[name] for name in order}
+        config["quantization_config"]["config_groups"] = chosen
+        (tmp_path / "4" / "config.json").write_text(json.dumps(config))
+        checkpoint = open_checkpoint(tmp_path / "4")
+        for key, tensor in (four | {f"{DOWN}.weight": eight[f"{DOWN}.weight"]}).items():
+            found = checkpoint.tensor(key).dequantize()
+            np.testing.assert_array_equal(found, tensor.float().numpy())
+
+
+def test_scales_of_rows_and_of_the_cache_are_left(tmp_path: Path) -> None:
+    write(tiny_model("llama", **SIZES), tmp_path, "nvfp4")
+    tensors = load_file(tmp_path / "model.safetensors")
+    one = torch.ones(1)
+    tensors |= {f"{DOWN}.{rest}": one.clone() for rest in ("input_global_scale", "input_scale")}
+    attention = "model.layers.0.self_attn"
+    rests = ("k_scale", "v_scale", "q_scale", "k_zero_point", "k_proj.output_scale")
+    tensors |= {f"{attention}.{rest}": one.clone() for rest in rests}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(tmp_path)
+    check_tensors(checkpoint, [build_programs(checkpoint.config, every_key=True)["decoder"]])
+
+
+@pytest.mark.parametrize("part", ["transform_config", "sparsity_config"])
+def test_what_changes_the_meaning_is_refused(tmp_path: Path, part: str) -> None:
+    write(tiny_model("llama", **SIZES), tmp_path, "4 bits")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"][part] = {"format": "dense"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    open_checkpoint(tmp_path)
+    config["quantization_config"][part] = {"config_groups": {"R1": {}}, "format": "sparse-24"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=f"{part} is "):
         open_checkpoint(tmp_path)
 
 

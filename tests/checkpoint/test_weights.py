@@ -11,6 +11,7 @@ import pytest
 from octavo.checkpoint.weights import Quantization, WeightReader, packing_plan
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
+from octavo.ports import StoredTensor
 from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
 from octavo.program.program import Program, Value, Weight
 from octavo.quant.online import pack_int4
@@ -34,6 +35,10 @@ class Memory:
 
     def tensor(self, name: str) -> PackedWeight:
         return self.tensors[name]
+
+    def stored(self, name: str) -> StoredTensor:
+        held = self.tensors[name]
+        return StoredTensor(name, held.shape, self.path, is_quantized=not held.is_float)
 
 
 def numbers(*shape: int) -> np.ndarray:

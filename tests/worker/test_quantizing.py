@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
 
 from octavo.checkpoint.open import open_checkpoint
@@ -39,6 +40,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
 }
+GGUF_SAYS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None, "num_hidden_layers": 2, "vocab_size": 264},
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {"mlp_only_layers": []},
+}
+"""Settings of what the architectures of GGUF can say."""
 TEXTS = np.random.default_rng(5).integers(0, 250, (4, 48)).astype(np.int32)
 NONE: dict[str, Any] = {
     "method": "rtn",
@@ -276,9 +283,43 @@ def test_gguf_files(tmp_path: Path, architecture: str, options: dict[str, Any]) 
     assert np.linalg.norm(first - second) < bound * np.linalg.norm(second)
 
 
-def test_gguf_is_made_of_gguf(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no GGUF file"):
-        quantize(tiny("llama").path, tmp_path / "out", recipe(output_format="gguf"), None)
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen2_moe", "mixtral"]
+)
+def test_gguf_of_safetensors(tmp_path: Path, family: str) -> None:
+    """The header says the same model, at 8 bits its logits are close, at 4 near."""
+    sizes = SIZES.get(family, {"hidden_size": 64, "intermediate_size": 96})
+    source = tiny_model(family, **(sizes | GGUF_SAYS.get(family, {}))).path
+    ids = np.random.default_rng(9).integers(0, 250, 32)
+    wanted = PagedRunner(source).logits(ids)
+    for bits, bound in ((8, 0.1), (4, 0.7)):
+        chosen = recipe(output_format="gguf", bits=bits)
+        made = quantize(source, tmp_path / str(bits), chosen, None)
+        assert made.num_matrices >= 14
+        file = tmp_path / str(bits) / "model.gguf"
+        assert len(GGUFReader(file).tensors) > made.num_matrices / 8
+        found = PagedRunner(tmp_path / str(bits)).logits(ids)
+        assert np.linalg.norm(found - wanted) < bound * np.linalg.norm(wanted)
+
+
+def test_gguf_of_safetensors_is_calibrated(tmp_path: Path) -> None:
+    source = tiny("llama").path
+    chosen = recipe(output_format="gguf", method="gptq")
+    made = quantize(source, tmp_path / "out", chosen)
+    assert made.num_matrices >= 14 and distance(tmp_path / "out", source) < 0.6
+
+
+def test_gguf_cannot_say_every_model(tmp_path: Path) -> None:
+    """llama.cpp's architecture of Mixtral has no windows."""
+    source = tiny_model("mixtral", sliding_window=24).path
+    with pytest.raises(UnsupportedModel, match="says another model"):
+        quantize(source, tmp_path / "out", recipe(output_format="gguf"), None)
+
+
+def test_gguf_of_a_family_without_an_architecture(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="has no GGUF architecture here"):
+        quantize(tiny_model("opt").path, tmp_path / "out", recipe(output_format="gguf"), None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_config_says_what_was_done(tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ class TileFormat:
     """How a weight lies in tiles."""
 
     code: str
-    """u4, u8, i8, bf16, fp16 or fp32."""
+    """u4, u8, l4, i8, bf16, fp16 or fp32."""
     scale_type: str = "fp32"
-    """Type of the scales and mins of groups: fp16 where they have one level of fp16."""
+    """Type of the scales and mins of groups: fp16 where they have one level of fp16, small where
+    they are bytes with a factor for 256 inputs.
+    """
     low: str = "none"
     """Numbers behind a group's scales: none, min or zero."""
     half_groups: bool = False
@@ -42,6 +44,11 @@ class TileFormat:
     def widened(self) -> TileFormat:
         """The same with each code of 4 bits in a byte."""
         return replace(self, code="u8") if self.code == "u4" else self
+
+    @property
+    def without_small_scales(self) -> TileFormat:
+        """The same with each small scale as an fp32."""
+        return replace(self, scale_type="fp32") if self.scale_type == "small" else self
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Returns the bytes that a weight `[..., out, in]` takes in tiles."""
@@ -67,9 +74,10 @@ FORMATS = {
     "Q5_1": TileFormat("u8", "fp16", low="min"),
     "Q8_0": TileFormat("u8", "fp16"),
     "I8": TileFormat("i8"),
-    "Q4_K": TileFormat("u4", low="min"),
-    "Q5_K": TileFormat("u8", low="min"),
-    "Q6_K": TileFormat("u8", half_groups=True),
+    "Q2_K": TileFormat("l4", "small", low="min", half_groups=True),
+    "Q4_K": TileFormat("u4", "small", low="min"),
+    "Q5_K": TileFormat("u8", "small", low="min"),
+    "Q6_K": TileFormat("u8", "small", half_groups=True),
 }
 """Tile format of each format of a tensor. "I8" has one scale an output."""
 
@@ -80,7 +88,13 @@ GROUPED = {
     for bits in (4, 8)
     for zeros in ("", "Z")
     for scale in ("F16", "BF16", "F32")
-} | {"I8_F32": TileFormat("u8")}
+} | {
+    "I8_F32": TileFormat("u8"),
+    "L4I_F32": TileFormat("l4"),
+    "L4I_F16": TileFormat("l4", "fp16"),
+    "L4I_K16": TileFormat("l4", "small", half_groups=True),
+    "L4I_K32": TileFormat("l4", "small"),
+}
 """Tile format of codes in groups, whose size their names have behind a colon."""
 GROUP_INPUTS = 32
 HALF_GROUP = 16
@@ -103,6 +117,8 @@ def tile_formats(
     """Returns the tile format of each matrix; UnsupportedModel names one that has none."""
     matrices = dict.fromkeys(weight for op in program.ops for weight in matrices_of(op))
     formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
+    if not keeps_small_scales(row_type_of):
+        formats = {weight: each.without_small_scales for weight, each in formats.items()}
     for op in program.ops:
         if isinstance(op, HeadLinear) and op.transposed and not is_float(formats[op.weight]):
             formats[op.weight] = TileFormat("bf16")
@@ -111,6 +127,11 @@ def tile_formats(
             if needs_widening(row_type_of(formats[weight].code) for weight in pair):
                 formats |= {weight: formats[weight].widened for weight in pair}
     return formats
+
+
+def keeps_small_scales(row_type_of: RowTypeOf) -> bool:
+    """Whether scales of two levels stay bytes: the tile unit's products read them as floats."""
+    return row_type_of("u4") != "two_terms"
 
 
 def is_float(tiles: TileFormat) -> bool:
@@ -129,7 +150,7 @@ def _format(weight: Weight, stored: str) -> TileFormat:
     if name in GROUPED and group:
         return _grouped(weight, name, int(group))
     if stored not in FORMATS:
-        hint = FP8_HINT if stored.startswith(("F8_", "L4_", "Q2_K")) else None
+        hint = FP8_HINT if stored.startswith(("F8_", "L4_")) else None
         raise UnsupportedModel(
             f"{weight.name} is stored as {stored}, supported are {', '.join(FORMATS)}", hint=hint
         )
@@ -138,14 +159,15 @@ def _format(weight: Weight, stored: str) -> TileFormat:
 
 def _grouped(weight: Weight, name: str, group: int) -> TileFormat:
     tiles = GROUPED[name]
-    takes_halves = tiles.code == "u8" and tiles.low == "none"
+    takes_halves = tiles.low != "zero"
     whole = group >= weight.shape[-1]
     if group % GROUP_INPUTS == 0 or whole:
         return tiles
     if group == HALF_GROUP and takes_halves:
-        return replace(tiles, half_groups=True)
+        code = "l4" if tiles.code == "u4" else tiles.code
+        return replace(tiles, code=code, half_groups=True)
     raise UnsupportedModel(
         f"{weight.name} is stored in groups of {group} inputs, allowed are multiples of"
-        f" {GROUP_INPUTS}, and {HALF_GROUP} for codes of 8 bits without zeros",
+        f" {GROUP_INPUTS}, and {HALF_GROUP} where groups have no zeros of their own",
         hint="--dtype bfloat16 turns it into floats at load",
     )

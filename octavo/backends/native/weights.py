@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import LoadWeight
 from octavo.backends.native.extension import native_module
-from octavo.backends.native.formats import RowTypeOf, needs_widening
+from octavo.backends.native.formats import (
+    HALF_GROUP,
+    RowTypeOf,
+    keeps_small_scales,
+    needs_widening,
+)
 from octavo.errors import UnsupportedModel
 from octavo.program.ops import GroupedLinear, HeadLinear, Linear
 from octavo.program.program import Weight
@@ -26,6 +31,12 @@ from octavo.quant.packed import Levels, PackedWeight
 PACKED_AT_ONCE = 64 << 20
 """Bytes of tiles that are packed in one go by all threads; their sources stay in memory until then.
 """
+
+
+SMALL_SPAN = 256
+"""Inputs that share the factor of small scales."""
+SMALL_TOP = 127
+"""Largest small scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +223,14 @@ class NativeWeights:
     def _tiles_of(
         self, stored: StoredWeight, *, wide: bool = False, by_columns: bool = False
     ) -> NativeTiles:
-        handle = add_weight(self._packer, stored, self._dtype, wide=wide, by_columns=by_columns)
+        handle = add_weight(
+            self._packer,
+            stored,
+            self._dtype,
+            wide=wide,
+            by_columns=by_columns,
+            small_levels=keeps_small_scales(self._row_type_of) and has_small_levels(stored),
+        )
         permutation = stored.input_permutation if isinstance(stored, PackedWeight) else None
         return NativeTiles(handle, self._row_type_of(handle.code), permutation)
 
@@ -245,11 +263,12 @@ def add_weight(
     *,
     wide: bool = False,
     by_columns: bool = False,
+    small_levels: bool = False,
 ) -> Any:
     """Adds a weight to a packer and returns its PackedTiles, whose bytes the packer's `run` writes.
 
     Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 bits in bytes, `by_columns`
-    codes with one scale an output by columns.
+    codes with one scale an output by columns; with `small_levels` scales of two levels stay bytes.
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
         return packer.values(_typed(stored.codes), _code_of(stored, dtype))
@@ -257,6 +276,7 @@ def add_weight(
         **_fields(stored),
         group=stored.group,
         num_inputs=stored.shape[-1],
+        small_levels=small_levels,
         wide=wide,
         whole_rows=_has_whole_rows(stored),
         by_columns=by_columns,
@@ -269,8 +289,28 @@ def _code_of(stored: StoredWeight, dtype: str) -> str:
         return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, stored.code)
     if _has_whole_rows(stored):
         return "i8"
+    if isinstance(stored, PackedWeight) and (
+        stored.lookup is not None or (stored.bits == 4 and stored.group == HALF_GROUP)
+    ):
+        return "l4"
     bits = stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
     return "u4" if bits == 4 else "u8"
+
+
+def has_small_levels(stored: StoredWeight) -> bool:
+    """Whether scales and mins are small integers, with a factor for each 256 inputs."""
+    if isinstance(stored, BlockWeight):
+        return stored.layout.super_scales is not None
+    if stored.scales is None or stored.scales.super_scale is None:
+        return False
+    levels = [stored.scales] + ([] if stored.mins is None else [stored.mins])
+    return stored.shape[-1] % SMALL_SPAN == 0 and all(
+        each.super_scale is not None
+        and each.span * stored.group == SMALL_SPAN
+        and each.values.dtype.itemsize == 1
+        and (each.values.dtype == np.int8 or int(each.values.max(initial=0)) <= SMALL_TOP)
+        for each in levels
+    )
 
 
 def _has_whole_rows(stored: StoredWeight) -> bool:
@@ -297,6 +337,7 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
         "scales": _typed(weight.scales.values),
         "mins": _values(weight.mins),
         "zeros": None if weight.zeros is None else _typed(weight.zeros),
+        "table": [] if weight.lookup is None else weight.lookup.astype(np.int8).tolist(),
         "super_scales": _supers(weight.scales),
         "super_mins": _supers(weight.mins),
         "zero_point": weight.zero_point,
@@ -305,12 +346,13 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
 
 def _refuse_without_tiles(weight: PackedWeight) -> None:
     """Refuses codes that the kernels do not read: `prepare` may be called without `check`."""
-    if weight.lookup is not None or weight.code not in ("int", "uint"):
-        raise UnsupportedModel(
-            f"the native backend has no tiles for {weight.code} codes of {weight.bits} bits,"
-            " it has them for int and uint",
-            hint="--dtype bfloat16 turns them into floats at load",
-        )
+    if weight.has_whole_lookup or (weight.lookup is None and weight.code in ("int", "uint")):
+        return
+    raise UnsupportedModel(
+        f"the native backend has no tiles for {weight.code} codes of {weight.bits} bits,"
+        " it has them for int and uint, and for lookups of whole numbers of 8 bits",
+        hint="--dtype bfloat16 turns them into floats at load",
+    )
 
 
 def _block_fields(weight: BlockWeight) -> dict[str, Any]:
@@ -328,6 +370,7 @@ def _block_fields(weight: BlockWeight) -> dict[str, Any]:
         "is_signed": layout.bits == 8,
         "zero_point": layout.zero_point,
         "zeros": None,
+        "table": [],
     } | {
         name: None if one is None else (one.view(blocks), one.kind) for name, one in numbers.items()
     }

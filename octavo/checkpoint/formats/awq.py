@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.formats.format import (
+    ByModule,
     Described,
     Tensors,
     check_shape,
@@ -43,7 +44,7 @@ class AwqLevels(NamedTuple):
     num_inputs: int
 
 
-class Awq:
+class Awq(ByModule):
     """Implements `QuantizedFormat`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

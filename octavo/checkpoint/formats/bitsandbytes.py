@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint.formats.format import Described, Tensors, check_shape, needed
+from octavo.checkpoint.formats.format import ByModule, Described, Tensors, check_shape, needed
 from octavo.checkpoint.formats.options import choice, flag
 from octavo.errors import WeightMismatch, shown
 from octavo.quant.packed import Levels, PackedWeight
@@ -43,7 +43,7 @@ class BlockState(NamedTuple):
     nested_offset: float
 
 
-class Bitsandbytes:
+class Bitsandbytes(ByModule):
     """Implements `QuantizedFormat`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from octavo.checkpoint.formats.e2m1 import describe_e2m1, e2m1_name, read_e2m1
 from octavo.checkpoint.formats.format import (
+    ByModule,
     Described,
     Tensors,
     check_shape,
@@ -50,8 +51,11 @@ FORMATS = (
     "mxfp4-pack-quantized",
     "mixed-precision",
 )
-CLASSES = ("Linear",)
-"""Classes of modules that a target may name."""
+CLASSES = ("Linear", "Module")
+"""Classes of modules that a target may name: that of products, and its base."""
+NOT_READ = ("sparsity_config", "transform_config", "moe_sparsity_config")
+"""Parts of a config that change what weights mean, or how rows are turned."""
+DENSE = (None, "dense")
 MODULE_TENSORS = ("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale")
 QUANTIZED = "_proj"
 MAX_BITS = 8
@@ -82,22 +86,22 @@ class ConfigGroup:
     targets: tuple[str, ...]
     scheme: IntScheme | Fp8Scheme | E2m1Scheme
 
-    def is_meant_by_name(self, module: str) -> bool:
-        return any(_matches(target, module) for target in self.targets)
-
-    @property
-    def is_meant_by_class(self) -> bool:
-        return any(target in CLASSES for target in self.targets)
-
-    def is_meant(self, module: str) -> bool:
-        return self.is_meant_by_class or self.is_meant_by_name(module)
+    def closeness(self, module: str) -> int:
+        """Returns how closely a target names a module: 3 by its name, 2 as a pattern, 1 by its
+        class; 0: not at all.
+        """
+        return max((_closeness(target, module) for target in self.targets), default=0)
 
 
-class CompressedTensors:
+class CompressedTensors(ByModule):
     """Implements `QuantizedFormat`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         choice(config, "format", FORMATS, None)
+        for part in NOT_READ:
+            found = config.get(part)
+            if found and not (isinstance(found, dict) and found.get("format", "") in DENSE):
+                raise refused(f"{part} is {shown(found)}, supported are models without it")
         groups = config.get("config_groups")
         if (
             not isinstance(groups, dict)
@@ -116,7 +120,7 @@ class CompressedTensors:
         }
         for group in self._groups:
             named = [target for target in group.targets if target not in CLASSES]
-            if named and not any(map(group.is_meant, found)):
+            if named and not any(map(group.closeness, found)):
                 raise WeightMismatch(
                     f"quantization_config: {group.name}: its targets {', '.join(named)} name none"
                     " of the quantised modules",
@@ -156,7 +160,7 @@ class CompressedTensors:
         )
 
     def planned_name(self, module: str) -> str | None:
-        if QUANTIZED not in module or any(_matches(one, module) for one in self._ignored):
+        if QUANTIZED not in module or any(_closeness(one, module) for one in self._ignored):
             return None
         scheme = self._scheme_of(module)
         if isinstance(scheme, Fp8Scheme):
@@ -171,14 +175,13 @@ class CompressedTensors:
         )
 
     def _scheme_of(self, module: str) -> IntScheme | Fp8Scheme | E2m1Scheme:
-        """Returns the scheme of the group that names the module, or its class."""
-        named = [group for group in self._groups if group.is_meant_by_name(module)]
-        meant = named or [group for group in self._groups if group.is_meant_by_class]
-        if not meant:
+        """Returns the scheme of the group that names the module most closely."""
+        meant = max(self._groups, key=lambda group: group.closeness(module))
+        if not meant.closeness(module):
             raise WeightMismatch(
                 f"{module} is quantised, and no group of quantization_config has it as a target"
             )
-        return meant[0].scheme
+        return meant.scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +321,12 @@ def _patterns(found: Any, key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _matches(target: str, module: str) -> bool:
-    """Whether a target names a module: by its name, by an ending of it, or as a pattern."""
+def _closeness(target: str, module: str) -> int:
+    """Returns 3 where a target is a module's name or an ending of it, 2 where it is a pattern that
+    its name begins with, 1 where it is its class, and 0 otherwise.
+    """
     if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return module == target or module.endswith(f".{target}")
+        return 2 if re.match(target[3:], module) else 0
+    if module == target or module.endswith(f".{target}"):
+        return 3
+    return int(target in CLASSES)

@@ -1,8 +1,8 @@
 """Floats of 4 bits (e2m1) with a scale for each 16 or 32 inputs: NVFP4 and MXFP4.
 
-Codes become twice their value, a whole number from -12 to 12 in a signed byte, and scales half of
-theirs, which changes no product: every e2m1 is a multiple of one half, and a scale is halved
-exactly. Sources: OCP Microscaling Formats 1.0 (MXFP4, e8m0 scales), NVIDIA's NVFP4 as
+Codes stay as they are and stand for twice their value, a whole number from -12 to 12; scales become
+half of theirs, which changes no product: every e2m1 is a multiple of one half, and a scale is
+halved exactly. Sources: OCP Microscaling Formats 1.0 (MXFP4, e8m0 scales), NVIDIA's NVFP4 as
 compressed-tensors saves it.
 """
 
@@ -13,38 +13,37 @@ from numpy.typing import NDArray
 
 from octavo.checkpoint.formats.format import Described, Tensors, check_shape, needed
 from octavo.errors import WeightMismatch
+from octavo.quant.fp8 import e8m0
 from octavo.quant.packed import Levels, PackedWeight
 
-TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the value of each code; its highest bit is the sign."""
-E8M0_BIAS = 127
-
-
-def doubled(pairs: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """Returns twice the values of codes, two a byte and the first one low: `[..., n]` to `[..., 2 *
-    n]`.
-    """
-    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
-    return TWICE[codes]
 
 
 def half_of_e8m0(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Returns half of each power of two; NaN for 255."""
-    powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - E8M0_BIAS - 1)
-    return np.where(exponents == 255, np.float32(np.nan), powers.astype(np.float32))
+    return e8m0(exponents, less=1)
 
 
 def e2m1_weight(pairs: NDArray[np.uint8], halves: NDArray[np.float32], group: int) -> PackedWeight:
-    """Makes the packed weight of codes `[..., out, in / 2]` and halves of the scales, `[..., out,
-    groups]`.
+    """Makes the packed weight of codes `[..., out, in / 2]`, the first of a byte low, and halves of
+    the scales, `[..., out, groups]`.
     """
-    codes = doubled(pairs)
-    return PackedWeight(codes.shape, 8, "int", codes, group, Levels(halves), activation="per_group")
+    return PackedWeight(
+        (*pairs.shape[:-1], 2 * pairs.shape[-1]),
+        4,
+        "lookup",
+        pairs,
+        group,
+        Levels(halves),
+        lookup=TWICE,
+        activation="per_group",
+    )
 
 
 def e2m1_name(group: int) -> str:
     """Returns the format's name for backends."""
-    return f"I8_F32:{group}"
+    return f"L4I_F32:{group}"
 
 
 def describe_e2m1(module: str, tensors: Tensors, group: int) -> Described:

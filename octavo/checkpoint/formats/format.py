@@ -31,6 +31,11 @@ class QuantizedFormat(Protocol):
     tensors do not fit each other or the config, UnsupportedModel where they mean what is not read.
     """
 
+    joint: str
+    """What stands in names between a module and the rest: a point, but for one format."""
+    matrix: str
+    """What follows a module in the name of its matrix."""
+
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
         """Returns the tensors of each quantised module among a checkpoint's names, as the rests of
         their names.
@@ -48,17 +53,24 @@ class QuantizedFormat(Protocol):
         ...
 
 
+class ByModule:
+    """Names of the usual kind: "module.qweight" and the like are the matrix "module.weight"."""
+
+    joint = "."
+    matrix = ".weight"
+
+
 def modules_with(
-    names: Collection[str], main: str, others: Collection[str]
+    names: Collection[str], main: str, others: Collection[str], joint: str = ByModule.joint
 ) -> dict[str, list[str]]:
     """Returns, for each module with a tensor `main`, those of its tensors `main` and `others` that
     are there.
     """
     known = set(names)
-    ending = f".{main}"
+    ending = f"{joint}{main}"
     modules = [name.removesuffix(ending) for name in names if name.endswith(ending)]
     return {
-        module: [main, *(rest for rest in others if f"{module}.{rest}" in known)]
+        module: [main, *(rest for rest in others if f"{module}{joint}{rest}" in known)]
         for module in modules
     }
 

@@ -4,10 +4,11 @@ weight's own name, scales beside it that are multiplied with them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from octavo.checkpoint.formats.format import Described, Tensors, modules_with
+from octavo.checkpoint.formats.format import ByModule, Described, Tensors, modules_with
 from octavo.checkpoint.formats.options import refused
 from octavo.quant.fp8 import Fp8Scheme, fp8_weight
 from octavo.quant.packed import PackedWeight
@@ -17,7 +18,7 @@ SCALES = ("weight_scale_inv", "weight_scale")
 QUANTIZED = "_proj"
 
 
-class Fp8:
+class Fp8(ByModule):
     """Implements `QuantizedFormat`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -56,7 +57,9 @@ def read_fp8(module: str, tensors: Tensors, scheme: Fp8Scheme) -> PackedWeight:
 
 
 def block_of(block: object) -> tuple[int, int]:
-    """Returns the outputs and inputs that share a scale."""
+    """Returns the outputs and inputs that share a scale; older files write "128x128"."""
+    if isinstance(block, str) and re.fullmatch(r"[1-9]\d{0,6}x[1-9]\d{0,6}", block):
+        block = [int(size) for size in block.split("x")]
     if (
         not isinstance(block, list | tuple)
         or len(block) != 2

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.formats.format import (
+    ByModule,
     Described,
     Tensors,
     check_shape,
@@ -61,7 +62,7 @@ class GptqLevels:
     num_inputs: int
 
 
-class Gptq:
+class Gptq(ByModule):
     """Implements `QuantizedFormat`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

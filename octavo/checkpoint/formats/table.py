@@ -11,6 +11,7 @@ from octavo.checkpoint.formats.compressed_tensors import CompressedTensors
 from octavo.checkpoint.formats.format import QuantizedFormat
 from octavo.checkpoint.formats.fp8 import Fp8
 from octavo.checkpoint.formats.gptq import Gptq
+from octavo.checkpoint.formats.mxfp4 import Mxfp4
 from octavo.checkpoint.formats.options import refused
 from octavo.errors import shown
 
@@ -20,6 +21,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
     "gptq": Gptq,
+    "mxfp4": Mxfp4,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.gguf_checkpoint import IGNORED_TENSORS, GgufCheckpoint
 from octavo.checkpoint.safetensors import DTYPES
 from octavo.checkpoint.writing.encoders import Encoder, encoder_of
 from octavo.checkpoint.writing.gguf_file import GgufWriter
@@ -19,7 +19,6 @@ from octavo.checkpoint.writing.safetensors_file import (
     SafetensorsWriter,
     TensorSpec,
 )
-from octavo.errors import ConfigError
 from octavo.ports import Checkpoint
 from octavo.quant.gguf import BlockType
 from octavo.quant.making.gguf_blocks import block_bytes, fit_blocks, type_for
@@ -172,17 +171,17 @@ class HfDirectory:
 
 
 class GgufDirectory:
-    """A directory with one GGUF file, made of another one. Implements `Destination`."""
+    """A directory with one GGUF file, made of another one or of its outline. Implements
+    `Destination`.
+    """
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
-        if not isinstance(checkpoint, GgufCheckpoint):
-            raise ConfigError(
-                f"format gguf: {checkpoint.path} is no GGUF file, whose header and tokenizer would"
-                " be taken over",
-                hint="convert it with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first",
-            )
+    def __init__(
+        self, checkpoint: GgufCheckpoint, recipe: Recipe, source: Checkpoint | None = None
+    ) -> None:
+        """Takes a GGUF file, or the outline of one and the `source` that has the tensors."""
         self._checkpoint = checkpoint
         self._recipe = recipe
+        self._source = source
 
     def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
         symmetric = self._recipe.symmetric
@@ -205,7 +204,7 @@ class GgufDirectory:
             if name in tables:
                 self._write_table(name, tables[name])
             elif name not in kinds:
-                self._writer.write(name, source.tensor_bytes(name))
+                self._writer.write(name, self._tensor_bytes(name))
 
     def fit(self, plan: MatrixPlan) -> FitGrid:
         kind = self._kind(plan)
@@ -249,8 +248,27 @@ class GgufDirectory:
         bits = 6 if self._recipe.bits < 8 else 8
         return type_for(entry.shape[-1], bits, symmetric=True) if is_float else None
 
+    def _tensor_bytes(self, name: str) -> NDArray:
+        """Returns a tensor's numbers as the file has them."""
+        file = self._checkpoint.file
+        if self._source is None or name in IGNORED_TENSORS:
+            return file.tensor_bytes(name)
+        dtype = file.tensors[name].kind.dtype
+        assert dtype is not None, "an outline has floats"
+        found = []
+        for own in self._checkpoint.names_in(name):
+            weight = self._source.tensor(own)
+            kept = weight.packed().codes if weight.is_float else weight.dequantize()
+            moved = self._checkpoint.in_file_order(own, kept)
+            if self._checkpoint.is_moved(own):
+                moved = self._checkpoint.in_file_numbers(own, moved.astype(np.float32))
+            found.append(moved.astype(dtype, copy=False))
+        return np.ascontiguousarray(np.stack(found) if len(found) > 1 else found[0])
+
     def _write_table(self, name: str, kind: BlockType) -> None:
-        weight = self._checkpoint.file.tensor(name).dequantize()
+        (own,) = self._checkpoint.names_in(name)
+        holder = self._checkpoint if self._source is None else self._source
+        weight = holder.tensor(own).dequantize()
         rounded = nearest(weight, None, lambda rows, shares: fit_blocks(rows, shares, kind))
         self._writer.write(name, block_bytes(rounded, kind))
 

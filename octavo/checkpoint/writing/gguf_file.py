@@ -51,7 +51,7 @@ class GgufWriter:
         for name, entry in source.tensors.items():
             kind = kinds.get(name, entry.kind)
             self._starts[name] = end
-            entries.append(_entry(name, entry.shape, TYPE_NUMBERS[kind.name], end))
+            entries.append(tensor_entry(name, entry.shape, TYPE_NUMBERS[kind.name], end))
             end += -(-kind.num_bytes(entry.shape) // alignment) * alignment
         most = _commonest([kind.name for kind in kinds.values()])
         keys = bytes(source.metadata_bytes)
@@ -70,7 +70,8 @@ class GgufWriter:
         write_at(self._path, self._data + self._starts[name] + matrix * data.nbytes, data)
 
 
-def _entry(name: str, shape: tuple[int, ...], number: int, start: int) -> bytes:
+def tensor_entry(name: str, shape: tuple[int, ...], number: int, start: int) -> bytes:
+    """Returns a tensor's entry in the directory; `number` is its type's."""
     text = name.encode()
     sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return struct.pack("<Q", len(text)) + text + sizes + struct.pack("<IQ", number, start)

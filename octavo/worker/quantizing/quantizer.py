@@ -63,9 +63,10 @@ def plan_matrices(
             continue
         for weight in matrices_of(op):
             for name in weight.tensor_names:
-                shape = checkpoint.stored(name).shape
-                bits = bits_of(weight)
-                is_turned = weight.transposed and not checkpoint.output_major
+                stored = checkpoint.stored(name)
+                shape, bits = stored.shape, bits_of(weight)
+                output_major = checkpoint.output_major or stored.is_quantized
+                is_turned = weight.transposed and not output_major
                 if id(op) in chosen and not is_turned and destination.takes(name, shape, bits):
                     matrices.setdefault(name, MatrixPlan(name, (shape[0], shape[1]), bits))
                 else:

@@ -1,5 +1,5 @@
-"""Every type of GGUF's blocks on native, as codes: near the reference, chunked as whole; and those
-that it refuses by name.
+"""Every type of GGUF's blocks on native, as codes: near the reference, chunked as whole, in as few
+bits as they have, or 4.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.gguf import read_gguf
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.checkpoint.writing.gguf_file import GgufWriter
-from octavo.errors import UnsupportedModel
+from octavo.models.registry import build_programs
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
 from tests.quant.test_gguf import HALVES, random_blocks
 from tests.support.paged_runner import PagedRunner
@@ -25,8 +27,6 @@ WIDTHS = {"hidden_size": 256, "intermediate_size": 256}
 IDS = np.random.default_rng(2).integers(0, 90, 30)
 NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
 TYPES = [name for name, number in NUMBERS.items() if BLOCK_TYPES[number].dtype is None]
-REFUSED = ("Q2_K",)
-"""Types of groups of 16 with minima, for which native has no tiles."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,22 @@ def native() -> NativeBackend:
     return NativeBackend(BackendOptions(num_threads=1))
 
 
-@pytest.mark.parametrize("name", [name for name in TYPES if name not in REFUSED])
+BITS = {
+    **dict.fromkeys(("Q4_0", "IQ4_NL", "TQ1_0", "TQ2_0"), 4.5),
+    **dict.fromkeys(("Q4_1", "MXFP4", "NVFP4"), 5),
+    **dict.fromkeys(("Q5_0", "Q8_0"), 8.5),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 4.375),
+    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S", "Q3_K"), 4.625),
+    "Q5_1": 9,
+    "Q2_K": 5.25,
+    "Q4_K": 4.75,
+    "Q5_K": 8.75,
+    "Q6_K": 8.625,
+}
+"""Bits of a weight in tiles, with its scales and minima."""
+
+
+@pytest.mark.parametrize("name", TYPES)
 def test_native_runs_the_codes(source: Path, tmp_path: Path, name: str) -> None:
     path = written(source, tmp_path / "m.gguf", name)
     wanted = PagedRunner(path).logits(IDS)
@@ -85,13 +100,20 @@ def test_native_runs_the_codes(source: Path, tmp_path: Path, name: str) -> None:
     assert np.isfinite(wanted).all()
     assert np.sqrt(np.mean((found - wanted) ** 2)) < 0.03 * abs(wanted).max()
     np.testing.assert_array_equal(PagedRunner(path, native()).logits(IDS, 3), found)
+    on_torch = TorchBackend(BackendOptions(num_threads=1))
+    near = PagedRunner(path, on_torch).logits(IDS)
+    np.testing.assert_allclose(near, wanted, rtol=0, atol=3e-5 * abs(wanted).max())
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_types_that_only_torch_reads(source: Path, tmp_path: Path, name: str) -> None:
-    path = written(source, tmp_path / "m.gguf", name)
-    with pytest.raises(UnsupportedModel, match=f"is stored as {name}"):
-        PagedRunner(path, native())
-    wanted = PagedRunner(path).logits(IDS)
-    found = PagedRunner(path, TorchBackend(BackendOptions(num_threads=1))).logits(IDS)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-5 * abs(wanted).max())
+@pytest.mark.parametrize("name", TYPES)
+def test_tiles_take_the_bits_of_their_codes(source: Path, tmp_path: Path, name: str) -> None:
+    """The footprint, known from headers, is the memory taken, and no type is a copy in floats."""
+    checkpoint = open_checkpoint(written(source, tmp_path / "m.gguf", name))
+    program = build_programs(checkpoint.config)["decoder"]
+    format_of = loaded_formats(checkpoint, "auto", None, program)
+    backend = NativeBackend(BackendOptions(num_threads=1, max_tokens=64))
+    footprint = backend.footprint(program, format_of).weight_bytes
+    prepared = backend.prepare(program, WeightReader(checkpoint).load)
+    assert sum(footprint.values()) == prepared.weight_bytes
+    down = next(weight for weight in footprint if weight.name.endswith("down_proj.weight"))
+    assert footprint[down] * 8 == BITS[name] * down.shape[0] * down.shape[1]

@@ -1,0 +1,63 @@
+"""MXFP4 as gpt-oss has it: of each layer's experts `gate_up_proj_blocks [E, out, in / 32, 16] u8`,
+pairs of e2m1 codes with the first one low, and `gate_up_proj_scales [E, out, in / 32] u8`, powers
+of two as e8m0; `down_proj` likewise. In bf16 the same matrices are `[E, in, out]`.
+
+Source: transformers' `integrations/mxfp4.py`, whose `convert_moe_packed_tensors` is the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from octavo.checkpoint.formats.e2m1 import e2m1_name, e2m1_weight, half_of_e8m0
+from octavo.checkpoint.formats.format import Described, Tensors, check_shape, modules_with, needed
+from octavo.errors import WeightMismatch
+from octavo.quant.packed import PackedWeight
+
+GROUP = 32
+EXPERTS = ".experts."
+
+
+class Mxfp4:
+    """Implements `QuantizedFormat`."""
+
+    joint = "_"
+    matrix = ""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Takes a config whose `modules_to_not_convert` say what the tensors' names say, too."""
+
+    def parts(self, names: Collection[str]) -> dict[str, list[str]]:
+        found = modules_with(names, "blocks", ("scales",), self.joint)
+        lone = modules_with(names, "scales", ("blocks",), self.joint).keys() - found.keys()
+        if lone:
+            raise WeightMismatch(f"{min(lone)}: blocks are missing beside scales")
+        return found
+
+    def describe(self, module: str, tensors: Tensors) -> Described:
+        return Described(_shape(module, tensors), e2m1_name(GROUP))
+
+    def weight(self, module: str, tensors: Tensors) -> PackedWeight:
+        *lead, inputs = _shape(module, tensors)
+        pairs = tensors["blocks"].reshape(*lead, inputs // 2)
+        return e2m1_weight(pairs, half_of_e8m0(tensors["scales"]), GROUP)
+
+    def planned_name(self, module: str) -> str | None:
+        return e2m1_name(GROUP) if EXPERTS in module and not module.endswith("_bias") else None
+
+
+def _shape(module: str, tensors: Tensors) -> tuple[int, ...]:
+    """Returns the shape of the experts' matrices, `[E, out, in]`."""
+    blocks, scales = tensors["blocks"], needed(tensors, "scales", module)
+    if blocks.ndim != 4 or blocks.shape[-1] * 2 != GROUP or blocks.dtype != np.uint8:
+        raise WeightMismatch(
+            f"{module}_blocks is {blocks.dtype} of shape {blocks.shape}, expected uint8 [experts,"
+            f" out, in / {GROUP}, {GROUP // 2}]"
+        )
+    check_shape(scales, blocks.shape[:-1], "scales", module, f"one for {GROUP} inputs")
+    if scales.dtype != np.uint8:
+        raise WeightMismatch(f"{module}_scales is {scales.dtype}, expected uint8")
+    return (*blocks.shape[:2], blocks.shape[2] * GROUP)

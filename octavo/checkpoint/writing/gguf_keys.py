@@ -1,0 +1,45 @@
+"""Metadata of a GGUF file: keys with typed values, as bytes.
+
+Source of the format: ggml's `docs/gguf.md`, version 3. Numbers are written as llama.cpp's converter
+writes them: whole ones as uint32, others as float32.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+"""Numbers that a value's type has in the file."""
+ARRAY_TYPES = {"bool": BOOL, "int32": I32, "float32": F32}
+
+KeyValue = bool | int | float | str | Sequence[str | bytes] | NDArray[Any]
+
+
+def metadata_bytes(keys: Mapping[str, KeyValue]) -> bytes:
+    """Returns keys and values one behind the other."""
+    return b"".join(_text(key) + _value(value) for key, value in keys.items())
+
+
+def _value(value: KeyValue) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<I?", BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", U32, value)
+    if isinstance(value, float):
+        return struct.pack("<If", F32, value)
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _text(value)
+    if isinstance(value, np.ndarray):
+        kind = ARRAY_TYPES[value.dtype.name]
+        return struct.pack("<IIQ", ARRAY, kind, len(value)) + value.tobytes()
+    return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_text, value))
+
+
+def _text(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(data)) + data

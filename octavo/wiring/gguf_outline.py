@@ -1,0 +1,109 @@
+"""The outline of the GGUF file that a checkpoint in another format would be: written, read again by
+the engine's own reader, and taken only if it says the same model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.tensor_check import check_tensors
+from octavo.checkpoint.writing.gguf_keys import KeyValue
+from octavo.checkpoint.writing.gguf_outline import SPECIAL_KEYS, GgufOutline
+from octavo.errors import UnsupportedModel
+from octavo.models.registry import build_programs
+from octavo.ports import Checkpoint, TokenizerSource, Vocabulary
+from octavo.program.program import Program
+from octavo.text.json_vocabulary import json_vocabulary
+
+HINT = "convert it with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first"
+TOLERANCE = 1e-6
+"""Share by which a float32 of a header may be off."""
+
+
+def gguf_outline(checkpoint: Checkpoint, program: Program) -> GgufCheckpoint:
+    """Makes a checkpoint's outline, which lies in memory of the file system until it is dropped;
+    UnsupportedModel where a GGUF header cannot say the model or its tokenizer.
+    """
+    source = checkpoint.tokenizer_source()
+    vocabulary = None if source is None else _vocabulary(source)
+    keys = {} if source is None or vocabulary is None else _tokenizer_keys(source, vocabulary)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outline.gguf"
+        GgufOutline(checkpoint, vocabulary, keys).write(path)
+        outline = GgufCheckpoint(path)  # its pages stay, also without a name
+    found = build_programs(outline.config).get(program.name)
+    if found is None or not _is_alike(found, program):
+        raise UnsupportedModel(
+            f"format gguf: a header of the architecture {outline.architecture} says another model"
+            f" than {checkpoint.path}",
+            hint=HINT,
+        )
+    check_tensors(outline, [found])
+    return outline
+
+
+def _vocabulary(source: TokenizerSource) -> Vocabulary | None:
+    return source.vocabulary if source.json is None else json_vocabulary(source.json)
+
+
+def _tokenizer_keys(source: TokenizerSource, vocabulary: Vocabulary) -> Mapping[str, KeyValue]:
+    """Returns the keys of special tokens, of what comes first, and of the chat template."""
+    ids = {token.decode(errors="replace"): i for i, token in enumerate(vocabulary.tokens)}
+    found: dict[str, KeyValue] = {
+        f"tokenizer.ggml.{theirs}_token_id": ids[source.special_tokens[f"{ours}_token"]]
+        for ours, theirs in SPECIAL_KEYS.items()
+        if source.special_tokens.get(f"{ours}_token") in ids
+    }
+    ends = list(source.eos_token_ids)
+    if ends:
+        found.setdefault("tokenizer.ggml.eos_token_id", ends[0])
+    others = [i for i in ends if i != found.get("tokenizer.ggml.eos_token_id")]
+    for key, token_id in zip(("eot", "eom"), others, strict=False):
+        found[f"tokenizer.ggml.{key}_token_id"] = token_id
+    adds_bos = source.add_bos_token
+    if adds_bos is None and source.json is not None:
+        adds_bos = _puts_bos(source)
+    if adds_bos is not None:
+        found["tokenizer.ggml.add_bos_token"] = adds_bos
+    if source.chat_template is not None:
+        found["tokenizer.chat_template"] = source.chat_template
+    return found
+
+
+def _puts_bos(source: TokenizerSource) -> bool:
+    """Whether tokenizer.json itself puts the bos token before a text."""
+    import tokenizers
+
+    bos = source.special_tokens.get("bos_token")
+    tokens = tokenizers.Tokenizer.from_file(str(source.json)).encode("a").tokens
+    return bos is not None and tokens[:1] == [bos]
+
+
+def _is_alike(found: Any, wanted: Any) -> bool:
+    """Whether two Programs, or parts of them, are the same but for the last bits of numbers."""
+    if isinstance(found, float) and isinstance(wanted, float):
+        return math.isclose(found, wanted, rel_tol=TOLERANCE) or found == wanted
+    if dataclasses.is_dataclass(found):
+        return type(found) is type(wanted) and all(
+            _is_alike(getattr(found, each.name), getattr(wanted, each.name))
+            for each in dataclasses.fields(found)
+        )
+    if isinstance(found, tuple | list):
+        return (
+            isinstance(wanted, tuple | list)
+            and len(found) == len(wanted)
+            and all(map(_is_alike, found, wanted))
+        )
+    if isinstance(found, dict):
+        return (
+            isinstance(wanted, dict)
+            and found.keys() == wanted.keys()
+            and all(_is_alike(value, wanted[key]) for key, value in found.items())
+        )
+    return bool(found == wanted)
