@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
+from octavo.quant.making import refine
 from octavo.quant.making.channels import awq_factors, smooth_factors
 from octavo.quant.making.gguf_blocks import BY_NAME, TYPES, block_bytes, fit_blocks, type_for
 from octavo.quant.making.gptq import GptqInputs, fitted, nearest
@@ -45,8 +46,11 @@ def test_a_last_group_may_be_shorter(kind: GridKind) -> None:
 
 
 @pytest.mark.parametrize("damp_percent", [1.0, 10.0])
-def test_gptq_solves_least_squares_for_what_is_left(damp_percent: float) -> None:
+def test_gptq_solves_least_squares_for_what_is_left(
+    damp_percent: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each input is the nearest code to what is optimal given the codes before it."""
+    monkeypatch.setattr(refine, "SWEEPS", 0)
     spec = GridSpec(4, 32, "zero")
     found = GptqInputs(HESSIAN, damp_percent).by_neighbours(WEIGHT, fitted(spec))
     steps, lows = (np.repeat(each, 32, axis=1) for each in found.grid.lines())
@@ -73,6 +77,25 @@ def test_gptq_costs_less_than_rounding(kind: GridKind) -> None:
         assert cost(matrix) < 0.6 * rounded
         assert matrix.permutation is not None
         assert (np.diff(HESSIAN.diagonal()[matrix.permutation]) <= 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_are_refined(kind: GridKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less error is left with each sweep, and at the end no code wishes to be another."""
+    spec, damped = GridSpec(3, 32, kind), 1e-6
+    costs = []
+    for sweeps in (0, 1, 30):
+        monkeypatch.setattr(refine, "SWEEPS", sweeps)
+        found = GptqInputs(HESSIAN, damped).by_neighbours(WEIGHT, fitted(spec))
+        costs.append(cost(found))
+    assert costs[2] <= costs[1] < costs[0]
+    steps = np.repeat(found.grid.lines()[0], 32, axis=1)
+    slopes = (found.values() - WEIGHT) @ HESSIAN
+    wish = found.codes - slopes / HESSIAN.diagonal() / steps
+    assert (np.rint(np.clip(wish, 0, 7)) != found.codes).mean() < 0.002
+    if kind != "min":
+        scales = found.grid.scales.values
+        assert scales.dtype == np.float16 and (scales > 0).all()
 
 
 def test_inputs_that_are_never_used_are_rounded_to_nearest() -> None:

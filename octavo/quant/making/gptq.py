@@ -10,6 +10,7 @@ this order, each fitted when it is reached.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from octavo.quant.making.grid import (
     inverse,
     round_to,
 )
+from octavo.quant.making.refine import GroupedColumns, refine
 from octavo.quant.packed import Levels
 
 BLOCK = 128
@@ -54,7 +56,8 @@ class GptqInputs:
         self.order: NDArray[np.int32] = np.argsort(
             -hessian[diagonal, diagonal], kind="stable"
         ).astype(np.int32)
-        self._factor = _factor(own[np.ix_(self.order, self.order)], damp_percent / 100)
+        damped, self._factor = _factor(own[np.ix_(self.order, self.order)], damp_percent / 100)
+        self._hessian = damped.astype(np.float32)
 
     def by_neighbours(self, weight: Floats32, fit: FitGrid) -> RoundedMatrix:
         """Rounds a matrix whose groups are of neighbours, to grids fitted beforehand."""
@@ -68,12 +71,27 @@ class GptqInputs:
         ordered = _rounded(weight.T[self.order], self._factor, lines, grid.top)
         codes = np.empty(ordered.shape, np.uint8)
         codes[self.order] = ordered
-        return RoundedMatrix(np.ascontiguousarray(codes.T), grid)
+        back = np.argsort(self.order)
+        has_zeros = grid.mins is None and grid.scales.super_scale is None
+        made = GroupedColumns(
+            codes,
+            steps,
+            lows,
+            grid.group,
+            grid.top,
+            _zeros_by_group(grid) if has_zeros else None,
+        )
+        refine(weight.T, made, self._hessian[np.ix_(back, back)])
+        if has_zeros:
+            scales = made.steps.T.astype(grid.scales.values.dtype)
+            grid = replace(grid, scales=Levels(np.ascontiguousarray(scales)))
+        return RoundedMatrix(np.ascontiguousarray(made.codes.T), grid)
 
     def by_activity(self, weight: Floats32, spec: GridSpec) -> RoundedMatrix:
         """Rounds a matrix whose groups are of inputs used about as strongly (act-order)."""
         columns = weight.T[self.order]
-        importance = self.importance[self.order]
+        # What an error costs once the inputs behind it have made up for it.
+        importance = np.square(1 / self._factor.diagonal())
         group = spec.group_of(len(columns))
         scales: list[Floats32] = []
         seconds: list[Floats32] = []
@@ -89,14 +107,17 @@ class GptqInputs:
             return scales[-1], -scales[-1] * seconds[-1]
 
         codes = _rounded(columns, self._factor, lines, spec.top, unit=group)
+        steps, zeros = np.stack(scales), np.stack(seconds)
+        made = GroupedColumns(codes, steps, -steps * zeros, group, spec.top, zeros)
+        refine(columns, made, self._hessian)
         grid = Grid(
             group,
             spec.top,
-            Levels(np.stack(scales, axis=1).astype(np.float16)),
+            Levels(np.ascontiguousarray(made.steps.T.astype(np.float16))),
             zero_point=spec.middle if spec.kind == "middle" else 0,
             zeros=None if spec.kind == "middle" else np.stack(seconds, axis=1).astype(np.int16),
         )
-        return RoundedMatrix(np.ascontiguousarray(codes.T), grid, self.order)
+        return RoundedMatrix(np.ascontiguousarray(made.codes.T), grid, self.order)
 
 
 def nearest(weight: Floats32, importance: Floats32 | None, fit: FitGrid) -> RoundedMatrix:
@@ -111,8 +132,14 @@ def fitted(spec: GridSpec, *, searches: bool = True) -> FitGrid:
     return lambda weight, importance: fit_grid(weight, importance, spec, searches=searches)
 
 
-def _factor(hessian: NDArray[np.float64], damp: float) -> Floats32:
-    """Returns the upper triangle U with U^T U = inverse of the damped Hessian."""
+def _zeros_by_group(grid: Grid) -> Floats32:
+    """Returns the code that stands for 0 in each group, `[groups, out]`."""
+    zeros = grid.zero_point if grid.zeros is None else grid.zeros.T
+    return np.broadcast_to(zeros, grid.scales.values.T.shape).astype(np.float32)
+
+
+def _factor(hessian: NDArray[np.float64], damp: float) -> tuple[NDArray[np.float64], Floats32]:
+    """Returns the damped Hessian, and the upper triangle U with U^T U = its inverse."""
     diagonal = np.arange(len(hessian))
     mean = float(hessian[diagonal, diagonal].mean())
     for tries in range(MAX_TRIES):
@@ -124,9 +151,9 @@ def _factor(hessian: NDArray[np.float64], damp: float) -> Floats32:
         except np.linalg.LinAlgError:
             continue
         if np.isfinite(upper).all():
-            return np.ascontiguousarray(upper, np.float32)
+            return damped, np.ascontiguousarray(upper, np.float32)
     # So little is known of the inputs that each counts by itself.
-    return np.eye(len(hessian), dtype=np.float32)
+    return np.eye(len(hessian)), np.eye(len(hessian), dtype=np.float32)
 
 
 def _rounded(
