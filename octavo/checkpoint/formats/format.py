@@ -32,9 +32,9 @@ class QuantizedFormat(Protocol):
     """
 
     joint: str
-    """What stands in names between a module and the rest: a point, but for one format."""
+    """Text between a module and the rest of a tensor's name: a point, but for one format."""
     matrix: str
-    """What follows a module in the name of its matrix."""
+    """Ending of a matrix's name, behind that of its module."""
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
         """Returns the tensors of each quantised module among a checkpoint's names, as the rests of
