@@ -196,8 +196,8 @@ class StreamedWeights:
             places[index] = len(data)
             size = _round_up(handle.num_bytes, LINE)
             if handle.is_interleaved:
-                layout = handle.layout
-                places[index + pairs] = len(data) + layout[-1] // 2
+                *_, stride, _ = handle.layout  # the table of codes is last
+                places[index + pairs] = len(data) + stride // 2
                 data += _filled(handle.raw(2 * handle.num_bytes), 2 * size)
             else:
                 data += _filled(handle.raw(handle.num_bytes), size)

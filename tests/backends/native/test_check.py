@@ -153,7 +153,7 @@ UNPACKABLE = {
         CODES[:, :16],
         32,
         Levels(np.ones((9, 1), np.float32)),
-        lookup=np.zeros(16, np.float32),
+        lookup=np.full(16, 0.5, np.float32),
     ),
 }
 
