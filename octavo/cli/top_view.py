@@ -27,7 +27,7 @@ MODEL_COLUMNS = (
 )
 REQUEST_COLUMNS = ("request", "model", "state", "key", "age", "waited", "prompt", "new", "blocks")
 LEFT_OUT = {
-    "model": ("cached", "swap", "in t/s", "blocks", "wait"),
+    "model": ("held", "drafted", "cached", "swap", "in t/s", "blocks", "wait"),
     "request": ("blocks", "key", "model", "waited", "prompt"),
 }
 """Columns that a terminal does without that is too narrow for all, the first of them first."""

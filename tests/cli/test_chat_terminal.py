@@ -90,6 +90,7 @@ def test_ctrl_c_stops_the_answer_and_what_came_is_kept(chat, known):
     assert known.stopped.wait(20), "the server's work ends with the answer"
     terminal.press("half")
     terminal.until("half")  # the line editor reads keys from now on
+    time.sleep(0.2)  # a signal that comes while a key is read waits for the next key
     terminal.press("\x03")
     terminal.until("(Ctrl-D or /exit ends)")
     terminal.press("then\n")

@@ -167,7 +167,7 @@ def test_the_file_that_a_batch_reads_cannot_be_deleted(kept):
     [
         ({"window": "15d"}, "at most 14 days"),
         ({"window": "soon"}, "completion_window"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"metadata": {str(index): "x" for index in range(17)}}, "metadata"),
     ],
 )

@@ -144,7 +144,8 @@ def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
 
 def layer_norm(op: ops.LayerNorm, step: ReferenceStep) -> Made:
     x = step.get(op.x)
-    groups = x.reshape(len(x), -1, op.group_width or x.shape[1])
+    width = op.group_width or x.shape[1]
+    groups = x.reshape(len(x), x.shape[1] // width, width)
     return (_centered(groups, op, step).reshape(x.shape),)
 
 
