@@ -23,6 +23,7 @@ from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.text.tokenizer import load_tokenizer
 from octavo.worker.grammar_rows import CompiledGrammars
 from tests.support.schemas import some_schema
+from tests.support.slowness import slowness
 from tests.support.tiers import examples
 from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer
 
@@ -152,7 +153,8 @@ def admitted(grammars, fields) -> bool:
         assert len(str(error)) < 1500
         return False
     finally:
-        assert time.process_time() - began < 2, fields
+        took_s = time.process_time() - began
+        assert took_s < 2 or took_s < 2 * slowness(), fields
     return True
 
 
@@ -163,6 +165,7 @@ def test_drawn_forms_are_admitted_or_refused(grammars, kind):
     assert not all(found)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("fields", EXCESSIVE.values(), ids=EXCESSIVE)
 def test_an_excessive_form_neither_ends_the_process_nor_takes_long(grammars, fields):
     admitted(grammars, fields)
