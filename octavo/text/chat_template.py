@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest
-from octavo.text.template_bounds import bounded_environment, render
+from octavo.text.template_bounds import bound_filters, bounded_environment, render
 
 if TYPE_CHECKING:
     import jinja2
@@ -128,6 +128,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.filters["tojson"] = to_json
+    bound_filters(environment)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

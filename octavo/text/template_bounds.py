@@ -8,11 +8,13 @@ an environment is made.
 
 from __future__ import annotations
 
-import re
+import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from octavo.text import text_growth
 
 if TYPE_CHECKING:
     import jinja2
@@ -27,7 +29,6 @@ MAX_CHARACTERS = 64 << 20
 """Longest text that a template may make, in characters."""
 
 STEPS_A_LOOK = 256
-WIDE_FORMAT = re.compile(r"%[-+ #0]*(\d{7,}|\*)|\.\d{7,}")
 
 
 class Effort:
@@ -110,19 +111,38 @@ def bounded_environment(**options: Any) -> jinja2.Environment:
 
         def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
             self.running.effort.step()
-            for argument in (*arguments, *named.values()):
-                if isinstance(argument, int):
-                    check_length(argument)
+            check_numbers(arguments, named)
+            check_method(function, arguments, named)
             return super().call(context, function, *arguments, **named)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             check_operands(operator, left, right)
             return super().call_binop(context, operator, left, right)
 
-    environment = BoundedEnvironment()
-    for name in ("center", "indent"):
-        environment.filters[name] = _bounded_filter(environment.filters[name])
-    return environment
+    return BoundedEnvironment()
+
+
+def bound_filters(environment: jinja2.Environment) -> None:
+    """Replaces an environment's filters by ones that refuse to make a text that is too long."""
+    for name, length in text_growth.FILTERS.items():
+        environment.filters[name] = _bounded_filter(environment.filters[name], length)
+    environment.filters["center"] = _bounded_filter(environment.filters["center"])
+
+
+def check_numbers(arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
+    """Raises ValueError where a number is larger than a text may be long."""
+    for argument in (*arguments, *named.values()):
+        if isinstance(argument, int):
+            check_length(argument)
+
+
+def check_method(function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
+    """Raises ValueError where a text's method would make a text that is too long."""
+    function = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
+    text = getattr(function, "__self__", None)
+    length = text_growth.METHODS.get(getattr(function, "__name__", ""))
+    if isinstance(text, str) and length is not None:
+        check_length(length(text, *arguments, **named))
 
 
 def check_operands(operator: str, left: Any, right: Any) -> None:
@@ -136,17 +156,21 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
                 check_length(size * count)
     if operator == "**" and isinstance(left, int) and isinstance(right, int):
         check_length(left.bit_length() * right)
-    if operator == "%" and isinstance(left, str) and WIDE_FORMAT.search(left):
-        raise ValueError("it formats a text of unbounded width")
+    if operator == "%" and isinstance(left, str):
+        text_growth.percent_formatted(left)
 
 
-def _bounded_filter(function: Any) -> Any:
-    """Returns a filter that refuses widths beyond the longest text."""
+def _bounded_filter(function: Any, length: Callable[..., int] | None = None) -> Any:
+    """Returns a filter that refuses numbers and outcomes beyond the longest text."""
+    # A mark on the function has jinja2 pass its context before the value.
+    num_before_value = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-    def bounded(text: Any, *arguments: Any, **named: Any) -> Any:
-        for argument in (*arguments, *named.values()):
-            if isinstance(argument, int):
-                check_length(argument)
-        return function(text, *arguments, **named)
+    @functools.wraps(function)
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        values = arguments[num_before_value:]
+        check_numbers(values, named)
+        if length is not None:
+            check_length(length(*values, **named))
+        return function(*arguments, **named)
 
     return bounded

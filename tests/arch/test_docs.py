@@ -189,6 +189,17 @@ def test_links_lead_somewhere(page):
 
 
 @every_page
+def test_paragraphs_fit_in_100_columns(page):
+    """Tables and indented blocks of code cannot be wrapped."""
+    long = [
+        f"{number}: {line}"
+        for number, line in enumerate(without_code(page.read_text()).splitlines(), 1)
+        if len(line) > 100 and not line.lstrip().startswith("|") and not line.startswith("    ")
+    ]
+    assert not long, f"{page.name} has lines of over 100 columns: {long}"
+
+
+@every_page
 def test_commands_exist(page):
     """Lines of code blocks that call octavo or make name commands and flags that exist."""
     for line in re.findall(
