@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -22,13 +20,14 @@ from octavo.engine.clients.client import EngineInfo
 from octavo.engine.core import CoreOutputs
 from octavo.engine.front.admission_limits import AdmissionLimits
 from octavo.engine.front.arguments import Messages, PoolingPrompt, Prompt, text_of
+from octavo.engine.front.async_jobs import AsyncJobs, Compute
 from octavo.engine.front.changes import Fork, RequestUpdate
 from octavo.engine.front.front import Front
 from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
-from octavo.engine.front.pooling_jobs import OutputT, PoolingJob, PoolingJobs, PoolingPrompts, Texts
+from octavo.engine.front.pooling_jobs import PoolingJobs, PoolingPrompts, Texts
 from octavo.engine.front.prompt_inputs import Truncation
 from octavo.engine.front.request_stream import RequestStream
-from octavo.engine.front.transcriptions import MOST_WINDOWS, SoundWindow, SpeechOptions
+from octavo.engine.front.transcriptions import SpeechOptions
 from octavo.engine.front.transfers import Transfers
 from octavo.engine.kv.pin import COMPUTE
 from octavo.engine.live.feed import EngineFeed, FeedReader
@@ -53,8 +52,6 @@ from octavo.transfer.block_events import BlocksCleared
 from octavo.transfer.messages import Prefill
 from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
 
-Compute = Callable[[Sequence[FrontRequest]], Awaitable[list[RequestOutput]]]
-"""Runs requests together and returns their final outputs, in their order."""
 Admission = Callable[[FrontRequest], None]
 """Last check of a request, called before it runs; what it raises refuses the request."""
 
@@ -73,6 +70,7 @@ class AsyncLLM:
         self._request_ids = itertools.count()
         self.limits = AdmissionLimits(front.config)
         """Limits of what it takes in."""
+        self._jobs = AsyncJobs(front, self._next_id, self.prepare, self.submit_prepared)
         self._transfers = Transfers(
             front.config.transfer,
             front.info.transfer,
@@ -163,7 +161,7 @@ class AsyncLLM:
         self._check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
-        request_id = request_id or f"request-{next(self._request_ids)}"
+        request_id = request_id or self._next_id()
         origin = Origin(priority, tenant, owner)
         request = self._front.prepare(request_id, prompt, params, origin, adapter=adapter)
         return self.submit_prepared(request, deltas=deltas, admit=admit)
@@ -204,7 +202,7 @@ class AsyncLLM:
         self, prompts: Texts, params: PoolingParams | None = None
     ) -> list[EmbeddingRequestOutput]:
         """Computes the embeddings of texts and returns them in the texts' order."""
-        return await self._pool(self.pooling_jobs.embedding(prompts, params))
+        return await self._jobs.pool(self.pooling_jobs.embedding(prompts, params))
 
     async def classify(
         self, prompts: PoolingPrompts, params: PoolingParams | None = None
@@ -212,7 +210,7 @@ class AsyncLLM:
         """Classifies texts, or pairs of them (TextPair), and returns what the model says of each,
         in their order.
         """
-        return await self._pool(self.pooling_jobs.classification(prompts, params))
+        return await self._jobs.pool(self.pooling_jobs.classification(prompts, params))
 
     async def score(
         self, data_1: Texts, data_2: Texts, params: PoolingParams | None = None
@@ -220,7 +218,7 @@ class AsyncLLM:
         """Scores each text of `data_2` with the text of `data_1`, or with the one at the same
         place.
         """
-        return await self._pool(self.pooling_jobs.scoring(data_1, data_2, params))
+        return await self._jobs.pool(self.pooling_jobs.scoring(data_1, data_2, params))
 
     @property
     def pooling_jobs(self) -> PoolingJobs:
@@ -255,46 +253,7 @@ class AsyncLLM:
         runs its requests in place of the engine's own way, so that they can be counted.
         """
         self._check_alive()
-        hearing, compute = self._front.hearing, compute or self._all
-        hearing.check(options)
-        windows = await asyncio.to_thread(hearing.windows, data)
-        if hearing.asks_language(options):
-            first = hearing.language_request(self._next_id(), windows[0], origin)
-            (found,) = await compute([first])
-            options = replace(options, language=hearing.language_of(found))
-        outputs: list[RequestOutput] = []
-        for start in range(0, len(windows), MOST_WINDOWS):
-            some = windows[start : start + MOST_WINDOWS]
-            made = partial(self._sound_requests, some, options, origin)
-            outputs += await compute(await asyncio.to_thread(made))
-        return hearing.joined(windows, outputs, options)
-
-    def _sound_requests(
-        self, windows: Sequence[SoundWindow], options: SpeechOptions, origin: Origin
-    ) -> list[FrontRequest]:
-        hearing = self._front.hearing
-        return [hearing.request(self._next_id(), one, options, origin) for one in windows]
-
-    def _next_id(self) -> str:
-        return f"request-{next(self._request_ids)}"
-
-    async def _all(self, requests: Sequence[FrontRequest]) -> list[RequestOutput]:
-        """Computes requests together and returns their outputs; cancelling it aborts them."""
-        streams: list[RequestStream] = []
-        try:
-            for request in requests:
-                streams.append(self.submit_prepared(request, deltas=False))
-            return [await stream.final() for stream in streams]
-        finally:
-            for stream in streams:
-                stream.abandon()
-
-    async def _pool(self, job: PoolingJob[OutputT]) -> list[OutputT]:
-        """Computes a job's prompts together; cancelling it aborts them."""
-        prepared = [
-            await self.prepare(self._next_id(), prompt, job.params) for prompt in job.prompts
-        ]
-        return job.read(await self._all(prepared))
+        return await self._jobs.transcribe(data, options, origin, compute)
 
     def submit_prepared(
         self, request: FrontRequest, *, deltas: bool, admit: Admission | None = None
@@ -490,6 +449,9 @@ class AsyncLLM:
         self._front.close()
         if self._reader is not None:
             self._reader.join()
+
+    def _next_id(self) -> str:
+        return f"request-{next(self._request_ids)}"
 
     def _compute_for_peer(self, asked: Prefill) -> Awaitable[RequestOutput]:
         """Queues a prompt whose blocks another engine fetches."""
