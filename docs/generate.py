@@ -26,28 +26,17 @@ from octavo.cli.app import build_app
 from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
 from octavo.config.engine_config import option_fields
 from octavo.config.option import OptionField, options_of
-from octavo.server.anthropic.bodies import CountTokensBody, MessagesBody
-from octavo.server.app import create_app
-from octavo.server.cohere.bodies import CohereChatBody
+from octavo.server.app import ROUTES, create_app
+from octavo.server.body import Body
 from octavo.server.errors import TABLE
 from octavo.server.fields import described
-from octavo.server.ollama.bodies import OllamaChatBody, OllamaGenerateBody, ShowBody
-from octavo.server.ollama.embeddings import OllamaEmbedBody, OllamaEmbeddingsBody
-from octavo.server.openai.batches import BatchBody
-from octavo.server.openai.bodies import ChatBody, CompletionBody, SamplingBody
-from octavo.server.openai.embeddings import EmbeddingBody
-from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.openai.bodies import SamplingBody
+from octavo.server.openapi import bodies_of
 from octavo.server.router.metrics import COUNTERS as ROUTER_COUNTERS
 from octavo.server.router.metrics import GAUGES as ROUTER_GAUGES
 from octavo.server.router.metrics import LABELS as ROUTER_LABELS
 from octavo.server.router.settings import RouterSettings
-from octavo.server.routes.adapters import LoadAdapterBody, UnloadAdapterBody
-from octavo.server.routes.cache import PinBody, ResetBody
-from octavo.server.routes.jobs import GenerateBody
-from octavo.server.routes.model_loading import OPTIONS, LoadBody, UnloadBody
-from octavo.server.routes.requests import ChangeBody, ForkBody
-from octavo.server.routes.tokenize import ApplyTemplateBody, DetokenizeBody, TokenizeBody
-from octavo.server.scoring.bodies import ClassifyBody, CohereRerankBody, RerankBody, ScoreBody
+from octavo.server.routes.model_loading import OPTIONS, LoadBody
 from octavo.server.settings import ServerSettings
 from octavo.server.state.metrics import (
     CACHE,
@@ -75,41 +64,10 @@ SECTIONS = {
     "draws": "Draws",
     "lora": "Adapters",
     "media": "Images",
+    "sparsity": "Sparsity",
     "observe": "Observing",
 }
-BODIES = {
-    "POST /v1/completions": CompletionBody,
-    "POST /v1/chat/completions": ChatBody,
-    "POST /generate": GenerateBody,
-    "POST /v1/requests/{request_id}/fork": ForkBody,
-}
-OTHER_BODIES = {
-    "POST /tokenize": TokenizeBody,
-    "POST /detokenize": DetokenizeBody,
-    "POST /apply-template": ApplyTemplateBody,
-    "POST /v1/responses": ResponseBody,
-    "POST /v1/batches": BatchBody,
-    "POST /v1/cache/pin": PinBody,
-    "POST /v1/cache/reset": ResetBody,
-    "PATCH /v1/requests/{request_id}": ChangeBody,
-    "POST /v1/models/load": LoadBody,
-    "POST /v1/models/unload": UnloadBody,
-    "POST /v1/load_lora_adapter": LoadAdapterBody,
-    "POST /v1/unload_lora_adapter": UnloadAdapterBody,
-    "POST /v1/messages": MessagesBody,
-    "POST /v1/messages/count_tokens": CountTokensBody,
-    "POST /api/chat": OllamaChatBody,
-    "POST /api/generate": OllamaGenerateBody,
-    "POST /v1/embeddings": EmbeddingBody,
-    "POST /classify": ClassifyBody,
-    "POST /score": ScoreBody,
-    "POST /rerank": RerankBody,
-    "POST /v2/rerank": CohereRerankBody,
-    "POST /api/embed": OllamaEmbedBody,
-    "POST /api/embeddings": OllamaEmbeddingsBody,
-    "POST /api/show": ShowBody,
-    "POST /v2/chat": CohereChatBody,
-}
+"""Titles of the sections of options, in the order of the page."""
 
 
 def pages() -> dict[str, str]:
@@ -184,8 +142,11 @@ def options() -> str:
             " (8,192)."
         ),
     ]
+    every = option_fields()
+    if untitled := {spec.section for spec in every.values()} - SECTIONS.keys():
+        raise SystemExit(f"SECTIONS has no title for {', '.join(sorted(untitled))}")
     for section, title in SECTIONS.items():
-        specs = {name: spec for name, spec in option_fields().items() if spec.section == section}
+        specs = {name: spec for name, spec in every.items() if spec.section == section}
         parts += [f"## {title}", option_table(specs)]
     parts += [
         "## Server",
@@ -350,6 +311,7 @@ def first_line(thing: Any) -> str:
 def http() -> str:
     paths = create_app(EngineSlot()).openapi()["paths"]
     routes = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
+    bodies = _bodies()
     parts = [
         "# HTTP",
         (
@@ -357,22 +319,35 @@ def http() -> str:
             " name with 400, or, with `--lenient`, ignored and named in the response header"
             " `X-Octavo-Ignored-Fields`."
         ),
-        table(("route", "body"), ((f"`{route}`", body_link(route)) for route in routes)),
+        table(
+            ("route", "body"),
+            ((f"`{route}`", "the fields below" if route in bodies else "") for route in routes),
+        ),
         "## Fields of every body that asks for text",
         field_table(SamplingBody, ()),
     ]
-    for route, body in BODIES.items():
-        parts += [f"## {route}", field_table(body, SamplingBody.model_fields)]
-    for route, body in OTHER_BODIES.items():
-        parts += [f"## {route}", field_table(body, ())]
+    for body, its_routes in _routes_by_body(routes).items():
+        asks_for_text = issubclass(body, SamplingBody)
+        parts.append(f"## {', '.join(its_routes)}")
+        parts.append(field_table(body, SamplingBody.model_fields if asks_for_text else ()))
         if body is LoadBody:
             names = ", ".join(f"`{name}`" for name in OPTIONS)
             parts.append(f"`options` may hold, for the new engine alone: {names}.")
     return "\n\n".join(parts)
 
 
-def body_link(route: str) -> str:
-    return "the fields below" if route in BODIES | OTHER_BODIES else ""
+def _routes_by_body(routes: Iterable[str]) -> dict[type[Body], list[str]]:
+    """Returns the routes that take each body, in the order of `routes`."""
+    found: dict[type[Body], list[str]] = {}
+    bodies = _bodies()
+    for route in routes:
+        if route in bodies:
+            found.setdefault(bodies[route], []).append(route)
+    return found
+
+
+def _bodies() -> dict[str, type[Body]]:
+    return {route: body for part in ROUTES for route, body in bodies_of(part.router).items()}
 
 
 def field_table(body: Any, without: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from octavo.server.body import Body
 from octavo.server.error_forms import Fault, form_of
 
 REFERENCE = "$ref"
@@ -25,13 +26,27 @@ def describe(router: APIRouter) -> None:
         if not isinstance(route, APIRoute):
             continue
         route.responses.update(error_responses(route.path))
-        for dependency in route.dependant.dependencies:
-            kind = getattr(dependency.call, "kind", None)
-            if kind is None:
-                continue
-            route.openapi_extra = {"requestBody": request_body(kind)}
-            if kind.stream_type is not None and "stream" in kind.model_fields:
-                route.responses[200] = {"content": {kind.stream_type: {}}}
+        kind = _body_of(route)
+        if kind is None:
+            continue
+        route.openapi_extra = {"requestBody": request_body(kind)}
+        if kind.stream_type is not None and "stream" in kind.model_fields:
+            route.responses[200] = {"content": {kind.stream_type: {}}}
+
+
+def bodies_of(router: APIRouter) -> dict[str, type[Body]]:
+    """Returns the class that checks the body of each route that reads one, by "METHOD path"."""
+    return {
+        f"{method} {route.path}": kind
+        for route in router.routes
+        if isinstance(route, APIRoute) and (kind := _body_of(route)) is not None
+        for method in sorted(route.methods)
+    }
+
+
+def _body_of(route: APIRoute) -> type[Body] | None:
+    kinds = (getattr(dependency.call, "kind", None) for dependency in route.dependant.dependencies)
+    return next((kind for kind in kinds if kind is not None), None)
 
 
 def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
