@@ -202,7 +202,7 @@ def decode_rate(llm: LLM, adapters: Sequence[LoRARequest | None], num_tokens: in
 
 
 def seconds_of(llm: LLM, adapters: Sequence[LoRARequest | None], num_tokens: int) -> float:
-    """Returns the seconds that so many tokens of each stream take."""
+    """Returns the seconds that a number of tokens of each stream take."""
     prompts = [
         [(7 * stream + 3 * at) % 1000 + 5 for at in range(PROMPT_TOKENS)]
         for stream in range(len(adapters))

@@ -3,11 +3,11 @@ at once, for types of KV cache.
 
     python benchmarks/context_curve.py --model smollm2 --rounds 5
 
-Contexts: one request alone, a prompt of so many random tokens, then --output more; prefill and
+Contexts: one request alone, a prompt of as many random tokens, then --output more; prefill and
 decode by the request's own timings, memory as the system counts it when it has ended. A context
-that is more than the model takes is left out. Concurrency: so many requests of --prompt + --output
-tokens at once, prompt and new tokens/s. Each type of cache runs in a process of its own, in turns:
-round 1 of each, then round 2 of each. Lines of JSON go to benchmarks/results/ too: each
+that is more than the model takes is left out. Concurrency: that many requests of --prompt and
+--output tokens at once, prompt and new tokens/s. Each type of cache runs in a process of its own,
+in turns: round 1 of each, then round 2 of each. Lines of JSON go to benchmarks/results/ too: each
 measurement, then medians, least and greatest. Nothing else should run on the machine.
 """
 

@@ -47,7 +47,9 @@ Admits = Callable[[Simulation, Arrival], bool]
 
 def arrivals(seed: int, count: int, rate: float, prompt: int, output: int) -> list[Arrival]:
     """Draws requests that come at `rate` a second, all at once where it is infinite."""
-    draw, now, made = random.Random(seed), 0.0, []
+    draw = random.Random(seed)
+    now = 0.0
+    made = []
     for index in range(count):
         now += 0.0 if math.isinf(rate) else draw.expovariate(rate)
         lengths = [draw.lognormvariate(math.log(median), 0.8) for median in (prompt, output)]

@@ -142,7 +142,7 @@ def main() -> None:
         "--reference", help="a dtype to compare with, for models other than smollm2"
     )
     parser.add_argument("--backend")
-    parser.add_argument("--windows", type=int, help="only the first so many of the 20 windows")
+    parser.add_argument("--windows", type=int, help="how many of the 20 windows, from the first")
     parser.add_argument("--generated", action="store_true", help="second halves are generated")
     for name in SPARSITY:
         parser.add_argument(f"--{name.replace('_', '-')}")

@@ -225,7 +225,7 @@ def resident_bytes() -> int:
 
 
 def memory(grammars: LazyGrammars, tokens: list[int], num: int) -> dict[str, Any]:
-    """Returns the memory of `num` answers of one schema after so many tokens, and that of compiled
+    """Returns the memory of `num` answers of one schema after some tokens, and that of compiled
     grammars up to the worker's bound, as it is counted and as the process grows.
     """
     spec = grammars.admit(StructuredOutputs(json={"type": "array", "items": {"type": "string"}}))

@@ -56,7 +56,7 @@ def worker_of(shape: HostShape, way: SendingWay, *, sends: bool) -> TransferWork
 
 
 def wait_for(worker: TransferWorker, num_blocks: int, field: str) -> None:
-    """Waits until the worker has reported so many blocks."""
+    """Waits until the worker has reported a number of blocks."""
     found = 0
     while found < num_blocks:
         report = worker.report(wait_s=0.1)
@@ -87,7 +87,7 @@ def send_blocks(shape: HostShape, way: SendingWay, pipe: Connection) -> None:
 
 
 def send_raw(num_bytes: int, port: int, pipe: Connection) -> None:
-    """Sends so many bytes to each connection, until the pipe closes."""
+    """Sends a number of bytes to each connection, until the pipe closes."""
     data = bytes(CHUNK)
     with socket.create_server((HOST, port)) as server:
         pipe.send("ready")

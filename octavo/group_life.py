@@ -246,7 +246,7 @@ class StateLife(GroupLife, frozen=True, tag="state"):
         return max(0, num_blocks - 1)
 
     def num_checkpoints(self, num_tokens: int) -> int:
-        """Counts the checkpoints of so many tokens of a request."""
+        """Counts the checkpoints of a request's first `num_tokens` tokens."""
         return -(-num_tokens // self.interval_tokens) if self.interval_tokens else 0
 
     def blocks_at_start(self, extent: Extent, block_size: int) -> int:

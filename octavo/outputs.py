@@ -88,7 +88,7 @@ class Timings:
     num_steps: int
     """Number of steps in which it ran."""
     mean_batch_size: float
-    """Mean number of requests in these steps, itself included."""
+    """Mean number of requests, itself included, in the steps in which it ran."""
     max_batch_size: int
     waits: dict[str, float]
     """Seconds in the queue, by what it waited for."""
@@ -100,7 +100,7 @@ class Timings:
     draft_tokens: int = 0
     """Number of guessed tokens that were verified (speculation)."""
     accepted_tokens: int = 0
-    """Number of these that were right."""
+    """Number of guessed tokens that were right (speculation)."""
 
     @property
     def reason(self) -> str:

@@ -274,8 +274,8 @@ class ImageReader(Protocol):
         ...
 
     def read(self, sources: Sequence[Any]) -> list[ReadImage]:
-        """Returns images from where users say that they are; InvalidRequest names what is wrong
-        with one.
+        """Returns the images that a user names by path, URL or bytes; InvalidRequest says what is
+        wrong with one.
         """
         ...
 

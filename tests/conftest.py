@@ -34,7 +34,7 @@ row.
 """
 
 FEWER_ON_TORCH = 2
-"""The sample runs one in so many on torch of the tests that every backend has, and of Triton's in
+"""The sample runs one in this many on torch of the tests that every backend has, and of Triton's in
 its interpreter; torch's own folder has the closer look.
 """
 

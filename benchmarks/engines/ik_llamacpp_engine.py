@@ -22,12 +22,10 @@ class Engine:
     ) -> None:
         api.llama_backend_init()
         model_params, params = api.llama_model_default_params(), api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = (
-            context_tokens,
-            BATCH_TOKENS,
-            512,
-            requests,
-        )
+        params.n_ctx = context_tokens
+        params.n_batch = BATCH_TOKENS
+        params.n_ubatch = 512
+        params.n_seq_max = requests
         params.n_threads = params.n_threads_batch = os.cpu_count() or 1
         known = [{name for name, _ in part._fields_} for part in (model_params, params)]
         for name, value in options.items():

@@ -19,7 +19,9 @@ pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", js
 
 def run(prompts: list[list[int]], num_output: int) -> int:
     config = openvino_genai.GenerationConfig()
-    config.max_new_tokens, config.ignore_eos, config.do_sample = num_output, True, False
+    config.max_new_tokens = num_output
+    config.ignore_eos = True
+    config.do_sample = False
     handles = [
         pipeline.add_request(index, openvino.Tensor(np.array([ids], np.int64)), config)
         for index, ids in enumerate(prompts)

@@ -167,7 +167,9 @@ class Look:
         """
         if self.count:
             self._profiler.stop()
-        spans, seconds, calls = [], Counter[str](), Counter[str]()
+        spans = []
+        seconds = Counter[str]()
+        calls = Counter[str]()
         for event in self._profiler.events():
             if event.device_type == torch.autograd.DeviceType.CUDA or not torch.cuda.is_available():
                 spans.append((event.time_range.start, event.time_range.end))

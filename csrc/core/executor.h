@@ -61,7 +61,7 @@ struct View {
     const KvMemory& kv;
     // Row r of a block of rows lies where row r - shift of `Axis::block` does.
     int shift = 0;
-    // This chunk of the sampled rows.
+    // First row and number of rows of the chunk of sampled rows that is computed.
     int first_sample = 0, num_samples = 0;
     // The product of which each row keeps the best logit instead of writing all; null: none.
     const Stage* best_only = nullptr;
@@ -263,7 +263,7 @@ struct ExpertPlan {
     ExpertPlan(int num_experts, int top_k, int max_tokens);
     // Gives each choice of the first `num_tokens` tokens its row.
     void order(int num_tokens);
-    // Returns the rows that any choices of so many tokens need.
+    // Returns the rows that any choices of `max_tokens` tokens need.
     static size_t most_rows(int num_experts, int top_k, int max_tokens);
 };
 

@@ -22,7 +22,7 @@ namespace {
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "words that processes share");
 
 constexpr size_t kPage = 4096, kFirstSlot = 64 << 10;
-// The same as that of compute threads between stages (thread_pool.cpp).
+// Time that a rank spins before it sleeps: that of compute threads between stages (thread_pool.cpp).
 constexpr auto kSpin = std::chrono::microseconds(50);
 // Upper bound on one sleep: a wait that an abort has missed by a hair ends after it.
 constexpr long kSleepNs = 50'000'000;

@@ -34,7 +34,7 @@ class SharedRanks {
 
     // -- whole collectives, called by one thread of each rank at a time --
 
-    // Lets a slot have at least so many bytes; all ranks ask for the same.
+    // Lets a slot have at least this many bytes; all ranks ask for the same.
     void reserve(size_t slot_bytes);
     // out = the sum of all ranks' x, added in rank order in fp32. `out` may be `x`.
     void all_reduce(const float* x, float* out, size_t count);

@@ -173,8 +173,8 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
         }
 }
 
-// The same where V lies in K, with 16 keys to a vector: a sum in each of these over the blocks, then over
-// them. One vector holds one dimension in fp32, two in bf16. Beyond the last key there may be anything.
+// Weighs the values that lie in K, with 16 keys to a vector: each lane sums over the blocks, then the lanes
+// are summed. One vector holds one dimension in fp32, two in bf16. Beyond the last key there may be anything.
 template <int N, Way way>
 OCTAVO_INLINE void weigh_latents(const LaneSet& set, int lane0, int key0, int key1, int split0) {
     constexpr int dims = way == Way::fp32 ? 1 : 2;

@@ -19,8 +19,14 @@ HOP = 160
 TOP_HZ = 8_000.0
 FLOOR, RANGE = 1e-10, 8.0
 """Least power, and decades below the loudest that are kept."""
-LINEAR_HZ, LOG_HZ, LOG_MEL, LOG_STEP = 200.0 / 3, 1000.0, 15.0, np.log(6.4) / 27
-"""Slaney's scale: linear with so many Hz a mel up to 1000 Hz (15 mel), logarithmic above."""
+LINEAR_HZ = 200.0 / 3
+"""Width of a mel of Slaney's scale in its linear part, in Hz."""
+LOG_HZ = 1000.0
+"""Frequency from which Slaney's scale is logarithmic, in Hz."""
+LOG_MEL = 15.0
+"""Mel of Slaney's scale at `LOG_HZ`."""
+LOG_STEP = np.log(6.4) / 27
+"""Logarithm of the ratio of two frequencies that lie one mel apart, above `LOG_HZ`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
 
 
 def chatglm_tokens(num_pieces: int) -> AddedTokens:
-    """Returns the tokens that ChatGLM's own code adds behind so many pieces."""
+    """Returns the tokens that ChatGLM's own code adds behind `num_pieces` pieces."""
     return {num_pieces + i: (text, True) for i, text in enumerate(CHATGLM_TOKENS)}
 
 

@@ -231,7 +231,7 @@ class WeightReader:
         )
 
     def _part(self, name: str, weight: Weight) -> StoredWeight:
-        """Returns one source tensor, transposed and cut as the weight wants it."""
+        """Returns one source tensor, transposed and cut to the weight's rows and columns."""
         packed: StoredWeight = self._checkpoint.tensor(name)
         if weight.kernel:
             codes = packed.packed().codes

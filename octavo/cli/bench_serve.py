@@ -51,7 +51,10 @@ ApiKey = Annotated[
 NumRequests = Annotated[
     int | None,
     typer.Option(
-        "--num-requests", "--num-prompts", help="The first so many; default all, or 100.", min=1
+        "--num-requests",
+        "--num-prompts",
+        help="Number of requests, the first of a trace; default all, or 100.",
+        min=1,
     ),
 ]
 RequestRate = Annotated[

@@ -82,7 +82,9 @@ def _check_offload(config: EngineConfig) -> None:
 
 def _check_sparsity(config: EngineConfig) -> None:
     """Raises ConfigError where work is to be left out that cannot be, or not like this."""
-    options, usual, backend = config.sparsity, SparsityOptions(), config.backend.backend
+    options = config.sparsity
+    usual = SparsityOptions()
+    backend = config.backend.backend
     ffn = options.ffn_sparsity
     if ffn not in (None, "exact") and not 0 < options.gate_sparsity <= MAX_SPARSITY:
         raise ConfigError(

@@ -71,8 +71,8 @@ class SchedulerOptions:
     )
     scheduler_delay_factor: float = option(
         0.0,
-        "without chunked prefill: after a step with a prompt, so many times as long without one,"
-        " for those that generate",
+        "without chunked prefill: after a step with a prompt, this many times its duration without"
+        " another one, for the requests that generate",
         low=0,
     )
     batching: Literal["continuous", "static", "dynamic", "none"] = option(

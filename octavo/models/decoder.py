@@ -251,7 +251,9 @@ class SelfAttention:
 
     def of_module(self, b: Builder, x: Value, name: str, layer: int) -> Value:
         """Appends the attention of a layer whose module has that name."""
-        shape, cache, rope = self.shape, self.caches[layer], self.ropes[layer]
+        shape = self.shape
+        cache = self.caches[layer]
+        rope = self.ropes[layer]
         project = self.project or separate_qkv(shape, bias=self.qkv_bias)
         if self.gated:
             (q, gate), (k, v) = self._with_gate(b, x, name), self._keys(b, x, name)

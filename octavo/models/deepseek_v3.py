@@ -83,7 +83,7 @@ class LatentAttention:
         )
 
     def group(self, num_layers: int) -> CacheGroup:
-        """Returns the cache group of so many layers."""
+        """Returns the cache group of `num_layers` layers."""
         return CacheGroup("latent", "latent", num_layers, 1, self.latent_width + self.rope_width, 0)
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:

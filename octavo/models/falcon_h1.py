@@ -78,7 +78,7 @@ def _mlp(config: HfConfig) -> Sublayer:
 
 
 def _numbers(config: HfConfig, name: str, count: int) -> list[float]:
-    """Reads so many factors; 1 each where the config has none."""
+    """Reads a list of `count` factors; all 1 where the config has none."""
     given = config.values.get(name)
     if given is None:
         return [1.0] * count

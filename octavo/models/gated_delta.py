@@ -46,7 +46,7 @@ class GatedDelta:
         return keys, keys, self.num_v_heads * self.v_dim
 
     def groups(self, num_layers: int) -> tuple[CacheGroup, CacheGroup]:
-        """Returns the cache groups of so many mixers."""
+        """Returns the cache groups of `num_layers` mixers."""
         return (
             CacheGroup(CONV, "conv", num_layers, 1, sum(self.widths), 0, window=self.taps),
             CacheGroup(STATE, "state", num_layers, self.num_v_heads, self.v_dim, self.k_dim),

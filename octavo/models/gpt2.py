@@ -16,11 +16,9 @@ from octavo.program.program import CacheGroup, Program, Value, Weight
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("add_cross_attention", False)
-    width, num_heads, num_layers = (
-        config.size("n_embd"),
-        config.size("n_head"),
-        config.count("n_layer"),
-    )
+    width = config.size("n_embd")
+    num_heads = config.size("n_head")
+    num_layers = config.count("n_layer")
     vocab_size = config.integer("vocab_size", low=1)
     if width % num_heads:
         raise UnsupportedModel(f"config.json: n_embd {width} is no multiple of n_head {num_heads}")

@@ -32,12 +32,16 @@ DEFAULT_CONTEXT_TOKENS = 512
 512)."""
 
 RECURRENT_CONTEXT_TOKENS = 1 << 17
-"""Context of models whose layers all recur. No length is too long for their numbers, but each row
-of the engine has room for so many token ids."""
+"""Context of models whose layers all recur, in tokens. No length is too long for their numbers; the
+bound is on the token ids that each row of the engine keeps."""
 
-MAX_WHOLE, MAX_SIZE, MAX_COUNT = (1 << 31) - 1, 1 << 20, 10_000
-"""Upper bounds of whole numbers of any kind, of widths and heads, and of layers and experts. No
-model comes near them; a damaged file would build Programs for hours."""
+# No model comes near these bounds; a damaged file would build Programs for hours.
+MAX_WHOLE = (1 << 31) - 1
+"""Upper bound of whole numbers of any kind."""
+MAX_SIZE = 1 << 20
+"""Upper bound of widths and numbers of heads."""
+MAX_COUNT = 10_000
+"""Upper bound of numbers of layers and experts."""
 
 
 class HfConfig:

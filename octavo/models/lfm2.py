@@ -69,7 +69,9 @@ class Convolution:
     bias: bool
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
-        name, width, cache = f"model.layers.{layer}.conv", x.width, self.caches[layer]
+        name = f"model.layers.{layer}.conv"
+        width = x.width
+        cache = self.caches[layer]
         before, after, rows = (
             linear_part(
                 b, x, f"{name}.in_proj", Rows(width, 3 * width, part * width), bias=self.bias

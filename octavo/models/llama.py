@@ -1,5 +1,4 @@
-"""Llama 2 and 3, SmolLM2, TinyLlama and whatever else says model_type llama. Touvron et al.
-2023."""
+"""Llama 2 and 3, SmolLM2, TinyLlama and other models of model_type llama. Touvron et al. 2023."""
 
 from __future__ import annotations
 

@@ -177,11 +177,9 @@ def _dynamic(p: RopeParameters, dim: int) -> RopeTable:
 
 def _llama3(p: RopeParameters, dim: int) -> RopeTable:
     """Stretches long wavelengths by `factor`, keeps short ones, and blends those between."""
-    factor, low, high = (
-        p.positive("factor"),
-        p.number("low_freq_factor"),
-        p.number("high_freq_factor"),
-    )
+    factor = p.positive("factor")
+    low = p.number("low_freq_factor")
+    high = p.number("high_freq_factor")
 
     def stretched(frequency: float) -> float:
         turns = p.original_positions * frequency / (2 * math.pi)

@@ -45,7 +45,7 @@ class StateSpace:
         return self.inner + 2 * self.num_runs * self.state_size
 
     def groups(self, num_layers: int, conv_width: int) -> tuple[CacheGroup, CacheGroup]:
-        """Returns the cache groups of so many mixers."""
+        """Returns the cache groups of `num_layers` mixers."""
         columns = self.inner // self.num_heads
         return (
             CacheGroup(CONV, "conv", num_layers, 1, conv_width, 0, window=self.taps),
@@ -70,7 +70,9 @@ class Mamba1:
     """Epsilon of the norms of dt, b and c (Jamba); None: they are not normed."""
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
-        sizes, name, at = self.sizes, self.module.format(layer), self.index[layer]
+        sizes = self.sizes
+        name = self.module.format(layer)
+        at = self.index[layer]
         inner, state = sizes.inner, sizes.state_size
         rows, gate = (
             linear_part(
@@ -147,7 +149,9 @@ class Mamba2:
     """Whether the last product has a bias; None: as the first one."""
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
-        sizes, name, at = self.sizes, self.module.format(layer), self.index[layer]
+        sizes = self.sizes
+        name = self.module.format(layer)
+        at = self.index[layer]
         widths = (sizes.inner, sizes.conv_width, sizes.num_heads)
         starts = (0, sizes.inner, sizes.inner + sizes.conv_width)
         x = b.scale(x, self.factors.rows)

@@ -99,8 +99,8 @@ class Weight:
     norms and biases, `[E, out]` for the experts' biases (`rows_last`). `sources` are checkpoint
     tensors (several are stacked on a new first axis); `name` alone where empty. `transposed`: the
     checkpoint keeps the last two axes the other way round (GPT-2's Conv1D, gpt_oss's experts).
-    Where `source_rows` is set, the checkpoint's tensor has so many rows on its output axis (after
-    transposing), and this weight is some of them: its row r is row_start + (r // row_run) *
+    Where `source_rows` is set, the checkpoint's tensor has that number of rows on its output axis
+    (after transposing), and this weight is some of them: its row r is row_start + (r // row_run) *
     row_step + r % row_run of the tensor. `cut` is set on a rank's part of a weight, whose `shape`
     is then the part's. Where `fill` is set, all of it is that number, its last axis is those
     numbers, or it is computed, and the checkpoint has no tensor (a norm without a weight, taps

@@ -13,7 +13,7 @@ WORD_BITS = 32
 
 
 def num_words(count: int, bits: int) -> int:
-    """Returns the words that so many numbers take."""
+    """Returns the words that `count` numbers of `bits` bits take."""
     return -(-count * bits // WORD_BITS)
 
 

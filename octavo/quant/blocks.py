@@ -172,7 +172,9 @@ class BlockWeight:
 
     def _codes(self) -> Bytes:
         """Returns the codes `[..., out, in]`, or `[..., out, in / 2]` in halves of groups."""
-        lead, half, planes = self.blocks.shape[:-2], self.group // 2, self.layout.planes
+        lead = self.blocks.shape[:-2]
+        half = self.group // 2
+        planes = self.layout.planes
         if len(planes) == 1 and (
             planes[0].bits == 8 or planes[0] == Plane(planes[0].start, 4, half)
         ):

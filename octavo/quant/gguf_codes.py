@@ -264,7 +264,9 @@ def _iq2_xs(blocks: Bytes) -> Decoded:
 
 def _iq2_s(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale, low, signs = parts.half(1 / 8), parts.take(32), _signs(parts.take(32))
+    scale = parts.half(1 / 8)
+    low = parts.take(32)
+    signs = _signs(parts.take(32))
     high = _fields(parts.take(8), 2, 4).reshape(len(blocks), -1).astype(np.uint16)
     steps = _fields(parts.take(8), 4, 2).reshape(len(blocks), -1)
     return Decoded(_vectors("IQ2_S", low | high << 8, signs), _odd(steps), scale)
@@ -272,7 +274,9 @@ def _iq2_s(blocks: Bytes) -> Decoded:
 
 def _iq3_xxs(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale, indices, words = parts.half(1 / 4), parts.take(64), parts.take(32, "<u4")
+    scale = parts.half(1 / 4)
+    indices = parts.take(64)
+    words = parts.take(32, "<u4")
     signs = PARITY_SIGNS[_fields(words, 7, 4)]
     return Decoded(_vectors("IQ3_XXS", indices, signs), _odd(words >> np.uint32(28)), scale)
 
@@ -299,7 +303,9 @@ def _eighths(indices: NDArray, is_minus: NDArray[np.bool_]) -> NDArray[np.int8]:
 
 def _iq1_s(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
-    scale, low, words = parts.half(EIGHTH), parts.take(32), parts.take(16, "<u2")
+    scale = parts.half(EIGHTH)
+    low = parts.take(32)
+    words = parts.take(16, "<u2")
     high = _fields(words, 3, 4).reshape(len(blocks), -1)
     is_minus = np.repeat(words & np.uint16(0x8000) != 0, 4, axis=1)
     steps = words >> np.uint16(12) & np.uint16(7)

@@ -22,7 +22,7 @@ class CachedNames:
         return len(self._young | self._old)
 
     def bound(self, most: int) -> None:
-        """Keeps at most so many names from now on."""
+        """Keeps at most `most` names from now on."""
         self._most = most
         self._forget()
 

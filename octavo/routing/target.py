@@ -49,7 +49,7 @@ class Target:
         self.sent_tokens += num_tokens
 
     def computed(self, num_tokens: int, now: float) -> None:
-        """Takes in that so many tokens of the queue are computed, the newest just now."""
+        """Takes in that `num_tokens` tokens of the queue were computed, the last ones just now."""
         self.queued_tokens -= num_tokens
         self._measured_tokens = KEPT_SHARE * self._measured_tokens + num_tokens
         self._measured_s = KEPT_SHARE * self._measured_s + max(0.0, now - self._since)

@@ -19,7 +19,7 @@ from octavo.errors import OctavoError
 from octavo.server.state.service import Service
 
 SHARE_BESIDE_OTHERS = 8
-"""Lines run beside other requests in one of so many of the places that they may have."""
+"""Lines of batches run beside other requests in one of this many of their places."""
 
 ResultT = TypeVar("ResultT")
 

@@ -73,7 +73,7 @@ class RatedLayout:
 
 
 MakeRequests = Callable[[float], Sequence[SimulatedRequest]]
-"""Returns the trace's requests, so many times as fast as they came."""
+"""Function from a factor to the trace's requests, which come that many times as fast."""
 
 
 def engine_of(path: Path) -> SimulatedEngine:
@@ -102,7 +102,7 @@ def engine_of(path: Path) -> SimulatedEngine:
 
 
 def layouts_of(num_machines: int) -> list[FleetLayout]:
-    """Returns the layouts of so many machines, one engine on each."""
+    """Returns the layouts of `num_machines` machines, one engine on each."""
     if not 1 <= num_machines <= MAX_MACHINES:
         raise ConfigError(f"machines: got {num_machines}, allowed are 1 to {MAX_MACHINES}")
     split = (FleetLayout(num_machines, prefill) for prefill in range(1, num_machines))

@@ -24,7 +24,7 @@ class MirostatRule(NamedTuple):
     """Share of the error that is corrected."""
 
     def after(self, mu: float, surprise: float) -> float:
-        """Returns the bound after a token of so many bits, rounded as records keep it."""
+        """Returns the bound after a token of `surprise` bits, rounded as records keep it."""
         return float(np.float32(mu - self.eta * (surprise - self.tau)))
 
 

@@ -250,7 +250,7 @@ class GrammarRows:
         }
 
     def mask(self, row: int, *, num_guesses: int = 0) -> Bits | None:
-        """Returns the tokens that may come next, `[ceil(V / 32)]`, after so many guesses; None
+        """Returns the tokens that may come next, `[ceil(V / 32)]`, after that many guesses; None
         where any may, or where a guess before is not legal and nothing after it is kept.
         """
         if num_guesses:

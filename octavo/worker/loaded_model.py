@@ -270,8 +270,8 @@ def request_rows(
         )
     except MemoryError:
         what = (
-            f"max_num_seqs: got {options.max_requests:,}, but the token ids of so many requests of"
-            f" {max_model_len:,} tokens"
+            f"max_num_seqs: got {options.max_requests:,}, but the token ids of that many requests"
+            f" of {max_model_len:,} tokens"
         )
         raise ConfigError(
             f"{what} take more memory than there is", hint="lower max_num_seqs or max_model_len"

@@ -99,7 +99,7 @@ def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[Group
 
 
 def demand_of(config: EngineConfig) -> KvDemand:
-    """Returns the most that an engine with these options asks of its KV cache."""
+    """Returns the largest demand of an engine with these options on its KV cache."""
     assert config.model.max_model_len is not None, "derive() has set it"
     options = config.scheduler
     return KvDemand(

@@ -134,7 +134,7 @@ def num_blocks_of(batch: StepBatch) -> list[int]:
 
 
 def rows_batch(rows: Rows, rows_a_request: int) -> StepBatch:
-    """Returns a step without keys over given rows, so many of them in each request."""
+    """Returns a step without keys over given rows, `rows_a_request` of them in each request."""
     count = len(rows)
     starts = np.arange(0, count + 1, rows_a_request, dtype=np.int32)
     num = len(starts) - 1

@@ -213,8 +213,8 @@ class SamplingRows:
         return bool(self._extras)
 
     def surprised(self, row: int, surprise: float) -> float | None:
-        """Moves the bound of a row's mirostat after a token of so many bits; returns it, rounded as
-        it is kept, or None without mirostat.
+        """Moves the bound of a row's mirostat after a token of `surprise` bits; returns it, rounded
+        as it is kept, or None without mirostat.
         """
         rule = self._mirostats.get(row)
         if rule is None:
@@ -411,8 +411,8 @@ class SamplingRows:
         return list(found)
 
     def _mask(self, row: int, extras: RowExtras, num_guesses: int) -> Bits | None:
-        """Returns the tokens that a row may draw after so many guesses, by its grammar and its
-        allowed ids.
+        """Returns the tokens that a row may draw after `num_guesses` guesses, by its grammar and
+        its allowed ids.
         """
         allowed = extras.allowed_mask
         legal = self._grammars.mask(row, num_guesses=num_guesses)

@@ -138,6 +138,8 @@ RETIRED = frozenset(
     }
 )
 """Words that the project's prose does without."""
+RETIRED_PHRASES = ("so many",)
+"""Phrases that stand where a number or an argument has a name."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,9 @@ TEST_OPENINGS = frozenset(
 
 
 def _retired_word(text: str) -> str | None:
-    used = RETIRED & set(re.findall(r"[a-z]+", text.lower()))
+    words = re.findall(r"[a-z]+", text.lower())
+    used = RETIRED & set(words)
+    used |= {phrase for phrase in RETIRED_PHRASES if f" {phrase} " in f" {' '.join(words)} "}
     return f"says {', '.join(sorted(used))}" if used else None
 
 

@@ -19,6 +19,7 @@ def test_prose_is_plain(path):
         ('def f():\n    """The rows\' tables."""', "a function's docstring opens with a verb"),
         ('def f():\n    """Waits while nobody asks."""', "says nobody"),
         ("x = 1  # for whoever comes meanwhile", "says meanwhile, whoever"),
+        ('def f(n):\n    """Returns the groups of so\n    many layers."""', "says so many"),
     ],
 )
 def test_a_riddle_is_found(tmp_path, source, why):

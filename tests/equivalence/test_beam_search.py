@@ -356,6 +356,6 @@ def test_what_can_never_fit_is_refused_by_name() -> None:
     small = Setup("native", "llama", "fp32").llm_of_blocks(8, max_model_len=128)
     with (
         small as llm,
-        pytest.raises(InvalidRequest, match="too few for so many beams after a prompt of 100"),
+        pytest.raises(InvalidRequest, match="too few for these beams after a prompt of 100"),
     ):
         llm.generate(prompts_of(100), msgspec.structs.replace(params, beam_width=4))

@@ -80,7 +80,7 @@ class Setup:
 
     def llm_of_blocks(self, num_blocks: int, **options: Any) -> LLM:
         """Makes an engine whose KV cache has this many blocks in every group; no window bounds them
-        where so many requests may run.
+        where that many requests may run.
         """
         with self.llm(kv_cache_memory_bytes=1 << 26, **options | {"max_num_seqs": 4096}) as llm:
             block_bytes = (1 << 26) // (llm.info.kv_capacity_tokens // 16)

@@ -39,7 +39,7 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
 
 
 def png_of_size(width: int, height: int) -> bytes:
-    """Returns a PNG whose header promises so many pixels, and which has none of them."""
+    """Returns a PNG whose header promises pixels that the file does not have."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
     body = b"".join(

@@ -364,7 +364,7 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
         ("--kv-offloading-size=1", "kv_offloading_size: got 1 B, allowed is at least one block"),
         (
             "--max-num-seqs=2000000000",
-            "max_num_seqs: got 2,000,000,000, but the token ids of so many requests",
+            "max_num_seqs: got 2,000,000,000, but the token ids of that many requests",
         ),
     ],
 )

@@ -18,7 +18,7 @@ _offsets = count(random.Random(os.getpid()).randrange(LAST - FIRST))
 
 
 def free_port(num_ports: int = 1) -> int:
-    """Returns the first of so many ports in a row that nothing listens on, on 127.0.0.1."""
+    """Returns the first of `num_ports` ports in a row on 127.0.0.1 that nothing listens on."""
     while True:
         first = FIRST + next(_offsets) % (LAST - FIRST)
         wanted = [first] + [FIRST + next(_offsets) % (LAST - FIRST) for _ in range(num_ports - 1)]

@@ -25,7 +25,7 @@ def examples(sample: int) -> int:
 
 
 def is_sampled(test_id: str, one_in: int) -> bool:
-    """Tells whether this run keeps a test of which the sample holds one in so many cases; which
-    ones depends on their names alone.
+    """Tells whether this run keeps a test of which the sample holds one in `one_in` cases;
+    which ones depends on their names alone.
     """
     return tier() != "sample" or zlib.crc32(test_id.encode()) % one_in == 0

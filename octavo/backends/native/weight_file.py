@@ -169,7 +169,9 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) ->
         lines = mounts.read_text().splitlines()
     except OSError:
         return ""
-    place, best, kind = directory.resolve(), -1, ""
+    place = directory.resolve()
+    best = -1
+    kind = ""
     for line in lines:
         _, where, name, *_ = line.split(" ")
         root = Path(where.replace("\\040", " "))

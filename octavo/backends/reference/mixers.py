@@ -96,7 +96,7 @@ class StateBlock:
         self._counts = arrays.v[layer, block]
 
     def read(self, num_tokens: int) -> Floats:
-        """Returns the state after so many tokens: zeros after none, NaN where it is not kept."""
+        """Returns the state after `num_tokens` tokens: zeros after 0, NaN where it is not kept."""
         if num_tokens == 0:
             return np.zeros(self._states.shape[1:])
         found = np.flatnonzero(self._counts == num_tokens)

@@ -61,7 +61,9 @@ class PlainKernels:
         return total, self.norm(total, norm)
 
     def gated(self, gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
-        dtype, gate, up = gate.dtype, gate.float(), up.float()
+        dtype = gate.dtype
+        gate = gate.float()
+        up = up.float()
         if how.clamp is not None:
             gate, up = gate.clamp(max=how.clamp), up.clamp(-how.clamp, how.clamp)
         f = (

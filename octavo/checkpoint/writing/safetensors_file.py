@@ -92,7 +92,7 @@ class SafetensorsWriter:
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Makes a file of so many bytes, all of them the disk's; ConfigError where it has no room."""
+    """Makes a file of `num_bytes` bytes that the disk has set aside; ConfigError without room."""
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -30,7 +30,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     """Size of its weights' files."""
     file_format: str = ""
-    """Format of these files: gguf or safetensors."""
+    """Format of the model's files: gguf or safetensors."""
 
 
 class EngineInfo(msgspec.Struct):

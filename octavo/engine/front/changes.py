@@ -102,8 +102,9 @@ def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
     number = whole_number(value)
     if number is None or not lowest <= number <= highest:
         raise InvalidRequest(
-            f"max_tokens: got {shown(value)}, allowed are {lowest} to {highest}: so many tokens are"
-            f" generated, and so many fit after a prompt of {num_prompt}",
+            f"max_tokens: got {shown(value)}, allowed are {lowest} to {highest}:"
+            f" {state.num_output_tokens} tokens are generated already, and {highest} fit after a"
+            f" prompt of {num_prompt}",
             param="max_tokens",
         )
     return number

@@ -46,7 +46,9 @@ class EncoderInputs:
         return EncoderInput(digest, token_ids)
 
     def check_length(self, num_tokens: int, *, at_least: bool = False) -> None:
-        """Refuses an input of that many tokens, or `at_least` so many, that is too long."""
+        """Refuses an input of `num_tokens` tokens, or with `at_least` of that many or more, that is
+        too long.
+        """
         if num_tokens > self.max_tokens:
             got = f"{'at least ' if at_least else ''}{num_tokens}"
             raise ContextTooLong(

@@ -47,7 +47,9 @@ class PromptInputs:
         self, prompt: Prompt, *, add_special_tokens: bool = True, may_be_long: bool = False
     ) -> tuple[str | None, list[int], str]:
         """Returns a prompt's text if it has one, its token ids and its cache salt."""
-        text, salt, has_images = None, "", bool(images_of(prompt))
+        text = None
+        salt = ""
+        has_images = bool(images_of(prompt))
         if isinstance(prompt, Mapping):
             text, prompt, salt = self._open_dict(prompt)
         if isinstance(prompt, str):

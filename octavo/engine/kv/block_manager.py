@@ -456,7 +456,7 @@ class BlockManager:
                     self.connector.offer(group, key)
 
     def _is_mark(self, chain: BlockChain, num_tokens: int) -> bool:
-        """Says whether the state after so many tokens, whole blocks, is to be found again."""
+        """Says whether the state after `num_tokens` tokens, whole blocks, is to be found again."""
         interval = self._checkpoint_tokens
         return interval > 0 and (num_tokens == chain.last_mark or num_tokens % interval == 0)
 

@@ -105,7 +105,7 @@ class PromptLimits:
             )
             return AdmissionDecision(
                 Verdict.NEVER,
-                f"{what}: too few for so many beams after a prompt of {num_prompt_tokens}",
+                f"{what}: too few for these beams after a prompt of {num_prompt_tokens}",
                 "raise kv_cache_memory_bytes",
             )
         return OK

@@ -20,7 +20,7 @@ PRIOR = 2.0
 ROW_DECAY = 0.8
 """Weight that a row's earlier guesses keep with each new one."""
 SHARED_DECAY = 0.98
-"""The same, of the guesses of all rows together."""
+"""Weight that all rows' earlier guesses together keep with each new one."""
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ of 32."""
 
 
 def type_for(num_inputs: int, bits: int, *, symmetric: bool) -> BlockType | None:
-    """Returns the type for rows of so many inputs; None where no block fits."""
+    """Returns the type for rows of `num_inputs` inputs; None where no block fits."""
     wide, narrow = TYPES[bits, symmetric]
     kind = BY_NAME[wide if num_inputs % WIDE == 0 else narrow][1]
     return kind if num_inputs % kind.block_size == 0 else None

@@ -53,7 +53,7 @@ class GridSpec:
         return 1 << self.bits - 1
 
     def group_of(self, num_inputs: int) -> int:
-        """Returns the inputs of a group in rows of so many."""
+        """Returns the number of inputs in a group, of rows of `num_inputs`."""
         return self.group or num_inputs
 
 

@@ -92,7 +92,7 @@ class Recipe:
         return self.method != "rtn"
 
     def grid(self, bits: int) -> GridSpec:
-        """Returns the grid of matrices of so many bits; those of 8 bits are symmetric."""
+        """Returns the grid of matrices of `bits` bits; it is symmetric for 8."""
         symmetric = self.symmetric or bits == 8
         group = 0 if self.rows_are_int8 else self.group
         if symmetric:

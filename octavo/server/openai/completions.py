@@ -139,11 +139,9 @@ class CompletionAnswer(Answer):
         token_ids, offset = delta.token_ids, num_echoed + delta.start
         steps: list[dict[int, Logprob] | None] = [*delta.logprobs]
         if self._echo and delta.is_first:
-            token_ids, steps, offset = (
-                output.prompt_token_ids + token_ids,
-                [*(output.prompt_logprobs or []), *steps],
-                0,
-            )
+            token_ids = output.prompt_token_ids + token_ids
+            steps = [*(output.prompt_logprobs or []), *steps]
+            offset = 0
         return completion_logprobs(token_ids, steps, self._num_logprobs, self.names, offset)
 
     def _prompt_text(self, output: RequestOutput) -> str:

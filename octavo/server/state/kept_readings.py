@@ -21,7 +21,7 @@ class KeptReadings:
         self._num_bytes = 0
 
     def keep(self, name: str, reading: AnswerReading, num_bytes: int) -> None:
-        """Keeps the reading of a request, whose body has so many bytes."""
+        """Keeps the reading of a request whose body has `num_bytes` bytes."""
         if reading.form is None or num_bytes > MAX_KEPT_BYTES:
             return
         self._drop(name)

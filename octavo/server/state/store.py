@@ -134,7 +134,7 @@ class Store:
         return int(time.time()) + self.limits.ttl_s
 
     def check_room(self, num_bytes: int = 0) -> None:
-        """Raises a 507 where the store has no room for so many bytes more."""
+        """Raises a 507 where the store has no room for `num_bytes` more bytes."""
         if self._num_bytes + num_bytes > self.limits.max_bytes:
             raise HTTPException(
                 507,

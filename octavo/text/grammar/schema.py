@@ -370,7 +370,9 @@ def blame(root: dict[str, Any], check: Callable[[dict[str, Any]], str]) -> Schem
     """
     reason = check(root)
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    place, until, seen = SubSchema("#", root), time.monotonic() + BLAME_S, {"#"}
+    place = SubSchema("#", root)
+    until = time.monotonic() + BLAME_S
+    seen = {"#"}
     while time.monotonic() < until:
         inner = next(
             (

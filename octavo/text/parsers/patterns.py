@@ -33,7 +33,10 @@ def _ends_with_anchor(branch: str) -> bool:
 
 def _branches(pattern: str) -> Iterator[str]:
     """Yields the alternatives of a pattern, slashes escaped."""
-    branch, depth, in_class, is_escaped = "", 0, False, False
+    branch = ""
+    depth = 0
+    in_class = False
+    is_escaped = False
     for char in pattern:
         if char == "|" and not (depth or in_class or is_escaped):
             yield branch

@@ -128,7 +128,9 @@ class TextSource:
         """
         beginnings = re.compile(f"[{re.escape(''.join({mark[0] for mark in marks}))}]")
         while True:
-            end, found, waits = len(self._text), "", False
+            end = len(self._text)
+            found = ""
+            waits = False
             for start in beginnings.finditer(self._text, self._place):
                 found, could_grow = self._mark_at(start.start(), marks)
                 waits = could_grow and not (self._has_ended and keeps_end)

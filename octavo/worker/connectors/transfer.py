@@ -375,7 +375,9 @@ class TransferMail:
             self._answer(peer, message)
 
     def _answer(self, peer: bytes, message: WantBlocks) -> None:
-        coming, refused, now = [], [], time.monotonic()
+        coming = []
+        refused = []
+        now = time.monotonic()
         for block in message.blocks:
             data = self.outbox.take(block.name, block.key, self._lease())
             if data is not None:

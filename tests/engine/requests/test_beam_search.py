@@ -182,7 +182,7 @@ def test_places_are_kept_for_all_beams():
             4,
             60,
             (
-                "beam_width: got 4, but the KV cache holds 96 tokens: too few for so many beams"
+                "beam_width: got 4, but the KV cache holds 96 tokens: too few for these beams"
                 " after a prompt of 60"
             ),
         ),

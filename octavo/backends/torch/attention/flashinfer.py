@@ -185,7 +185,9 @@ def flashinfer_on(device: torch.device) -> FlashInfer:
 
 
 def pages_of(batch: StepBatch, group: int, *, full: bool, window: int | None) -> Pages:
-    starts, context, places = batch.query_starts, batch.context_lens[group], batch.places
+    starts = batch.query_starts
+    context = batch.context_lens[group]
+    places = batch.places
     live = np.flatnonzero((np.diff(starts) > 0) & (context > 0))
     first_rows, num_rows = starts[:-1][live], np.diff(starts)[live]
     last_keys = (

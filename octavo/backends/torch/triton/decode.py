@@ -58,7 +58,9 @@ def decode_kernel(
     valid = (slot >= 0) & (head < heads.SHARE)
     slot = tl.where(valid, slot, 0)
     head = tl.where(valid, kv_head * heads.SHARE + head, 0)
-    row, request, table = slot, slot, kv.block_tables + leader.to(tl.int64) * kv.table_width
+    row = slot
+    request = slot
+    table = kv.block_tables + leader.to(tl.int64) * kv.table_width
     if slots.row_of is not None:
         row = tl.load(slots.row_of + slot)
         request = tl.load(slots.request_of + slot)

@@ -188,8 +188,8 @@ def values_of(codes, scale, least, matrix):
 def scales_of_tile(
     matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Returns the scales and the mins or zeros of a tile, as `numbers_of_groups` does; without
-    these the scales twice.
+    """Returns the scales of a tile, and its mins or zeros, in the form of `numbers_of_groups`; the
+    scales twice where the matrix has neither.
     """
     scale = numbers_of_groups(
         values=matrix.scales,

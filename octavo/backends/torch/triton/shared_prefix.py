@@ -188,7 +188,9 @@ def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Shar
         return 0, []
     splits = _common(sharers[0], sharers[-1])
     together = (len(sharers) - 1) * splits
-    apart, parts, first = 0, [], 0
+    apart = 0
+    parts = []
+    first = 0
     while first < len(sharers):
         last = first + 1
         while last < len(sharers) and _common(sharers[first], sharers[last]) > splits:
