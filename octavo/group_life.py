@@ -61,7 +61,7 @@ class GroupLife(msgspec.Struct, frozen=True):
     outlives_step: ClassVar[bool] = True
     """Whether the blocks that a step has written are read by later steps."""
     keeps_parts: ClassVar[bool] = True
-    """Whether the first of a step's tokens hold where the others do not, and those of a block."""
+    """Whether the first tokens of a step, or of a block, can be kept without the others."""
     is_rewritten: ClassVar[bool] = False
     """Whether a request has one block, which stands for all tokens so far and which every step
     writes again; under a name it stands for the tokens up to the end of the block of that name.

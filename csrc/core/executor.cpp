@@ -385,7 +385,7 @@ void Executor::order_chunks() {
             last = stage->chunk;
         }
     require(last + 1 == (int)stream_->streamed().size(), "a chunk of weights that no stage reads");
-    // A stage releases the chunks before its own, the last one of a chunk that one too.
+    // A stage releases the chunks before its own; the last stage of a chunk releases that one too.
     released_.assign(body_.size(), 0);
     int next = (int)stream_->streamed().size();
     for (const auto& stage : head_)

@@ -96,7 +96,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv: KvBytes = KvBytes()
     """Bytes in the last step that computed something."""
     kv_sums: KvBytes = KvBytes()
-    """Sums over all such steps; their quotients are the means."""
+    """Sums over all steps that computed something; their quotients are the means."""
     groups: list[GroupBlocks] = []
     external_query_tokens: int = 0
     """Tokens looked up in the prefix cache and not found on the device; below, those of them found
@@ -106,9 +106,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
     """Counters of the prefix cache off the device."""
     num_drafts: int = 0
-    """Guesses of rows' next tokens that were verified; below, their tokens, and those that held."""
+    """Number of guesses that were verified, each of a row's next tokens."""
     num_draft_tokens: int = 0
+    """Number of tokens in the guesses that were verified."""
     num_accepted_tokens: int = 0
+    """Number of guessed tokens that were right."""
 
     weights: WeightArrivals = WeightArrivals()
     """Weights read from a file while steps were computed."""

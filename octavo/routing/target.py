@@ -37,7 +37,7 @@ class Target:
         return self._measured_tokens / self._measured_s
 
     def backlog(self, now: float) -> float:
-        """Returns the queued tokens without those that must be computed by now at the rate."""
+        """Returns the queued tokens less those that the measured rate has computed since."""
         done = (self.rate or 0.0) * max(0.0, now - self._since)
         return max(0.0, self.queued_tokens - done)
 

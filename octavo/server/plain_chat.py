@@ -62,7 +62,7 @@ def refuse_extra(message: BaseModel, where: str) -> None:
 
 
 def refuse_values(body: Body, names: Iterable[str]) -> None:
-    """Raises InvalidRequest where one of these fields holds anything but nothing."""
+    """Raises InvalidRequest where one of the fields is set and not empty."""
     for name in names:
         if getattr(body, name) not in (None, [], {}, "", False):
             raise InvalidRequest(f"{name}: this server does not support it", param=name)

@@ -102,7 +102,7 @@ class SimulatedRequest:
 
 
 class MeasuredExecutor(SimulatedExecutor):
-    """An executor whose steps take what such steps were measured to take."""
+    """An executor whose steps take the time that steps of their size were measured to take."""
 
     def __init__(
         self, clock: SimulatedClock, costs: StepCosts, comes_computed: Callable[[str], bool]

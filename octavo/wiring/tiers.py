@@ -179,7 +179,7 @@ def _other_engines(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) 
 
 
 def _mover(options: TransferOptions) -> BlockTransport | None:
-    """Makes what moves blocks past the messages; None where these carry them."""
+    """Makes the transport of blocks; None where messages carry them."""
     if options.kv_transfer != "mooncake":
         return None
     from octavo.worker.connectors.mooncake_mover import MooncakeMover

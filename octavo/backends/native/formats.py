@@ -42,12 +42,12 @@ class TileFormat:
 
     @property
     def widened(self) -> TileFormat:
-        """Returns the codes with each code of 4 bits in a byte."""
+        """The format with each code of 4 bits in a byte."""
         return replace(self, code="u8") if self.code == "u4" else self
 
     @property
     def without_small_scales(self) -> TileFormat:
-        """Returns the codes with each small scale as an fp32."""
+        """The format with each small scale as an fp32."""
         return replace(self, scale_type="fp32") if self.scale_type == "small" else self
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:

@@ -45,7 +45,7 @@ class PoolingJob(Generic[OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class PoolingJobs:
-    """Makes jobs of what users pass in; InvalidRequest where the model does none such."""
+    """Maker of jobs from what users pass in; InvalidRequest where the model lacks the task."""
 
     pools: Callable[..., PoolingInputs]
     """Returns the checks of a model that does one of the named tasks, or refuses it."""

@@ -46,7 +46,7 @@ class RecordingHeader(msgspec.Struct, tag=True):
     block_size: int
     max_model_len: int
     kv_bytes: int
-    """Bytes of all groups' blocks; an engine with as many gets these groups."""
+    """Size of the KV cache; an engine with as many bytes has the same groups of blocks."""
     tiers: Tiers | None = None
     redraws: bool = True
     """Whether the backend could draw rows again."""

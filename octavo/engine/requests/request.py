@@ -76,7 +76,7 @@ class EngineRequest(msgspec.Struct):
     media: list[MediaItem] = []
     """Images among the prompt's tokens, in their order."""
     pixels: list[MediaPixels] = []
-    """Pixels of these images, each once."""
+    """Pixels of the prompt's images, each image once."""
     encoder_input: EncoderInput | None = None
     """Input of the encoder before the decoder that computes its tokens; None without one."""
     one_token: bool = False

@@ -29,9 +29,9 @@ class RunningSpan(NamedTuple):
 
     num_steps: int
     num_rows: int
-    """Rows of all requests in these steps together."""
+    """Rows of all requests in the span's steps together."""
     largest: int
-    """Most rows of any of these steps."""
+    """Rows of all requests in the span's largest step."""
 
 
 class Stopwatch:

@@ -33,7 +33,7 @@ class RequestQueues:
 
     @property
     def first_idle(self) -> Request | None:
-        """The next request to run of those that do not: swapped out, else waiting."""
+        """The request that runs next: the first that is swapped out, else the first that waits."""
         return self.swapped[0] if self.swapped else next(self.waiting.order(), None)
 
     @property

@@ -58,7 +58,7 @@ class Drafting:
     max_tokens: int
     """Most tokens of one row's guess."""
     redraws: bool = True
-    """Whether the backend can draw rows again, as those need that are drawn in turn."""
+    """Whether the backend can draw a row again, which rows that are drawn in turn need."""
     history_bytes: int = 0
     """Memory for answers of requests that have ended, in which others look up theirs; 0: none."""
 

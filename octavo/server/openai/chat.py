@@ -256,7 +256,7 @@ def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
 
 
 def _words(body: ChatBody) -> dict[str, str]:
-    """Returns SamplingParams' names of the fields that are given by chat's own, by these."""
+    """Returns SamplingParams' name of each given field that the chat API names otherwise."""
     given = {"top_logprobs": body.top_logprobs, "max_completion_tokens": body.max_completion_tokens}
     ours = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
     return {name: ours[name] for name, value in given.items() if value is not None}

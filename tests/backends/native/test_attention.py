@@ -395,9 +395,7 @@ def test_a_copied_block_holds_the_same_keys(level, kv):
 
 
 def test_int8_stores_what_the_reference_stores(level):
-    """The same bytes, up to their order: each head's values one by one, read out by a row that sees
-    nothing but itself.
-    """
+    """Both store the same values of each head, as read out by a row that sees itself alone."""
     shape = Shape(3, 3, 7, 21, mask="window", window=1, contexts=(40,))
     found = Run(shape, native(level, "int8")).whole()
     np.testing.assert_array_equal(
