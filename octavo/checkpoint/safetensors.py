@@ -305,7 +305,7 @@ def _weight_files(path: Path) -> list[Path]:
     if not files:
         raise WeightMismatch(
             f"{path}: no *.safetensors file",
-            hint="pickled checkpoints (*.bin) must be saved anew as safetensors",
+            hint="pickled checkpoints (*.bin) must be saved as safetensors",
         )
     return files
 

@@ -1,6 +1,6 @@
 """Which keys of config.json were read, and which may stay unread.
 
-A key that no reader asks for could change the model's numbers without anybody's notice, so a value
+A key that no reader asks for could change the model's numbers without notice, so a value
 under an unknown name refuses the model. What may stay unread is listed here, by why it changes no
 number of a forward pass. Source: the configuration classes of transformers 4 and 5.
 """

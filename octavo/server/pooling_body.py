@@ -15,7 +15,7 @@ class PoolingBody(Body):
 
     stream_type = None
 
-    model: str | None = field("the name of a model", "who answers; null is the only model")
+    model: str | None = field("the name of a model", "model that answers; null is the only model")
     truncate_prompt_tokens: Whole | None = field(
         "-1, or a whole number from 1 to the model's most",
         "cuts a text to this many tokens; -1 to as many as the model takes",
@@ -23,7 +23,7 @@ class PoolingBody(Body):
     )
     user: str | None = field(
         "a text of at most 200 characters; a fair policy shares among them",
-        "who asks",
+        "user that asks",
         max_length=200,
     )
     priority: int | None = field(

@@ -131,7 +131,10 @@ DETERMINERS = frozenset(
 """Openings of a noun phrase or a bare statement, where a function's docstring wants a verb."""
 RETIRED = frozenset(
     {
+        "anybody",
+        "everybody",
         "nobody",
+        "somebody",
         "whoever",
         "meanwhile",
         "anew",

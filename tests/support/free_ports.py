@@ -1,6 +1,6 @@
 """Ports for servers that have to know theirs before they listen.
 
-A port that the system chose and that was closed again is soon given to somebody else's connection.
+A port that the system chose and that was closed again is soon given to another connection.
 These lie below the range that Linux chooses from, and each process of tests counts through its own.
 """
 

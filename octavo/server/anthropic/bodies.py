@@ -122,7 +122,7 @@ class CountTokensBody(Body):
         }
     )
 
-    model: str = needed("the name of a model", "who answers")
+    model: str = needed("the name of a model", "model that answers")
     messages: list[TurnMessage] = needed(
         "a list of messages, each with a role and a content",
         "the conversation; a last message of the assistant's is continued",
@@ -179,7 +179,7 @@ class MessagesBody(CountTokensBody, FilterBody):
     stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
     metadata: TurnMetadata | None = field(
         "an object with a user_id of at most 512 characters",
-        "who asks; a fair policy shares among them",
+        "user that asks; a fair policy shares among them",
         by_path=True,
     )
     service_tier: Literal["auto", "standard_only"] | None = taken('"auto" or "standard_only"')

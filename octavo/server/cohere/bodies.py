@@ -80,7 +80,7 @@ class CohereChatBody(FilterBody):
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"raw_prompting", "return_prompt"})
 
-    model: str = needed("the name of a model", "who answers")
+    model: str = needed("the name of a model", "model that answers")
     messages: list[CohereMessage] = needed(
         "a list of messages, each with a role and a content", "the conversation", by_path=True
     )

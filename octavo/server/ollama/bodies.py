@@ -75,7 +75,7 @@ class OllamaBody(Body):
 
     stream_type = "application/x-ndjson"
 
-    model: str = needed("the name of a model, with or without :latest", "who answers")
+    model: str = needed("the name of a model, with or without :latest", "model that answers")
     stream: bool | None = field(
         "true or false; null is true", "sends the answer as it grows, one JSON object a line"
     )
@@ -184,6 +184,6 @@ class OllamaGenerateBody(OllamaBody):
 class ShowBody(Body):
     """Body of POST /api/show."""
 
-    model: str | None = field("the name of a model", "who is described")
+    model: str | None = field("the name of a model", "model that is described")
     name: str | None = field("the name of a model", "the old name of model")
     verbose: bool | None = taken("true or false")

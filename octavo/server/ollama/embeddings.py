@@ -32,7 +32,7 @@ class OllamaPoolingBody(Body):
 
     stream_type = None
 
-    model: str = needed("the name of a model, with or without :latest", "who answers")
+    model: str = needed("the name of a model, with or without :latest", "model that answers")
     options: RunOptions | None = taken("an object of Ollama's options")
     keep_alive: str | int | float | None = taken("a duration; a model stays until it is unloaded")
 

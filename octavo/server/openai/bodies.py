@@ -98,7 +98,7 @@ class SamplingBody(FilterBody):
         }
     )
 
-    model: str | None = field("the name of a model", "who answers; null is the only model")
+    model: str | None = field("the name of a model", "model that answers; null is the only model")
     n: Whole | None = sampling("n", "samples of each prompt")
     presence_penalty: float | None = sampling(
         "presence_penalty", "taken from the logit of every token that the answer has already"
@@ -230,7 +230,7 @@ class SamplingBody(FilterBody):
     )
     user: str | None = field(
         "a text of at most 200 characters; a fair policy shares among them",
-        "who asks",
+        "user that asks",
         max_length=200,
     )
     priority: int | None = field(

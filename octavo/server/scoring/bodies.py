@@ -125,7 +125,7 @@ class CohereRerankBody(RerankFields):
 
     stream_type = None
 
-    model: str | None = field("the name of a model", "who answers; null is the only model")
+    model: str | None = field("the name of a model", "model that answers; null is the only model")
     return_documents: bool | None = field(
         "true or false; null is false", "repeats each result's document"
     )

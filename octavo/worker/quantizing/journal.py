@@ -97,14 +97,14 @@ class Journal:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"output: {self.folder / JOURNAL} cannot be read: {error}",
-                hint=f"remove {self.folder} and begin anew",
+                hint=f"remove {self.folder} and begin again",
             ) from None
         if identity != self._identity:
             changed = [key for key, value in self._identity.items() if identity.get(key) != value]
             raise ConfigError(
                 f"output: {self.folder} holds an interrupted run with other values of"
                 f" {', '.join(changed)}",
-                hint="give the same options to go on, or remove it to begin anew",
+                hint="give the same options to go on, or remove it to begin again",
             )
 
     def _write(self) -> None:

@@ -140,7 +140,7 @@ def test_read_together_is_bit_for_bit_what_it_is_one_by_one(name, rows):
         full=case.full,
         rows_a_run=16 // (case.heads // case.kv_heads),
     )
-    assert len(sharing.run_slots), "somebody shares"
+    assert len(sharing.run_slots), "some rows share"
     together = case.live(kernels.attend(with_sharing(case, sharing)))
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
     np.testing.assert_allclose(together, case.wanted(), rtol=2e-5, atol=2e-5)
