@@ -40,7 +40,7 @@ def bodies_of(router: APIRouter) -> dict[str, type[Body]]:
         f"{method} {route.path}": kind
         for route in router.routes
         if isinstance(route, APIRoute) and (kind := _body_of(route)) is not None
-        for method in sorted(route.methods)
+        for method in sorted(route.methods or ())
     }
 
 
