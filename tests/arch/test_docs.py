@@ -237,3 +237,17 @@ def test_the_reference_is_up_to_date(monkeypatch):
     stale = [name for name, text in made.items() if (REFERENCE / name).read_text() != text]
     assert not stale, "run `python docs/generate.py`"
     assert generate.GUIDE.read_text() == generate.guide(), "run `python docs/generate.py`"
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+def test_the_path_of_a_request_is_as_long_as_is_said(page):
+    """ARCHITECTURE.md lists its files; the pages may round their lines to hundreds."""
+    rows = re.findall(
+        r"^\| \d+ \| `([^`]+)` \|", (ROOT / "ARCHITECTURE.md").read_text(), flags=re.M
+    )
+    count = sum(len((ROOT / path).read_text().splitlines()) for path in rows)
+    said = re.search(
+        r"[Tt]welve files,?\s(?:and\s)?about\s([\d,]+)\slines", (ROOT / page).read_text()
+    )
+    assert len(rows) == 12
+    assert int(said[1].replace(",", "")) == pytest.approx(count, abs=100)
