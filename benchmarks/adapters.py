@@ -12,6 +12,9 @@ adapters; an engine that does takes turns with it. Works:
 - `all`: every stream its own, on all linears;
 - `one`: all streams the same one, on all linears.
 
+Each round measures the base once and each work once, in an order that is turned round from round
+to round; a first round, which also reads the adapters, is not counted.
+
 The bound is what the base's step takes and the reading of the adapters' matrices, at the rate that
 the machine reads a set of their size. `cold` has streams under adapters on the device beside short
 requests, some a second, whose adapters are on the device in one half of a round and on disk alone
@@ -61,10 +64,11 @@ SITES = {
         *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
     ),
 }
-PROMPT_TOKENS = 32
+PROMPT_TOKENS = 4
+"""Few, so that a step computes the prompts of all streams and a run is nearly all decoding."""
 PROBES_A_S = 4
 """Rate of the short requests beside the streams."""
-PROBED_S = 6.0
+PROBED_S = 5.0
 """Seconds of each half of a round of `cold`."""
 
 
@@ -77,7 +81,7 @@ def main() -> None:
     parser.add_argument("--parts", default="rates,cold")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--on-disk", type=int, default=1000)
     parser.add_argument("--on-device", type=int, default=100)
@@ -133,11 +137,13 @@ def save_adapters(
                 numbers = noise[start : start + shape[0] * shape[1]].reshape(shape)
                 tensors[f"base_model.model.{module}.lora_{part}.weight"] = numbers
         path = root / f"{len(sites)}-{rank}" / str(number)
+        requests.append(LoRARequest(f"{len(sites)}-{number}", number + 1, str(path)))
+        if path.exists():
+            continue
         path.mkdir(parents=True)
         save_file(tensors, path / "adapter_model.safetensors")
         values = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*sites]}
         (path / "adapter_config.json").write_text(json.dumps(values))
-        requests.append(LoRARequest(f"a{number}", number + 1, str(path)))
     return requests
 
 
@@ -164,15 +170,18 @@ def measure_rates(args: argparse.Namespace, options: dict, root: Path) -> None:
     }
     quiet = {"report": lambda text: None}
     base = LLM(**options, **quiet)
-    engine = LLM(**options, **quiet, enable_lora=True, max_loras=args.streams)
+    engine = LLM(**options, **quiet, enable_lora=True, max_loras=2 * args.streams)
     rates: dict[str, list[float]] = {"base": []} | {name: [] for name in works}
     for number in range(args.rounds + 1):
-        for name, adapters in works.items():
-            base_rate = decode_rate(base, [None] * args.streams, args.tokens)
-            seconds_of(engine, adapters, 1)  # which reads them
-            rate = decode_rate(engine, adapters, args.tokens)
-            if number:
-                rates["base"].append(base_rate)
+        base_rate = decode_rate(base, [None] * args.streams, args.tokens)
+        found = {}
+        for name in list(works) if number % 2 else list(reversed(works)):
+            if number == 0:
+                decode_rate(engine, works[name], 2)  # which reads them
+            found[name] = decode_rate(engine, works[name], args.tokens)
+        if number:
+            rates["base"].append(base_rate)
+            for name, rate in found.items():
                 rates[name].append(rate / base_rate)
     base_rate = statistics.median(rates.pop("base"))
     print(json.dumps({"work": "base", "tokens_per_s": round(base_rate, 1)}))
@@ -196,26 +205,18 @@ def measure_rates(args: argparse.Namespace, options: dict, root: Path) -> None:
 
 def decode_rate(llm: LLM, adapters: Sequence[LoRARequest | None], num_tokens: int) -> float:
     """Returns the tokens/s behind the first one of as many streams as there are adapters."""
-    first_s = seconds_of(llm, adapters, 1)
-    spent_s = seconds_of(llm, adapters, num_tokens) - first_s
-    return len(adapters) * (num_tokens - 1) / spent_s
-
-
-def seconds_of(llm: LLM, adapters: Sequence[LoRARequest | None], num_tokens: int) -> float:
-    """Returns the seconds that a number of tokens of each stream take."""
     prompts = [
         [(7 * stream + 3 * at) % 1000 + 5 for at in range(PROMPT_TOKENS)]
         for stream in range(len(adapters))
     ]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     named = None if all(one is None for one in adapters) else list(adapters)
-    began = time.perf_counter()
     outputs = llm.generate(prompts, params, lora_request=named, use_tqdm=False)
-    elapsed_s = time.perf_counter() - began
     faults = [output.error for output in outputs if output.error]
     if faults:
         raise SystemExit(faults[0])
-    return elapsed_s
+    spent_s = max(output.timings.decode_s for output in outputs)
+    return len(adapters) * (num_tokens - 1) / spent_s
 
 
 def read_bandwidth(options: dict, num_bytes: int) -> float:

@@ -28,7 +28,7 @@ struct SiteUpdate {
 
 // The rows of one step that have adapters, those of one adapter side by side.
 struct AdapterRows {
-    static constexpr int kTogether = 8;  // rows that a piece shrinks
+    static constexpr int kTogether = 8;  // most rows of a run
     struct Run {
         int slot, first, count;
     };

@@ -51,11 +51,13 @@ struct EmbeddingOp : RowOp {
         const KernelTable& k = view.executor.kernels();
         float *h = adapters.h(row), *to = view.at(spec.out, row);
         k.read_ranks(update->a, id, update->scale * spec.scale, h);
+        const int32_t alone = 0;
+        const ExpandedRows rows{h, 0, &alone, 1, 0, update->gain, update->bias};
         for (int column = 0; column < spec.out.width; column += kTile) {
             const int width = std::min(kTile, spec.out.width - column);
             float acc[kTile] = {};
             std::copy_n(to + column, width, acc);
-            k.expand(update->b, column / kTile, h, update->gain, update->bias, acc);
+            k.expand(update->b, column / kTile, rows, acc);
             std::copy_n(acc, width, to + column);
         }
     }

@@ -108,6 +108,32 @@ void multiply(const KernelTable& k, ThreadState& thread, const Product& p) {
 // Numbers of a row as adapters read it, with zeros behind the last.
 inline int64_t padded_width(int width) { return (int64_t)(width + kTile - 1) / kTile * kTile; }
 
+// Calls `take(slot, rows, count)` for those of `num_rows` rows from row0 on that have adapters, up to
+// kTogether rows of one adapter at a time. Where these are all the rows of a step, the rows of an adapter may lie
+// apart; else neighbours are taken together.
+template <typename Take>
+void each_adapted(const View& view, bool samples, int row0, int num_rows, const Take& take) {
+    if (!view.batch.adapters) return;
+    if (row0 == 0 && num_rows == view.rows(samples)) {
+        const AdapterRows& adapted = view.executor.adapted(samples, view.first_sample);
+        for (const auto& run : adapted.runs) take(run.slot, adapted.rows.data() + run.first, run.count);
+        return;
+    }
+    int32_t rows[AdapterRows::kTogether];
+    int count = 0, slot = -1;
+    const auto flush = [&] {
+        if (count && slot >= 0) take(slot, rows, count);
+        count = 0;
+    };
+    for (int row = row0; row < row0 + num_rows; row++) {
+        const int next = view.adapter(samples, row);
+        if (next != slot || count == AdapterRows::kTogether) flush();
+        slot = next;
+        rows[count++] = row;
+    }
+    flush();
+}
+
 // Shrinks a product's rows for adapters: h = scale * A x for each of its sites. Rows of one adapter are taken
 // together.
 struct ShrinkStage : Stage {
@@ -120,46 +146,54 @@ struct ShrinkStage : Stage {
     bool on_samples() const override { return x.on_samples(); }
     bool row_local() const override { return true; }
     bool only_adapters() const override { return true; }
+    // Where there are fewer runs of rows than threads, several threads share the ranks of a run.
+    int parts(const View& view) const {
+        const int runs = (int)view.executor.adapted(on_samples(), view.first_sample).runs.size();
+        return runs ? std::clamp((view.executor.pool().num_threads() + runs - 1) / runs, 1, kMostParts) : 1;
+    }
     int pieces(const View& view) const override {
-        return view.batch.adapters ? (int)view.executor.adapted(on_samples(), view.first_sample).runs.size()
-                                   : 0;
+        if (!view.batch.adapters) return 0;
+        return parts(view) * (int)view.executor.adapted(on_samples(), view.first_sample).runs.size();
     }
     void run(const View& view, int piece, ThreadState& thread, int) const override {
         const AdapterRows& adapted = view.executor.adapted(on_samples(), view.first_sample);
-        const AdapterRows::Run& run = adapted.runs[piece];
-        shrink(view, thread, run.slot, adapted.rows.data() + run.first, run.count);
+        const int num_parts = parts(view);
+        const AdapterRows::Run& run = adapted.runs[piece / num_parts];
+        shrink(view, thread, run, adapted.rows.data() + run.first, Part{piece % num_parts, num_parts});
     }
     void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
-        if (!view.batch.adapters) return;
-        int32_t rows[AdapterRows::kTogether];
-        int count = 0, slot = -1;
-        const auto flush = [&] {
-            if (count && slot >= 0) shrink(view, thread, slot, rows, count);
-            count = 0;
-        };
-        for (int row = row0; row < row1; row++) {
-            const int next = view.adapter(on_samples(), row);
-            if (next != slot || count == AdapterRows::kTogether) flush();
-            slot = next;
-            rows[count++] = row;
-        }
-        flush();
+        each_adapted(view, on_samples(), row0, row1 - row0, [&](int slot, const int32_t* rows, int count) {
+            shrink(view, thread, AdapterRows::Run{slot, 0, count}, rows, Part{0, 1});
+        });
     }
-    void shrink(const View& view, ThreadState& thread, int slot, const int32_t* rows, int count) const {
+
+    static constexpr int kMostParts = 16, kPartRanks = 4;  // ranks of a part are a multiple of the latter
+    struct Part {
+        int index, count;
+        int first_rank(int rank) const { return std::min(rank, blocks(rank) * index / count * kPartRanks); }
+        int end_rank(int rank) const {
+            return std::min(rank, blocks(rank) * (index + 1) / count * kPartRanks);
+        }
+        static int blocks(int rank) { return (rank + kPartRanks - 1) / kPartRanks; }
+    };
+    void shrink(const View& view, ThreadState& thread, const AdapterRows::Run& run, const int32_t* rows,
+                Part part) const {
         const Adapters& adapters = view.executor.adapters();
         const KernelTable& k = view.executor.kernels();
         const int64_t stride = padded_width(x.width);
         float* to = (float*)thread.adapted->data();
         bool is_read = false;
         for (const int site : sites) {
-            const SiteUpdate* update = adapters.update(slot, site);
-            if (!update || update->a.rank == 0) continue;
+            const SiteUpdate* update = adapters.update(run.slot, site);
+            if (!update) continue;
+            const int first = part.first_rank(update->a.rank), end = part.end_rank(update->a.rank);
+            if (first == end) continue;
             if (!is_read)
-                for (int i = 0; i < count; i++) read(view, k, rows[i], to + i * stride, stride);
+                for (int i = 0; i < run.count; i++) read(view, k, rows[i], to + i * stride, stride);
             is_read = true;
             float* h[AdapterRows::kTogether];
-            for (int i = 0; i < count; i++) h[i] = adapters.h(rows[i]) + update->offset;
-            k.shrink(update->a, to, count, update->scale, h);
+            for (int i = 0; i < run.count; i++) h[i] = adapters.h(rows[i]) + update->offset + first;
+            k.shrink(update->a.ranks(first, end), to, run.count, update->scale, h);
         }
     }
     void read(const View& view, const KernelTable& k, int row, float* to, int64_t stride) const {
@@ -336,14 +370,21 @@ struct LinearStage : Stage {
     }
 
     // Adds to a tile of sums what the rows' adapters say.
-    void adapt(const View& view, int site, int tile, int row0, int rows, float* acc) const {
+    void adapt(const View& view, int site, int tile, int row0, int num_rows, float* acc) const {
         const Adapters& adapters = view.executor.adapters();
-        for (int i = 0; i < rows; i++) {
-            const SiteUpdate* update = adapters.update(view.adapter(on_samples(), row0 + i), site);
-            if (update)
-                view.executor.kernels().expand(update->b, tile, adapters.h(row0 + i) + update->offset,
-                                               update->gain, update->bias, acc + i * kTile);
-        }
+        each_adapted(view, on_samples(), row0, num_rows, [&](int slot, const int32_t* rows, int count) {
+            const SiteUpdate* update = adapters.update(slot, site);
+            if (!update) return;
+            view.executor.kernels().expand(update->b, tile,
+                                           ExpandedRows{.h = adapters.h(0) + update->offset,
+                                                        .stride = adapters.stride(),
+                                                        .rows = rows,
+                                                        .count = count,
+                                                        .first = row0,
+                                                        .gain = update->gain,
+                                                        .bias = update->bias},
+                                           acc);
+        });
     }
     // Writes rows with an adapter to the out, which the next product's adapters read.
     void keep_out(const View& view, const Place& out, const TileRun& tiles, int width,

@@ -318,6 +318,22 @@ struct LowRankMatrix {
     const void* numbers;
     bool is_bf16;  // else fp32
     int32_t rank, stride;
+
+    // The ranks from .. end - 1 of an A.
+    LowRankMatrix ranks(int from, int end) const {
+        const char* start = (const char*)numbers + (int64_t)from * stride * (is_bf16 ? 2 : 4);
+        return {start, is_bf16, end - from, stride};
+    }
+};
+
+// Rows whose sums an adapter changes by B h: gain * (sum + B h) + bias.
+struct ExpandedRows {
+    const float* h;  // of row 0
+    int64_t stride;  // from one row's h to the next one's
+    const int32_t* rows;
+    int count;
+    int first;  // row of the first sums
+    const float *gain, *bias;  // [tiles * 16] or null
 };
 
 struct SampleArgs;
@@ -371,9 +387,8 @@ struct KernelTable {
     void (*scan_lanes)(const ScanArgs& args, const ScanLanes& lanes);
     // h[i][..] = scale * A x[i] for rows x [num_rows][a.stride], zeros behind their last number.
     void (*shrink)(const LowRankMatrix& a, const float* x, int num_rows, float scale, float* const* h);
-    // acc [16] = gain * (acc + B h) + bias, in the columns of a tile; gain and bias [tiles * 16] or null.
-    void (*expand)(const LowRankMatrix& b, int tile, const float* h, const float* gain, const float* bias,
-                   float* acc);
+    // Adds B h to the sums of a tile, acc [rows][16].
+    void (*expand)(const LowRankMatrix& b, int tile, const ExpandedRows& rows, float* acc);
     // h = scale times a row of a table.
     void (*read_ranks)(const LowRankMatrix& table, int row, float scale, float* h);
     // Updates each row's best logit by logits [num_rows][32], whose first `width` are the outputs column and

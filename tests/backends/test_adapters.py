@@ -132,6 +132,24 @@ def test_packed_weights_keep_the_bits_of_a_row(quantization, tmp_path):
     assert error < 0.2
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_same", [1, 2, 7, 8, 13])
+def test_rows_of_one_adapter_together_have_the_bits_of_one(num_same, num_threads, tmp_path):
+    """Kernels take up to eight rows of an adapter at a time, whichever rows lie between them, and
+    threads share the ranks of a few rows; the ranks here are no multiples of what they take.
+    """
+    paths = [adapter_of("llama", kind, tmp_path / kind)[1] for kind in ("patterns", "dora")]
+    alone = runner_of("native", "llama", *paths)
+    wanted = [alone.logits(TOKENS, adapter=slot) for slot in (0, 1, -1)]
+    runner = runner_of("native", "llama", *paths, num_threads=num_threads)
+    slots = [slot for _ in range(num_same) for slot in (0, 1, -1)][: max(3, 3 * num_same - 1)]
+    requests = [runner.add(TOKENS, adapter=slot) for slot in slots]
+    runner.step([(request, 0, 17) for request in requests])
+    made = runner.step([(request, 17, 18) for request in requests])["logits"]
+    for slot, got in zip(slots, made, strict=True):
+        np.testing.assert_array_equal(got, wanted[slot][17])
+
+
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 def test_a_slot_is_taken_again(backend, tmp_path):
     """The second adapter of a slot is computed as if it had been there from the start."""

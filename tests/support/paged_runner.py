@@ -42,9 +42,9 @@ class Request:
 
 
 def backend_named(name: str, **options: Any) -> Backend:
-    """Returns the backend of that name, on one thread."""
+    """Returns the backend of that name, on one thread unless told otherwise."""
     kinds = {"reference": ReferenceBackend, "torch": TorchBackend, "native": NativeBackend}
-    return kinds[name](BackendOptions(num_threads=1, **options))
+    return kinds[name](BackendOptions(**{"num_threads": 1} | options))
 
 
 class PagedRunner:
