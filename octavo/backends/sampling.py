@@ -213,6 +213,14 @@ def noise_words(record: Record, vocab_size: int, purpose: int = DRAW_PURPOSE) ->
     return np.stack(words, axis=1).reshape(-1)[:vocab_size]
 
 
+def noise_words_of(record: Record, token_ids: NDArray[np.integer]) -> Words:
+    """Returns the random words of some tokens `[N]`, as `noise_words` has them."""
+    seed = np.uint64(record["seed"])
+    counter = (record["position"], record["sample_index"], token_ids // 4, DRAW_PURPOSE)
+    words = philox((seed & MASK32, seed >> HALF), counter)
+    return np.stack(words, axis=1)[np.arange(len(token_ids)), token_ids % 4]
+
+
 def philox(key: tuple, counter: tuple) -> tuple[Words, Words, Words, Words]:
     """Returns the four words of Philox4x32-10 at `counter`, four words that may be arrays."""
     k0, k1 = (np.asarray(word, np.uint64) for word in key)

@@ -68,7 +68,7 @@ from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
 from octavo.worker.capacity import capacity_of
 from octavo.worker.connectors.fingerprint import fingerprint
-from octavo.worker.draft_model import DraftIds
+from octavo.worker.draft_draws import DraftIds
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.loaded_model import (
     LoadedDraft,

@@ -1,5 +1,5 @@
 """A second model, or a head of the first, that guesses the next tokens of rows, one after another,
-each the likeliest one.
+each drawn as the row will draw it.
 
 Its K and V lie in groups of their own, under the same block tables. A block that a step fills is
 the draft model's too once the step is over, so that prefix hits, swaps and forks hold for both; the
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.base import Runnable
-from octavo.backends.batch import SampleResult, SamplingBatch, mask_words, sampling_records
 from octavo.backends.kv import BLOCK_SIZE, KvCache
 from octavo.step import RowResult, ScheduledRow
+from octavo.worker.draft_draws import DraftDraws, DraftIds
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.step_arrays import Spans, gather
 
@@ -35,24 +35,6 @@ class RowToDraft:
     most: int
     """Most tokens that are guessed; 0: none."""
     draft_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftIds:
-    """The ids of a draft model beside those of the model that it drafts for."""
-
-    num_read: int
-    """Ids that its embedding has."""
-    num_drawn: int
-    """Ids that it draws among."""
-    num_common: int
-    """Ids that are tokens of both."""
-    offsets: NDArray[np.int64] | None = None
-    """Numbers that are added to drawn ids to make them the other model's; None: none."""
-
-    def of_target(self, drawn: int) -> int:
-        """Returns the other model's id of one that was drawn."""
-        return drawn if self.offsets is None else drawn + int(self.offsets[drawn])
 
 
 class DraftModel:
@@ -167,15 +149,15 @@ class DraftModel:
         batch.sample_rows = spans.query_starts[1:][drawn] - 1
         if self._features is not None:
             _keep_slots(batch.slots[self._features], batch.sample_rows)
-        batch.sampling = _likeliest(spans.ends[drawn], self._ids.num_drawn)
+        draws = DraftDraws.of(spans.rows[drawn], spans.ends[drawn], self._rows.sampling, self._ids)
+        batch.sampling = draws.batch()
         samples = self.runnable.run(batch, self._kv).samples
         assert samples is not None
         for entry, index in enumerate(drawn):
-            self._take(part[index], samples, entry)
+            self._take(part[index], draws.token_of(samples, entry))
 
-    def _take(self, share: RowToDraft, samples: SampleResult, entry: int) -> None:
-        token_id = self._ids.of_target(int(samples.token_ids[entry]))
-        if samples.failed[entry] or not 0 <= token_id < self._ids.num_common:
+    def _take(self, share: RowToDraft, token_id: int | None) -> None:
+        if token_id is None:
             share.most = 0
             return
         share.draft_ids.append(token_id)
@@ -190,19 +172,3 @@ def _keep_slots(slots: NDArray[np.int32], kept: NDArray[np.int32]) -> None:
     own = slots[kept].copy()
     slots[:] = -1
     slots[kept] = own
-
-
-def _likeliest(ends: NDArray[np.int32], vocab_size: int) -> SamplingBatch:
-    """Returns how to draw the likeliest token after each of `ends [S]`."""
-    no_entries = np.zeros(len(ends) + 1, np.int32)
-    no_ids, no_values = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return SamplingBatch(
-        records=sampling_records(len(ends), position=ends),
-        history_starts=no_entries,
-        history_ids=no_ids,
-        history_counts=no_ids,
-        bias_starts=no_entries,
-        bias_ids=no_ids,
-        bias_values=no_values,
-        allowed_masks=np.zeros((0, mask_words(vocab_size)), np.uint32),
-    )

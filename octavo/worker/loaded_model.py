@@ -35,7 +35,8 @@ from octavo.worker.block_places import (
     describe_ranges,
 )
 from octavo.worker.cache_engine import CacheEngine, HostShape
-from octavo.worker.draft_model import DraftIds, DraftModel
+from octavo.worker.draft_draws import DraftIds
+from octavo.worker.draft_model import DraftModel
 from octavo.worker.encoder_runner import EncoderRunner
 from octavo.worker.image_tower import ImageTower
 from octavo.worker.logits_processors import LogitsProcessors, load_processors

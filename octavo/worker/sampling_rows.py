@@ -327,6 +327,18 @@ class SamplingRows:
             [self._all_tokens if mask is None else mask for mask in masks],
         )
 
+    def plain_records(self, rows: NDArray[np.intp], ends: NDArray[np.int32]) -> NDArray[np.void]:
+        """Returns how `rows [S]` draw after their first `ends [S]` tokens, without what needs more
+        than a record or changes from draw to draw, and without logprobs.
+        """
+        records: NDArray[np.void] = self._records[rows]
+        records["position"] = ends
+        records["repetition_penalty"] = 1
+        for field_name in ("presence_penalty", "frequency_penalty", "mirostat_mode"):
+            records[field_name] = 0
+        records["num_logprobs"] = -1
+        return records
+
     def gather(
         self,
         rows: NDArray[np.intp],

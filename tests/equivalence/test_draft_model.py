@@ -59,6 +59,25 @@ def test_its_own_twin_guesses_what_is_greedy(backend):
     assert num_held > 0.9 * num_guessed > 40
 
 
+@pytest.mark.parametrize("backend", ["native", "reference", "torch"])
+def test_its_own_twin_guesses_what_is_sampled(backend):
+    """A guess is drawn with the noise and the filters of the draw that verifies it, of every sample
+    and temperature; a greedy guess would hold about as often as the likeliest token is drawn.
+    """
+    params = [
+        SamplingParams(temperature=0.9, seed=3, **BASE),
+        SamplingParams(temperature=1.3, top_p=0.9, top_k=60, seed=4, **BASE),
+        SamplingParams(temperature=0.7, min_p=0.02, seed=5, n=2, **BASE),
+    ]
+    plain, _ = outputs_of(PROMPTS[:3], params, backend=backend)
+    with verified_at_any_cost():
+        found, (num_guessed, num_held) = outputs_of(
+            PROMPTS[:3], params, backend=backend, spec_tokens=4, **drafting()
+        )
+    assert found == plain
+    assert num_held > 0.9 * num_guessed > 40
+
+
 @pytest.mark.parametrize("model", ["llama", "gemma3_text"])
 def test_guesses_of_another_model_change_no_bit(model):
     prompts, params = PROMPTS[:2], PARAMS[1:3]

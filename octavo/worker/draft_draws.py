@@ -1,0 +1,98 @@
+"""How a draft model draws its guesses: with the noise of the draws that will verify them.
+
+A draw is the argmax of z / T + g. Where the draft model's logits are near the model's, the same g
+mostly gives the same token, though it is drawn at random: at temperature 1 about twice as often as
+the draft model's likeliest one. The filters of a row hold for its guesses too; penalties, bans and
+forms, which need more than a record, do not. Source: Daliri, Musco and Suresh 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.backends.batch import SampleResult, SamplingBatch, mask_words
+from octavo.backends.sampling import gumbel, noise_words_of
+from octavo.worker.sampling_rows import SamplingRows
+
+NUM_CANDIDATES = 64
+"""Likeliest tokens among which a guess is drawn, of a head that has ids of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftIds:
+    """The ids of a draft model beside those of the model that it drafts for."""
+
+    num_read: int
+    """Ids that its embedding has."""
+    num_drawn: int
+    """Ids that it draws among."""
+    num_common: int
+    """Ids that are tokens of both."""
+    offsets: NDArray[np.int64] | None = None
+    """Numbers that are added to drawn ids to make them the other model's; None: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDraws:
+    """One step's draws of a draft model, made ahead of those of its rows."""
+
+    ids: DraftIds
+    records: NDArray[np.void]
+    """How the rows themselves draw the tokens that are guessed, `[S]` of SAMPLING_RECORD."""
+
+    @staticmethod
+    def of(
+        rows: NDArray[np.intp], ends: NDArray[np.int32], sampling: SamplingRows, ids: DraftIds
+    ) -> DraftDraws:
+        """Returns a draw for each of `rows [S]`, after its first `ends [S]` tokens."""
+        records = sampling.plain_records(rows, ends)
+        records["top_k"] = np.minimum(records["top_k"], ids.num_drawn)
+        return DraftDraws(ids, records)
+
+    def batch(self) -> SamplingBatch:
+        """Returns how the draft model draws. Noise is by token, so a head with ids of its own names
+        its likeliest tokens, and the noise of the other model's ids is added here.
+        """
+        records = self.records
+        if self.ids.offsets is not None:
+            records = records.copy()
+            most = min(NUM_CANDIDATES, self.ids.num_drawn)
+            records["num_logprobs"] = np.where(records["temperature"] > 0, most, -1)
+            records["temperature"] = 0
+        no_entries = np.zeros(len(records) + 1, np.int32)
+        no_ids, no_values = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return SamplingBatch(
+            records=records,
+            history_starts=no_entries,
+            history_ids=no_ids,
+            history_counts=no_ids,
+            bias_starts=no_entries,
+            bias_ids=no_ids,
+            bias_values=no_values,
+            allowed_masks=np.zeros((0, mask_words(self.ids.num_drawn)), np.uint32),
+        )
+
+    def token_of(self, samples: SampleResult, entry: int) -> int | None:
+        """Returns the guess of an entry, an id of both models; None where it is of no use."""
+        if samples.failed[entry]:
+            return None
+        token_id = self._drawn(samples, entry)
+        return token_id if 0 <= token_id < self.ids.num_common else None
+
+    def _drawn(self, samples: SampleResult, entry: int) -> int:
+        offsets, record = self.ids.offsets, self.records[entry]
+        if offsets is None:
+            return int(samples.token_ids[entry])
+        if not record["temperature"] > 0:
+            drawn = int(samples.token_ids[entry])
+            return drawn + int(offsets[drawn])
+        assert samples.top_ids is not None and samples.top_logprobs is not None
+        num = min(NUM_CANDIDATES, self.ids.num_drawn, int(record["top_k"]) or NUM_CANDIDATES)
+        top_ids = samples.top_ids[entry, :num].astype(np.int64)
+        token_ids = top_ids + offsets[top_ids]
+        logits = samples.top_logprobs[entry, :num].astype(np.float64)
+        scores = logits / float(record["temperature"]) + gumbel(noise_words_of(record, token_ids))
+        return int(token_ids[int(np.argmax(scores))])
