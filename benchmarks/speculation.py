@@ -8,10 +8,10 @@
 Works are chats over a short text and a piece of code, such as a model of 135M parameters can do;
 answers end where the model ends them. `wrong` is a drafter whose every guess fails. All methods
 must give the same tokens, or the run ends. `none` is measured beside itself too (`again`), for the
-noise. With --llamacpp each of llama.cpp's `--spec-type`s that needs no other model gets the same
-token ids, one stream, greedy; with --llamacpp-draft it drafts with that model, as Octavo does with
---spec-model. Prints a JSON line for each work, method and number of streams: medians of the rounds,
-and of their ratios to `none`.
+noise, and their order turns from round to round. With --llamacpp each of llama.cpp's `--spec-type`s
+that needs no other model gets the same token ids, one stream, greedy; with --llamacpp-draft it
+drafts with that model, as Octavo does with --spec-model. Prints a JSON line for each work, method
+and number of streams: medians of the rounds, and of their ratios to `none`.
 """
 
 from __future__ import annotations
@@ -152,10 +152,12 @@ def measure(args: argparse.Namespace) -> dict[str, list[int]]:
             first.setdefault(work, prompts["none"][0])
             rates: dict[str, list[float]] = {method: [] for method in methods}
             counts = {method: drafts_of(llm) for method, llm in engines.items()}
-            for _ in range(args.rounds):
+            for number in range(args.rounds):
                 answers = {}
-                for method, llm in engines.items():
-                    rate, answers[method] = answered(llm, prompts[method], args)
+                # The order turns, so that no method always follows the same one.
+                first_at = number % len(methods)
+                for method in methods[first_at:] + methods[:first_at]:
+                    rate, answers[method] = answered(engines[method], prompts[method], args)
                     rates[method].append(rate)
                 if any(answer != answers["none"] for answer in answers.values()):
                     raise SystemExit(f"{work}: the methods gave different tokens")

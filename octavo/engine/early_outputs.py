@@ -2,7 +2,8 @@
 plan's last one.
 
 Stands between the steps of an executor (`ports.Between`), where it also sees that they do not last
-too long. What it has handed on is taken out of the scheduler's outputs of the whole plan.
+too long, and that no promising guess waits for the last one. What it has handed on is taken out of
+the scheduler's outputs of the whole plan.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class EarlyOutputs:
         """
         num_steps, elapsed_s = self._num_sent + 1, self._clock() - self._began
         if elapsed_s * (num_steps + 1) > multi_step.MAX_CALL_S * num_steps:
+            return False
+        if self._scheduler.is_tempted(rows):
             return False
         try:
             goes_on = self._send(self._scheduler.preview(rows, elapsed_s))

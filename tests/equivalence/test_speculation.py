@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import SamplingParams
+from octavo.engine.recording.recorder import read_log
+from octavo.engine.recording.replay import Replay
+from octavo.engine.speculation.speculation import Speculation
 from octavo.errors import ConfigError
 from tests.support.drafters import (
     all_verified,
@@ -183,6 +186,31 @@ def test_a_text_that_repeats_is_guessed(method):
     assert 0 < num_held <= num_guessed
     assert sum(output.timings.draft_tokens for output in found) == num_guessed
     assert sum(output.timings.accepted_tokens for output in found) == num_held
+
+
+def test_a_recording_makes_the_same_guesses_again(tmp_path):
+    """Calls of several decode steps end for guesses in between; a replay, which makes no call,
+    plans the same guesses.
+    """
+    path = tmp_path / "log"
+    params = SamplingParams(
+        temperature=0.3, seed=1, max_tokens=100, ignore_eos=True, allowed_token_ids=[5, 6]
+    )
+    ended: list[bool] = []
+    tempted = Speculation.is_tempted
+
+    def noting(self, owners, results):
+        ended.append(tempted(self, owners, results))
+        return ended[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Speculation, "is_tempted", noting)
+        with make_llm(backend="native", spec_method="suffix", record=str(path)) as llm:
+            llm.generate(PROMPTS, params)
+            num_guessed, _ = guess_counts(llm)
+    assert any(ended) and num_guessed > 0
+    header, events = read_log(path)
+    assert Replay(header).run(events).differences == []
 
 
 def test_an_earlier_answer_is_guessed_in_a_later_one():

@@ -12,6 +12,7 @@ import pytest
 from octavo import LLM
 from octavo.engine.speculation import speculation
 from octavo.engine.speculation.acceptance import Acceptance
+from octavo.engine.speculation.credit import Credit
 from octavo.engine.speculation.drafter import Draft
 
 Guess = Callable[[list[int], int], list[int]]
@@ -62,7 +63,8 @@ def verified_at_any_cost() -> Iterator[None]:
     """Has engines made inside verify all guesses, whatever it costs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculation, "LEAST_GAIN", 0.0)
-        patch.setattr(Acceptance, "chance", lambda self, name, num_matched: 1.0)
+        patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 1.0)
+        patch.setattr(Credit, "affords", lambda self, charge: True)
         yield
 
 

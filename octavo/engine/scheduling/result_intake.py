@@ -52,6 +52,14 @@ class ResultIntake:
             for (request, _), row in zip(owners, rows, strict=True)
         ]
 
+    def is_tempted(self, rows: Sequence[RowResult]) -> bool:
+        """Returns whether a guess that follows from the next decode step of the plan in flight is
+        worth ending it for.
+        """
+        if self.speculation is None:
+            return False
+        return self.speculation.is_tempted(self.in_flight.oldest.owners, rows)
+
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Advances the requests of the oldest plan in flight; returns what each of them got."""
         owners = self.in_flight.take().owners

@@ -123,6 +123,12 @@ class Scheduler:
         """
         return self._intake.preview(rows, busy_s)
 
+    def is_tempted(self, rows: Sequence[RowResult]) -> bool:
+        """Returns whether the plan in flight should end behind a decode step that has yielded
+        `rows`, for a guess of what follows them.
+        """
+        return self._intake.is_tempted(rows)
+
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Takes in the result of the oldest plan in flight; returns what each of its requests got,
         after the final outputs of requests that ended between steps.

@@ -9,10 +9,10 @@ for which keeping equal draws is the best of all rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.requests.request import Request
@@ -20,6 +20,7 @@ from octavo.engine.requests.result_consumer import ResultConsumer
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.engine.speculation.acceptance import Acceptance
+from octavo.engine.speculation.credit import Credit
 from octavo.engine.speculation.drafter import (
     GIVEN_MATCH,
     NO_DRAFT,
@@ -33,6 +34,7 @@ from octavo.engine.speculation.ngram import NgramDrafter
 from octavo.engine.speculation.step_price import StepPrice, priced_counts
 from octavo.engine.speculation.suffix import SuffixDrafter
 from octavo.engine.stats import EngineStats
+from octavo.engine.step_costs import UNMEASURED
 from octavo.step import RowResult, ScheduledRow
 
 SpecMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"]
@@ -71,11 +73,17 @@ RETRY_AFTER = 64
 """Steps without a guess, though one was likely to hold, after which one is tried: what a step costs
 may have been measured in a bad moment.
 """
+RETRY_UNLIKELY_AFTER = 1024
+"""The same where none was likely to hold: what failed in earlier texts may hold in this one."""
 CLEAR_GAIN = 1.5
 """Gain above which no noise in the plain step's time is feared."""
 PLAIN_AFTER = 128
 """Steps with guesses of a smaller gain after which a plain one is measured again."""
 LIKELY = 0.5
+MOST_WATCHED = 4
+"""Most rows whose guesses are looked at between the decode steps of one call."""
+BLIND_PLANS = 16
+"""Plans in which no call ends for a guess, after one that ended and the guess was not verified."""
 LEAST_CHANCE = 0.02
 """Chance below which a guess is not weighed: even free it would not be verified."""
 MIN_FOLLOWED = 256
@@ -92,31 +100,81 @@ class RowDraft:
     """Index of the row in the step."""
     token_ids: list[int]
     num_matched: int
-    chance: float
-    """Chance of each guessed token, given those before it."""
+    reached: list[float]
+    """Chance of each guessed token that it and those before it hold."""
     num_tokens: int = 0
     """Guessed tokens that the step verifies."""
+
+
+class RankedToken(NamedTuple):
+    """A guessed token among those of all rows."""
+
+    chance: float
+    """Chance that it is reached and holds."""
+    place: int
+    """Index of its guess."""
+
+
+def _ranked(drafts: Sequence[RowDraft]) -> list[RankedToken]:
+    """Returns the tokens of guesses, the likeliest first, and those of one guess in their order."""
+    tokens = (
+        (-chance, depth, place)
+        for place, draft in enumerate(drafts)
+        for depth, chance in enumerate(draft.reached)
+    )
+    return [RankedToken(-minus_chance, place) for minus_chance, _, place in sorted(tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """The step that is composed, as it is without guesses."""
+
+    price: StepPrice
+    num_draws: int
+    """Number of its draws, at least 1."""
+
+    @staticmethod
+    def of(builder: StepBuilder) -> PlainStep:
+        num_tokens = sum(row.num_tokens for row in builder.rows)
+        num_keys = sum(row.start + row.num_tokens for row in builder.rows)
+        num_draws = sum(row.wants == "draw" for row in builder.rows)
+        return PlainStep(StepPrice(builder.costs, num_tokens, num_keys), max(1, num_draws))
+
+    @property
+    def is_known(self) -> bool:
+        return self.price.is_known
+
+    def charge_of(self, num_guessed: int) -> float:
+        """Returns what guesses of so many tokens are charged."""
+        times_plain = self.price.of(num_guessed) / self.price.of(0)
+        return Credit.charge_of(self.num_draws, num_guessed, times_plain)
 
 
 class RowHistory:
     """Keeps one row's drafter, and the match that its last guess followed from."""
 
-    __slots__ = ("drafter", "given", "num_matched", "num_taken")
+    __slots__ = ("drafter", "given", "is_current", "num_matched", "num_taken")
 
     def __init__(self, drafter: Drafter | None) -> None:
         self.drafter = drafter
+        self.is_current = False
+        """Whether the drafter knew all of the row's tokens when the last step was composed."""
         self.given = NOTHING_GIVEN
         self.num_taken = 0
         self.num_matched = 0
 
     def follow(self, token_ids: list[int], most: int) -> int:
-        """Has the drafter take in the row's next tokens, at most `most`; returns how many."""
-        num_more = min(most, len(token_ids) - self.num_taken)
+        """Has the drafter take in the row's next tokens, at most `most`, or all that a row has
+        drawn since it was last known whole; returns how many.
+        """
+        num_more = len(token_ids) - self.num_taken
+        if not self.is_current:
+            num_more = min(most, num_more)
         if self.drafter is not None and num_more > 0:
             self.drafter.took(token_ids[self.num_taken : self.num_taken + num_more])
             self.num_taken += num_more
-            return num_more
-        return 0
+        self.is_current = self.num_taken == len(token_ids)
+        return max(0, num_more)
 
     def propose(self, token_ids: list[int], most: int) -> list[Draft]:
         """Returns the guess that the worker gave of what comes now, and the drafter's, which has
@@ -145,20 +203,32 @@ class Speculation:
         self._rows: dict[str, RowHistory] = {}
         self._acceptance = Acceptance()
         self._num_declined = 0
-        """Steps in which a likely guess was not worth its time, since one was last tried."""
+        """Steps in which a guess was not worth its time, since one was last tried; those in which
+        one was likely to hold count more.
+        """
         self._num_doubtful = 0
         """Steps with guesses of no clear gain, since a plain one was last measured."""
+        self._credit = Credit()
+        self._plain = PlainStep(StepPrice(UNMEASURED, 1, 0), 1)
+        self._has_ended_call = False
+        """Whether the last call of several decode steps ended for a guess."""
+        self._num_blind = 0
+        """Plans that are still made before a call may end for a guess again."""
 
     # -- a step is composed ------------------------------------------------------------------------
 
     def add_drafts(self, builder: StepBuilder) -> bool:
         """Adds to the step the guesses that are worth verifying; returns whether there are any."""
+        self._plain = PlainStep.of(builder)
         drafts = self._proposed(builder)
         if self._asks:
             return self._ask_and_verify(drafts, builder)
-        if not drafts or not self._choose(drafts, builder):
-            return False
-        return self._add(drafts, builder)
+        is_added = bool(drafts) and self._choose(drafts, builder) and self._add(drafts, builder)
+        self._num_blind = max(0, self._num_blind - 1)
+        if self._has_ended_call and not is_added:
+            self._num_blind = BLIND_PLANS
+        self._has_ended_call = False
+        return is_added
 
     def _ask_and_verify(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
         """Has the worker guess for the next step where that is worth it; verifies what it has
@@ -185,8 +255,7 @@ class Speculation:
         ):
             most = min(self._max_tokens, request.max_num_tokens - row.num_tokens - 2)
             if most > 0 and self._may_draft(request.consumer) and _goes_on(scheduled, request):
-                chance = self._acceptance.chance(row.request_id, GIVEN_MATCH)
-                found.append(RowDraft(index, [0] * most, GIVEN_MATCH, chance))
+                found.append(self._row_draft(index, row, Draft([0] * most, GIVEN_MATCH)))
         return found
 
     def _add(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
@@ -215,7 +284,7 @@ class Speculation:
             if not self._may_draft(request.consumer):
                 continue
             history = self._history_of(row)
-            num_left -= history.follow(row.token_ids, num_left)
+            num_left = max(0, num_left - history.follow(row.token_ids, num_left))
             most = min(self._max_tokens, request.max_num_tokens - row.num_tokens - 1)
             first = scheduled.start + scheduled.num_tokens
             end = self._blocks.step_end(row.request_id, scheduled.start, first + max(0, most))
@@ -224,8 +293,13 @@ class Speculation:
                 continue
             chance, draft = self._best(history, request, row, most)
             if draft.token_ids and chance >= LEAST_CHANCE:
-                found.append(RowDraft(index, draft.token_ids, draft.num_matched, chance))
+                found.append(self._row_draft(index, row, draft))
         return found
+
+    def _row_draft(self, index: int, row: TokenRow, draft: Draft) -> RowDraft:
+        num_tokens = len(draft.token_ids)
+        reached = self._acceptance.reached(row.request_id, draft.num_matched, num_tokens)
+        return RowDraft(index, draft.token_ids, draft.num_matched, reached)
 
     def _best(
         self, history: RowHistory, request: Request, row: TokenRow, most: int
@@ -252,33 +326,31 @@ class Speculation:
         return found
 
     def _choose(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
-        """Sets how many tokens of each guess are verified; returns whether any are.
-
-        Guessed tokens are taken by their chance to be reached and to hold, the best first, up to
-        the number with the most expected tokens per second.
-        """
-        num_plain = sum(row.num_tokens for row in builder.rows)
-        num_draws = sum(row.wants == "draw" for row in builder.rows)
-        num_keys = sum(row.start + row.num_tokens for row in builder.rows)
-        cost = StepPrice(builder.costs, num_plain, num_keys)
-        if not cost.is_known:
+        """Sets how many tokens of each guess are verified; returns whether any are."""
+        ranked = _ranked(drafts)[: builder.budget]
+        best, gain = self._best_count(ranked)
+        if not best or not self._is_worth(gain, ranked[0].chance):
             return False
-        ranked = sorted(
-            (-(draft.chance ** (depth + 1)), depth, place)
-            for place, draft in enumerate(drafts)
-            for depth in range(len(draft.token_ids))
-        )[: builder.budget]
-        gains = list(accumulate(-minus_gain for minus_gain, _, _ in ranked))
-        rates = {
-            num_guessed: (num_draws + gains[num_guessed - 1]) / cost.of(num_guessed)
-            for num_guessed in priced_counts(len(ranked))
-        }
-        best = max(rates, key=lambda num_guessed: rates[num_guessed], default=0)
-        if best and not self._is_worth(rates[best] * cost.of(0) / num_draws, gains[0]):
-            best = 0
-        for _, _, place in ranked[:best]:
-            drafts[place].num_tokens += 1
-        return best > 0
+        for token in ranked[:best]:
+            drafts[token.place].num_tokens += 1
+        self._credit.spend(self._plain.charge_of(best))
+        return True
+
+    def _best_count(self, ranked: Sequence[RankedToken]) -> tuple[int, float]:
+        """Returns how many of the guessed tokens promise the most expected tokens per second, the
+        best first, and how many times those of a plain step; 0 where no number can be afforded.
+        """
+        plain, best = self._plain, (0, 0.0)
+        if not plain.is_known:
+            return best
+        gains = list(accumulate(token.chance for token in ranked))
+        for num_guessed in priced_counts(len(ranked)):
+            if not self._credit.affords(plain.charge_of(num_guessed)):
+                break
+            times_plain = plain.price.of(num_guessed) / plain.price.of(0)
+            gain = (1 + gains[num_guessed - 1] / plain.num_draws) / times_plain
+            best = max(best, (num_guessed, gain), key=lambda each: each[1])
+        return best
 
     def _is_worth(self, gain: float, chance: float) -> bool:
         """Returns whether a step with guesses is computed, which yields `gain` times the tokens of
@@ -291,12 +363,12 @@ class Speculation:
             if self._num_doubtful <= PLAIN_AFTER:
                 return True
             self._num_doubtful = 0
-        elif chance > LIKELY:
-            self._num_declined += 1
-            if self._num_declined > RETRY_AFTER:
-                self._num_declined = 0
-                return True
-        return False
+            return False
+        self._num_declined += RETRY_UNLIKELY_AFTER // RETRY_AFTER if chance > LIKELY else 1
+        if self._num_declined <= RETRY_UNLIKELY_AFTER:
+            return False
+        self._num_declined = 0
+        return True
 
     def _reserve(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
         """Grants the blocks that the guesses take, or none where they are not free: no request is
@@ -314,8 +386,38 @@ class Speculation:
 
     # -- results -----------------------------------------------------------------------------------
 
+    def is_tempted(
+        self, owners: Sequence[tuple[Request, TokenRow]], results: Sequence[RowResult]
+    ) -> bool:
+        """Returns whether a call of several decode steps should end behind one, whose `results`
+        are not taken in yet: a guess that is likely to hold follows from them, and verifying it
+        promises more than the next plain step.
+        """
+        if self._make_drafter is None or self._num_blind or len(owners) > MOST_WATCHED:
+            return False
+        drafts = []
+        for index, ((request, row), result) in enumerate(zip(owners, results, strict=True)):
+            history = self._rows.get(row.request_id)
+            if history is None or history.drafter is None or not history.is_current:
+                continue
+            history.drafter.took(result.token_ids)
+            history.num_taken += len(result.token_ids)
+            most = min(self._max_tokens, request.max_num_tokens - history.num_taken - 1)
+            draft = history.drafter.propose(most) if most > 0 else NO_DRAFT
+            chance = self._acceptance.chance(row.request_id, draft.num_matched)
+            if draft.token_ids and chance >= LIKELY:
+                drafts.append(self._row_draft(index, row, draft))
+        self._has_ended_call = bool(drafts) and self._best_count(_ranked(drafts))[1] > LEAST_GAIN
+        return self._has_ended_call
+
     def took(self, scheduled: ScheduledRow, result: RowResult) -> int:
         """Notes what became of a row's guess; returns how many of its tokens held."""
+        num_held = self._took(scheduled, result)
+        num_draws = self._plain.num_draws
+        self._credit.drew(len(result.token_ids) / num_draws, num_held / num_draws)
+        return num_held
+
+    def _took(self, scheduled: ScheduledRow, result: RowResult) -> int:
         history = self._rows.get(scheduled.request_id)
         if result.draft_ids and history is not None:
             num_known = scheduled.start + scheduled.num_tokens - len(scheduled.draft_ids)

@@ -17,6 +17,10 @@ LEAST_TOKEN_SHARE = 0.02
 """Least time of one more token, as a share of the plain step's time for each of its tokens. Between
 0.05 and 0.13 were measured on CPUs.
 """
+FAR = 16
+"""Tokens that the largest measured step must have more than the plain one, to tell what one more
+takes at least: steps of about as many tokens are told apart by noise.
+"""
 
 
 class StepPrice:
@@ -29,6 +33,7 @@ class StepPrice:
         self._num_tokens = num_tokens
         self._num_keys = num_keys
         self._plain_s = costs.step_s(num_tokens, num_keys) or 1.0
+        self._token_s = _token_s(costs, num_tokens)
 
     @property
     def is_known(self) -> bool:
@@ -45,7 +50,23 @@ class StepPrice:
             found = self._costs.step_s(num_tokens, self._num_keys)
         share = TOKEN_SHARE * num_more / min(self._num_tokens, 2)
         least_share = LEAST_TOKEN_SHARE * num_more / self._num_tokens
-        return max(self._plain_s * (1 + least_share), found or self._plain_s * (1 + share))
+        return max(
+            self._plain_s * (1 + least_share),
+            self._plain_s + self._token_s * num_more,
+            found or self._plain_s * (1 + share),
+        )
+
+
+def _token_s(costs: StepCosts, num_tokens: int) -> float:
+    """Returns the seconds that one more token takes on the way to the largest measured step, such
+    as a prompt's: a measure that a single bad moment does not move much.
+    """
+    largest = costs.points[-1].num_tokens if costs.points else 0.0
+    if largest <= num_tokens + FAR:
+        return 0.0
+    num_more = round(largest) - num_tokens
+    more_s = (costs.step_s(round(largest), 0) or 0.0) - (costs.step_s(num_tokens, 0) or 0.0)
+    return max(0.0, more_s / num_more)
 
 
 def priced_counts(most: int) -> list[int]:
