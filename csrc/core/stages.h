@@ -146,7 +146,7 @@ struct ShrinkStage : Stage {
     bool on_samples() const override { return x.on_samples(); }
     bool row_local() const override { return true; }
     bool only_adapters() const override { return true; }
-    // Where there are fewer runs of rows than threads, several threads share the ranks of a run.
+    // Several threads share the ranks of a run where there are fewer runs of rows than threads.
     int parts(const View& view) const {
         const int runs = (int)view.executor.adapted(on_samples(), view.first_sample).runs.size();
         return runs ? std::clamp((view.executor.pool().num_threads() + runs - 1) / runs, 1, kMostParts) : 1;

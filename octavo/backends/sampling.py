@@ -218,7 +218,8 @@ def noise_words_of(record: Record, token_ids: NDArray[np.integer]) -> Words:
     seed = np.uint64(record["seed"])
     counter = (record["position"], record["sample_index"], token_ids // 4, DRAW_PURPOSE)
     words = philox((seed & MASK32, seed >> HALF), counter)
-    return np.stack(words, axis=1)[np.arange(len(token_ids)), token_ids % 4]
+    found: Words = np.stack(words, axis=1)[np.arange(len(token_ids)), token_ids % 4]
+    return found
 
 
 def philox(key: tuple, counter: tuple) -> tuple[Words, Words, Words, Words]:

@@ -41,8 +41,8 @@ class GuessTally:
     num_held: float = 0.0
 
     def chance(self, prior: float, weight: float) -> float:
-        """Returns the chance of the next guessed token, where `prior` is expected of it, with the
-        weight of so many guesses.
+        """Returns the chance of the next guessed token, where `prior` is expected of it and counts
+        as `weight` guesses.
         """
         return (self.num_held + weight * prior) / (self.num_tried + weight)
 

@@ -18,7 +18,7 @@ LEAST_CHARGE = 0.1
 
 
 class Credit:
-    """What guesses may still lose."""
+    """The time that guesses may still lose."""
 
     def __init__(self) -> None:
         self._num_steps = FIRST_STEPS

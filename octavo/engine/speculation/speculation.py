@@ -145,7 +145,7 @@ class PlainStep:
         return self.price.is_known
 
     def charge_of(self, num_guessed: int) -> float:
-        """Returns what guesses of so many tokens are charged."""
+        """Returns the charge for `num_guessed` tokens, in plain steps."""
         times_plain = self.price.of(num_guessed) / self.price.of(0)
         return Credit.charge_of(self.num_draws, num_guessed, times_plain)
 

@@ -116,7 +116,7 @@ def test_after_64_tokens_a_drafter_that_is_always_wrong_leaves_calls_as_they_are
 @pytest.mark.parametrize("num_streams", [1, 16])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.5, 0.8])
 def test_guesses_lose_little_however_often_they_hold(monkeypatch, chance, num_streams, costs):
-    """At most a hundredth of the time, and what may be lost before anything is known."""
+    """They lose at most a hundredth of the time, and what was lost before anything was known."""
     seeds = count()
     plain = Run(monkeypatch, costs)
     guessing = Run(monkeypatch, costs, lambda: SometimesDrafter(chance, seed=next(seeds)))
