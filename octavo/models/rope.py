@@ -211,7 +211,9 @@ def _yarn(p: RopeParameters, dim: int) -> RopeTable:
     width = high - low or 0.001
 
     def blended(i: int, frequency: float) -> float:
-        ramp = min(max((i - low) / width, 0.0), 1.0)
+        # An odd column that turns behind the last pair is blended as that pair, as in transformers.
+        pair = min(i, dim // 2 - 1)
+        ramp = min(max((pair - low) / width, 0.0), 1.0)
         return frequency / factor * ramp + frequency * (1 - ramp)
 
     return RopeTable(

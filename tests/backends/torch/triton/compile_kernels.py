@@ -45,7 +45,7 @@ SIZES = dict.fromkeys(
 
 def matrix(codes, scales, *, nibbles=False, half=1, unit=16, zero_point=0, plain=False, **arrays):
     """Returns the types of a packed weight's arrays, and its constants."""
-    absent = dict.fromkeys(("lookup", "scale_supers", "mins", "min_supers"))
+    absent = dict.fromkeys(("lookup", "scale_supers", "mins", "min_supers", "zeros"))
     return MatrixBytes(
         codes=codes,
         scales=scales,
