@@ -389,7 +389,7 @@ NB_MODULE(_native, m) {
 
     nb::exception<RanksAborted>(m, "RanksAborted", PyExc_ConnectionError);
     nb::class_<SharedRanks>(m, "SharedRanks")
-        .def(nb::init<int, int, int>(), "file"_a, "rank"_a, "num_ranks"_a,
+        .def(nb::init<int, int, int, int>(), "file"_a, "rank"_a, "num_ranks"_a, "num_tensor"_a,
              "file: a descriptor of a file in memory, empty at first, that all ranks have.")
         .def_prop_ro("rank", &SharedRanks::rank)
         .def_prop_ro("num_ranks", &SharedRanks::num_ranks)
@@ -407,13 +407,27 @@ NB_MODULE(_native, m) {
                const std::vector<int>& widths) {
                 size_t width = 0;
                 for (const int w : widths) width += (size_t)std::max(w, 0);
-                if ((int)widths.size() != ranks.num_ranks() || (int)x.shape(1) != widths.at(ranks.rank()) ||
-                    out.shape(1) != width || x.shape(0) != out.shape(0))
+                if ((int)widths.size() != ranks.num_tensor() ||
+                    (int)x.shape(1) != widths.at(ranks.tensor_place()) || out.shape(1) != width ||
+                    x.shape(0) != out.shape(0))
                     throw std::invalid_argument("out: not the columns of all ranks");
                 nb::gil_scoped_release release;
                 ranks.all_gather(x.data(), out.data(), x.shape(0), widths);
             },
             "x"_a, "out"_a, "widths"_a, "Writes the columns of all ranks' x side by side.")
+        .def(
+            "collect",
+            [](SharedRanks& ranks, const Array<float, nb::ndim<2>>& x, const Array<int32_t>& owners,
+               const Out<float, nb::ndim<2>>& out) {
+                if (owners.size() != x.shape(0) || out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
+                    throw std::invalid_argument("out: not as large as x");
+                for (size_t i = 0; i < owners.size(); i++)
+                    if (owners.data()[i] < 0 || owners.data()[i] >= ranks.num_experts())
+                        throw std::invalid_argument("owners: a place that no rank has");
+                nb::gil_scoped_release release;
+                ranks.collect(x.data(), owners.data(), out.data(), x.shape(0), x.shape(1));
+            },
+            "x"_a, "owners"_a, "out"_a, "Writes each row as its owner has it.")
         .def(
             "from_first",
             [](SharedRanks& ranks, const Out<uint8_t>& bytes) {
@@ -433,6 +447,9 @@ NB_MODULE(_native, m) {
         .def("meet", &Builder::meet, "ranks"_a, "Lets it be one of several ranks'.")
         .def("all_reduce", &Builder::all_reduce, "x"_a, "out"_a)
         .def("all_gather", &Builder::all_gather, "x"_a, "out"_a, "widths"_a)
+        .def("dispatch", &Builder::dispatch, "route"_a, "first"_a, "last"_a,
+             "Lets this rank compute the rows of the experts `first` to `last - 1` of a choice alone.")
+        .def("collect", &Builder::collect, "x"_a, "out"_a, "route"_a, "firsts"_a)
         .def("await_chunk", &Builder::await_chunk, "chunk"_a, "The next product waits for it.")
         .def("begin_stage", &Builder::begin_stage, "axis"_a, "range"_a,
              "Opens the next stage: row ops that follow one another, or one product, attention or draw.")

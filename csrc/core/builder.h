@@ -62,6 +62,11 @@ struct Builder {
     void all_gather(const PlaceTuple& x, const PlaceTuple& out, const std::vector<int>& widths) {
         executor.add_collective(CollectiveSpec{place_of(x), place_of(out), widths});
     }
+    void dispatch(int route, int first, int last) { executor.own_experts(route, first, last); }
+    // firsts: the first expert of each rank.
+    void collect(const PlaceTuple& x, const PlaceTuple& out, int route, const std::vector<int>& firsts) {
+        executor.add_collect(CollectSpec{place_of(x), place_of(out), executor.expert_plan(route), firsts});
+    }
 
     // first_row: the token of the table's first row, where it is a part; else -1.
     // site: where adapters update the table; -1: nowhere.

@@ -244,8 +244,8 @@ void Executor::add_collective(const CollectiveSpec& spec) {
     require(open_.is_empty, "a collective in a stage with other ops");
     const int width = std::accumulate(spec.widths.begin(), spec.widths.end(), 0);
     const bool joins = !spec.widths.empty();
-    require(!joins || ((int)spec.widths.size() == ranks_->num_ranks() && width == spec.out.width &&
-                       spec.widths[ranks_->rank()] == spec.x.width),
+    require(!joins || ((int)spec.widths.size() == ranks_->num_tensor() && width == spec.out.width &&
+                       spec.widths[ranks_->tensor_place()] == spec.x.width),
             "columns of other ranks than there are");
     require(joins || spec.x.width == spec.out.width, "a sum of another width");
     const int widest = joins ? *std::max_element(spec.widths.begin(), spec.widths.end()) : spec.x.width;
@@ -254,6 +254,25 @@ void Executor::add_collective(const CollectiveSpec& spec) {
     const int index = num_collectives_[open_.samples]++;
     push(std::make_unique<CollectiveStage>(spec, *ranks_, index, false));
     push(std::make_unique<CollectiveStage>(spec, *ranks_, index, true));
+}
+
+void Executor::own_experts(int route, int first, int last) {
+    ExpertPlan& plan = *expert_plans_.at(route);
+    require(first >= 0 && first < last && last <= plan.num_experts, "experts that there are not");
+    plan.first_expert = first;
+    plan.last_expert = last;
+}
+
+void Executor::add_collect(CollectSpec spec) {
+    require(ranks_ != nullptr && (int)spec.firsts.size() == ranks_->num_experts(),
+            "experts of other ranks than there are");
+    require(open_.is_empty && !open_.samples, "experts' rows collected in a stage with other ops");
+    require(spec.x.width == spec.out.width, "experts' rows of another width");
+    const size_t rows = (size_t)max_tokens_ * spec.plan->top_k;
+    slot_bytes_ = std::max(slot_bytes_, sizeof(float) * (size_t)spec.x.width * rows);
+    const int index = num_collectives_[0]++;
+    push(std::make_unique<CollectStage>(spec, *ranks_, index, false));
+    push(std::make_unique<CollectStage>(std::move(spec), *ranks_, index, true));
 }
 
 uint32_t Executor::collective(int index, const View& view) const {

@@ -253,6 +253,9 @@ struct ExpertPlan {
         int expert, row0, num_rows;
     };
     int num_experts, top_k;
+    // The experts whose rows this rank computes: `blocks` has those of no other, and counts experts from the
+    // first of these.
+    int first_expert = 0, last_expert;
     bool scales_rows = false;  // whether the weights are in the rows, and none in their sum
     std::vector<int32_t> ids;  // [T * k]: the expert of choice t * k + j
     std::vector<int32_t> rows;  // [T * k]: the row that the choice has
@@ -284,6 +287,13 @@ struct ExpertsSpec {
 struct CollectiveSpec {
     Place x, out;
     std::vector<int> widths{};
+};
+
+// Brings the experts' rows of the other ranks to their places among this one's.
+struct CollectSpec {
+    Place x, out;
+    const ExpertPlan* plan = nullptr;
+    std::vector<int> firsts{};  // the first expert of each rank
 };
 
 class Executor {
@@ -325,6 +335,9 @@ class Executor {
     void meet(std::shared_ptr<SharedRanks> ranks) { ranks_ = std::move(ranks); }
     // Two stages, which have a range of their own.
     void add_collective(const CollectiveSpec& spec);
+    void add_collect(CollectSpec spec);
+    // Lets this rank compute the rows of some neighbouring experts alone.
+    void own_experts(int route, int first, int last);
     // Chooses experts; two stages. Returns the index of the choice.
     int add_route(const RouteSpec& spec);
     // Lets the last stage, a choice of experts, write the tokens' rows x for the experts' product of `w`.

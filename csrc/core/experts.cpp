@@ -8,6 +8,7 @@ namespace octavo {
 ExpertPlan::ExpertPlan(int experts, int k, int max_tokens)
     : num_experts(experts),
       top_k(k),
+      last_expert(experts),
       ids((size_t)max_tokens * k),
       rows((size_t)max_tokens * k),
       tokens(most_rows(experts, k, max_tokens)),
@@ -29,8 +30,9 @@ void ExpertPlan::order(int num_tokens) {
     int row = 0;
     for (int e = 0; e < num_experts; e++) {
         const int count = next[e];
-        for (int first = 0; first < count; first += kExpertRows)
-            blocks.push_back({e, row + first, std::min(kExpertRows, count - first)});
+        const bool is_own = e >= first_expert && e < last_expert;
+        for (int first = 0; is_own && first < count; first += kExpertRows)
+            blocks.push_back({e - first_expert, row + first, std::min(kExpertRows, count - first)});
         next[e] = row;
         row += (count + kTile - 1) / kTile * kTile;
     }

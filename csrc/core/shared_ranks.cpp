@@ -69,13 +69,17 @@ void relax() {
 
 }  // namespace
 
-SharedRanks::SharedRanks(int file, int rank, int num_ranks)
+SharedRanks::SharedRanks(int file, int rank, int num_ranks, int num_tensor)
     : file_(-1),
       rank_(rank),
       num_ranks_(num_ranks),
+      num_tensor_(num_tensor),
       header_bytes_(whole_pages(sizeof(Control) + sizeof(Line) * (size_t)std::max(num_ranks, 0))) {
     if (num_ranks < 1 || rank < 0 || rank >= num_ranks)
         throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(num_ranks));
+    if (num_tensor < 1 || num_ranks % num_tensor)
+        throw std::invalid_argument(std::to_string(num_ranks) + " ranks in groups of " +
+                                    std::to_string(num_tensor));
     file_ = dup(file);
     if (file_ < 0) fail("no file of the ranks");
     try {
@@ -127,18 +131,18 @@ void SharedRanks::all_reduce(const float* x, float* out, size_t count) {
         const uint32_t number = next_++;
         std::memcpy(own_slot(number), x + first, n * sizeof(float));
         require_exchange(number);
-        std::memcpy(out + first, slot(0, number), n * sizeof(float));
-        for (int r = 1; r < num_ranks_; r++) {
-            const float* part = (const float*)slot(r, number);
+        std::memcpy(out + first, slot(tensor_rank(0), number), n * sizeof(float));
+        for (int r = 1; r < num_tensor_; r++) {
+            const float* part = (const float*)slot(tensor_rank(r), number);
             for (size_t i = 0; i < n; i++) out[first + i] += part[i];
         }
     }
 }
 
 void SharedRanks::all_gather(const float* x, float* out, size_t rows, const std::vector<int>& widths) {
-    if ((int)widths.size() != num_ranks_)
+    if ((int)widths.size() != num_tensor_)
         throw std::invalid_argument("widths of " + std::to_string(widths.size()) + " ranks, there are " +
-                                    std::to_string(num_ranks_));
+                                    std::to_string(num_tensor_));
     const int widest = *std::max_element(widths.begin(), widths.end());
     if (*std::min_element(widths.begin(), widths.end()) < 0) throw std::invalid_argument("a width below 0");
     size_t width = 0;
@@ -147,18 +151,34 @@ void SharedRanks::all_gather(const float* x, float* out, size_t rows, const std:
     if (row_bytes > slot_bytes_) reserve(row_bytes);
     const size_t most = slot_bytes_ / row_bytes;
     for (size_t first = 0; first < rows; first += most) {
-        const size_t n = std::min(most, rows - first), own = (size_t)widths[rank_];
+        const size_t n = std::min(most, rows - first), own = (size_t)widths[tensor_place()];
         const uint32_t number = next_++;
         std::memcpy(own_slot(number), x + first * own, n * own * sizeof(float));
         require_exchange(number);
         float* to = out + first * width;
-        for (int r = 0; r < num_ranks_; r++) {
-            const auto* part = (const float*)slot(r, number);
+        for (int r = 0; r < num_tensor_; r++) {
+            const auto* part = (const float*)slot(tensor_rank(r), number);
             for (size_t row = 0; row < n; row++)
                 std::memcpy(to + row * width, part + row * (size_t)widths[r],
                             (size_t)widths[r] * sizeof(float));
             to += widths[r];
         }
+    }
+}
+
+void SharedRanks::collect(const float* x, const int32_t* owners, float* out, size_t rows, size_t width) {
+    const size_t row_bytes = std::max(width, (size_t)1) * sizeof(float);
+    if (row_bytes > slot_bytes_) reserve(row_bytes);
+    const size_t most = slot_bytes_ / row_bytes;
+    for (size_t first = 0; first < rows; first += most) {
+        const size_t end = std::min(rows, first + most);
+        const uint32_t number = next_++;
+        std::memcpy(own_slot(number), x + first * width, (end - first) * width * sizeof(float));
+        require_exchange(number);
+        for (size_t row = first; row < end; row++)
+            std::memcpy(out + row * width,
+                        (const float*)slot(expert_rank(owners[row]), number) + (row - first) * width,
+                        width * sizeof(float));
     }
 }
 

@@ -24,22 +24,34 @@ struct RanksAborted : std::runtime_error {
 class SharedRanks {
   public:
     // file: a descriptor of a file in memory, empty at first, that all ranks have. It may be closed later.
-    SharedRanks(int file, int rank, int num_ranks);
+    // num_tensor: neighbouring ranks that share out heads and widths, a divisor of num_ranks; those at the same
+    // place among theirs share out the experts.
+    SharedRanks(int file, int rank, int num_ranks, int num_tensor);
     ~SharedRanks();
     SharedRanks(const SharedRanks&) = delete;
     SharedRanks& operator=(const SharedRanks&) = delete;
 
     int rank() const { return rank_; }
     int num_ranks() const { return num_ranks_; }
+    int num_tensor() const { return num_tensor_; }
+    int num_experts() const { return num_ranks_ / num_tensor_; }
+    int tensor_place() const { return rank_ % num_tensor_; }
+    int expert_place() const { return rank_ / num_tensor_; }
+    // The rank at a place among those that share out heads and widths with this one.
+    int tensor_rank(int place) const { return rank_ - tensor_place() + place; }
+    // The rank at a place among those that share out the experts with this one.
+    int expert_rank(int place) const { return place * num_tensor_ + tensor_place(); }
 
     // -- whole collectives, called by one thread of each rank at a time --
 
     // Lets a slot have at least this many bytes; all ranks ask for the same.
     void reserve(size_t slot_bytes);
-    // out = the sum of all ranks' x, added in rank order in fp32. `out` may be `x`.
+    // out = the sum of the x of this one's tensor ranks, added in rank order in fp32. `out` may be `x`.
     void all_reduce(const float* x, float* out, size_t count);
-    // Joins rows: x [rows][widths[rank]] of each rank to out [rows][sum of widths].
+    // Joins rows: x [rows][widths[place]] of each of its tensor ranks to out [rows][sum of widths].
     void all_gather(const float* x, float* out, size_t rows, const std::vector<int>& widths);
+    // Takes each row of x [rows][width] as the one of its expert ranks has it whose place owners[row] is.
+    void collect(const float* x, const int32_t* owners, float* out, size_t rows, size_t width);
     // Replaces the bytes of all other ranks by the first rank's.
     void from_first(uint8_t* bytes, size_t count);
     // Ends all ranks' collectives, now and later, with RanksAborted. May be called from any thread.
@@ -75,7 +87,7 @@ class SharedRanks {
     void require_exchange(uint32_t number);
 
     int file_;
-    const int rank_, num_ranks_;
+    const int rank_, num_ranks_, num_tensor_;
     const size_t header_bytes_;
     uint8_t* memory_ = nullptr;
     size_t mapped_bytes_ = 0, slot_bytes_ = 0;

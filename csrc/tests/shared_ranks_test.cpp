@@ -27,11 +27,12 @@ struct MemoryFile {
     ~MemoryFile() { close(file); }
 };
 
-void on_ranks(int file, int num_ranks, const std::function<void(SharedRanks&)>& run) {
+void on_ranks(int file, int num_ranks, const std::function<void(SharedRanks&)>& run, int num_tensor = 0) {
+    if (!num_tensor) num_tensor = num_ranks;
     std::vector<std::thread> threads;
     for (int rank = 0; rank < num_ranks; rank++)
         threads.emplace_back([=, &run] {
-            SharedRanks ranks(file, rank, num_ranks);
+            SharedRanks ranks(file, rank, num_ranks, num_tensor);
             run(ranks);
         });
     for (auto& thread : threads) thread.join();
@@ -79,6 +80,29 @@ void test_columns(const std::string& directory, int num_ranks) {
     });
 }
 
+// Two pairs of ranks share out the heads: a sum is that of a pair, and a row comes from a rank at the same
+// place in the other pair.
+void test_grid(const std::string& directory) {
+    MemoryFile memory(directory);
+    const size_t rows = 7, width = 5'000;
+    const auto run = [&](SharedRanks& ranks) {
+        const Floats own = part_of(ranks.rank(), rows * width);
+        std::vector<int32_t> owners;
+        for (size_t row = 0; row < rows; row++) owners.push_back((int)row % 2);
+        Floats found(own.size());
+        ranks.collect(own.data(), owners.data(), found.data(), rows, width);
+        for (size_t row = 0; row < rows; row++) {
+            const Floats wanted = part_of(owners[row] * 2 + ranks.rank() % 2, rows * width);
+            for (size_t i = row * width; i < (row + 1) * width; i++) CHECK(found[i] == wanted[i]);
+        }
+        ranks.all_reduce(own.data(), found.data(), own.size());
+        const int first = ranks.rank() / 2 * 2;
+        const Floats a = part_of(first, own.size()), b = part_of(first + 1, own.size());
+        for (size_t i = 0; i < own.size(); i++) CHECK(found[i] == a[i] + b[i]);
+    };
+    on_ranks(memory.file, 4, run, 2);
+}
+
 void test_first(const std::string& directory) {
     MemoryFile memory(directory);
     on_ranks(memory.file, 3, [&](SharedRanks& ranks) {
@@ -93,7 +117,7 @@ void test_first(const std::string& directory) {
 void test_abort(const std::string& directory) {
     using Clock = std::chrono::steady_clock;
     MemoryFile memory(directory);
-    SharedRanks first(memory.file, 0, 2), second(memory.file, 1, 2);
+    SharedRanks first(memory.file, 0, 2, 2), second(memory.file, 1, 2, 2);
     bool was_aborted = false;
     std::thread waiting([&] {
         float x = 1;
@@ -124,6 +148,7 @@ void test_shared_ranks(const std::string& directory) {
         test_sums(directory, num_ranks);
         test_columns(directory, num_ranks);
     }
+    test_grid(directory);
     test_first(directory);
     test_abort(directory);
 }

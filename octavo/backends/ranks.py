@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
+from octavo.backends.rank_grid import RankGrid
+
 Array = TypeVar("Array")
 
 
@@ -32,12 +34,25 @@ class Ranks(Protocol[Array]):
         """Number of processes that share the model."""
         ...
 
+    @property
+    def grid(self) -> RankGrid:
+        """Place of this process among those that share out heads and among those of experts."""
+        ...
+
     def all_reduce(self, x: Array) -> Array:
-        """Returns the sum of all ranks' x, added in rank order in fp32."""
+        """Returns the sum of the x of its `grid.tensor_ranks`, added in rank order in fp32."""
         ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
-        """Joins the columns of all ranks: `x [T, widths[rank]]` to `[T, sum of widths]`."""
+        """Joins the columns of its `grid.tensor_ranks`: `x [T, widths[place]]` to `[T, sum of
+        widths]`.
+        """
+        ...
+
+    def collect(self, x: Array, owners: Array) -> Array:
+        """Returns each row of `x [R, W]` as the one of its `grid.expert_ranks` has it whose place
+        `owners [R]` names.
+        """
         ...
 
     def from_first(self, x: Array) -> Array:

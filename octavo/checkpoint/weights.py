@@ -233,6 +233,8 @@ class WeightReader:
     def _part(self, name: str, weight: Weight) -> StoredWeight:
         """Returns one source tensor, transposed and cut to the weight's rows and columns."""
         packed: StoredWeight = self._checkpoint.tensor(name)
+        if len(packed.shape) == len(weight.shape):
+            packed = _own_experts(packed, weight)
         if weight.kernel:
             codes = packed.packed().codes
             packed = PackedWeight.plain(codes.reshape(len(codes), -1))
@@ -347,6 +349,17 @@ def _cut(packed: StoredWeight, weight: Weight, rows: tuple[int, ...]) -> StoredW
         raise UnsupportedModel(f"{weight.name}: rows cannot be cut from a quantised vector")
     picked: NDArray = packed.packed().codes[..., index]
     return PackedWeight.plain(picked)
+
+
+def _own_experts(packed: StoredWeight, weight: Weight) -> StoredWeight:
+    """Returns a rank's own experts of a tensor of all of them; the tensor where it has all."""
+    if weight.cut is None or weight.cut.experts is None:
+        return packed
+    if packed.shape[0] != weight.cut.shape[0]:
+        raise WeightMismatch(
+            f"{weight.name} has shape {packed.shape}, expected {weight.cut.shape[0]} experts"
+        )
+    return packed.matrices(*weight.cut.experts)
 
 
 def _cuts_inputs(weight: Weight) -> bool:

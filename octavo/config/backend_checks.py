@@ -115,11 +115,10 @@ def _check_sparsity(config: EngineConfig) -> None:
             f"{name}: allowed with the native and the reference backend, got 'torch'",
             hint=f"set backend to native, or leave {name} out",
         )
-    if config.backend.tensor_parallel_size > 1:
+    if config.backend.num_stage_ranks > 1:
+        option, size = config.backend.meeting_option
         raise ConfigError(
-            f"{name}: allowed where tensor_parallel_size is 1, got"
-            f" {config.backend.tensor_parallel_size}",
-            hint=f"leave {name} out",
+            f"{name}: allowed where {option} is 1, got {size}", hint=f"leave {name} out"
         )
     if not options.calibration:
         raise ConfigError(
@@ -129,26 +128,24 @@ def _check_sparsity(config: EngineConfig) -> None:
 
 
 def _check_ranks(config: EngineConfig) -> None:
-    num_ranks = config.backend.tensor_parallel_size
+    option, num_ranks = config.backend.meeting_option
     if config.backend.pipeline_parallel_size > 1:
         _check_stages(config)
     if num_ranks == 1:
         return
     if config.backend.backend == "reference":
         what = (
-            f"tensor_parallel_size: got {num_ranks}, allowed only with the backends native and"
+            f"{option}: got {num_ranks}, allowed only with the backends native and"
             " torch, got 'reference'"
         )
-        raise ConfigError(what, hint="set backend to native, or leave tensor_parallel_size at 1")
+        raise ConfigError(what, hint=f"set backend to native, or leave {option} at 1")
     if config.offload.weights_memory_bytes is not None:
-        what = (
-            f"weights_memory_bytes: allowed only where tensor_parallel_size is 1, got {num_ranks}"
-        )
+        what = f"weights_memory_bytes: allowed only where {option} is 1, got {num_ranks}"
         raise ConfigError(what, hint="more ranks hold more weights in memory")
     for name in ("prefix_cache_dir", "kv_offloading_size"):
         if getattr(config.cache, name) is not None:
-            what = f"{name}: allowed only where tensor_parallel_size is 1, got {num_ranks}"
-            raise ConfigError(what, hint=f"leave out {name}, or leave tensor_parallel_size at 1")
+            what = f"{name}: allowed only where {option} is 1, got {num_ranks}"
+            raise ConfigError(what, hint=f"leave out {name}, or leave {option} at 1")
 
 
 def _check_stages(config: EngineConfig) -> None:
@@ -161,8 +158,6 @@ def _check_stages(config: EngineConfig) -> None:
         )
     usual = EngineConfig()
     for part, name in (
-        ("backend", "tensor_parallel_size"),
-        ("fleet", "data_parallel_size"),
         ("scheduler", "spec_method"),
         ("lora", "enable_lora"),
         ("offload", "weights_memory_bytes"),
@@ -194,9 +189,10 @@ def _check_fleet(config: EngineConfig) -> None:
     got = f"data_parallel_size: got {num_engines}"
     if num_engines > MAX_ENGINES:
         raise ConfigError(f"{got}, allowed is at most {MAX_ENGINES}")
-    if config.backend.tensor_parallel_size > 1:
+    if config.backend.num_stage_ranks > 1 and config.backend.backend == "torch":
+        option, size = config.backend.meeting_option
         raise ConfigError(
-            f"{got}, allowed is 1 with tensor_parallel_size {config.backend.tensor_parallel_size}",
+            f"{got}, allowed is 1 with {option} {size} on the torch backend",
             hint="start a server for each group of ranks",
         )
     if config.transfer.kv_transfer is not None:
@@ -226,11 +222,9 @@ def _check_transfer(config: EngineConfig) -> None:
             "kv_transfer: allowed only without prefix_cache_dir",
             hint="let the engines that compute prompts keep them in memory (kv_transfer_size)",
         )
-    if config.backend.tensor_parallel_size > 1:
-        num_ranks = config.backend.tensor_parallel_size
-        raise ConfigError(
-            f"kv_transfer: allowed only where tensor_parallel_size is 1, got {num_ranks}"
-        )
+    if config.backend.num_stage_ranks > 1:
+        option, num_ranks = config.backend.meeting_option
+        raise ConfigError(f"kv_transfer: allowed only where {option} is 1, got {num_ranks}")
     if options.role == "decode" and not options.prefill_peer:
         raise ConfigError(
             "role: got 'decode' without a prefill_peer",

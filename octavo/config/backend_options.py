@@ -51,6 +51,13 @@ class BackendChoice:
         low=1,
         short="-pp",
     )
+    expert_parallel_size: int = option(
+        1,
+        "native, torch: groups of ranks that share out the experts of every layer, whole ones each;"
+        " every group computes all else",
+        low=1,
+        short="-ep",
+    )
     cpu_level: Literal[
         "auto", "portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"
     ] = option(
@@ -67,7 +74,19 @@ class BackendChoice:
     @property
     def num_ranks(self) -> int:
         """Processes that compute one engine's model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.num_stage_ranks * self.pipeline_parallel_size
+
+    @property
+    def num_stage_ranks(self) -> int:
+        """Processes that compute one stage of the model, and meet within its steps."""
+        return self.tensor_parallel_size * self.expert_parallel_size
+
+    @property
+    def meeting_option(self) -> tuple[str, int]:
+        """Name and value of the option because of which ranks meet within a step."""
+        if self.tensor_parallel_size == 1 < self.expert_parallel_size:
+            return "expert_parallel_size", self.expert_parallel_size
+        return "tensor_parallel_size", self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

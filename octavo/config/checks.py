@@ -114,10 +114,10 @@ def _check_adapters(config: EngineConfig) -> None:
             f"max_cpu_loras: got {lora.max_cpu_loras}, allowed is at least max_loras,"
             f" {lora.max_loras}"
         )
-    if config.backend.tensor_parallel_size > 1:
+    if config.backend.num_stage_ranks > 1:
+        name, size = config.backend.meeting_option
         raise ConfigError(
-            "enable_lora: adapters are for one rank, got tensor_parallel_size"
-            f" {config.backend.tensor_parallel_size}",
+            f"enable_lora: adapters are for one rank, got {name} {size}",
             hint="merge the adapter into the model",
         )
 
@@ -152,7 +152,7 @@ def _check_speculation(config: EngineConfig) -> None:
     if options.spec_method not in PROGRAM_METHODS:
         return
     others = {
-        "tensor_parallel_size": config.backend.tensor_parallel_size > 1,
+        config.backend.meeting_option[0]: config.backend.num_stage_ranks > 1,
         "weights_memory_bytes": config.offload.weights_memory_bytes is not None,
         "kv_transfer": config.transfer.kv_transfer is not None,
         "kv_cache": not config.cache.kv_cache,
@@ -171,8 +171,8 @@ def against_async_scheduling(config: EngineConfig) -> str:
     """
     if config.backend.backend != "torch":
         return f"the {config.backend.backend} backend computes where the plans are made"
-    if config.backend.tensor_parallel_size > 1:
-        return "ranks (tensor_parallel_size) carry out one step at a time"
+    if config.backend.num_stage_ranks > 1:
+        return f"ranks ({config.backend.meeting_option[0]}) carry out one step at a time"
     if config.scheduler.spec_method is not None:
         return "what is guessed (spec_method) follows from the last token"
     if not config.cache.kv_cache:

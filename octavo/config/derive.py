@@ -121,6 +121,6 @@ def _num_scheduler_steps(config: EngineConfig) -> int:
 def _parallel_size(config: EngineConfig) -> tuple[str, int]:
     """Returns the option that shares a model out among processes, and its value."""
     backend = config.backend
-    if backend.tensor_parallel_size > 1:
-        return "tensor_parallel_size", backend.tensor_parallel_size
+    if backend.num_stage_ranks > 1:
+        return backend.meeting_option
     return "pipeline_parallel_size", backend.pipeline_parallel_size

@@ -12,6 +12,7 @@ learned embeddings read, and nothing else does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from octavo.program.program import Op, Program, Value, Weight
@@ -513,10 +514,43 @@ class AllGather(Op):
     widths: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Dispatch(Op):
+    """Choice of the expert rows that this rank computes, those of the experts that it has: out[t,
+    j] = ids[t, j] - first where first <= ids[t, j] < last, else -1. A product of experts leaves a
+    row of -1 undefined. Lepikhin et al. 2020 (GShard), section 3.2.
+    """
+
+    ids: Value
+    out: Value
+    first: int
+    last: int
+    """One past the last expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collect(Op):
+    """Expert rows of all ranks, each as the rank that has its expert made it: out[r] is row r of
+    the rank with expert `ids of r`, bit for bit, so that `Combine` sums in the order of one
+    process.
+    """
+
+    x: Value
+    ids: Value
+    out: Value
+    num_experts: tuple[int, ...]
+    """Experts of each rank, in the order of the experts."""
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The first expert of each rank."""
+        return tuple(accumulate(self.num_experts, initial=0))[:-1]
+
+
 PRODUCTS = (Linear, GroupedLinear, HeadLinear)
 """Ops that multiply rows with matrices."""
 
-HOST_OPS: tuple[type[Op], ...] = (AllReduce, AllGather)
+HOST_OPS: tuple[type[Op], ...] = (AllReduce, AllGather, Collect)
 """Ops that end a segment: the host acts between what stands before and after them."""
 
 

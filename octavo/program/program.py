@@ -67,6 +67,8 @@ class Cut:
     """Rows of the output axis; None: all."""
     inputs: Span | None = None
     """Inputs, on the last axis; None: all."""
+    experts: Span | None = None
+    """Experts, on the first axis; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +153,28 @@ class Weight:
         """The whole weight that this is a rank's part of; itself where it is no part."""
         return self if self.cut is None else replace(self, shape=self.cut.shape, cut=None)
 
-    def part(self, *, rows: Span | None = None, inputs: Span | None = None) -> Weight:
-        """Returns these rows and inputs of a whole weight; itself where that is all of it."""
+    def part(
+        self,
+        *,
+        rows: Span | None = None,
+        inputs: Span | None = None,
+        experts: Span | None = None,
+    ) -> Weight:
+        """Returns these rows, inputs and experts of a weight that is whole on these axes; itself
+        where that is all of it.
+        """
         shape = list(self.shape)
         if inputs is not None:
             shape[-1] = inputs[1] - inputs[0]
         if rows is not None:
             shape[self.row_axis] = rows[1] - rows[0]
-        return (
-            self
-            if tuple(shape) == self.shape
-            else replace(self, shape=tuple(shape), cut=Cut(self.shape, rows, inputs))
-        )
+        if experts is not None:
+            shape[0] = experts[1] - experts[0]
+        if tuple(shape) == self.shape:
+            return self
+        cut = self.cut or Cut(self.shape)
+        cut = Cut(cut.shape, rows or cut.rows, inputs or cut.inputs, experts=experts or cut.experts)
+        return replace(self, shape=tuple(shape), cut=cut)
 
     @property
     def stored_parts(self) -> tuple[Weight, ...]:
@@ -190,7 +202,12 @@ class Weight:
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """Tensors of the checkpoint that make this weight; () for one that is filled."""
-        return () if self.fill is not None else self.sources or (self.name,)
+        if self.fill is not None:
+            return ()
+        names = self.sources or (self.name,)
+        if self.cut is None or self.cut.experts is None or len(names) == 1:
+            return names
+        return names[slice(*self.cut.experts)]
 
 
 @dataclass(frozen=True, slots=True)

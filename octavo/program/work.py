@@ -47,9 +47,10 @@ def work_of(program: Program) -> Work:
             dense |= dict.fromkeys(op.weights_)
             per_axis[op.x.axis] += op.x.width * sum(weight.shape[0] for weight in op.weights_)
         elif isinstance(op, GroupedLinear):
-            num_experts, out, inputs = op.weight.shape
+            own, out, inputs = op.weight.shape
+            num_experts = op.weight.whole.shape[0]  # of all ranks
             experts[op.weight] = op.ids.width / num_experts
-            per_axis["tokens"] += op.ids.width * out * inputs
+            per_axis["tokens"] += op.ids.width * out * inputs * own // num_experts
         elif isinstance(op, Attention):
             per_pair[op.window] += op.q.width + op.out.width
         elif isinstance(op, MlaAttention):

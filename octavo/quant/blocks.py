@@ -130,6 +130,10 @@ class BlockWeight:
         """Returns one of the stacked matrices."""
         return replace(self, blocks=self.blocks[index])
 
+    def matrices(self, first: int, last: int) -> BlockWeight:
+        """Returns the stacked matrices `first` to `last - 1`."""
+        return replace(self, blocks=self.blocks[first:last])
+
     def inputs(self, first: int, last: int) -> BlockWeight:
         """Returns whole blocks of inputs, as `PackedWeight.inputs` does."""
         if first % self.block_size or last % self.block_size:

@@ -65,7 +65,7 @@ class Levels:
         supers = slice(first // group // self.span, -(-last // (group * self.span)))
         return Levels(self.values[..., own], self.super_scale[..., supers])
 
-    def matrix(self, index: int) -> Levels:
+    def matrix(self, index: int | slice) -> Levels:
         supers = None if self.super_scale is None else self.super_scale[index]
         return Levels(self.values[index], supers)
 
@@ -215,6 +215,18 @@ class PackedWeight:
             scales=None if self.scales is None else self.scales.matrix(index),
             mins=None if self.mins is None else self.mins.matrix(index),
             zeros=None if self.zeros is None else self.zeros[index],
+        )
+
+    def matrices(self, first: int, last: int) -> PackedWeight:
+        """Returns the stacked matrices, or rows of stacked vectors, `first` to `last - 1`."""
+        some = slice(first, last)
+        return replace(
+            self,
+            shape=(last - first, *self.shape[1:]),
+            codes=self.codes[some],
+            scales=None if self.scales is None else self.scales.matrix(some),
+            mins=None if self.mins is None else self.mins.matrix(some),
+            zeros=None if self.zeros is None else self.zeros[some],
         )
 
     def inputs(self, first: int, last: int) -> PackedWeight:

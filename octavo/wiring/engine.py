@@ -50,13 +50,13 @@ from octavo.wiring.hearing import hears, transcriptions_of
 from octavo.wiring.images import reader_of
 from octavo.wiring.model import (
     Model,
-    Place,
     build_tokenizer,
     end_token_ids,
     lazy_grammars,
     load_model,
     open_model,
 )
+from octavo.wiring.place import RankPlace
 from octavo.wiring.processes import start_processes
 from octavo.wiring.ranks import start_other_ranks
 from octavo.wiring.tiers import build_tiers
@@ -240,7 +240,7 @@ def _build_core(
     model: Model,
     report: Report,
     texts: CoreTexts,
-    place: Place | None = None,
+    place: RankPlace | None = None,
     others: OtherRanks | None = None,
 ) -> BuiltCore:
     config = model.config

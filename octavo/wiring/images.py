@@ -31,7 +31,7 @@ from octavo.worker.patches import PixelScale
 
 def layout_of(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | None:
     """Returns how images become the model's rows; None where it reads none here."""
-    if config.backend.tensor_parallel_size > 1:
+    if config.backend.num_stage_ranks > 1:
         return None
     return image_layout(checkpoint.config)
 

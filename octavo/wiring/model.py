@@ -44,6 +44,7 @@ from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
 from octavo.ports import Checkpoint, Grammars, ModelHeader, Tokenizer
 from octavo.program.passes.draft_groups import PREFIX, beside
+from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.features import FEATURES
 from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
@@ -60,6 +61,7 @@ from octavo.wiring.draft import (
 )
 from octavo.wiring.draft_head import OpenedHead, Reader, open_head
 from octavo.wiring.images import load_tower, tower_programs, with_tower
+from octavo.wiring.place import RankPlace, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.sparsity import describe, for_sparsity
@@ -79,15 +81,11 @@ from octavo.worker.loaded_model import (
 )
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
-from octavo.worker.stages.stage_link import StageLink
+from octavo.worker.stages.stage_link import stage_of
 
 if TYPE_CHECKING:
     from octavo.backends.native.ranks import SharedMemoryRanks
     from octavo.backends.torch.ranks import TorchRanks
-
-
-Place = Ranks[Any] | StageLink
-"""A process's place among those that compute one model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +178,13 @@ def derive_from(config: EngineConfig, header: ModelHeader) -> tuple[EngineConfig
 
 
 def load_model(
-    model: Model, report: Report, grammars: Grammars, place: Place | None = None
+    model: Model, report: Report, grammars: Grammars, place: RankPlace | None = None
 ) -> LoadedModel:
-    """Loads the whole model, or what one of several ranks or stages computes."""
+    """Loads the whole model, or what one of several ranks computes."""
     config, (whole, *encoders) = model.config, model.programs()
-    link = place if isinstance(place, StageLink) else None
-    ranks = None if isinstance(place, StageLink) else place
-    number = 0 if place is None else place.stage if isinstance(place, StageLink) else place.rank
-    own = part_of(config, model.checkpoint, whole, number)
+    place = place or RankPlace()
+    link, ranks = place.link, place.ranks
+    own = part_of(config, model.checkpoint, whole, place.rank)
     own = for_sparsity(config, model.checkpoint, for_adapters(config, own))
     backend = build_backend(config, ranks, weights_key=_weights_key(model))
     # Everything that can be refused is refused before the first weight is read.
@@ -312,16 +309,17 @@ def formats_by_weight(
         seen.update(program.weights)
 
 
-def part_of(config: EngineConfig, header: ModelHeader, whole: Program, number: int) -> Program:
-    """Returns what one rank or stage computes of a Program; ConfigError where it cannot be split
-    over as many as the options name.
+def part_of(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:
+    """Returns what one rank computes of a Program; ConfigError where it cannot be split over as
+    many as the options name.
     """
-    if config.backend.pipeline_parallel_size > 1:
-        return stages(whole, config.backend.pipeline_parallel_size)[number]
-    num_ranks = config.backend.tensor_parallel_size
-    if num_ranks == 1:
-        return whole
-    return shard(whole, number, num_ranks, input_units(formats_of(config, header, whole)))
+    options, grid = config.backend, grid_of(config, rank)
+    check_experts(whole, options.expert_parallel_size)
+    num_stages = options.pipeline_parallel_size
+    own = stages(whole, num_stages)[stage_of(rank // grid.num_ranks, num_stages)]
+    own = share_experts(own, grid.expert_place, grid.num_experts)
+    units = input_units(formats_of(config, header, whole))
+    return shard(own, grid.tensor_place, grid.num_tensor, units)
 
 
 def formats_of(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:
@@ -443,10 +441,7 @@ def _check_fits(
     if available_bytes is not None:
         share = SAFE_SHARE if memory is None else 1.0
         capacity_of(config, footprint, available_bytes, share=share).check(name)
-    num_ranks, num_stages = (
-        config.backend.tensor_parallel_size,
-        config.backend.pipeline_parallel_size,
-    )
+    num_ranks, num_stages = config.backend.num_stage_ranks, config.backend.pipeline_parallel_size
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     each += f" on the last of {num_stages} stages" if num_stages > 1 else ""
     streamed = (

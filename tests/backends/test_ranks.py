@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.native.extension import native_module
 from octavo.backends.native.ranks import SharedMemory, SharedMemoryRanks
+from octavo.backends.rank_grid import RankGrid
 from octavo.backends.torch.ranks import Rendezvous, TorchRanks
 from octavo.errors import EngineDead
 
@@ -38,9 +39,13 @@ def on_each(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return found
 
 
-def shared(num_ranks: int) -> list[SharedMemoryRanks]:
+def shared(num_ranks: int, num_experts: int = 1) -> list[SharedMemoryRanks]:
     memory = SharedMemory()
-    ranks = [SharedMemoryRanks(rank, num_ranks, memory.address) for rank in range(num_ranks)]
+    num_tensor = num_ranks // num_experts
+    ranks = [
+        SharedMemoryRanks(RankGrid(rank, num_tensor or num_ranks, num_experts), memory.address)
+        for rank in range(num_ranks)
+    ]
     memory.close()
     return ranks
 
@@ -60,7 +65,7 @@ def test_sums_are_the_same_bits_on_every_transport(shape: tuple[int, int]) -> No
     gloo = on_each(
         [
             lambda rank=rank: TorchRanks(
-                rank, 3, "cpu", rendezvous if rank == 0 else rendezvous.address
+                RankGrid(rank, 3), "cpu", rendezvous if rank == 0 else rendezvous.address
             )
             for rank in range(3)
         ]
@@ -91,6 +96,41 @@ def test_columns_and_the_first_ranks_bytes() -> None:
     assert all(np.array_equal(found, np.arange(4)) for found in ids)
 
 
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
+def test_ranks_of_experts_collect_rows_and_sum_within_their_own_group(transport: str) -> None:
+    """Ranks 0 and 1 share out the heads of the first experts, 2 and 3 those of the second."""
+    grids = [RankGrid(rank, 2, 2) for rank in range(4)]
+    assert [list(grid.tensor_ranks) for grid in grids] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [list(grid.expert_ranks) for grid in grids] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    turn: Callable[[NDArray[Any]], Any] = torch.from_numpy
+    if transport == "gloo":
+        store = Rendezvous(4)
+        ranks: Sequence[Any] = on_each(
+            [
+                lambda grid=grid: TorchRanks(grid, "cpu", store.address if grid.rank else store)
+                for grid in grids
+            ]
+        )
+    else:
+        ranks, turn = shared(4, 2), np.asarray
+    given = parts((5, 40_000), 4)  # rows of more bytes than a slot has at first
+    owners = np.array([0, 1, 1, 0, 1])
+    found = on_each(
+        [
+            lambda r=r, x=x: (
+                np.asarray(r.collect(turn(x), turn(owners))),
+                np.asarray(r.all_reduce(turn(x))),
+            )
+            for r, x in zip(ranks, given, strict=True)
+        ]
+    )
+    for grid, (rows, total) in zip(grids, found, strict=True):
+        for row, owner in enumerate(owners):
+            assert np.array_equal(rows[row], given[grid.expert_ranks[owner]][row])
+        first, second = (given[rank] for rank in grid.tensor_ranks)
+        assert np.array_equal(total, first + second)
+
+
 def test_a_wait_for_a_rank_that_never_comes_ends_when_it_is_aborted() -> None:
     waiting, other = shared(2)
     failures: list[Exception] = []
@@ -115,10 +155,10 @@ def test_a_wait_for_a_rank_that_never_comes_ends_when_it_is_aborted() -> None:
 def test_what_is_no_place_among_the_ranks_is_refused() -> None:
     memory = SharedMemory()
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        SharedMemoryRanks(2, 2, memory.address)
+        SharedMemoryRanks(RankGrid(2, 2), memory.address)
     memory.close()
     with pytest.raises(RuntimeError, match="no file of the ranks"):
-        SharedMemoryRanks(0, 2, -1)
+        SharedMemoryRanks(RankGrid(0, 2), -1)
     (alone,) = shared(1)
     with pytest.raises(ValueError, match="not the columns of all ranks"):
         alone.shared.all_gather(np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32), [3])

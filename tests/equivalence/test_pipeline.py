@@ -119,8 +119,6 @@ def test_stages_keep_to_a_form() -> None:
     [
         ({"pipeline_parallel_size": 9}, r"got 9, but decoder can be cut at 3 places only"),
         ({"backend": "torch", "device": "cpu"}, "only with the backends native and reference"),
-        ({"tensor_parallel_size": 2}, "not allowed beside tensor_parallel_size 2"),
-        ({"data_parallel_size": 2}, "not allowed beside data_parallel_size 2"),
         ({"spec_method": "ngram"}, "not allowed beside spec_method ngram"),
         ({"kv_offloading_size": 1 << 20}, "not allowed beside kv_offloading_size 1048576"),
         ({"num_scheduler_steps": 4}, "got 4, allowed is 1 with pipeline_parallel_size 2"),

@@ -5,9 +5,7 @@ backend, 1e-9), each its part.
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from numpy.typing import NDArray
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.reference.backend import ReferenceBackend
-from octavo.backends.reference.ranks import RanksInThreads
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
 from octavo.errors import BackendUnavailable, ConfigError
@@ -31,6 +28,7 @@ from octavo.program.passes.shard import shard
 from octavo.program.passes.splits import kv_spans, query_spans, shares
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 from tests.support.paged_runner import PagedRunner
+from tests.support.ranks_in_threads import in_threads
 from tests.support.tiny_models import DISTINCT, tiny_model
 from tests.support.tiny_shapes import WIDTHS_OF_32
 
@@ -52,32 +50,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
     ),
 }
-
-
-def in_threads(num_ranks: int, run: Callable[[int, ReferenceBackend], NDArray]) -> list[NDArray]:
-    """Returns what `run(rank, its backend)` gives on each rank."""
-    ranks = RanksInThreads(num_ranks)
-    found: dict[int, NDArray] = {}
-    errors: list[BaseException] = []
-
-    def run_rank(rank: int) -> None:
-        try:
-            found[rank] = run(rank, ReferenceBackend(exchange=ranks.exchange_of(rank)))
-        except BaseException as error:
-            errors.append(error)
-            ranks.abort()
-
-    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next(
-            (error for error in errors if not isinstance(error, threading.BrokenBarrierError)),
-            errors[0],
-        )
-    return [found[rank] for rank in range(num_ranks)]
 
 
 def sharded_logits(path: Path, ids: NDArray, num_ranks: int, **options: Any) -> list[NDArray]:

@@ -44,6 +44,7 @@ from octavo.backends.native.offload import OffloadedProgram, StreamedWeights, of
 from octavo.backends.native.ranks import SharedMemoryRanks
 from octavo.backends.native.states import StateBlocks
 from octavo.backends.native.weights import NativeWeights
+from octavo.backends.rank_grid import ALONE
 from octavo.errors import BackendUnavailable, ConfigError, EngineDead
 from octavo.outputs import OpProfile, Profile
 from octavo.program.low_rank import Site
@@ -99,7 +100,7 @@ class NativeBackend:
     ) -> None:
         """`ranks` are given where several processes share the model."""
         self._ranks = ranks
-        self._num_ranks = 1 if ranks is None else ranks.num_ranks
+        self._grid = ALONE if ranks is None else ranks.grid
         if options.kv_cache_dtype not in KV_DTYPES:
             got = (
                 f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got"
@@ -133,7 +134,7 @@ class NativeBackend:
 
     def check(self, program: Program, format_of: FormatOf) -> None:
         optimized = self._optimize(program)
-        check(optimized, format_of, self._device.row_type, self._num_ranks)
+        check(optimized, format_of, self._device.row_type, self._grid)
         if self.options.skips_zeros:
             check_skipping(optimized, format_of, self._device)
         if self.options.offload is not None:
@@ -153,7 +154,7 @@ class NativeBackend:
         self, program: Program, load: LoadWeight, observed: ObservedInputs | None
     ) -> NativeProgram:
         optimized = self._optimize(program)
-        check_ops(optimized, self._num_ranks)
+        check_ops(optimized, self._grid)
         by_columns = () if self.options.offload is not None else _skipping(optimized)
         weights = NativeWeights(self._device, load, self.options.dtype, by_columns=by_columns)
         executor = native_module().Executor(

@@ -10,6 +10,7 @@ from typing import Any
 from octavo.backends.base import FormatOf
 from octavo.backends.native.formats import RowTypeOf, matrices_of, tile_formats
 from octavo.backends.native.stages import BEHIND_BARRIERS, ROW_LOCAL
+from octavo.backends.rank_grid import ALONE, RankGrid, misplaced
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.mixers import SelectiveScan, ShortConv
@@ -38,7 +39,7 @@ OUTPUTS = {
 }
 """Axes of each output that the executor makes; a Program has one of them."""
 
-OF_EXPERTS = (ops.Route, ops.GroupedLinear, ops.Combine)
+OF_EXPERTS = (ops.Route, ops.Dispatch, ops.GroupedLinear, ops.Collect, ops.Combine)
 
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
@@ -48,12 +49,12 @@ ON_TOKENS = (
 
 
 def check(
-    program: Program, format_of: FormatOf, row_type_of: RowTypeOf, num_ranks: int = 1
+    program: Program, format_of: FormatOf, row_type_of: RowTypeOf, grid: RankGrid = ALONE
 ) -> None:
     """Refuses a fused Program that the kernels cannot run: BackendUnavailable names an op, a group
     or a pair of formats, UnsupportedModel a format.
     """
-    check_ops(program, num_ranks)
+    check_ops(program, grid)
     formats = tile_formats(program, format_of, row_type_of)
     for op in program.ops:
         if not isinstance(op, ops.Linear | ops.GroupedLinear) or op.gate is None:
@@ -69,12 +70,10 @@ def check(
             )
 
 
-def _check_ranks(program: Program, num_ranks: int) -> None:
+def _check_ranks(program: Program, grid: RankGrid) -> None:
     for op in program.ops:
-        if isinstance(op, ops.AllGather) and len(op.widths) != num_ranks:
-            raise _refusal(program, f"AllGather over {len(op.widths)} ranks on one of {num_ranks}")
-        if isinstance(op, ops.AllReduce) and num_ranks == 1:
-            raise _refusal(program, "the op AllReduce on one rank")
+        if refused := misplaced(op, grid):
+            raise _refusal(program, refused)
 
 
 def check_skipping(program: Program, format_of: FormatOf, device: Any) -> None:
@@ -96,9 +95,9 @@ def check_skipping(program: Program, format_of: FormatOf, device: Any) -> None:
                 )
 
 
-def check_ops(program: Program, num_ranks: int = 1) -> None:
+def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
     """Refuses what the kernels cannot run whatever the weights' formats are."""
-    _check_ranks(program, num_ranks)
+    _check_ranks(program, grid)
     for op in program.ops:
         if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, ops.Linear, ops.HeadLinear)):
             raise _refusal(program, f"the op {op.kind}")

@@ -440,6 +440,17 @@ class Lowering:
         self._begin()
         self._builder.all_gather(self._span(op.x), self._span(op.out), list(op.widths))
 
+    def _lower_Dispatch(self, op: ops.Dispatch) -> None:
+        """Tells the choice of experts whose rows are computed here: no stage of its own."""
+        index, route = self._routes[op.ids]
+        self._builder.dispatch(index, op.first, op.last)
+        self._routes[op.out] = (index, route)
+
+    def _lower_Collect(self, op: ops.Collect) -> None:
+        index, _ = self._routes[op.ids]
+        self._begin()
+        self._builder.collect(self._span(op.x), self._span(op.out), index, list(op.firsts))
+
     # -- convolutions and recurrences --------------------------------------------------------------
 
     def _lower_ShortConv(self, op: ShortConv) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.native.extension import native_module
+from octavo.backends.rank_grid import RankGrid
 from octavo.errors import EngineDead
 
 
@@ -40,12 +41,15 @@ class SharedMemory:
 class SharedMemoryRanks:
     """This process's place among ranks that share memory. Implements `ranks.Ranks`."""
 
-    def __init__(self, rank: int, num_ranks: int, file: int) -> None:
+    def __init__(self, grid: RankGrid, file: int) -> None:
         """`file` is the descriptor of a `SharedMemory`, which may be closed afterwards."""
-        self.shared: Any = native_module().SharedRanks(file, rank, num_ranks)
+        self.shared: Any = native_module().SharedRanks(
+            file, grid.rank, grid.num_ranks, grid.num_tensor
+        )
         """The native half, which executors take for their collectives."""
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.grid = grid
+        self.rank = grid.rank
+        self.num_ranks = grid.num_ranks
 
     def all_reduce(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         total = np.empty(x.shape, np.float32)
@@ -56,6 +60,14 @@ class SharedMemoryRanks:
         joined = np.empty((len(x), sum(widths)), np.float32)
         self.shared.all_gather(np.ascontiguousarray(x, np.float32), joined, list(widths))
         return joined
+
+    def collect(
+        self, x: NDArray[np.float32], owners: NDArray[np.integer[Any]]
+    ) -> NDArray[np.float32]:
+        found = np.empty(x.shape, np.float32)
+        places = np.ascontiguousarray(owners, np.int32)
+        self.shared.collect(np.ascontiguousarray(x, np.float32), places, found)
+        return found
 
     def from_first(self, x: NDArray[Any]) -> NDArray[Any]:
         """Returns the first rank's x, which replaces the contents of a contiguous x elsewhere."""

@@ -23,7 +23,7 @@ ROW_LOCAL = (
 
 BEHIND_BARRIERS = (
     *(ops.Attention, ops.Route, ops.GroupedLinear, ShortConv, SelectiveScan),
-    *(ops.AllReduce, ops.AllGather),
+    *(ops.AllReduce, ops.AllGather, ops.Dispatch, ops.Collect),
 )
 """Ops with a range of their own, since a row needs what other rows or ranks compute."""
 

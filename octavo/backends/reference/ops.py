@@ -384,15 +384,26 @@ def grouped_linear(op: ops.GroupedLinear, step: ReferenceStep) -> Made:
 
     def product(weight: Weight, bias: Weight | None) -> Floats:
         matrices = step.weights[weight]
-        y = np.array([matrices[e] @ row for e, row in zip(experts, x, strict=True)]).reshape(
-            len(x), op.out.width
-        )
+        y = np.zeros((len(x), op.out.width))
+        for at in np.flatnonzero(experts >= 0):
+            y[at] = matrices[experts[at]] @ x[at]
         return y if bias is None else y + step.weights[bias][experts]
 
     y = product(op.weight, op.bias)
     if op.up is None or op.gate is None:
         return (y,)
     return (gated(y, product(op.up, op.up_bias), op.gate),)
+
+
+def dispatch(op: ops.Dispatch, step: ReferenceStep) -> Made:
+    ids = step.get(op.ids)
+    return (np.where((op.first <= ids) & (ids < op.last), ids - op.first, -1),)
+
+
+def collect(op: ops.Collect, step: ReferenceStep) -> Made:
+    parts = np.stack(step.exchange(step.get(op.x)))
+    owners = np.searchsorted(op.firsts, step.get(op.ids).reshape(-1), side="right") - 1
+    return (parts[owners, np.arange(len(owners))],)
 
 
 def combine(op: ops.Combine, step: ReferenceStep) -> Made:
@@ -462,6 +473,8 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.KvWrite: kv_write,
     ops.Route: route,
     ops.GroupedLinear: grouped_linear,
+    ops.Dispatch: dispatch,
+    ops.Collect: collect,
     ops.Combine: combine,
     ops.GatherRows: gather_rows,
     ops.PoolRows: pool_rows,

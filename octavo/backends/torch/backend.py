@@ -22,6 +22,7 @@ from octavo.backends.base import (
     LoadWeight,
 )
 from octavo.backends.kv import BLOCK_SIZE, KvLayout
+from octavo.backends.rank_grid import ALONE
 from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.attention.choose import choose_attention, first_that_computes
 from octavo.backends.torch.check import check_program
@@ -125,7 +126,7 @@ class TorchBackend:
     def _check(self, optimized: Program) -> None:
         check_program(
             optimized,
-            num_ranks=1 if self.ranks is None else self.ranks.num_ranks,
+            grid=ALONE if self.ranks is None else self.ranks.grid,
             batch_invariant=self.options.batch_invariant,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.backends.rank_grid import RankGrid, misplaced
 from octavo.backends.torch.instructions import FORMULAS
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
@@ -10,20 +11,18 @@ from octavo.program.program import Op, Program
 MASKS = ("causal", "window", "full")
 
 
-def check_program(program: Program, *, num_ranks: int, batch_invariant: bool) -> None:
+def check_program(program: Program, *, grid: RankGrid, batch_invariant: bool) -> None:
     """Raises BackendUnavailable, naming the op or the cache group that cannot be run."""
     for op in program.ops:
-        if refused := _refusal(op, num_ranks) or _invariance_refusal(op, program, batch_invariant):
+        if refused := _refusal(op, grid) or _invariance_refusal(op, program, batch_invariant):
             raise _refused(program, refused)
 
 
-def _refusal(op: Op, num_ranks: int) -> str | None:
+def _refusal(op: Op, grid: RankGrid) -> str | None:
     if type(op) not in FORMULAS:
         return f"the op {op.kind}"
-    if isinstance(op, ops.AllGather) and len(op.widths) != num_ranks:
-        return f"the op AllGather over {len(op.widths)} ranks on one of {num_ranks}"
-    if isinstance(op, ops.AllReduce) and num_ranks == 1:
-        return "the op AllReduce on one rank"
+    if refused := misplaced(op, grid):
+        return refused
     if isinstance(op, ops.Attention) and op.mask not in MASKS:
         return f"attention with the mask {op.mask}"
     return None

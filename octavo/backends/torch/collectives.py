@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from octavo.backends.torch.step import Made, Step
 from octavo.program import ops
 from octavo.program.program import Op
@@ -22,7 +24,16 @@ def all_gather(op: ops.AllGather, step: Step) -> Made:
     return (step.ranks.all_gather(step.get(op.x), op.widths),)
 
 
+def collect(op: ops.Collect, step: Step) -> Made:
+    assert step.ranks is not None
+    ids = step.get(op.ids).reshape(-1)
+    firsts = torch.tensor(op.firsts, dtype=ids.dtype, device=ids.device)
+    owners = torch.searchsorted(firsts, ids, right=True) - 1
+    return (step.ranks.collect(step.get(op.x), owners),)
+
+
 RANK_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.AllReduce: all_reduce,
     ops.AllGather: all_gather,
+    ops.Collect: collect,
 }

@@ -83,6 +83,11 @@ def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
     return (kernels.grouped(step.get(op.x), rows, step.weights.matrix(op.weight), bias),)
 
 
+def dispatch(op: ops.Dispatch, step: Step) -> Made:
+    ids = step.get(op.ids)
+    return (torch.where((op.first <= ids) & (ids < op.last), ids - op.first, -1),)
+
+
 def combine(op: ops.Combine, step: Step) -> Made:
     return (step.kernels.combined(step.get(op.x), step.get(op.weights_value)),)
 
@@ -90,5 +95,6 @@ def combine(op: ops.Combine, step: Step) -> Made:
 EXPERT_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.Route: route,
     ops.GroupedLinear: grouped_linear,
+    ops.Dispatch: dispatch,
     ops.Combine: combine,
 }

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as torch_distributed
 from torch import Tensor
 
+from octavo.backends.rank_grid import RankGrid
 from octavo.backends.torch.sampling import Drawn
 from octavo.errors import BackendUnavailable
 
@@ -56,6 +57,9 @@ class Rendezvous:
     def inherited_by(self, rank: int) -> tuple[int, ...]:
         return ()
 
+    def close(self) -> None:
+        """Does nothing: the first rank keeps the store as long as it lives."""
+
 
 class TorchRanks:
     """This process's place among the ranks, and its connection to them.
@@ -63,14 +67,13 @@ class TorchRanks:
     Implements `ranks.Ranks`.
     """
 
-    def __init__(
-        self, rank: int, num_ranks: int, device: str, rendezvous: Rendezvous | int
-    ) -> None:
+    def __init__(self, grid: RankGrid, device: str, rendezvous: Rendezvous | int) -> None:
         """Waits until all ranks are connected. `rendezvous` is the store itself on the first rank
         and its port on the others. Each rank has a CUDA device of its own.
         """
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.grid = grid
+        self.rank = rank = grid.rank
+        self.num_ranks = num_ranks = grid.num_ranks
         self.device = torch.device(device, rank) if device == "cuda" else torch.device(device)
         self._store = (
             rendezvous.store
@@ -81,30 +84,43 @@ class TorchRanks:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum of all ranks' x, added in fp32 in rank order; x itself does not change.
+        """Returns the sum of the x of the ranks that share out heads and widths, added in fp32 in
+        rank order; x itself does not change.
 
         The parts are gathered and added here: a library's sum takes an order of its own, which
         differs from place to place in x.
         """
-        mine = x.contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        self._group.allgather([parts], [mine]).wait()
+        everyone = self._parts(x)
+        parts = [everyone[rank] for rank in self.grid.tensor_ranks]
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part.float()
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Joins the columns of all ranks: `x [T, widths[rank]]` to `[T, sum of widths]`. On the way
-        each rank's part is padded to the widest.
+        """Joins the columns of the ranks that share out heads and widths: `x [T, widths[place]]`
+        to `[T, sum of widths]`. On the way each rank's part is padded to the widest.
         """
-        widest = max(widths)
-        mine = torch.nn.functional.pad(x, (0, widest - x.shape[1])).contiguous()
-        parts = [torch.empty_like(mine) for _ in widths]
-        self._group.allgather([parts], [mine]).wait()
+        everyone = self._parts(torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])))
+        parts = [everyone[rank] for rank in self.grid.tensor_ranks]
         return torch.cat(
             [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
         )
+
+    def collect(self, x: Tensor, owners: Tensor) -> Tensor:
+        """Returns each row of `x [R, W]` as the rank has it whose place among those of the experts
+        `owners [R]` names.
+        """
+        everyone = self._parts(x)
+        parts = torch.stack([everyone[rank] for rank in self.grid.expert_ranks])
+        return parts[owners, torch.arange(len(owners), device=x.device)]
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """Returns the x of every rank."""
+        mine = x.contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        self._group.allgather([parts], [mine]).wait()
+        return parts
 
     def from_first(self, x: Tensor) -> Tensor:
         """Returns the first rank's x, which replaces the contents of x on the other ranks."""

@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.ops import (
-    HOST_OPS,
     Act,
     ActMul,
     Add,
+    AllGather,
+    AllReduce,
     Attention,
     GatherRows,
     LayerNorm,
@@ -29,7 +30,10 @@ from octavo.program.ops import (
 )
 from octavo.program.program import Op, Program, Value
 
-ROW_BY_ROW = (Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Act, ActMul, *HOST_OPS)
+ROW_BY_ROW = (
+    *(Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Act, ActMul),
+    *(AllReduce, AllGather),
+)
 """Ops whose row r is made of row r of their inputs alone, whatever rows there are."""
 
 

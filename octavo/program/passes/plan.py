@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.program.ops import Act, Linear, RmsNorm, Rope, Route, Scale, SoftCap
+from octavo.program.ops import Act, Collect, Linear, RmsNorm, Rope, Route, Scale, SoftCap
 from octavo.program.program import Op, Program, Value
 
 ALIGN_FLOATS = 16
@@ -146,7 +146,7 @@ def _overwritable(op: Op) -> Value | None:
     """Returns the input whose place the op's single out may take once no later op reads it; the two
     are equal element by element.
     """
-    if isinstance(op, IN_PLACE):
+    if isinstance(op, (*IN_PLACE, Collect)):
         return op.x
     if isinstance(op, Linear) and len(op.outs) == 1 and op.residual != op.x:
         return op.residual

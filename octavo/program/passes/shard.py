@@ -363,6 +363,17 @@ class _Sharder:
         outs = (self._make(rows), self._make(ids), self._make(weights))
         self._ops.append(replace(op, x=self._whole(op.x), logits=self._whole(op.logits), outs=outs))
 
+    def _shard_Dispatch(self, op: ops.Dispatch) -> None:
+        self._ops.append(replace(op, ids=self._whole(op.ids), out=self._make(op.out)))
+
+    def _shard_Collect(self, op: ops.Collect) -> None:
+        """Collects whatever share of the rows a rank has: the ranks that have the other experts
+        have the same one.
+        """
+        held, ids = self._held[op.x], self._whole(op.ids)
+        out = self._make(op.out, held.spans, partial=held.partial)
+        self._ops.append(replace(op, x=held.value, ids=ids, out=out))
+
     def _shard_Combine(self, op: ops.Combine) -> None:
         held, weights = self._held[op.x], self._whole(op.weights_value)
         self._ops.append(

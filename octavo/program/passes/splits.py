@@ -46,7 +46,10 @@ EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Act, ops.GatherRows, ops.PoolRows)
 MIXERS = (ShortConv, SelectiveScan)
 """Ops that mix rows without attention, which every rank computes whole."""
 
-WHOLE_ROWS = (ops.Embedding, ops.LayerNorm, ops.Route, ops.ScatterRows, *MIXERS)
+WHOLE_ROWS = (
+    *(ops.Embedding, ops.LayerNorm, ops.Route, ops.Dispatch, ops.ScatterRows),
+    *MIXERS,
+)
 """Ops that need all columns of all their inputs."""
 
 
@@ -193,6 +196,9 @@ def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wi
     elif isinstance(op, ops.Mul):
         yield op.a, found.get(op.out, Whole())
         yield op.b, found.get(op.out, Whole()) if op.b.width == op.a.width else Whole()
+    elif isinstance(op, ops.Collect):
+        yield op.x, found.get(op.out, Whole())
+        yield op.ids, Whole()
     elif isinstance(op, ops.Combine):
         yield op.x, found.get(op.out, Whole())
         yield op.weights_value, Whole()

@@ -94,15 +94,17 @@ def name_of(stage: int, num_stages: int) -> str:
 
 
 def joined(rank: int, num_stages: int, address: Sequence[int]) -> StageLink:
-    """Makes this process a stage other than the last one, by the address that it was given."""
+    """Makes this process a stage, or a further rank of the last one, by the address that it was
+    given.
+    """
     from multiprocessing.connection import Connection
 
     before, behind = address
-    return StageLink(
-        stage_of(rank, num_stages),
-        num_stages,
-        None
-        if before == NO_PIPE
-        else HiddenReceiver(Connection(before, writable=False), name_of(rank - 2, num_stages)),
-        HiddenSender(Connection(behind, readable=False)),
-    )
+    stage = stage_of(rank, num_stages)
+    receiver = sender = None
+    if before != NO_PIPE:
+        source = name_of(stage - 1, num_stages)
+        receiver = HiddenReceiver(Connection(before, writable=False), source)
+    if behind != NO_PIPE:
+        sender = HiddenSender(Connection(behind, readable=False))
+    return StageLink(stage, num_stages, receiver, sender)

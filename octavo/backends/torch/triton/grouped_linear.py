@@ -56,11 +56,12 @@ class ExpertRows:
 
     @staticmethod
     def of(experts: Tensor, num_experts: int, tile_rows: int) -> ExpertRows:
-        """Sorts rows by `experts [R]`, each below `num_experts`."""
+        """Sorts rows by `experts [R]`, each below `num_experts`; those below 0 are in no tile."""
         experts = experts.long()
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_add_(
-            0, experts, torch.ones_like(experts)
-        )
+        # Rows of no expert stand behind all others.
+        buckets = torch.where(experts < 0, num_experts, experts)
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
+        counts = counts.scatter_add_(0, buckets, torch.ones_like(buckets))[:num_experts]
         stops, tiles = counts.cumsum(0), (counts + tile_rows - 1) // tile_rows
         tile_stops = tiles.cumsum(0)
         most = min(len(experts), (len(experts) + num_experts * (tile_rows - 1)) // tile_rows)
@@ -70,7 +71,7 @@ class ExpertRows:
         starts = stops[known] - counts[known] + (at - tile_stops[known] + tiles[known]) * tile_rows
         return ExpertRows(
             experts,
-            experts.argsort(stable=True),
+            buckets.argsort(stable=True),
             expert,
             starts,
             torch.minimum(starts + tile_rows, stops[known]),

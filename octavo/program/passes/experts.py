@@ -1,0 +1,85 @@
+"""The experts pass: each of several ranks gets whole experts (expert parallelism).
+
+Everything else stands on every rank, and so do the rows: a rank computes those that its experts
+were chosen for, and Collect brings the others' rows back before Combine, whose order is that of one
+process. No number changes. Runs behind stages and before shard, which splits the experts of each
+rank once more. Source: Lepikhin et al. 2020 (GShard), section 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.errors import ConfigError
+from octavo.program import ops
+from octavo.program.passes.splits import Spans, shares
+from octavo.program.program import Op, Program, Span, Value
+
+HINT = "leave expert_parallel_size at 1"
+
+
+def share_experts(program: Program, rank: int, num_ranks: int) -> Program:
+    """Returns the part that rank `rank` of `num_ranks` computes; the Program itself where it, as a
+    stage may, has no experts.
+    """
+    if num_ranks == 1 or not _routes(program):
+        return program
+    shared = replace(program, ops=_ops_of(program, rank, num_ranks))
+    shared.check()
+    return shared
+
+
+def check_experts(program: Program, num_ranks: int) -> None:
+    """Raises ConfigError where a whole Program has no experts to share out, or fewer than ranks."""
+    if num_ranks == 1:
+        return
+    routes = _routes(program)
+    if not routes:
+        raise _refused(f"got {num_ranks}, but {program.name} has no experts", HINT)
+    fewest = min(op.num_experts for op in routes)
+    if fewest < num_ranks:
+        raise _refused(
+            f"got {num_ranks}, but {program.name} has {fewest} experts", f"take at most {fewest}"
+        )
+
+
+def _routes(program: Program) -> list[ops.Route]:
+    return [op for op in program.ops if isinstance(op, ops.Route)]
+
+
+def _ops_of(program: Program, rank: int, num_ranks: int) -> tuple[Op, ...]:
+    made: list[Op] = []
+    chosen: dict[Value, tuple[Value, Spans]] = {}
+    """Ids of a choice and the experts of each rank, by the ids and the weights of the choice."""
+    for op in program.ops:
+        if isinstance(op, ops.Route):
+            _, ids, weights = op.outs
+            spans = shares(op.num_experts, num_ranks)
+            chosen[ids] = chosen[weights] = (ids, spans)
+            made += [op, ops.Dispatch(ids, _own(ids), *spans[rank])]
+        elif isinstance(op, ops.GroupedLinear):
+            _, spans = chosen[op.ids]
+            made.append(_product(op, spans[rank]))
+        elif isinstance(op, ops.Combine):
+            ids, spans = chosen[op.weights_value]
+            all_rows = replace(op.x, name=f"{op.x.name}.collected")
+            sizes = tuple(last - first for first, last in spans)
+            made += [ops.Collect(op.x, ids, all_rows, sizes), replace(op, x=all_rows)]
+        else:
+            made.append(op)
+    return tuple(made)
+
+
+def _own(ids: Value) -> Value:
+    """Returns the Value of a choice's ids among this rank's experts."""
+    return replace(ids, name=f"{ids.name}.own")
+
+
+def _product(op: ops.GroupedLinear, span: Span) -> Op:
+    assert op.gate is None, "experts are shared out before gates are folded"
+    bias = None if op.bias is None else op.bias.part(experts=span)
+    return replace(op, ids=_own(op.ids), weight=op.weight.part(experts=span), bias=bias)
+
+
+def _refused(what: str, hint: str) -> ConfigError:
+    return ConfigError(f"expert_parallel_size: {what}", hint=hint)

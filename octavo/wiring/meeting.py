@@ -1,0 +1,131 @@
+"""The meeting of all ranks of one model: memory or a store for the ranks of each stage, and pipes
+from stage to stage.
+
+Made by the first rank before it starts the others, which get numbers to join by; descriptors among
+these are inherited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from octavo.backends.devices import choose_device
+from octavo.backends.rank_grid import RankGrid
+from octavo.backends.ranks import Ranks
+from octavo.config.engine_config import EngineConfig
+from octavo.wiring.place import RankPlace, grid_of
+from octavo.worker.stages.stage_link import StagePipes, joined
+
+if TYPE_CHECKING:
+    from octavo.backends.native.ranks import SharedMemory
+    from octavo.backends.torch.ranks import Rendezvous
+
+NUM_PIPES = 2
+"""Numbers of an address that stand for pipes: from the stage before, and to the stage behind."""
+
+
+class ModelMeeting:
+    """Implements `ranks.Meeting`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        options = config.backend
+        self._config = config
+        self._num_stages = options.pipeline_parallel_size
+        self._num_ranks = options.num_stage_ranks
+        """Ranks of one stage."""
+        self._rooms = [
+            _room_of(config) for _ in range(self._num_stages if self._num_ranks > 1 else 0)
+        ]
+        """A meeting for each stage's ranks, the last stage's first."""
+        self._pipes = [
+            StagePipes(self._num_stages)
+            for _ in range(self._num_ranks if self._num_stages > 1 else 0)
+        ]
+        """The chain of stages for each place within one."""
+
+    def address_of(self, rank: int) -> list[int]:
+        block, within = divmod(rank, self._num_ranks)
+        room = self._rooms[block].address_of(within) if self._rooms else []
+        return room + (self._pipes[within].address_of(block) if self._pipes else [])
+
+    def inherited_by(self, rank: int) -> tuple[int, ...]:
+        block, within = divmod(rank, self._num_ranks)
+        room = self._rooms[block].inherited_by(within) if self._rooms else ()
+        return room + (self._pipes[within].inherited_by(block) if self._pipes else ())
+
+    def join(self) -> RankPlace:
+        """Makes this process the first rank, once all others have started."""
+        ranks = None
+        if self._rooms:
+            ranks = _joined_ranks(self._config, grid_of(self._config, 0), self._rooms[0])
+        if not self._pipes:
+            return RankPlace(ranks=ranks)
+        own, *others = self._pipes
+        for pipes in others:
+            pipes.close()
+        return RankPlace(ranks=ranks, link=own.join())
+
+    def close(self) -> None:
+        """Closes what only the others need, or all of it where this process has not joined."""
+        for room in self._rooms:
+            room.close()
+
+    def give_up(self) -> None:
+        """Closes the pipes too, where the ranks do not meet."""
+        for pipes in self._pipes:
+            pipes.close()
+
+
+def joining(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable[[], RankPlace]:
+    """Returns what makes this process a rank other than the first, once all that it needs has been
+    found.
+    """
+    options = config.backend
+    num_stages = options.pipeline_parallel_size
+    room, pipes = list(address), list[int]()
+    if num_stages > 1:
+        room, pipes = room[:-NUM_PIPES], room[-NUM_PIPES:]
+    join_ranks = _joining_ranks(config, grid_of(config, rank), room[0]) if room else None
+    block = rank // options.num_stage_ranks
+
+    def join() -> RankPlace:
+        ranks = None if join_ranks is None else join_ranks()
+        link = joined(block, num_stages, pipes) if pipes else None
+        return RankPlace(rank, ranks, link)
+
+    return join
+
+
+def _room_of(config: EngineConfig) -> SharedMemory | Rendezvous:
+    if config.backend.backend == "native":
+        from octavo.backends.native.ranks import SharedMemory
+
+        return SharedMemory()
+    choose_device(config.backend.device, num_devices=config.backend.num_stage_ranks)
+    from octavo.backends.torch.ranks import Rendezvous
+
+    return Rendezvous(config.backend.num_stage_ranks)
+
+
+def _joined_ranks(
+    config: EngineConfig, grid: RankGrid, room: SharedMemory | Rendezvous
+) -> Ranks[Any]:
+    if config.backend.backend == "native":
+        return _joining_ranks(config, grid, room.address)()
+    from octavo.backends.torch.ranks import Rendezvous, TorchRanks
+
+    assert isinstance(room, Rendezvous)
+    device = choose_device(config.backend.device, num_devices=grid.num_ranks)
+    return TorchRanks(grid, device, room)
+
+
+def _joining_ranks(config: EngineConfig, grid: RankGrid, address: int) -> Callable[[], Ranks[Any]]:
+    if config.backend.backend == "native":
+        from octavo.backends.native.ranks import SharedMemoryRanks
+
+        return lambda: SharedMemoryRanks(grid, address)
+    device = choose_device(config.backend.device, num_devices=grid.num_ranks)
+    from octavo.backends.torch.ranks import TorchRanks
+
+    return lambda: TorchRanks(grid, device, address)

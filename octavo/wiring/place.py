@@ -1,0 +1,40 @@
+"""The place of one process among those that compute one model.
+
+Ranks are numbered stage by stage, the last stage's first, so that rank 0 draws; within a stage as
+`RankGrid` numbers them. A rank meets the others of its stage within a step, and hands its hidden
+states to the rank at its own place in the stage behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.backends.rank_grid import RankGrid
+from octavo.backends.ranks import Ranks
+from octavo.config.engine_config import EngineConfig
+from octavo.worker.stages.stage_link import StageLink
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A process's rank, and its connections to the others. Implements `ranks.Abortable`."""
+
+    rank: int = 0
+    ranks: Ranks[Any] | None = None
+    """The ranks of its stage; None where there is one."""
+    link: StageLink | None = None
+    """The stages before and behind; None where there is one stage."""
+
+    def abort(self) -> None:
+        """Ends a wait for a rank that has ended; the pipe of a stage breaks by itself."""
+        if self.ranks is not None:
+            self.ranks.abort()
+
+
+def grid_of(config: EngineConfig, rank: int) -> RankGrid:
+    """Returns the place of a rank among those of its stage."""
+    options = config.backend
+    return RankGrid(
+        rank % options.num_stage_ranks, options.tensor_parallel_size, options.expert_parallel_size
+    )

@@ -1,0 +1,37 @@
+"""Ranks of the reference backend that compute together, each in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from numpy.typing import NDArray
+
+from octavo.backends.reference.backend import ReferenceBackend
+from octavo.backends.reference.ranks import RanksInThreads
+
+
+def in_threads(num_ranks: int, run: Callable[[int, ReferenceBackend], NDArray]) -> list[NDArray]:
+    """Returns what `run(rank, its backend)` gives on each rank."""
+    ranks = RanksInThreads(num_ranks)
+    found: dict[int, NDArray] = {}
+    errors: list[BaseException] = []
+
+    def run_rank(rank: int) -> None:
+        try:
+            found[rank] = run(rank, ReferenceBackend(exchange=ranks.exchange_of(rank)))
+        except BaseException as error:
+            errors.append(error)
+            ranks.abort()
+
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next(
+            (error for error in errors if not isinstance(error, threading.BrokenBarrierError)),
+            errors[0],
+        )
+    return [found[rank] for rank in range(num_ranks)]
