@@ -287,6 +287,9 @@ class StoredBytes(msgspec.Struct, frozen=True):
     num_damaged: int = 0
     """Number of damaged files met, and removed."""
     num_write_errors: int = 0
+    num_expired_leases: int = 0
+    """Number of leases of other engines that ended by the clock, their blocks not fetched or not
+    read to the end."""
 
 
 class ConnectorStats(msgspec.Struct):
@@ -304,6 +307,8 @@ class ConnectorStats(msgspec.Struct):
     num_saved: int = 0
     num_loaded: int = 0
     num_fetched: int = 0
+    num_fetched_bytes: int = 0
+    """Bytes of the blocks fetched."""
     num_not_fetched: int = 0
     num_kept: int = 0
     num_not_kept: int = 0

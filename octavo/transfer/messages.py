@@ -1,9 +1,11 @@
 """The messages between engines that exchange KV blocks, msgpack over ZeroMQ.
 
 Two conversations. Fronts (DEALER to ROUTER): Hello, Welcome; then Prefill, which is Accepted or
-Declined and later Ended, unless it is Withdrawn. Workers (DEALER to ROUTER): WantBlocks and
-DropBlocks go up; BlockPart (with the bytes as a second frame) or BlockAt, NoBlocks, StillThere
-and NotYours come down. A block is asked for by its name before it is computed, and sent when it is.
+Declined and later Ended, unless it is Withdrawn. Workers (DEALER to ROUTER): WantBlocks,
+DropBlocks, HoldBlocks and TookBlocks go up; BlockPart (with the bytes as a second frame) or
+BlockAt, NoBlocks, StillThere and NotYours come down. A block is asked for by its name before it is
+computed, and sent when it is. Every ask has an epoch, which its answers repeat: what answers an
+older one lands nowhere.
 """
 
 from __future__ import annotations
@@ -97,12 +99,30 @@ class WantBlocks(msgspec.Struct, tag=True):
     blocks: list[WantedBlock]
     wait_s: float
     """Seconds for which the sender waits for blocks that are not computed yet."""
+    epoch: int
+    """Number of this ask, which counts up."""
 
 
 class DropBlocks(msgspec.Struct, tag=True):
     """Blocks that are not waited for any more."""
 
     names: list[BlockName]
+
+
+class HoldBlocks(msgspec.Struct, tag=True):
+    """Blocks at a BlockAt that are still to be read: their leases begin again."""
+
+    names: list[BlockName]
+    epoch: int
+    """Epoch of the ask that they answer."""
+
+
+class TookBlocks(msgspec.Struct, tag=True):
+    """Blocks at a BlockAt that the sender of this has read, or will not: their leases end."""
+
+    names: list[BlockName]
+    epoch: int
+    """Epoch of the ask that they answer."""
 
 
 class BlockPart(msgspec.Struct, tag=True):
@@ -114,6 +134,8 @@ class BlockPart(msgspec.Struct, tag=True):
     offset: int
     checksum: int
     """CRC-32 of these bytes."""
+    epoch: int
+    """Epoch of the ask that it answers."""
 
 
 class BlockAt(msgspec.Struct, tag=True):
@@ -126,12 +148,16 @@ class BlockAt(msgspec.Struct, tag=True):
     num_bytes: int
     checksum: int
     """CRC-32 of the whole block: what lies there later has another."""
+    epoch: int
+    """Epoch of the ask that it answers."""
 
 
 class NoBlocks(msgspec.Struct, tag=True):
     """Blocks that will not come."""
 
     names: list[BlockName]
+    epoch: int
+    """Epoch of the ask that it answers."""
 
 
 class StillThere(msgspec.Struct, tag=True):
@@ -146,5 +172,5 @@ class NotYours(msgspec.Struct, tag=True):
 
 FrontRequestMessage = Hello | Prefill | Withdrawn
 FrontReplyMessage = Welcome | Accepted | Declined | Ended
-WorkerRequestMessage = WantBlocks | DropBlocks
+WorkerRequestMessage = WantBlocks | DropBlocks | HoldBlocks | TookBlocks
 WorkerReplyMessage = BlockPart | BlockAt | NoBlocks | StillThere | NotYours

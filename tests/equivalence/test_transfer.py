@@ -11,9 +11,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 
@@ -22,70 +20,26 @@ from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.progress import quiet
 from octavo.wiring.engine import build_with_process
-from tests.support.free_ports import free_port
 from tests.support.llm_tools import (
     GREEDY,
     LONG,
-    PENALISED,
-    SAMPLED,
     final,
     fingerprint,
     make_async,
     make_llm,
-    prompts_of,
     small_options,
+)
+from tests.support.transfer_pairs import (
+    MODELS,
+    PARAMS,
+    PROMPTS,
+    expected,
+    free_address,
+    met,
+    pair,
 )
 
 LONGER = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
-PROMPTS = prompts_of(120, 130, 17, 200)
-PARAMS = [GREEDY, SAMPLED, PENALISED, SAMPLED]
-MODELS = [
-    ("native", "llama", {"dtype": "bfloat16"}),
-    ("native", "gemma3_text", {}),
-    ("native", "qwen3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
-    ("reference", "llama", {}),
-]
-"""Backend, family and precision."""
-
-
-def free_address() -> str:
-    """Returns an address of which the port, and the one above it, are free."""
-    return f"127.0.0.1:{free_port(2)}"
-
-
-@contextmanager
-def pair(model: Any = MODELS[0], **options: Any) -> Iterator[tuple[AsyncLLM, AsyncLLM]]:
-    """Starts an engine that computes prompts and one that has them computed."""
-    backend, family, precision = model
-    common = {**small_options(family), "backend": backend, "kv_transfer": "zmq"}
-    common["in_process"] = True
-    common |= {**precision, **options}
-    address = free_address()
-    with ExitStack() as stack:
-        prefill = make_async(role="prefill", kv_transfer_address=address, **common)
-        stack.callback(prefill.close)
-        decode = make_async(
-            role="decode", prefill_peer=[address], kv_transfer_min_tokens=32, **common
-        )
-        stack.callback(decode.close)
-        yield prefill, decode
-
-
-async def met(prefill: AsyncLLM, decode: AsyncLLM) -> None:
-    """Waits until the two engines know each other."""
-    prefill.start()
-    decode.start()
-    for _ in range(500):
-        if decode.prefill_peers:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the engines did not meet")
-
-
-def expected(model: Any, prompts: Any = PROMPTS, params: Any = PARAMS) -> list[Any]:
-    backend, family, precision = model
-    with make_llm(family, backend=backend, **precision) as llm:
-        return [fingerprint(output) for output in llm.generate(prompts, params)]
 
 
 def mooncake() -> None:

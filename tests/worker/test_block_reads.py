@@ -17,6 +17,7 @@ from octavo.step import BlockKey, BlockName, ConnectorPlan, ConnectorReport, Slo
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import PIECE_BYTES, BlockTransport, RemoteBytes, pieces_of
 from octavo.worker.cache_engine import HostShape
+from octavo.worker.connectors import outbox, transfer_mail
 from octavo.worker.connectors.block_arena import BlockArena
 from octavo.worker.connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
@@ -155,6 +156,62 @@ def test_a_slot_that_is_being_written_is_not_given_back(
     assert pair.reader.report(wait_s=0.0) is None
     movers[1].may_go_on.set()
     assert reported(pair.reader).not_fetched == [name_of(7)]
+
+
+@pytest.fixture
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(outbox, "LEASE_S", 1.0)
+    monkeypatch.setattr(transfer_mail, "RENEWAL_S", 0.1)
+    return 1.0
+
+
+def test_a_block_that_is_read_for_longer_than_a_lease_keeps_its_place(
+    movers: list[LocalMover], short_leases: float
+) -> None:
+    """There is one place. The reader renews its lease as long as it reads, and ends it then."""
+    pair = Pair(movers, max_bytes=NUM_BYTES)
+    try:
+        movers[1].may_go_on.clear()
+        keep(pair.sender, 7)
+        reported(pair.sender)
+        fetch(pair.reader, pair.source, 7)
+        time.sleep(1.5 * short_leases)
+        keep(pair.sender, 9, slot=1)
+        assert reported(pair.sender).not_kept == [name_of(9)]
+        movers[1].may_go_on.set()
+        assert reported(pair.reader).fetched == [name_of(7)]
+        assert (pair.reader.slot(0, 1) == pair.sender.slot(0, 0)).all()
+        time.sleep(0.5)  # TookBlocks comes
+        keep(pair.sender, 9, slot=1)
+        report = reported(pair.sender)
+        assert report.kept == [name_of(9)] and report.stored is not None
+        assert report.stored.num_expired_leases == 0
+    finally:
+        pair.close()
+
+
+def test_a_reader_that_never_ends_loses_its_lease_and_takes_no_wrong_bytes(
+    movers: list[LocalMover], short_leases: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is heard of it: the block's place is used for another, and what it reads then is a
+    miss by its checksum.
+    """
+    monkeypatch.setattr(transfer_mail.TransferMail, "renew_leases", lambda mail: None)
+    pair = Pair(movers, max_bytes=NUM_BYTES)
+    try:
+        movers[1].may_go_on.clear()
+        keep(pair.sender, 7)
+        reported(pair.sender)
+        fetch(pair.reader, pair.source, 7)
+        time.sleep(1.5 * short_leases)
+        keep(pair.sender, 9, slot=1)
+        report = reported(pair.sender)
+        assert report.kept == [name_of(9)] and report.stored is not None
+        assert report.stored.num_expired_leases == 1
+        movers[1].may_go_on.set()
+        assert reported(pair.reader).not_fetched == [name_of(7)]
+    finally:
+        pair.close()
 
 
 def test_a_place_that_was_used_again_is_noticed(movers: list[LocalMover]) -> None:

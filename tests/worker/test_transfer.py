@@ -14,7 +14,15 @@ import zmq
 from octavo.errors import ConfigError
 from octavo.step import BlockKey, BlockName, ConnectorPlan, ConnectorReport, SlotBlock
 from octavo.transfer.address import TransferEnds
-from octavo.transfer.messages import BlockPart, DropBlocks, NotYours, WantBlocks, WantedBlock
+from octavo.transfer.messages import (
+    BlockPart,
+    DropBlocks,
+    NoBlocks,
+    NotYours,
+    StillThere,
+    WantBlocks,
+    WantedBlock,
+)
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
@@ -148,7 +156,7 @@ def test_malformed_requests_are_answered_and_disturb_no_other(sender, fetcher):
             assert msgspec.msgpack.decode(socket.recv(), type=NotYours).reason
         socket.send_multipart([b"a", b"b", b"c"])
         socket.send(msgspec.msgpack.encode(DropBlocks([BlockName(5, b"unknown")])))
-        odd = WantBlocks(FINGERPRINT, [WantedBlock(-3, key_of(1))], wait_s=float("nan"))
+        odd = WantBlocks(FINGERPRINT, [WantedBlock(-3, key_of(1))], wait_s=float("nan"), epoch=-1)
         socket.send(msgspec.msgpack.encode(odd))
     fetch(fetcher, sender[1], 7)
     assert reported(fetcher).fetched
@@ -173,7 +181,8 @@ def test_a_damaged_part_makes_it_a_miss(fetcher, part):
         fetch(fetcher, f"tcp://127.0.0.1:{port}", 7)
         peer, _ = router.recv_multipart()
         data = part.pop("data", bytes(100))
-        usual = {"num_bytes": NUM_BYTES, "offset": 0, "checksum": zlib.crc32(bytes(100))}
+        checksum = zlib.crc32(bytes(100))
+        usual = {"num_bytes": NUM_BYTES, "offset": 0, "checksum": checksum, "epoch": 1}
         head = BlockPart(name=BlockName(0, key_of(7).digest), **{**usual, **part})
         router.send_multipart([peer, msgspec.msgpack.encode(head), data])
         assert reported(fetcher).not_fetched == [BlockName(0, key_of(7).digest)]
@@ -192,9 +201,80 @@ def test_a_slot_is_never_written_after_its_end_was_reported(fetcher):
         assert reported(fetcher).not_fetched == [name]
         fetcher.slot(0, 1)[:] = 9
         for number in (7, 8):
-            late = BlockPart(
-                BlockName(0, key_of(number).digest), NUM_BYTES, 0, zlib.crc32(bytes(100))
-            )
-            router.send_multipart([peer, msgspec.msgpack.encode(late), bytes(100)])
+            part = part_of(number, bytes(100), epoch=1)
+            router.send_multipart([peer, msgspec.msgpack.encode(part), bytes(100)])
         time.sleep(0.2)
         assert (fetcher.slot(0, 1) == 9).all()
+
+
+def part_of(number: int, data: bytes, *, epoch: int, offset: int = 0) -> BlockPart:
+    name = BlockName(0, key_of(number).digest)
+    return BlockPart(name, NUM_BYTES, offset, zlib.crc32(data), epoch)
+
+
+def test_what_answers_an_older_ask_lands_nowhere_and_ends_nothing(fetcher):
+    """A block is asked for, given up and asked for again: late parts of the first answer are not
+    written, and its refusal is not taken for the second one's.
+    """
+    name = BlockName(0, key_of(7).digest)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        source = f"tcp://127.0.0.1:{port}"
+        fetch(fetcher, source, 7)
+        peer, _ = router.recv_multipart()
+        fetcher.begin(ConnectorPlan(cancel=[name]))
+        assert reported(fetcher).not_fetched == [name]
+        assert msgspec.msgpack.decode(router.recv_multipart()[1], type=DropBlocks).names == [name]
+        fetcher.slot(0, 2)[:] = 9
+        fetch(fetcher, source, 7, slot=2)
+        again = msgspec.msgpack.decode(router.recv_multipart()[1], type=WantBlocks)
+        late = part_of(7, bytes(100), epoch=again.epoch - 1)
+        router.send_multipart([peer, msgspec.msgpack.encode(late), bytes(100)])
+        router.send_multipart([peer, msgspec.msgpack.encode(NoBlocks([name], again.epoch - 1))])
+        time.sleep(0.2)
+        assert fetcher.report(wait_s=0.0) is None
+        assert (fetcher.slot(0, 2) == 9).all()
+        for offset in range(0, NUM_BYTES, 1 << 20):
+            part = part_of(7, bytes(1 << 20), epoch=again.epoch, offset=offset)
+            router.send_multipart([peer, msgspec.msgpack.encode(part), bytes(1 << 20)])
+        assert reported(fetcher).fetched == [name]
+        assert not fetcher.slot(0, 2).any()
+
+
+def test_a_peer_that_signs_and_never_sends_holds_no_slot_for_good():
+    """It is alive, and its block does not come: the fetch ends by its own clock."""
+    fetcher = TransferWorker([HostShape(4, NUM_BYTES)], ends(None, timeout_s=1.0))
+    sign = msgspec.msgpack.encode(StillThere())
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        fetch(fetcher, f"tcp://127.0.0.1:{port}", 7)
+        peer, _ = router.recv_multipart()
+        began, report = time.monotonic(), None
+        while report is None and time.monotonic() - began < 10:
+            router.send_multipart([peer, sign])
+            report = fetcher.report(wait_s=0.2)
+        assert report is not None and report.not_fetched == [BlockName(0, key_of(7).digest)]
+        assert time.monotonic() - began > 0.5
+    fetcher.close()
+
+
+def test_a_peer_that_comes_back_at_its_address_owes_nothing_of_before(sender, fetcher):
+    """It was asked for a block before it ended: the new one knows nothing of that."""
+    worker, endpoint = sender
+    name = BlockName(0, key_of(9).digest)
+    fetch(fetcher, endpoint, 9)
+    time.sleep(0.2)
+    worker.close()
+    again = TransferWorker([HostShape(4, NUM_BYTES)], ends(endpoint))
+    try:
+        assert reported(fetcher).not_fetched == [name]
+        again.slot(0, 2)[:] = 3
+        again.begin(ConnectorPlan(keep=[SlotBlock(0, 2, key_of(9))]))
+        assert reported(again).kept == [name]
+        fetch(fetcher, endpoint, 9, slot=3)
+        assert reported(fetcher).fetched == [name]
+        assert (fetcher.slot(0, 3) == 3).all()
+    finally:
+        again.close()

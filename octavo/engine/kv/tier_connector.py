@@ -371,6 +371,7 @@ class TierConnector:
     def _count(self, report: ConnectorReport) -> None:
         stats = self.stats
         stats.num_fetched += len(report.fetched)
+        stats.num_fetched_bytes += sum(self._block_bytes[name.group] for name in report.fetched)
         stats.num_not_fetched += len(report.not_fetched)
         stats.num_kept += len(report.kept)
         stats.num_not_kept += len(report.not_kept)

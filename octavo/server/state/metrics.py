@@ -108,6 +108,26 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Files that could not be written there.",
         lambda stats: stats.connector.stored.num_write_errors,
     ),
+    "kv_blocks_fetched": (
+        "KV blocks that came from prefix_cache_dir or from other engines.",
+        lambda stats: stats.connector.num_fetched,
+    ),
+    "kv_fetched_bytes": (
+        "Bytes of these blocks.",
+        lambda stats: stats.connector.num_fetched_bytes,
+    ),
+    "kv_blocks_not_fetched": (
+        "KV blocks that were asked for there and did not come; their tokens are computed.",
+        lambda stats: stats.connector.num_not_fetched,
+    ),
+    "kv_blocks_kept": (
+        "KV blocks that were written to prefix_cache_dir or kept for other engines.",
+        lambda stats: stats.connector.num_kept,
+    ),
+    "kv_transfer_expired_leases": (
+        "Leases of blocks for other engines that ended by the clock, before they were fetched.",
+        lambda stats: stats.connector.stored.num_expired_leases,
+    ),
     "spec_decode_num_drafts": (
         "Guesses of requests' next tokens that were verified.",
         lambda stats: stats.num_drafts,

@@ -1,14 +1,16 @@
 """KV blocks that other engines may fetch: those that are there, and who waits for those to come.
 
-A block that was not fetched stays for a lease; after that, and once fetched, the least recently
-used go first. Reads no clock and knows no socket: `transfer.py` sends what it is told to.
+A block that was not fetched stays for a lease, and so does one that a peer reads out of this
+engine's memory, which the peer renews or ends; a peer of which nothing is heard loses it. Of blocks
+without a lease the least recently used go first. Reads no clock and knows no socket:
+`transfer_mail.py` sends what it is told to.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +19,21 @@ from octavo.step import BlockKey, BlockName
 from octavo.transfer.messages import WantedBlock
 
 LEASE_S = 30.0
-"""Seconds for which a block that was not fetched yet keeps its place."""
+"""Seconds for which a block that was not fetched yet, or that a peer reads, keeps its place."""
 MAX_WAITING = 1 << 16
 """Most blocks that are waited for at once; further ones are answered as absent."""
 
 
 BlockData = bytes | NDArray[np.uint8]
 """Bytes of a block: its own, or in memory that others read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A peer that asked for a block, and the epoch of its ask, which the answer repeats."""
+
+    peer: bytes
+    epoch: int
 
 
 @dataclass(slots=True)
@@ -33,13 +43,19 @@ class OutboxBlock:
     key: BlockKey
     data: BlockData
     leased_until: float
+    """When the lease of a block that no peer has fetched ends."""
+    readers: dict[Ask, float] = field(default_factory=dict)
+    """When the lease of each ask whose peer reads it ends."""
+
+    def is_leased(self, now: float) -> bool:
+        return self.leased_until > now or any(until > now for until in self.readers.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A peer that waits for a block."""
+    """An ask for a block that is not there yet."""
 
-    peer: bytes
+    ask: Ask
     until: float
 
 
@@ -58,11 +74,14 @@ class Outbox:
         self._waits: dict[BlockName, list[Wait]] = {}
         self._absent: OrderedDict[BlockName, float] = OrderedDict()
         """Blocks whose prompts have ended without them, until their lease would have ended."""
+        self.num_expired = 0
+        """Number of leases that have ended by the clock: of a block that no peer fetched and of
+        peers that were reading one."""
 
     @property
     def waiting_peers(self) -> set[bytes]:
         """Peers that wait for any block."""
-        return {wait.peer for waits in self._waits.values() for wait in waits}
+        return {wait.ask.peer for waits in self._waits.values() for wait in waits}
 
     def put(
         self, name: BlockName, key: BlockKey, data: BlockData, now: float
@@ -85,7 +104,8 @@ class Outbox:
         for name, block in list(self._blocks.items()):
             if self.num_bytes + num_bytes <= self.max_bytes:
                 break
-            if block.leased_until <= now:
+            if not block.is_leased(now):
+                self.num_expired += (block.leased_until > 0) + len(block.readers)
                 self.remove(name)
                 gone.append(name)
         return gone
@@ -101,35 +121,58 @@ class Outbox:
         for name in list(self._blocks):
             self.remove(name)
 
-    def take(self, name: BlockName, key: BlockKey, leased_until: float = 0.0) -> BlockData | None:
-        """Returns a block's bytes for a peer that fetches it; None where it is not there. A peer
-        that has yet to read them has a lease.
-        """
+    def take(self, name: BlockName, key: BlockKey) -> BlockData | None:
+        """Returns a block's bytes for a peer that fetches it; None where it is not there."""
         block = self._blocks.get(name)
         if block is None or block.key != key:
             return None
-        block.leased_until = leased_until
+        block.leased_until = 0.0
         self._blocks.move_to_end(name)
         return block.data
 
+    # -- who reads ---------------------------------------------------------------------------------
+
+    def lend(self, name: BlockName, ask: Ask, now: float) -> None:
+        """Begins the lease of a peer that will read a block out of memory."""
+        self._blocks[name].readers[ask] = now + LEASE_S
+
+    def renew(self, ask: Ask, names: Iterable[BlockName], now: float) -> None:
+        """Begins a peer's leases again. One that has ended by the clock is gone: the block's place
+        may have other bytes, which the peer finds by its checksum.
+        """
+        for name in names:
+            block = self._blocks.get(name)
+            if block is not None and block.readers.get(ask, now) > now:
+                block.readers[ask] = now + LEASE_S
+
+    def give_back(self, ask: Ask, names: Iterable[BlockName]) -> None:
+        """Ends a peer's leases, of whatever outcome; the second time does nothing."""
+        for name in names:
+            block = self._blocks.get(name)
+            if block is not None:
+                block.readers.pop(ask, None)
+
     # -- who waits ---------------------------------------------------------------------------------
 
-    def wait(self, peer: bytes, wanted: Iterable[WantedBlock], until: float) -> list[BlockName]:
-        """Notes that a peer waits for blocks; returns those for which too many wait already."""
+    def wait(self, ask: Ask, wanted: Iterable[WantedBlock], until: float) -> list[BlockName]:
+        """Notes that a peer waits for blocks, by its newest ask; returns those for which too many
+        wait already.
+        """
         refused = []
         for block in wanted:
             if len(self._waits) < MAX_WAITING:
-                self._waits.setdefault(block.name, []).append(Wait(peer, until))
+                others = [w for w in self._waits.get(block.name, ()) if w.ask.peer != ask.peer]
+                self._waits[block.name] = [*others, Wait(ask, until)]
             else:
                 refused.append(block.name)
         return refused
 
-    def waiting(self, name: BlockName) -> list[bytes]:
-        """Returns the peers that wait for a block, and ends their waits."""
-        return [wait.peer for wait in self._waits.pop(name, ())]
+    def waiting(self, name: BlockName) -> list[Ask]:
+        """Returns the asks that wait for a block, and ends their waits."""
+        return [wait.ask for wait in self._waits.pop(name, ())]
 
-    def ended(self, name: BlockName, now: float) -> list[bytes]:
-        """Notes that a block's prompt has ended; returns the peers that wait for it in vain."""
+    def ended(self, name: BlockName, now: float) -> list[Ask]:
+        """Notes that a block's prompt has ended; returns the asks that wait for it in vain."""
         if name not in self._blocks:
             self._absent[name] = now + LEASE_S
             if len(self._absent) > MAX_WAITING:
@@ -143,7 +186,7 @@ class Outbox:
     def drop(self, peer: bytes, names: Iterable[BlockName]) -> None:
         """Ends a peer's waits for some blocks."""
         for name in names:
-            self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.peer != peer])
+            self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask.peer != peer])
 
     def expire(self, now: float) -> None:
         """Ends the waits whose time is up; their peers have given up by themselves."""
