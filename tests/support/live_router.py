@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import httpx
 import openai
@@ -19,8 +19,9 @@ START_S = 60
 class LiveRouter:
     """A router that has checked its servers when it is made; `lines` holds its stderr."""
 
-    def __init__(self, urls: Iterable[str], *arguments: str) -> None:
-        command = [sys.executable, "-m", "octavo.cli.main", "route", *urls, "--port=0"]
+    def __init__(self, urls: Iterable[str], *arguments: str, within: Sequence[str] = ()) -> None:
+        """`within` is a command that runs another one, as in a network namespace."""
+        command = [*within, sys.executable, "-m", "octavo.cli.main", "route", *urls, "--port=0"]
         command += ["--health-interval-s=0.2", "--max-health-backoff-s=0.5", *arguments]
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
         self.lines: list[str] = []

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,16 @@ class LiveServer:
     """A server that is ready when made, unless `wait` is False; `lines` holds its stderr."""
 
     def __init__(
-        self, model: str, *arguments: str, wait: bool = True, key: str | None = None
+        self,
+        model: str,
+        *arguments: str,
+        wait: bool = True,
+        key: str | None = None,
+        within: Sequence[str] = (),
     ) -> None:
+        """`within` is a command that runs another one, as in a network namespace."""
         command = [
+            *within,
             sys.executable,
             "-m",
             "octavo.cli.main",
