@@ -142,7 +142,7 @@ def _check_ranks(config: EngineConfig) -> None:
     if config.offload.weights_memory_bytes is not None:
         what = f"weights_memory_bytes: allowed only where {option} is 1, got {num_ranks}"
         raise ConfigError(what, hint="more ranks hold more weights in memory")
-    for name in ("prefix_cache_dir", "kv_offloading_size"):
+    for name in ("prefix_cache_dir", "kv_offloading_size", "kv_pool"):
         if getattr(config.cache, name) is not None:
             what = f"{name}: allowed only where {option} is 1, got {num_ranks}"
             raise ConfigError(what, hint=f"leave out {name}, or leave {option} at 1")
@@ -163,6 +163,7 @@ def _check_stages(config: EngineConfig) -> None:
         ("offload", "weights_memory_bytes"),
         ("cache", "prefix_cache_dir"),
         ("cache", "kv_offloading_size"),
+        ("cache", "kv_pool"),
         ("cache", "kv_cache"),
         ("transfer", "kv_transfer"),
         ("sparsity", "ffn_sparsity"),
@@ -217,11 +218,12 @@ def _check_transfer(config: EngineConfig) -> None:
         return
     if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
         raise ConfigError("kv_transfer: allowed only where the KV cache and prefix caching are on")
-    if config.cache.prefix_cache_dir is not None:
-        raise ConfigError(
-            "kv_transfer: allowed only without prefix_cache_dir",
-            hint="let the engines that compute prompts keep them in memory (kv_transfer_size)",
-        )
+    for name in ("prefix_cache_dir", "kv_pool"):
+        if getattr(config.cache, name) is not None:
+            raise ConfigError(
+                f"kv_transfer: allowed only without {name}",
+                hint="let the engines that compute prompts keep them in memory (kv_transfer_size)",
+            )
     if config.backend.num_stage_ranks > 1:
         option, num_ranks = config.backend.meeting_option
         raise ConfigError(f"kv_transfer: allowed only where {option} is 1, got {num_ranks}")

@@ -59,6 +59,17 @@ class CacheOptions:
     prefix_cache_size: int = option(
         10 << 30, "most bytes in prefix_cache_dir, e.g. 50GiB; default 10GiB", unit="bytes", low=1
     )
+    kv_pool: str | None = option(
+        None,
+        "mooncake://HOST:PORT of a Mooncake master, behind which engines share blocks of the prefix"
+        " cache; default none",
+    )
+    kv_pool_lends: int = option(
+        0, "memory that this engine lends to the kv_pool; default none", unit="bytes", low=0
+    )
+    kv_pool_replicas: int = option(
+        1, "store nodes of the kv_pool that each block is written to", unit="count", low=1
+    )
     kv_events_config: str | None = option(
         None,
         "JSON object of what is published of blocks that the prefix cache gains and loses, in"

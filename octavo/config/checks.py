@@ -82,11 +82,19 @@ def _check_observe(options: ObserveOptions) -> None:
 
 
 def _check_prefix_cache(cache: CacheOptions) -> None:
-    for name in ("prefix_cache_dir", "kv_offloading_size"):
+    for name in ("prefix_cache_dir", "kv_offloading_size", "kv_pool"):
         if getattr(cache, name) is not None and not (
             cache.enable_prefix_caching and cache.kv_cache
         ):
             raise ConfigError(f"{name}: allowed only where the KV cache and prefix caching are on")
+    if cache.kv_pool is not None and cache.prefix_cache_dir is not None:
+        raise ConfigError("kv_pool: allowed only without prefix_cache_dir", hint="name one of them")
+    usual = CacheOptions()
+    for name in ("kv_pool_lends", "kv_pool_replicas"):
+        if cache.kv_pool is None and getattr(cache, name) != getattr(usual, name):
+            raise ConfigError(
+                f"{name}: allowed only with kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
+            )
 
 
 def _check_layout(cache: CacheOptions) -> None:

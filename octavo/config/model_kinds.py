@@ -27,7 +27,7 @@ def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
     """
     usual = EngineConfig()
     for group, names in (
-        ("cache", ("kv_cache", "kv_layout", "prefix_cache_dir", "kv_offloading_size")),
+        ("cache", ("kv_cache", "kv_layout", "prefix_cache_dir", "kv_offloading_size", "kv_pool")),
         ("transfer", ("kv_transfer",)),
         ("backend", ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size")),
         ("offload", ("weights_memory_bytes",)),

@@ -171,5 +171,5 @@ def _check(path: Path, header: RecordingHeader) -> None:
     if header.tiers is not None:
         raise ConfigError(
             f"{path}: an engine with a prefix cache off the device, whose blocks are not simulated",
-            hint="record one without prefix_cache_dir and kv_offloading_size",
+            hint="record one without prefix_cache_dir, kv_offloading_size and kv_pool",
         )

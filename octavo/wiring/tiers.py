@@ -57,11 +57,14 @@ def build_tiers(checkpoint: Checkpoint, loaded: LoadedModel, report: Report) -> 
     cache = loaded.config.cache
     block_bytes = [layout.block_bytes for layout in loaded.layouts]
     transfers = loaded.config.transfer.kv_transfer is not None
-    num_slots = _num_slots(cache, sum(block_bytes), has_more=transfers)
+    has_more = transfers or cache.kv_pool is not None
+    num_slots = _num_slots(cache, sum(block_bytes), has_more=has_more)
     if not num_slots:
         return BuiltTiers()
     if transfers:
         return _other_engines(checkpoint, loaded, num_slots)
+    if cache.kv_pool is not None:
+        return _shared_pool(checkpoint, loaded, num_slots)
     directory = None if cache.prefix_cache_dir is None else _block_directory(checkpoint, loaded)
     worker = TierWorker([HostShape(num_slots, size) for size in block_bytes], directory)
     first = worker.report(wait_s=0.0)
@@ -78,7 +81,12 @@ def check_tiers(cache: CacheOptions, transfer: TransferOptions, block_bytes: lis
     """Raises ConfigError where blocks of these sizes, one for each cache group, cannot be kept as
     the options say, nor sent.
     """
-    _num_slots(cache, sum(block_bytes), has_more=transfer.kv_transfer is not None)
+    has_more = transfer.kv_transfer is not None or cache.kv_pool is not None
+    _num_slots(cache, sum(block_bytes), has_more=has_more)
+    if cache.kv_pool is not None:
+        from octavo.worker.connectors.mooncake_pool import check_pool
+
+        check_pool(cache.kv_pool)
     if transfer.kv_transfer == "mooncake":
         from octavo.worker.connectors.mooncake_mover import require_mooncake
 
@@ -100,7 +108,7 @@ def check_tiers(cache: CacheOptions, transfer: TransferOptions, block_bytes: lis
 
 def _num_slots(cache: CacheOptions, block_bytes: int, *, has_more: bool) -> int:
     """Returns how many blocks of all groups together the host memory has room for; `has_more`:
-    other engines are behind it.
+    other engines or a pool are behind it.
     """
     wanted = cache.kv_offloading_size
     has_more = has_more or cache.prefix_cache_dir is not None
@@ -148,6 +156,27 @@ def _parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:
         "layouts": list(map(str, loaded.layouts)),
         "block and split": [BLOCK_SIZE, SPLIT_KEYS],
     }
+
+
+def _shared_pool(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) -> BuiltTiers:
+    """Builds the tier that several engines share."""
+    from octavo.worker.connectors.mooncake_pool import MooncakePool, check_pool
+    from octavo.worker.connectors.pool_worker import PoolWorker
+
+    cache = loaded.config.cache
+    assert cache.kv_pool is not None
+    pool = MooncakePool(
+        check_pool(cache.kv_pool),
+        lends_bytes=cache.kv_pool_lends,
+        num_replicas=cache.kv_pool_replicas,
+    )
+    block_bytes = [layout.block_bytes for layout in loaded.layouts]
+    name = fingerprint(_parts(checkpoint, loaded), checkpoint.weight_files, cache=open_state_home())
+    worker = PoolWorker([HostShape(num_slots, size) for size in block_bytes], pool, name)
+    # A pin is a wish to evict a block late, which the store may not be able to grant.
+    max_pinned_bytes = num_slots * sum(block_bytes)
+    tiers = Tiers(block_bytes, num_slots, True, max_pinned_bytes, asks=True)
+    return BuiltTiers(tiers, worker)
 
 
 # -- other engines ---------------------------------------------------------------------------------

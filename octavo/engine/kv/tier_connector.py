@@ -49,12 +49,14 @@ class Tiers(msgspec.Struct):
     num_slots: int
     """Slots of each cache group."""
     keeps: bool = False
-    """Whether there are files behind the slots."""
+    """Whether there is a store behind the slots: files, a pool, other engines."""
     max_pinned_bytes: int = 0
     saved_bytes_per_step: int = SAVED_BYTES_PER_STEP
     """Bytes that one step copies from the device; what is left waits for the next."""
     first: ConnectorReport | None = None
     """Report of the blocks that are stored at the start."""
+    asks: bool = False
+    """Whether only asking the store tells which blocks it has."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class TierConnector:
 
     def __init__(self, tiers: Tiers) -> None:
         self.keeps = tiers.keeps
+        self._asks = tiers.asks
         self.max_pinned_bytes = tiers.max_pinned_bytes
         self.stats = ConnectorStats(tiers.num_slots)
         self._block_bytes = tiers.block_bytes
@@ -119,13 +122,13 @@ class TierConnector:
 
     def can_fetch(self, group: int, key: BlockKey, source: str = "") -> bool:
         """Says whether the block is in a slot or on its way to one, or in a readable file, or
-        computed by the engine at `source`.
+        computed by the engine at `source`, or may be in a store that has to be asked.
         """
         name = BlockName(group, key.digest)
         if self.slots[group].find(key) is not None:
             return True
         return (
-            bool(source or name in self._behind)
+            bool(source or self._asks or name in self._behind)
             and name not in self.fetching
             and not self.slots[group].has_name(key)
         )

@@ -1,0 +1,182 @@
+"""A prefix cache that engines share in a pool: what is found there is as good as computed, and
+whatever the pool does is a miss at worst.
+
+Bitwise. The store is a dict, and Mooncake's own where it is installed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.engine.stats import EngineStats
+from octavo.errors import BackendUnavailable, ConfigError
+from octavo.worker.connectors import mooncake_pool
+from tests.support.fake_store import FakeStore
+from tests.support.free_ports import free_port
+from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
+
+PROMPTS = prompts_of(120, 130, 17, 200)
+PARAMS = [GREEDY, SAMPLED, PENALISED, SAMPLED]
+HITS = [112, 128, 16, 192]
+POOL = "mooncake://127.0.0.1:1"
+
+
+def answers(family: str = "llama", **options: Any) -> tuple[list[Any], list[int], EngineStats]:
+    """Returns what an engine answers, the tokens that it found, and its counters."""
+    with make_llm(family, backend="native", **options) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        stats = llm.get_metrics()
+    assert stats.num_used_blocks == 0
+    found = [fingerprint(output) for output in outputs]
+    return found, [output.num_cached_tokens for output in outputs], stats
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[FakeStore]:
+    """Makes the next engines' pools dicts of the same values; each new store comes last."""
+    made: list[FakeStore] = []
+    values: dict[str, bytes] = {}
+
+    def make(master: str, *, lends_bytes: int, num_replicas: int) -> FakeStore:
+        made.append(FakeStore(values))
+        return made[-1]
+
+    monkeypatch.setattr(mooncake_pool, "check_pool", lambda text: text)
+    monkeypatch.setattr(mooncake_pool, "MooncakePool", make)
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_what_another_engine_has_stored_is_as_good_as_computed(stores, family: str) -> None:
+    expected, hits, _ = answers(family)
+    assert hits == [0] * 4
+    for wanted in ([0] * 4, HITS):
+        found, hits, stats = answers(family, kv_pool=POOL)
+        assert (found, hits) == (expected, wanted)
+        assert (stats.connector.num_fetched > 0) == (wanted[0] > 0)
+    assert all(store.closed for store in stores)
+
+
+def harm(values: dict[str, bytes]) -> None:
+    for key in list(values)[::2]:
+        values[key] = values[key][:-1] + bytes([values[key][-1] ^ 1])
+
+
+def lose(values: dict[str, bytes]) -> None:
+    for key in list(values)[::3]:
+        del values[key]
+
+
+@pytest.mark.parametrize("happens", [harm, lose], ids=lambda happens: happens.__name__)
+def test_blocks_that_fail_are_computed(stores, happens: Callable[[dict[str, bytes]], None]) -> None:
+    expected, _, _ = answers(kv_pool=POOL)
+    happens(stores[0].values)
+    found, hits, stats = answers(kv_pool=POOL)
+    assert found == expected and hits != HITS
+    assert stats.connector.num_not_fetched > 0
+
+
+@pytest.mark.parametrize("what", ["fails_reads", "fails_writes"])
+def test_a_store_that_fails_changes_no_answer(stores, monkeypatch, what: str) -> None:
+    expected, _, _ = answers(kv_pool=POOL)
+    make = mooncake_pool.MooncakePool
+
+    def failing(*args: Any, **options: Any) -> FakeStore:
+        store = make(*args, **options)
+        setattr(store, what, True)
+        return store
+
+    monkeypatch.setattr(mooncake_pool, "MooncakePool", failing)
+    found, hits, _ = answers(kv_pool=POOL)
+    assert found == expected
+    assert hits == ([0] * 4 if what == "fails_reads" else HITS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_pool": "redis://x:1"}, "kv_pool: got 'redis://x:1', allowed is mooncake://HOST:PORT"),
+        ({"kv_pool": "mooncake://nowhere"}, "kv_pool: got 'nowhere', allowed is HOST:PORT"),
+        ({"kv_pool_lends": 1}, "kv_pool_lends: allowed only with kv_pool"),
+        ({"kv_pool": POOL, "prefix_cache_dir": "/x"}, "kv_pool: allowed only without prefix_cache"),
+        ({"kv_pool": POOL, "kv_transfer": "zmq"}, "kv_transfer: allowed only without kv_pool"),
+        ({"kv_pool": POOL, "enable_prefix_caching": False}, "kv_pool: allowed only where the KV"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_llm("llama", backend="native", **options)
+
+
+def test_a_package_that_is_missing_is_named_before_anything_loads(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(BackendUnavailable, match="mooncake cannot be imported") as refused:
+        make_llm("llama", backend="native", kv_pool=POOL)
+    assert "pip install mooncake-transfer-engine-non-cuda" in str(refused.value.hint)
+
+
+# -- Mooncake's own --------------------------------------------------------------------------------
+
+NODE = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1]) == 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def master() -> Iterator[str]:
+    """Starts a master and one store node."""
+    pytest.importorskip("mooncake.store", reason="mooncake is not installed", exc_type=ImportError)
+    program = Path(sys.executable).parent / "mooncake_master"
+    assert program.exists() or shutil.which("mooncake_master")
+    address = f"127.0.0.1:{free_port()}"
+    port, metrics = address.partition(":")[2], free_port()
+    arguments = [f"--rpc_port={port}", f"--metrics_port={metrics}"]
+    started = [subprocess.Popen([program, *arguments], stderr=subprocess.DEVNULL)]
+    try:
+        time.sleep(2)
+        node = subprocess.Popen(
+            [sys.executable, "-c", NODE, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        started.append(node)
+        assert node.stdout is not None
+        while not node.stdout.readline().startswith("ready"):
+            assert node.poll() is None, "the store node did not start"
+        yield f"mooncake://{address}"
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_a_pool_of_mooncakes_own(master: str) -> None:
+    expected, _, _ = answers()
+    for wanted in ([0] * 4, HITS):
+        found, hits, stats = answers(kv_pool=master)
+        assert (found, hits) == (expected, wanted)
+    assert stats.connector.num_fetched > 0
+
+
+@pytest.mark.slow
+def test_nothing_listens_there() -> None:
+    pytest.importorskip("mooncake.store", reason="mooncake is not installed", exc_type=ImportError)
+    with pytest.raises(ConfigError, match=r"kv_pool: nothing answers at 127\.0\.0\.1"):
+        make_llm("llama", backend="native", kv_pool=f"mooncake://127.0.0.1:{free_port()}")
