@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,6 +22,10 @@ from octavo.server.router.upstream import UpstreamClient, UpstreamLost
 NOT_CHECKED = "no check has succeeded yet"
 STABLE_S = 60.0
 """Time after which a server that has come back is checked as often as before its failures."""
+
+
+Standing = Literal["in", "draining", "gone"]
+"""Whether a server belongs to the router: it does; it finishes what it has; or it has left."""
 
 
 class KvEventsCard(msgspec.Struct):
@@ -57,6 +61,7 @@ class Member:
     target: Target
     trouble: str = NOT_CHECKED
     """Reason why it gets no requests; "" while it is well."""
+    standing: Standing = "in"
     models: frozenset[str] = frozenset()
     """Names that it answers to; empty where it does not say."""
     adapters: frozenset[str] = frozenset()
@@ -77,6 +82,11 @@ class Member:
     @property
     def is_well(self) -> bool:
         return not self.trouble
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it may be given requests now."""
+        return self.is_well and self.standing == "in"
 
     def serves(self, model: str | None) -> bool:
         """Whether it answers to a model's name, or may do."""
@@ -102,21 +112,31 @@ class Member:
 
 
 class Members:
-    """All servers of a router, in the order in which they were named."""
+    """All servers of a router, in the order in which they were named or joined; one that has left
+    keeps its number.
+    """
 
     def __init__(self, urls: Sequence[str], settings: RouterSettings) -> None:
-        self._members = [
-            Member(
-                UpstreamClient(
-                    url,
-                    connect_timeout_s=settings.connect_timeout_s,
-                    api_key=settings.server_api_key,
-                ),
-                Target(url.rstrip("/"), CachedNames(settings.max_known_blocks)),
-            )
-            for url in urls
-        ]
+        self._settings = settings
+        self._members = [self._make(url) for url in urls]
         self.is_stopping = False
+
+    def _make(self, url: str) -> Member:
+        settings = self._settings
+        return Member(
+            UpstreamClient(
+                url,
+                connect_timeout_s=settings.connect_timeout_s,
+                api_key=settings.server_api_key,
+            ),
+            Target(url.rstrip("/"), CachedNames(settings.max_known_blocks)),
+        )
+
+    def add(self, url: str) -> Member:
+        """Adds a server behind all others; ConfigError where the URL is none."""
+        member = self._make(url)
+        self._members.append(member)
+        return member
 
     def __len__(self) -> int:
         return len(self._members)
@@ -146,14 +166,19 @@ class Members:
 
         A name that no server has, well or not, may go to any: the server refuses it by name.
         """
-        well = [i for i, each in enumerate(self._members) if each.is_well and i not in without]
-        if any(model in each.models for each in self._members):
+        well = [
+            index
+            for index, each in enumerate(self._members)
+            if each.takes_requests and index not in without
+        ]
+        if any(model in each.models for each in self._members if each.standing != "gone"):
             return [index for index in well if self._members[index].serves(model)]
         return well
 
     def trouble_of(self, model: str | None) -> str:
         """Returns why no server can be asked, for a message."""
-        asked = [each for each in self._members if each.serves(model)] or self._members
+        here = [each for each in self._members if each.standing == "in"]
+        asked = [each for each in here if each.serves(model)] or here
         return "; ".join(
             f"server {self._members.index(each)}: {each.trouble}" for each in asked if each.trouble
         )

@@ -79,7 +79,8 @@ class Placer:
             label = self._members[index].target.label.encode()[:64]
             return blake2b(sender, digest_size=8, key=label).digest()
 
-        return max(range(len(self._members)), key=rank)
+        here = [index for index, one in enumerate(self._members) if one.standing != "gone"]
+        return max(here or range(len(self._members)), key=rank)
 
     async def keeper_of(
         self, response_id: str, headers: Sequence[tuple[bytes, bytes]]
@@ -88,7 +89,7 @@ class Placer:
         client's `headers`; None where none that is well has it.
         """
         known = self._kept.get(response_id)
-        if known is not None:
+        if known is not None and self._members[known].standing != "gone":
             return known
         for index in self._members.able(None, set()):
             client = self._members[index].client

@@ -5,7 +5,6 @@ A stop drains: /health answers 503, new requests are refused, and those that run
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +12,6 @@ from contextlib import asynccontextmanager
 from types import FrameType
 
 import uvicorn
-import zmq.asyncio
 from fastapi import FastAPI
 
 from octavo.errors import ConfigError
@@ -22,9 +20,9 @@ from octavo.server.listener import listen
 from octavo.server.log_format import NOTICES, configure_logging
 from octavo.server.request_timeout import ConnectionLimits, TimedHttp
 from octavo.server.router.app import create_router_app
-from octavo.server.router.kv_feed import MemberFeeds
-from octavo.server.router.members import HealthCheck, Members
+from octavo.server.router.members import Members
 from octavo.server.router.settings import RouterSettings
+from octavo.server.router.watch import Watch, watched
 
 notices = logging.getLogger(NOTICES)
 
@@ -37,7 +35,7 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
         raise ConfigError("url: got none, needed is at least one server")
     if len({url.rstrip("/") for url in urls}) < len(urls):
         raise ConfigError("url: got a server twice", hint="name each server once")
-    members = Members(urls, settings)
+    members, watch = Members(urls, settings), Watch(settings)
     listener = listen(front)
     if front.is_open_to_all:
         notices.info(
@@ -50,7 +48,7 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with watched(members, settings):
+        async with watched(members, settings, watch):
             well = sum(member.is_well for member in members)
             notices.info("routing to %d of %d servers on %s", well, len(members), address)
             for index, member in enumerate(members):
@@ -58,7 +56,7 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
             yield
 
     config = uvicorn.Config(
-        create_router_app(members, settings, lifespan=lifespan),
+        create_router_app(members, settings, watch, lifespan=lifespan),
         http=TimedHttp.for_server(WriteBatch(), ConnectionLimits.of(front)),
         ws="none",
         log_config=None,
@@ -84,28 +82,6 @@ class RouterServer(uvicorn.Server):
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self._members.is_stopping = True
         self.should_exit = True
-
-
-@asynccontextmanager
-async def watched(members: Members, settings: RouterSettings) -> AsyncIterator[None]:
-    """Checks all servers once, and then again and again, and follows their KV events, for as long
-    as the context lasts.
-    """
-    checks = [HealthCheck(member, settings) for member in members]
-    await asyncio.gather(*(check.check() for check in checks))
-    context = zmq.asyncio.Context()
-    tasks = [asyncio.create_task(check.run()) for check in checks]
-    if settings.kv_events and settings.routing_policy == "kv":
-        feeds = [MemberFeeds(member, context, settings.kv_events_secret) for member in members]
-        tasks += [asyncio.create_task(feed.run()) for feed in feeds]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        context.destroy(linger=0)
-        members.close()
 
 
 def _shown(host: str) -> str:
