@@ -119,6 +119,8 @@ class NewRow(msgspec.Struct):
     """Images among its tokens, in their order."""
     encoder_input: EncoderInput | None = None
     """Input of its encoder; None for a decoder alone."""
+    first_position: int = 0
+    """Position of its first token, from which on its other tokens' count."""
 
 
 class ScheduledRow(msgspec.Struct):

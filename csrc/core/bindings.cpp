@@ -462,7 +462,8 @@ NB_MODULE(_native, m) {
              "Puts an adapter's matrices in a slot; by site None, or (A, B, scale, gain, bias).")
         .def("drop_adapter", &Builder::drop_adapter, "slot"_a)
         .def("norm", &Builder::norm, "x"_a, "out"_a, "norm"_a, "group_width"_a, "each_group"_a)
-        .def("angles", &Builder::angles, "inv_freq"_a, "mscale"_a)
+        .def("angles", &Builder::angles, "inv_freq"_a, "mscale"_a, "long_start"_a, "long_inv_freq"_a,
+             "long_mscale"_a)
         .def("rope", &Builder::rope, "x"_a, "out"_a, "num_heads"_a, "head_width"_a, "rotary_dim"_a,
              "rotary_start"_a, "interleaved"_a, "angles"_a, "axes"_a)
         .def("given", &Builder::given, "base"_a.none(), "out"_a,
@@ -490,9 +491,10 @@ NB_MODULE(_native, m) {
         .def("experts", &Builder::experts, "route"_a, "rows"_a, "tiles"_a, "ups"_a, "out"_a, "bias"_a.none(),
              "up_bias"_a.none(), "gate"_a)
         .def("combine", &Builder::combine, "x"_a, "weights"_a, "out"_a, "route"_a)
+        .def("mix", &Builder::mix, "xs"_a, "bases"_a, "coefs"_a, "outs"_a, "offset"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
              "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(), "distances"_a.none(),
-             "reach"_a, "latent_width"_a)
+             "reach"_a, "latent_width"_a, "by_places"_a.none())
         .def("short_conv", &Builder::short_conv, "x"_a, "out"_a, "group"_a, "layer"_a, "weight"_a,
              "bias"_a.none(), "activation"_a, "fills"_a)
         .def("selective_scan", &Builder::selective_scan, "x"_a, "dt"_a, "b"_a, "c"_a, "out"_a,

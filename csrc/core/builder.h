@@ -93,9 +93,12 @@ struct Builder {
               bool each_group) {
         executor.add_row_op(make_norm(place_of(x), place_of(out), norm_of(norm), group_width, each_group));
     }
-    // Returns the index that `rope` takes.
-    int angles(const std::vector<double>& inv_freq, double mscale) {
-        tables_.push_back(executor.add_angles(inv_freq, mscale));
+    // Returns the index that `rope` takes. Positions from long_start on have the long numbers, where there
+    // are any.
+    int angles(const std::vector<double>& inv_freq, double mscale, int long_start,
+               const std::vector<double>& long_inv_freq, double long_mscale) {
+        tables_.push_back(executor.add_angles({inv_freq, mscale}));
+        if (!long_inv_freq.empty()) tables_.back()->turn_from(long_start, {long_inv_freq, long_mscale});
         return (int)tables_.size() - 1;
     }
     void rope(const PlaceTuple& x, const PlaceTuple& out, int num_heads, int head_width, int rotary_dim,
@@ -113,8 +116,7 @@ struct Builder {
     }
     // v: None where the group stores no values.
     void kv_write(const std::vector<PlaceTuple>& k_parts, const nb::object& v, int group, int layer) {
-        std::vector<Place> parts;
-        for (const PlaceTuple& part : k_parts) parts.push_back(place_of(part));
+        std::vector<Place> parts = places_of(k_parts);
         const Place values = v.is_none() ? Place{} : place_of(nb::cast<PlaceTuple>(v));
         executor.add_row_op(make_kv_write(std::move(parts), values, group, layer));
     }
@@ -295,22 +297,39 @@ struct Builder {
         }
         executor.add_heads(std::move(spec));
     }
+    void mix(const std::vector<PlaceTuple>& xs, const std::vector<PlaceTuple>& bases, const PlaceTuple& coefs,
+             const std::vector<PlaceTuple>& outs, float offset) {
+        executor.add_row_op(make_mix(MixSpec{.xs = places_of(xs),
+                                             .bases = places_of(bases),
+                                             .outs = places_of(outs),
+                                             .coefs = place_of(coefs),
+                                             .offset = offset}));
+    }
+    // by_places: None, or (products of queries, products of keys, bucket by distance), as in AttentionSpec.
     void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int num_heads,
                    int window, float scale, float softcap, const nb::object& sinks, const nb::object& slopes,
-                   const nb::object& distances, int reach, int latent_width) {
-        executor.add_attention(AttentionSpec{.q = place_of(q),
-                                             .out = place_of(out),
-                                             .group = group,
-                                             .layer = layer,
-                                             .num_heads = num_heads,
-                                             .window = window,
-                                             .scale = scale,
-                                             .softcap = softcap,
-                                             .sinks = keep(sinks),
-                                             .slopes = keep(slopes),
-                                             .distances = keep(distances),
-                                             .reach = reach,
-                                             .latent_width = latent_width});
+                   const nb::object& distances, int reach, int latent_width, const nb::object& by_places) {
+        AttentionSpec spec{.q = place_of(q),
+                           .out = place_of(out),
+                           .group = group,
+                           .layer = layer,
+                           .num_heads = num_heads,
+                           .window = window,
+                           .scale = scale,
+                           .softcap = softcap,
+                           .sinks = keep(sinks),
+                           .slopes = keep(slopes),
+                           .distances = keep(distances),
+                           .reach = reach,
+                           .latent_width = latent_width};
+        if (!by_places.is_none()) {
+            const auto [queries, keys, buckets] =
+                nb::cast<std::tuple<PlaceTuple, PlaceTuple, std::vector<int32_t>>>(by_places);
+            spec.of_queries = place_of(queries), spec.of_keys = place_of(keys);
+            spec.buckets = buckets;
+            spec.reach = (int)buckets.size() / 2;
+        }
+        executor.add_attention(spec);
     }
     void sampling(const PlaceTuple& logits) { executor.add_sampling(place_of(logits)); }
     // Row ops: take the rows of the stage of the model before, and hand over those for the one behind.
@@ -452,6 +471,11 @@ struct Builder {
         ends_[(int)axis] = std::max(ends_[(int)axis], offset + width);
         return Place{axis, offset, width};
     }
+    std::vector<Place> places_of(const std::vector<PlaceTuple>& each) {
+        std::vector<Place> places;
+        for (const PlaceTuple& one : each) places.push_back(place_of(one));
+        return places;
+    }
     const float* keep(const nb::object& array) {
         if (array.is_none()) return nullptr;
         const auto floats = nb::cast<Array<float>>(array);
@@ -501,7 +525,8 @@ struct Builder {
                         .threshold = threshold};
     }
     static Elementwise elementwise_of(const std::string& kind) {
-        const char* names[] = {"add", "mul", "scale", "activate", "softcap", "gate"};
+        const char* names[] = {"add",  "mul",  "scale", "activate", "softcap",
+                               "gate", "clip", "match", "largest"};
         return (Elementwise)index_of(kind, names, "elementwise op");
     }
     static Pooling pooling_of(const std::string& mode) {

@@ -24,17 +24,30 @@ const uint8_t* View::sparse_rows(bool samples) const {
 
 int64_t View::stride(const Place& p) const { return executor.row_floats(p.axis); }
 
+static void require(bool holds, const char* what) {
+    if (!holds) throw std::logic_error(what);
+}
+
+void RopeAngles::turn_from(int start, Frequencies others) {
+    require(others.inv_freq.size() == size() && start > 0 && table_.empty(), "long angles of another table");
+    long_start_ = start, long_ = std::move(others);
+}
+
 void RopeAngles::ensure(int positions) {
-    const int n = (int)inv_freq_.size();
+    const int n = (int)size();
     const int have = n ? (int)(table_.size() / (2 * n)) : positions;
     if (positions <= have) return;
     const int want = std::max(positions, 2 * have);
     table_.resize((size_t)want * 2 * n);
-    for (int p = have; p < want; p++)
+    for (int p = have; p < want; p++) {
+        const bool is_long = p >= long_start_;
+        const auto& [inv_freq, mscale] = is_long ? long_ : all_;
+        const int at = is_long ? p - long_start_ : p;
         for (int i = 0; i < n; i++) {
-            table_[((size_t)p * 2) * n + i] = (float)(std::cos(p * inv_freq_[i]) * mscale_);
-            table_[((size_t)p * 2 + 1) * n + i] = (float)(std::sin(p * inv_freq_[i]) * mscale_);
+            table_[((size_t)p * 2) * n + i] = (float)(std::cos(at * inv_freq[i]) * mscale);
+            table_[((size_t)p * 2 + 1) * n + i] = (float)(std::sin(at * inv_freq[i]) * mscale);
         }
+    }
 }
 
 void Executor::record(const Stage& stage, const View& view, double seconds) {
@@ -53,10 +66,6 @@ Executor::Executor(ThreadPool& pool, const KernelTable& kernels, int max_tokens,
       max_tokens_(std::max(max_tokens, 1)),
       vocab_(vocab),
       threads_(pool.num_threads()) {}
-
-static void require(bool holds, const char* what) {
-    if (!holds) throw std::logic_error(what);
-}
 
 void Executor::begin_stage(bool samples, int range) {
     require(samples || !open_.samples, "a stage over tokens behind one over samples");
@@ -310,8 +319,8 @@ void Executor::add_output(const Place& rows) {
     add_row_op(make_rows_out(rows));
 }
 
-RopeAngles* Executor::add_angles(std::vector<double> inv_freq, double mscale) {
-    angles_.push_back(std::make_unique<RopeAngles>(std::move(inv_freq), mscale));
+RopeAngles* Executor::add_angles(Frequencies all) {
+    angles_.push_back(std::make_unique<RopeAngles>(std::move(all)));
     return angles_.back().get();
 }
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <atomic>
+#include <climits>
 #include <map>
 #include <memory>
 #include <string>
@@ -96,6 +97,7 @@ struct ThreadState {
     std::vector<Best> best;  // for each sampled row, the best logit that this thread has made
     std::unique_ptr<Memory> adapted;  // rows of a product that adapters read
     std::vector<double> seconds;  // by stage of the range that is walked, while profiling
+    std::vector<float> biases;  // of one row's scores, [heads][2 * reach + 1]
 };
 
 // The work of a stage in one step: bytes of weights or of K and V, multiplications and additions.
@@ -148,18 +150,27 @@ struct RowOp {
     virtual bool needed(int rows) const { return rows > 0; }
 };
 
+// Angles a position, and the factor on their cosines and sines.
+struct Frequencies {
+    std::vector<double> inv_freq;
+    double mscale;
+};
+
 // A cosine and sine table that grows with the positions seen.
 class RopeAngles {
   public:
-    RopeAngles(std::vector<double> inv_freq, double mscale)
-        : inv_freq_(std::move(inv_freq)), mscale_(mscale) {}
+    explicit RopeAngles(Frequencies all) : all_(std::move(all)) {}
+    // Gives positions from `start` on other frequencies, of the same number: p turns as p - start does.
+    void turn_from(int start, Frequencies others);
     void ensure(int positions);
-    const float* cos(int position) const { return table_.data() + (size_t)position * 2 * inv_freq_.size(); }
-    const float* sin(int position) const { return cos(position) + inv_freq_.size(); }
+    const float* cos(int position) const { return table_.data() + (size_t)position * 2 * size(); }
+    const float* sin(int position) const { return cos(position) + size(); }
 
   private:
-    std::vector<double> inv_freq_;
-    double mscale_;
+    size_t size() const { return all_.inv_freq.size(); }
+
+    Frequencies all_, long_;
+    int long_start_ = INT_MAX;
     std::vector<float> table_;  // [positions][2][n]
 };
 
@@ -217,6 +228,11 @@ struct AttentionSpec {
     const float *sinks, *slopes, *distances;
     int reach;
     int latent_width = 0;  // where values lie in the keys
+    // Scores by places (PlaceBuckets in octavo/program/ops.py): each row's products with the rows of two
+    // tables, [num_heads][rows of a table]; and which of these is read, by the query's place less the key's,
+    // from -reach on. None: empty.
+    Place of_queries{}, of_keys{};
+    std::vector<int32_t> buckets = {};
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
     bool keeps_out = false;  // whether the out is written too in steps with adapters
 };
@@ -360,7 +376,7 @@ class Executor {
     void await_chunk(int chunk) { open_.chunk = chunk; }
     // Whether requests that begin with the same blocks read them together; true unless said otherwise.
     void share_prefixes(bool share) { share_prefixes_ = share; }
-    RopeAngles* add_angles(std::vector<double> inv_freq, double mscale);
+    RopeAngles* add_angles(Frequencies all);
     // Copies parameters, to live as long as the executor.
     const float* keep(std::vector<float> values);
     // Notes that rows of this width may be given.
@@ -528,7 +544,7 @@ std::unique_ptr<RowOp> make_kv_write(std::vector<Place> k_parts, Place v, int gr
 
 enum class Pooling { last, cls, mean };
 
-enum class Elementwise { add, mul, scale, activate, softcap, gate };
+enum class Elementwise { add, mul, scale, activate, softcap, gate, clip, match, largest };
 struct ElementwiseSpec {
     Elementwise kind;
     Place a, b, out;
@@ -536,6 +552,14 @@ struct ElementwiseSpec {
     Epilogue gate{};
 };
 std::unique_ptr<RowOp> make_elementwise(const ElementwiseSpec& spec);
+
+// outs[i] = bases[i] + sum over k of (coefs[i * xs + k] + offset) * xs[k].
+struct MixSpec {
+    std::vector<Place> xs, bases, outs;
+    Place coefs;
+    float offset;
+};
+std::unique_ptr<RowOp> make_mix(MixSpec spec);
 
 std::unique_ptr<RowOp> make_gather(Place x, Place out);
 std::unique_ptr<RowOp> make_combine(Place x, Place weights, Place out, const ExpertPlan& plan);

@@ -167,8 +167,30 @@ struct ElementwiseOp : RowOp {
             case Elementwise::softcap:
                 for (int i = 0; i < width; i++) to[i] = factor * std::tanh(x[i] / factor);
                 return;
+            case Elementwise::clip:
+                for (int i = 0; i < width; i++) to[i] = std::min(std::max(x[i], -factor), factor);
+                return;
+            case Elementwise::match: {
+                const double by = mean_square(y, width) / std::max(mean_square(x, width), (double)factor);
+                for (int i = 0; i < width; i++) to[i] = x[i] * (float)std::sqrt(by);
+                return;
+            }
+            case Elementwise::largest: {
+                double mean = 0, square = 0;
+                for (int i = 0; i < width; i++) mean += x[i];
+                mean /= width;
+                for (int i = 0; i < width; i++) square += (x[i] - mean) * (x[i] - mean);
+                const float cutoff = (float)(mean + factor * std::sqrt(square / width));
+                for (int i = 0; i < width; i++) to[i] = std::max(x[i] - cutoff, 0.0f);
+                return;
+            }
             case Elementwise::gate: return open_gate(view, row, x, y, to);
         }
+    }
+    static double mean_square(const float* x, int width) {
+        double sum = 0;
+        for (int i = 0; i < width; i++) sum += (double)x[i] * x[i];
+        return sum / width;
     }
     // The products' epilogue opens the gate, 16 columns at a time, so that it means the same there and here.
     void open_gate(const View& view, int64_t row, const float* x, const float* y, float* to) const {
@@ -180,6 +202,32 @@ struct ElementwiseOp : RowOp {
             std::memcpy(g, x + i, sizeof(float) * n);
             std::memcpy(up, y + i, sizeof(float) * n);
             view.executor.kernels().write_tile(gate, g, up, 0, 1, i, n, to + i, 0);
+        }
+    }
+};
+
+// Columns are read before they are written: an out may lie where an input did.
+struct MixOp : RowOp {
+    static constexpr int kMost = 8;
+    MixSpec spec;
+    explicit MixOp(MixSpec s) : spec(std::move(s)) {}
+    void run(const View& view, int64_t row) const override {
+        const int num_xs = (int)spec.xs.size(), num_outs = (int)spec.outs.size();
+        const float *xs[kMost], *bases[kMost];
+        float* outs[kMost];
+        for (int k = 0; k < num_xs; k++) xs[k] = view.at(spec.xs[k], row);
+        for (int i = 0; i < num_outs; i++) bases[i] = view.at(spec.bases[i], row);
+        for (int i = 0; i < num_outs; i++) outs[i] = view.at(spec.outs[i], row);
+        float coefs[kMost * kMost];
+        std::memcpy(coefs, view.at(spec.coefs, row), sizeof(float) * num_xs * num_outs);
+        for (int column = 0; column < spec.outs[0].width; column++) {
+            float sums[kMost];
+            for (int i = 0; i < num_outs; i++) {
+                sums[i] = bases[i][column];
+                for (int k = 0; k < num_xs; k++)
+                    sums[i] += (coefs[i * num_xs + k] + spec.offset) * xs[k][column];
+            }
+            for (int i = 0; i < num_outs; i++) outs[i][column] = sums[i];
         }
     }
 };
@@ -291,6 +339,15 @@ std::unique_ptr<RowOp> make_kv_write(std::vector<Place> k_parts, Place v, int gr
 
 std::unique_ptr<RowOp> make_elementwise(const ElementwiseSpec& spec) {
     return std::make_unique<ElementwiseOp>(spec);
+}
+
+std::unique_ptr<RowOp> make_mix(MixSpec spec) {
+    const size_t num = spec.outs.size();
+    if (num == 0 || num != spec.bases.size() || std::max(num, spec.xs.size()) > MixOp::kMost ||
+        spec.coefs.width != (int)(num * spec.xs.size()))
+        throw std::invalid_argument("a mix of " + std::to_string(spec.xs.size()) + " rows to " +
+                                    std::to_string(num));
+    return std::make_unique<MixOp>(std::move(spec));
 }
 
 std::unique_ptr<RowOp> make_gather(Place x, Place out) {

@@ -489,7 +489,49 @@ struct AttentionStage : Stage {
                          ? read_first(view, piece + 1)
                          : BlockRange{};
         if (work.ahead.last) note_prefetched(thread, piece + 1);
+        if (!spec.buckets.empty()) return run_row_by_row(view, args, work, thread);
         view.executor.kernels().attention(args, work, thread.attention.data());
+    }
+
+    // Each row has biases of its own.
+    void run_row_by_row(const View& view, AttentionArgs args, const AttentionPiece& work,
+                        ThreadState& thread) const {
+        const int share = spec.num_heads / args.kv.num_heads, length = 2 * spec.reach + 1;
+        thread.biases.resize((size_t)spec.num_heads * length);
+        args.distances = thread.biases.data();
+        AttentionPiece one = work;
+        one.num_rows = 1;
+        for (int i = 0; i < work.num_rows; i++) {
+            one.rows[0] = work.rows[i];
+            one.ahead = i + 1 == work.num_rows ? work.ahead : BlockRange{};
+            for (int head = work.kv_head * share; head < (work.kv_head + 1) * share; head++)
+                add_up_biases(view, one, head, thread.biases.data() + (size_t)head * length);
+            view.executor.kernels().attention(args, one, thread.attention.data());
+            one.is_prefetched = false;
+        }
+    }
+    // Fills the biases of the keys that the piece reads; the row of a key is that of its token.
+    void add_up_biases(const View& view, const AttentionPiece& piece, int head, float* to) const {
+        const int rows_a_head = spec.of_queries.width / spec.num_heads, row = piece.rows[0].row;
+        const int place = view.batch.places[row];
+        const int last = std::min(piece.context_len, piece.last_split * kSplitKeys);
+        const float* own = view.at(spec.of_queries, row) + (int64_t)head * rows_a_head;
+        for (int key = piece.first_split * kSplitKeys; key < last; key++) {
+            const int32_t bucket = spec.buckets[spec.reach + place - key];
+            const float* its = view.at(spec.of_keys, row - place + key) + (int64_t)head * rows_a_head;
+            to[spec.reach + key - place] = spec.scale * (own[bucket] + its[bucket]);
+        }
+    }
+    void check(const Batch& batch, const KvMemory&) const override {
+        if (spec.buckets.empty()) return;
+        for (int r = 0; r < batch.num_requests; r++) {
+            const int row = batch.query_starts[r], rows = batch.query_starts[r + 1] - row;
+            const int context = batch.context_lens[(int64_t)spec.group * batch.num_requests + r];
+            if (rows && (batch.places[row] != 0 || context != rows || context > spec.reach + 1))
+                throw std::invalid_argument("a text of " + std::to_string(context) + " tokens, of which " +
+                                            std::to_string(rows) + " are in the step, at most " +
+                                            std::to_string(spec.reach + 1) + " must be there at once");
+        }
     }
 
     KvLayer layer(const View& view) const {

@@ -219,7 +219,7 @@ void build(Executor& e, const Model& model) {
     Arena tokens{Axis::tokens}, block{Axis::block}, samples{Axis::samples};
     const LayerPlaces places(tokens, block);
     const Place sampled = samples.place(kHidden), logits = samples.place(kVocab);
-    const RopeAngles* angles = e.add_angles(model.inv_freq, 1);
+    const RopeAngles* angles = e.add_angles({model.inv_freq, 1});
     Stages stages{e};
     stages.begin();
     stages.rows(make_embedding({model.table.packed.tiles, model.table.packed.memory, places.x}));

@@ -30,6 +30,9 @@ LEFT_OUT = re.compile(
 layer whose weights are the embeddings', heads of other tasks, towers for images and sound, drafting
 heads, scales of activations (rows get their own)."""
 
+KEYS = re.compile(r"\.self_attn\.([kv]_proj|[kv]_norm)\.")
+"""Names of tensors that make a layer's keys and values."""
+
 SHOWN = 3
 
 
@@ -71,10 +74,20 @@ def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -
         if name in read or LEFT_OUT.search(name):
             continue
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if layer and _reads_others_keys(config, int(layer[1])) and KEYS.search(name):
+            continue
         # Layers beyond the last are heads that draft tokens (DeepSeek's multi-token prediction).
         if layer and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
             continue
         yield name
+
+
+def _reads_others_keys(config: dict[str, object], layer: int) -> bool:
+    """Returns whether a layer reads the keys of one before it, so that its own have no effect."""
+    num_layers, num_shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
+    if not isinstance(num_layers, int) or not isinstance(num_shared, int):
+        return False
+    return layer >= num_layers - num_shared
 
 
 def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Checkpoint, ModelHeader
-from octavo.program.ops import Act, ActMul, Embedding, GroupedLinear, KvWrite, Linear, Route
+from octavo.program.ops import Act, ActMul, Clip, Embedding, GroupedLinear, KvWrite, Linear, Route
 from octavo.program.program import TAPS, Program, Sinusoids, Weight
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.fp8 import FP8
@@ -111,6 +111,7 @@ def sensitive_weights(program: Program) -> set[Weight]:
 def value_weights(program: Program) -> set[Weight]:
     """Returns the weights of the products that make values."""
     values = {op.v.name for op in program.ops if isinstance(op, KvWrite) and op.v is not None}
+    values |= {op.x.name for op in program.ops if isinstance(op, Clip) and op.out.name in values}
     return {
         weight
         for op in program.ops

@@ -233,6 +233,8 @@ class SelfAttention:
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     """Modules of those norms."""
     norm_offset: float = 0.0
+    clip: float | None = None
+    """Bound on the magnitudes of q, k and v, behind their norms (OLMo)."""
     k_factor: float = 1.0
     """Factor on k before it turns (Falcon-H1)."""
     turned_norms: bool = False
@@ -264,6 +266,7 @@ class SelfAttention:
                 self._normed(b, x, f"{name}.{norm}")
                 for x, norm in zip((q, k), self.norm_names, strict=True)
             )
+        q, k, v = (b.clip(part, self.clip) for part in (q, k, v))
         k = b.scale(k, self.k_factor)
         if rope is not None:
             q = b.rope(q, shape.num_heads, rope, style=self.rope_style)
@@ -493,10 +496,16 @@ def build_decoder(
     layer = _Layers(attention, mlp, frame, norm)
     for i in range(shape.num_layers):
         x = layer(b, x, i)
+    return finish_decoder(b, x, shape, frame)
+
+
+def finish_decoder(b: Builder, x: Value, shape: DecoderShape, frame: Frame) -> dict[str, Program]:
+    """Ends a decoder with the logits of sampled rows, or with a row of each request."""
+    make_norm = frame.norm or rms_norm(shape.norm_eps)
     matrix = frame.embedding if shape.tied else frame.head
 
     def end(rows: Value) -> Value:
-        rows = norm(rows, frame.final_norm)
+        rows = rows if frame.final_norm is None else make_norm(b, rows, frame.final_norm)
         if frame.projected_width is None:
             return rows
         return b.linear(rows, frame.projections[1], frame.projected_width)

@@ -10,19 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from octavo.errors import UnsupportedModel
 from octavo.models.decoder import Rows, linear_part
 from octavo.models.hf_config import HfConfig
 from octavo.models.pooling import is_classifier, num_labels, pooling_mode
 from octavo.program.builder import Builder
-from octavo.program.ops import RopeTable, T5Bias
+from octavo.program.ops import PlaceBuckets, RopeTable, T5Bias
 from octavo.program.program import CacheGroup, Program, Value
 
 Classifier = Callable[[Builder, Value, int], Value]
 """Appends a classifier: takes the last layer's rows and the number of labels, returns a row of
 scores for each request.
 """
+
+
+class ByPlaces(Protocol):
+    """Scores that depend on places: appends the products of a layer's queries and keys with tables
+    of places.
+    """
+
+    @property
+    def buckets(self) -> PlaceBuckets:
+        """Rows of the tables by distance."""
+        ...
+
+    @property
+    def num_kinds(self) -> int:
+        """Number of products that a score is the sum of, by which it is scaled."""
+        ...
+
+    def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]: ...
+
 
 Mlp = Callable[[Builder, Value, str], Value]
 """Appends the MLP of the named layer."""
@@ -92,6 +112,7 @@ class Positions:
     """Rows of the table of segments, read by the step's second axis of positions; 0: none."""
     rope: RopeTable | None = None
     bias: T5Bias | None = None
+    by_places: ByPlaces | None = None
 
 
 def base_prefix(config: HfConfig, name: str) -> str:
@@ -113,6 +134,8 @@ def build_encoder(
     norm(x + mlp(x)); then the head. `bias`: whether the attention's modules have one.
     """
     heads = (shape.num_heads, shape.head_dim, shape.head_dim)
+    by_places = positions.by_places
+    num_kinds = 1 if by_places is None else by_places.num_kinds
     group = CacheGroup("encoder", "full", shape.num_layers, *heads, one_step=True)
     b = Builder("encoder", (group,), shape.vocab_size)
     x = embeddings(b, shape, f"{names.prefix}embeddings", positions)
@@ -133,9 +156,10 @@ def build_encoder(
             "encoder",
             i,
             num_heads=shape.num_heads,
-            scale=shape.head_dim**-0.5,
+            scale=(shape.head_dim * num_kinds) ** -0.5,
             mask="full",
-            bias=positions.bias,
+            bias=positions.bias if by_places is None else by_places.buckets,
+            by_places=None if by_places is None else by_places(b, q, k, layer),
         )
         h = b.linear(attended, f"{layer}.{names.attention_out}", shape.hidden_size, bias=bias)
         x = norm(b.add(h, x), names.attention_norm)

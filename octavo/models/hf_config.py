@@ -151,6 +151,9 @@ class HfConfig:
     def optional_number(self, name: str) -> float | None:
         return None if self.values.get(name) is None else self.number(name)
 
+    def optional_positive(self, name: str) -> float | None:
+        return None if self.values.get(name) is None else self.positive(name)
+
     def activation(self, name: str, default: str) -> Activation:
         return activation_named(self.text(name, default), where=name)
 
@@ -283,8 +286,7 @@ def _banned(ids: HfConfig) -> tuple[int, ...]:
 def exact_context(config: HfConfig) -> int:
     """Returns the longest context whose numbers are the model's own, in tokens.
 
-    Where longrope has other factors beyond original_max_position_embeddings (Phi-3), or queries or
-    angles grow from there on (Ministral 3, Phi-3.5-MoE), one table is right up to there only.
+    Where queries grow from original_max_position_embeddings on (Ministral 3), it ends there.
     """
     names = (
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
@@ -294,10 +296,7 @@ def exact_context(config: HfConfig) -> int:
     unnamed = RECURRENT_CONTEXT_TOKENS if recurs else DEFAULT_CONTEXT_TOKENS
     longest = min(_first_integer(config, names, unnamed), _one_chunk(config))
     rope = {**config.table("rope_parameters"), **config.table("rope_scaling")}
-    two_tables = any(
-        rope.get(f"short_{of}") != rope.get(f"long_{of}") for of in ("factor", "mscale")
-    )
-    if not two_tables and not rope.get("llama_4_scaling_beta"):
+    if not rope.get("llama_4_scaling_beta"):
         return longest
     original = "original_max_position_embeddings"
     given = rope if rope.get(original) is not None else config.values

@@ -44,6 +44,7 @@ def build_llama(
     own_norms: OwnNorms = "",
     norm_names: tuple[str, str] = ("q_norm", "k_norm"),
     interleaved: bool = False,
+    clip: float | None = None,
     mlp: Sublayer | None = None,
     frame: Frame = PLAIN,
 ) -> dict[str, Program]:
@@ -68,6 +69,7 @@ def build_llama(
         row_norms=row_norms,
         own_norms=own_norms,
         norm_names=norm_names,
+        clip=clip,
     )
     mlp = mlp or _dense_mlp(config, bias=mlp_bias)
     return build_decoder(shape, cache.groups, attention, mlp, frame)

@@ -38,7 +38,6 @@ def build(config: HfConfig) -> dict[str, Program]:
         ("alibi", True),
         ("prefix_lm", False),
         ("qk_ln", False),
-        ("clip_qkv", None),
         ("rope", False),
     ):
         details.refuse_unless(name, allowed)
@@ -54,6 +53,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         module="attn",
         out="out_proj",
         layers=LAYERS,
+        clip=details.optional_positive("clip_qkv"),
         bias=interleaved_alibi(shape.num_heads, most=details.positive("alibi_bias_max", 8)),
     )
     details.without_effect("attn_impl", "kv_n_heads", "tie_word_embeddings")

@@ -9,11 +9,11 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    config.refuse_unless("clip_qkv")
     bias = config.flag("attention_bias", False)
     return build_llama(
         config,
         qkv_bias=bias,
         out_bias=bias,
+        clip=config.optional_positive("clip_qkv"),
         frame=Frame(norm=layer_norm(1e-5, bias=False, weight=False)),
     )

@@ -12,7 +12,6 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    config.refuse_unless("clip_qkv")
     experts = SoftmaxExperts(
         num_experts=config.count("num_experts"),
         top_k=config.count("num_experts_per_tok"),
@@ -27,5 +26,6 @@ def build(config: HfConfig) -> dict[str, Program]:
         qkv_bias=bias,
         out_bias=bias,
         row_norms=True,
+        clip=config.optional_positive("clip_qkv"),
         mlp=lambda b, x, i: experts(b, x, f"model.layers.{i}.mlp"),
     )

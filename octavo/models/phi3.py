@@ -1,7 +1,5 @@
-"""Phi-3 and Phi-4: Llama with q, k, v in one module and gate and up in another. Abdin et al. 2024.
-
-Longrope has two lists of factors, for contexts up to original_max_position_embeddings and beyond;
-where they differ the context ends there (`hf_config.exact_context`).
+"""Phi-3 and Phi-4: Llama with q, k, v in one module and gate and up in another; the long ones with
+longrope. Abdin et al. 2024.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Phi-3.5-MoE: LayerNorms with biases, and two experts a token, weighted by SparseMixer. Abdin et
 al. 2024; Liu et al. 2023.
 
-Longrope has a factor on its angles for contexts up to original_max_position_embeddings and another
-beyond; where they differ the context ends there, as with Phi-3.
+Longrope has a factor on cosines and sines beside each of its lists of factors. transformers 5 takes
+the short list for any length, which transformers 4 and the model's own code do not; here it ends
+with the original context.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.rope import rope_parameters
 from octavo.program.builder import Builder
-from octavo.program.ops import Activation, RopeTable
+from octavo.program.ops import Activation, LongAngles, RopeTable
 from octavo.program.program import Program, Value
 
 DEFAULT_THETA = 1e6
@@ -40,12 +41,17 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def _angles(config: HfConfig, head_dim: int) -> RopeTable:
-    """Returns the table of angles; short_mscale takes the place of the attention factor."""
+    """Returns the table of angles; short_mscale and long_mscale take the place of the attention
+    factor.
+    """
     rope = rope_parameters(config, default_theta=DEFAULT_THETA)
     table = rope.table(head_dim)
     if rope.kind == "default":
         return table
-    return replace(table, mscale=rope.number("short_mscale"))
+    short, long = rope.number("short_mscale"), rope.number("long_mscale")
+    angles = table.long or LongAngles(int(rope.original_positions), table.inv_freq)
+    has_two = table.long is not None or short != long
+    return replace(table, mscale=short, long=replace(angles, mscale=long) if has_two else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,10 @@ def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
             f"config.json: mrope_section is {named!r}, allowed are three numbers whose sum is"
             f" {len(table.inv_freq)}, half a head's columns"
         )
+    if table.long is not None:
+        raise UnsupportedModel(
+            "config.json: mrope_section beside two lists of longrope's factors is not supported"
+        )
     return RopeTable(table.inv_freq, table.mscale, axes)
 
 

@@ -1,5 +1,4 @@
-"""Rotary tables of a config: the rope types default, linear, dynamic, llama3, yarn, and longrope
-with its short factors.
+"""Rotary tables of a config: the rope types default, linear, dynamic, llama3, yarn and longrope.
 
 Old keys (`rope_theta` beside a `rope_scaling` dict with `type`) and new ones (`rope_parameters`
 with `rope_type`) are read alike. Sources: Su et al. 2021; linear: position interpolation, Chen et
@@ -16,7 +15,7 @@ from typing import Any
 from octavo.errors import UnsupportedModel
 from octavo.models.config_keys import ROPE, refuse_unread
 from octavo.models.hf_config import HfConfig
-from octavo.program.ops import RopeTable
+from octavo.program.ops import LongAngles, RopeTable
 
 DEFAULT_THETA = 10_000.0
 
@@ -236,19 +235,24 @@ def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
 
 
 def _longrope(p: RopeParameters, dim: int) -> RopeTable:
-    """Divides each frequency by a factor of its own, the short one: where the lists differ, the
-    context ends before the long ones are needed (`hf_config.exact_context`).
+    """Divides each frequency by a factor of its own: a short one up to the original context, and a
+    long one in requests of more tokens.
     """
-    short = p.numbers("short_factor", dim // 2)
-    p.numbers("long_factor", dim // 2)
+    short, long = p.numbers("short_factor", dim // 2), p.numbers("long_factor", dim // 2)
     given = p.optional("attention_factor")
     factor = p.positive("factor", p.max_positions / p.original_positions)
     attention = (
         1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(p.original_positions))
     )
+    mscale = attention if given is None else given
+    plain = _plain(p, dim)
+    short_angles, long_angles = (
+        tuple(f / by for f, by in zip(plain, factors, strict=True)) for factors in (short, long)
+    )
+    if short == long:
+        return RopeTable(short_angles, mscale)
     return RopeTable(
-        tuple(f / s for f, s in zip(_plain(p, dim), short, strict=True)),
-        attention if given is None else given,
+        short_angles, mscale, long=LongAngles(int(p.original_positions), long_angles, mscale)
     )
 
 

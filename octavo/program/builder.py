@@ -18,19 +18,26 @@ from octavo.program.ops import (
     Add,
     AlibiBias,
     Attention,
+    Clip,
     Combine,
     Embedding,
     GatherRows,
     GroupedLinear,
     GroupRank,
+    KeepLargest,
     KvWrite,
     LayerNorm,
     Linear,
     MaskKind,
+    MatchMagnitude,
+    Mix,
     MlaAttention,
     Mul,
     NearBias,
+    PlaceBuckets,
+    PlaceScores,
     PoolRows,
+    PreNorm,
     RmsNorm,
     Rope,
     RopeTable,
@@ -41,7 +48,7 @@ from octavo.program.ops import (
     SoftCap,
     T5Bias,
 )
-from octavo.program.program import Axis, CacheGroup, Op, Program, Value, Weight
+from octavo.program.program import Axis, CacheGroup, Op, Program, Span, Value, Weight
 
 
 class Builder:
@@ -83,6 +90,36 @@ class Builder:
         return value
 
     # -- rows in, rows out -------------------------------------------------------------------------
+
+    def table_part(self, ids: Value, table: Weight, columns: Span, *, scale: float) -> Value:
+        """Reads some columns of a table's rows; ids behind the table read its first row."""
+        part = table.part(inputs=columns)
+        out = self._value(table.name.removesuffix(".weight"), ids.axis, part.shape[1])
+        self._ops.append(Embedding(out, part, ids, scale, others_first=True))
+        return out
+
+    def match_magnitude(self, x: Value, like: Value, *, least: float) -> Value:
+        out = self._like("matched", x)
+        self._ops.append(MatchMagnitude(x, like, out, least))
+        return out
+
+    def keep_largest(self, x: Value, deviations: float) -> Value:
+        out = self._like("largest", x)
+        self._ops.append(KeepLargest(x, out, deviations))
+        return out
+
+    def mix(
+        self,
+        xs: Sequence[Value],
+        bases: Sequence[Value],
+        coefs: Value,
+        *,
+        offset: float = 0.0,
+    ) -> tuple[Value, ...]:
+        """Adds to each base its weighted sum of `xs`."""
+        outs = tuple(self._like("mixed", base) for base in bases)
+        self._ops.append(Mix(tuple(xs), tuple(bases), coefs, outs, offset))
+        return outs
 
     def embedding(
         self, ids: Value, name: str, num_rows: int, width: int, *, scale: float = 1.0
@@ -207,6 +244,21 @@ class Builder:
             return x
         out = self._like("capped", x)
         self._ops.append(SoftCap(x, out, cap))
+        return out
+
+    def scale_columns(self, x: Value, name: str) -> Value:
+        """Multiplies each column with its number in the tensor of that name."""
+        factors = self._like(name, x)
+        table = Weight(name, (1, x.width), (name,))
+        self._ops.append(Embedding(factors, table, by_position=True, others_first=True))
+        return self.mul(x, factors)
+
+    def clip(self, x: Value, limit: float | None) -> Value:
+        """Bounds magnitudes; returns x itself where there is no limit."""
+        if limit is None:
+            return x
+        out = self._like("clipped", x)
+        self._ops.append(Clip(x, out, limit))
         return out
 
     def act(self, x: Value, activation: Activation) -> Value:
@@ -394,10 +446,14 @@ class Builder:
         mask: MaskKind = "causal",
         softcap: float | None = None,
         sinks: Weight | None = None,
-        bias: T5Bias | AlibiBias | NearBias | None = None,
+        bias: T5Bias | AlibiBias | NearBias | PlaceBuckets | None = None,
+        by_places: tuple[Value, Value] | None = None,
         sees_ahead: bool = False,
     ) -> Value:
-        """Attends to the keys of a layer; the window, where the mask has one, is the group's."""
+        """Attends to the keys of a layer; the window, where the mask has one, is the group's.
+        `by_places` are products of queries and of keys with tables of places, for PlaceBuckets.
+        """
+        of_queries, of_keys = by_places or (None, None)
         kv = next(entry for entry in self._groups if entry.name == group)
         out = self._value("attention", q.axis, num_heads * kv.v_width)
         window = kv.window if mask == "window" else None
@@ -414,8 +470,24 @@ class Builder:
                 softcap=softcap,
                 sinks=sinks,
                 bias=bias,
+                of_queries=of_queries,
+                of_keys=of_keys,
                 sees_ahead=sees_ahead,
             )
+        )
+        return out
+
+    def place_scores(
+        self, x: Value, table: Weight, module: str, *, num_heads: int, norm: PreNorm | None
+    ) -> Value:
+        """Multiplies each head's columns with a table of places that goes through a norm and a
+        module.
+        """
+        out = self._value(f"{module}.places", x.axis, num_heads * table.shape[0])
+        weight = Weight(f"{module}.weight", (x.width, table.shape[1]))
+        bias = Weight(f"{module}.bias", (x.width,))
+        self._ops.append(
+            PlaceScores(x, out, table, weight, bias=bias, num_heads=num_heads, norm=norm)
         )
         return out
 

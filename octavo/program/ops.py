@@ -15,10 +15,22 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.program.program import Op, Program, Value, Weight
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh"]
 MaskKind = Literal["causal", "full", "window", "chunk", "tree"]
+
+
+@dataclass(frozen=True, slots=True)
+class LongAngles:
+    """Angles of requests that are longer than the original context, whose positions begin at
+    `start` (`octavo/original_context.py`): a token at position p is turned as if it were p - start.
+    """
+
+    start: int
+    inv_freq: tuple[float, ...]
+    mscale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,8 @@ class RopeTable:
     axes: tuple[int, ...] = ()
     """Axis of the positions that each frequency turns by (M-RoPE, Wang et al. 2024); (): the first
     one for all."""
+    long: LongAngles | None = None
+    """Angles of the positions from `long.start` on (LongRoPE, Ding et al. 2024); None: these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,22 @@ class NearBias:
     reach: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceBuckets:
+    """Disentangled attention's scores by places: score += scale * (of_queries[t, h, b] +
+    of_keys[j, h, b]), where b is the bucket of the query's place t less the key's, j.
+
+    `num_buckets` of them, half to each side: distances up to a quarter each have their own, those
+    beyond share them on a logarithmic scale up to `max_distance`; without `max_distance` each has
+    its own up to the last. Texts have at most `max_places` tokens, all in one step. He et al. 2021,
+    section 3.1; the logarithmic buckets are those of its reference code.
+    """
+
+    num_buckets: int
+    max_distance: int | None
+    max_places: int
+
+
 FAR = -1e30
 """Number added to the scores of keys that a query does not see. It is finite, since all keys of a
 split may be far, and the splits are merged by differences of their largest scores."""
@@ -92,6 +122,8 @@ class Embedding(Op):
     axis: int = 0
     site: str = ""
     """Module that an adapter may update; empty: none. Set by the adapters pass."""
+    others_first: bool = False
+    """Whether ids behind the table read its first row (Gemma 3n's tables by layer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +261,52 @@ class SoftCap(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Clip(Op):
+    """Bound on magnitudes: out = min(max(x, -limit), limit) (OLMo's q, k and v)."""
+
+    x: Value
+    out: Value
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class MatchMagnitude(Op):
+    """Row as large as another one: out = x * sqrt(mean(like^2) / max(mean(x^2), least)) (Gemma 3n).
+
+    `x [T, W]`, `like [T, W]`.
+    """
+
+    x: Value
+    like: Value
+    out: Value
+    least: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLargest(Op):
+    """Excess over a cutoff by the row's own spread: out = max(x - mean - deviations * std, 0), with
+    the biased deviation. A fixed share of normally distributed numbers is kept (Gemma 3n).
+    """
+
+    x: Value
+    out: Value
+    deviations: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mix(Op):
+    """Sums weighted row by row: outs[i] = bases[i] + sum over k of (coefs[:, i * K + k] + offset) *
+    xs[k], with K of `xs`, all `[T, W]`, and `coefs [T, I * K]`. AltUp: Baykal et al. 2023.
+    """
+
+    xs: tuple[Value, ...]
+    bases: tuple[Value, ...]
+    coefs: Value
+    outs: tuple[Value, ...]
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Act(Op):
     """Activation, element by element: out = f(x).
 
@@ -270,7 +348,8 @@ class Rope(Op):
 
     `x [T, heads * head_width]`. half: pairs (i, i + rotary_dim/2), GPT-NeoX's and Hugging Face's
     order; interleaved: pairs (2i, 2i+1), GPT-J's. angle = position * table.inv_freq[i]; cos and sin
-    are multiplied with table.mscale. Su et al. 2021; YaRN: Peng et al. 2023.
+    are multiplied with table.mscale; positions from table.long.start on have the angles of
+    table.long. Su et al. 2021; YaRN: Peng et al. 2023.
     """
 
     x: Value
@@ -323,12 +402,35 @@ class Attention(Op):
     window: int | None = None
     softcap: float | None = None
     sinks: Weight | None = None
-    bias: T5Bias | AlibiBias | NearBias | None = None
+    bias: T5Bias | AlibiBias | NearBias | PlaceBuckets | None = None
+    of_queries: Value | None = None
+    """Products of queries with a table of places `[T, H * num_buckets]`, for PlaceBuckets."""
+    of_keys: Value | None = None
+    """Products of keys with another such table `[T, H * num_buckets]`, for PlaceBuckets."""
     sees_ahead: bool = False
     """Whether rows may see keys beyond their own place, up to the step's `limits`: an image's see
     one another."""
     latent_width: int = 0
     """Columns of a latent group's K that are V too; 0: the group stores V."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceScores(Op):
+    """Products of each head's columns with the rows of a table of places, which goes through a norm
+    and a linear first: out[t, h, r] = x[t, h] . (W[h] norm(table[r]) + b[h]).
+
+    `x [T, H * D]`, `table [R, W]`, `weight [H * D, W]`, `bias [H * D]`, `out [T, H * R]`. He et al.
+    2021, section 3.1.
+    """
+
+    x: Value
+    out: Value
+    table: Weight
+    weight: Weight
+    bias: Weight
+    num_heads: int
+    norm: PreNorm | None = None
+    """Layer norm of the table's rows; None: they are taken as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -563,3 +665,9 @@ def num_position_axes(program: Program) -> int:
         elif isinstance(op, Rope):
             axes += op.table.axes
     return 1 + max(axes)
+
+
+def original_context(program: Program) -> OriginalContext:
+    """Returns the context up to which a Program's angles are its original ones."""
+    starts = [op.table.long.start for op in program.ops if isinstance(op, Rope) and op.table.long]
+    return OriginalContext(min(starts)) if starts else ONE_CONTEXT

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.step import BlockKey, BlockName
 
 PART_BYTES = 512 << 10
@@ -27,6 +28,8 @@ class TransferFacts(msgspec.Struct, frozen=True):
     """Endpoint at which its blocks are fetched; None where it computes none for others."""
     block_size: int
     """Tokens in a block."""
+    original: OriginalContext = ONE_CONTEXT
+    """Context of the model before its longer angles, which blocks are named by."""
 
 
 class Hello(msgspec.Struct, tag=True):

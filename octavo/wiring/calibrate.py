@@ -21,6 +21,7 @@ from octavo.config.backend_options import SparsityOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.program.activation_curves import VERSION, Calibration
+from octavo.program.ops import original_context
 from octavo.program.program import Program, Weight
 from octavo.progress import Report
 from octavo.quant.blocks import StoredWeight
@@ -127,7 +128,8 @@ def _windows(token_ids: list[int], num_tokens: int) -> list[NDArray[np.int32]]:
 
 
 def _run(runnable: Runnable, kv: KvCache, program: Program, token_ids: NDArray[np.int32]) -> None:
-    batch = whole_text(token_ids, len(program.groups), num_axes=1)
+    first = original_context(program).first_position(len(token_ids))
+    batch = whole_text(token_ids, len(program.groups), num_axes=1, first_position=first)
     runnable.run(batch, kv)
 
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 from octavo.backends.base import Footprint
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.original_context import ONE_CONTEXT
 from octavo.ports import Tokenizer
+from octavo.program.ops import original_context
 from octavo.program.program import Program
 
 
@@ -38,6 +40,13 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
         )
     check_keeps_tokens(target, "the model", "draft_model")
     check_keeps_tokens(draft, f"spec_model {name}", "draft_model")
+    own = original_context(draft)
+    if own not in (ONE_CONTEXT, original_context(target)):
+        raise ConfigError(
+            f"spec_model: the angles of {name} change behind {own.num_tokens:,} tokens, and the"
+            " model's do not",
+            hint="take a draft model with one list of rope factors, or with the model's own",
+        )
 
 
 def check_keeps_tokens(program: Program, role: str, method: str) -> None:

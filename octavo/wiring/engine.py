@@ -40,6 +40,7 @@ from octavo.engine.recording.recorder import (
 from octavo.engine.scheduling.build import build_scheduler, prompt_limits
 from octavo.errors import ConfigError
 from octavo.ports import Executor, Profiler, Tokenizer
+from octavo.program.ops import original_context
 from octavo.progress import Report
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.transfer.kv_wire import logged_only
@@ -60,7 +61,7 @@ from octavo.wiring.place import RankPlace
 from octavo.wiring.processes import start_processes
 from octavo.wiring.ranks import start_other_ranks
 from octavo.wiring.tiers import build_tiers
-from octavo.worker.loaded_model import device_memory
+from octavo.worker.loaded_model import LoadedModel, device_memory
 from octavo.worker.memory import KvBudget, memory_table
 from octavo.worker.ranks.start import common_budget, common_worker, end_ranks
 from octavo.worker.worker import Worker
@@ -269,11 +270,12 @@ def _build_core(
         redraws=loaded.redraws,
         names_generated=not config.sparsity.is_approximate,
         num_lanes=config.backend.pipeline_parallel_size,
+        original=original_context(loaded.program),
     )
     core = EngineCore(
         scheduler,
         worker,
-        log=_open_log(config, budget, groups, off_device.tiers, redraws=loaded.redraws),
+        log=_open_log(config, budget, groups, off_device.tiers, loaded),
         stall_timeout_s=config.observe.stall_timeout,
         kv_meter=KvMeter(
             [layout.block_bytes for layout in loaded.layouts], max_model_len=max_model_len
@@ -290,6 +292,7 @@ def _build_core(
         kv_bytes=budget.num_bytes if memory is None else 0,
         model=model.facts(),
         transfer=off_device.facts,
+        original=scheduler.blocks.original,
     )
     return BuiltCore(core, info, worker)
 
@@ -325,8 +328,7 @@ def _open_log(
     budget: KvBudget,
     groups: list[BlockGroup],
     tiers: Tiers | None,
-    *,
-    redraws: bool,
+    loaded: LoadedModel,
 ) -> Log:
     """Opens the recording that the options ask for, and writes what the engine is made of."""
     if config.observe.record is None:
@@ -345,7 +347,8 @@ def _open_log(
             max_model_len=budget.demand.max_model_len,
             kv_bytes=budget.num_bytes,
             tiers=tiers,
-            redraws=redraws,
+            redraws=loaded.redraws,
+            original=original_context(loaded.program),
         )
     )
     return log

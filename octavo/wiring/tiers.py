@@ -19,6 +19,7 @@ from octavo.config.sizes import format_bytes
 from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers
 from octavo.errors import ConfigError
 from octavo.ports import Checkpoint, ConnectorWorker
+from octavo.program.ops import original_context
 from octavo.progress import Report
 from octavo.transfer.address import TransferEnds, check_address, endpoint, parse_address
 from octavo.transfer.block_transport import BlockTransport
@@ -203,7 +204,12 @@ def _other_engines(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) 
             ends,
             _mover(loaded.config.transfer),
         ),
-        TransferFacts({**facts, "weights": ends.fingerprint.hex()}, ends.listen, BLOCK_SIZE),
+        TransferFacts(
+            {**facts, "weights": ends.fingerprint.hex()},
+            ends.listen,
+            BLOCK_SIZE,
+            original_context(loaded.program),
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from octavo.backends.reference.backend import FORMULAS, ReferenceBackend
 from octavo.backends.reference.kv_cache import layout_of
 from octavo.backends.reference.ops import Floats, ReferenceStep
 from octavo.backends.sampling import philox
-from octavo.program.ops import Embedding, GroupedLinear, Linear
+from octavo.program.ops import Embedding, GroupedLinear, Linear, original_context
 from octavo.program.program import Op, Program
 from octavo.quant.blocks import StoredWeight
 
@@ -75,7 +75,8 @@ def mean_squares(
     """
     groups = program.groups
     last_axis = max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
-    batch = whole_text(token_ids, len(groups), num_axes=1 + last_axis)
+    first = original_context(program).first_position(len(token_ids))
+    batch = whole_text(token_ids, len(groups), num_axes=1 + last_axis, first_position=first)
     num_blocks = [batch.block_tables.shape[-1]] * len(groups)
     kv = ReferenceBackend().allocate([layout_of(group) for group in groups], num_blocks)
     step = ReferenceStep(program, {}, batch, kv.groups, multiply=_multiply)
@@ -120,7 +121,9 @@ def _forget(op: Op, step: ReferenceStep, unread: Counter[str]) -> None:
             step.values.pop(value.name, None)
 
 
-def whole_text(token_ids: NDArray[np.int32], num_groups: int, *, num_axes: int) -> StepBatch:
+def whole_text(
+    token_ids: NDArray[np.int32], num_groups: int, *, num_axes: int, first_position: int = 0
+) -> StepBatch:
     """Returns one request's whole prompt as one step, every row sampled; all is in segment 0."""
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -128,7 +131,7 @@ def whole_text(token_ids: NDArray[np.int32], num_groups: int, *, num_axes: int) 
     return StepBatch(
         token_ids=token_ids,
         places=rows,
-        positions=np.stack([rows, *[np.zeros_like(rows)] * (num_axes - 1)]),
+        positions=np.stack([rows + first_position, *[np.zeros_like(rows)] * (num_axes - 1)]),
         query_starts=np.array([0, num_tokens], np.int32),
         context_lens=np.full((num_groups, 1), num_tokens, np.int32),
         slots=np.tile(rows, (num_groups, 1)),

@@ -75,6 +75,8 @@ class RequestRows:
         """Params of the rows that want a pooled row, by permanent row."""
         self.second_starts = np.full(max_rows, NO_SECOND, np.int32)
         """Index of the first token of a pair's second text, `[N]`."""
+        self.first_positions = np.zeros(max_rows, np.int32)
+        """Position of each row's first token, `[N]`."""
         self.adapters = np.full(max_rows, -1, np.int32)
         """Slot of each row's adapter, -1: none, `[N]`."""
         self.media: dict[int, list[MediaItem]] = {}
@@ -117,6 +119,7 @@ class RequestRows:
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.adapters[row] = new.adapter_slot
+        self.first_positions[row] = new.first_position
         if new.media:
             self.media[row] = new.media
         if new.encoder_input is not None:

@@ -50,7 +50,7 @@ def gather(rows: RequestRows, spans: Spans, num_steps: int = 1) -> StepBatch:
     return StepBatch(
         token_ids=rows.token_ids[owners, places],
         places=places,
-        positions=places[None],
+        positions=(places + rows.first_positions[owners])[None],
         query_starts=query_starts,
         context_lens=context_lens,
         slots=np.ascontiguousarray(slots),

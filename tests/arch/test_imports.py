@@ -17,6 +17,7 @@ LEAVES = {
     "child_process",
     "group_life",
     "lora_request",
+    "original_context",
     "step",
     "ports",
     "config",

@@ -126,6 +126,7 @@ CASES = (
     Case("stablelm", "stablelm", {"use_qkv_bias": True}),
     Case("stablelm", "stablelm", {"use_parallel_residual": True}),
     Case("olmo", "olmo"),
+    Case("olmo", "olmo", {"clip_qkv": 0.8}),
     Case("olmo2", "olmo2"),
     Case("olmo3", "olmo2"),
     Case("granite", "granite"),

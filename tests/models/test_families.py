@@ -4,7 +4,8 @@ The oracle computes in float64 throughout (`tiny_models.double_precision`). Tole
 largest logit on the reference, 3e-5 on torch and native in fp32.
 """
 
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,6 +194,32 @@ CASES = {
             },
         },
     ),
+    "phi3-outgrown": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 100,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": FACTORS,
+                "long_factor": [2 * factor for factor in FACTORS],
+            },
+        },
+    ),
+    "phimoe-outgrown": (
+        "phimoe",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": FACTORS,
+                "long_factor": [2 * factor for factor in FACTORS],
+                "short_mscale": 1.15,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 100,
+            },
+        },
+    ),
     "phi3-part-turned": ("phi3", {"partial_rotary_factor": 0.75}),
     "glm-no-bias": ("glm", {"attention_bias": False}),
     "opt-no-bias": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
@@ -223,6 +250,12 @@ CASES = {
     "stablelm-12b": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "cohere-plus": ("cohere", {"use_qk_norm": True}),
     "starcoder2-no-bias": ("starcoder2", {"use_bias": False, "sliding_window": None}),
+    "olmo-clipped": ("olmo", {"clip_qkv": 0.8}),
+    "olmoe-clipped": ("olmoe", {"clip_qkv": 0.8}),
+    "mpt-clipped": (
+        "mpt",
+        {"attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": 0.8}},
+    ),
     "olmo2-bias": ("olmo2", {"attention_bias": True}),
     "olmo3-yarn": (
         "olmo3",
@@ -307,10 +340,19 @@ def oracle(case):
     ids = np.random.default_rng(1).integers(0, tiny.config["vocab_size"], 270)
     with double_precision():
         model = in_float64(tiny.model, attention="sdpa" if case in SDPA else "eager")
+        if case == "phimoe-outgrown":
+            _take_long_factors(model.model.rotary_emb, len(ids))
         wanted = model(torch.tensor(ids)[None]).logits[0].numpy()
     assert wanted.dtype == np.float64
     assert wanted.std() > 0.3, "logits that hardly differ prove nothing"
     return tiny.path, ids, wanted
+
+
+def _take_long_factors(rotary: Any, num_tokens: int) -> None:
+    """Has Phi-3.5-MoE's angles follow the length, as in transformers 4 and the model's own code:
+    transformers 5.23 switches the factor on cosines and sines, and keeps the short list.
+    """
+    rotary.rope_init_fn = partial(rotary.rope_init_fn, seq_len=num_tokens)
 
 
 RUNS = [

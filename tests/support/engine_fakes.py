@@ -19,6 +19,7 @@ from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.group_life import life_of_window
+from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.ports import Between
 from octavo.sampling_params import SamplingParams
 from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
@@ -63,6 +64,11 @@ class FakeRow:
     sample_index: int
     end_token_ids: frozenset[int] = frozenset()
     tables: list[list[int]] = field(default_factory=list)
+    first_position: int = 0
+
+    def key(self, place: int) -> int:
+        """Returns what the KV of a token holds: keys behind other first positions are others."""
+        return self.tokens[place] + self.first_position * VOCAB
 
 
 class FakeExecutor:
@@ -83,6 +89,7 @@ class FakeExecutor:
         self.tiers = tiers or FakeTiers(len(self.windows), None)
         self.rows: dict[str, FakeRow] = {}
         self.plans: list[StepPlan] = []
+        self.original = ONE_CONTEXT
         self.raise_on: set[str] = set()
         self.fail_on: dict[str, str] = {}
         self.step_s = 0.0
@@ -97,7 +104,12 @@ class FakeExecutor:
         for new in plan.new_rows:
             tables, ends = [[] for _ in self.kv], frozenset(new.end_token_ids)
             self.rows[new.request_id] = FakeRow(
-                list(new.token_ids), new.num_prompt_tokens, new.sample_index, ends, tables
+                list(new.token_ids),
+                new.num_prompt_tokens,
+                new.sample_index,
+                ends,
+                tables,
+                new.first_position,
             )
         for move in plan.moves:
             self._move(move)
@@ -156,11 +168,13 @@ class FakeExecutor:
             table += added
         for group, index, block_id in row.replaced_blocks:
             state.tables[group][index] = block_id
+        # What beams have in common may be shorter again than they are.
+        assert state.first_position >= self.original.first_position(len(state.tokens))
         if row.request_id in self.fail_on:
             return RowResult(row.request_id, failure=self.fail_on[row.request_id])
         for kv, table in zip(self.kv, state.tables, strict=True):
             for position in range(row.start, row.start + row.num_tokens):
-                kv[table[position // BLOCK], position % BLOCK] = state.tokens[position]
+                kv[table[position // BLOCK], position % BLOCK] = state.key(position)
         prompt_logprobs = None
         if row.num_prompt_logprobs is not None:
             targets = state.tokens[
@@ -177,7 +191,7 @@ class FakeExecutor:
             seen = [
                 kv[table[position // BLOCK], position % BLOCK] for position in range(first, end)
             ]
-            assert seen == state.tokens[first:end], (
+            assert seen == [state.key(place) for place in range(first, end)], (
                 "the KV blocks hold other tokens than the request"
             )
         if row.search_of:
@@ -259,6 +273,7 @@ def make_core(
     costs: StepCosts = UNMEASURED,
     kv_meter: KvMeter | None = None,
     kv_events_config: str | None = None,
+    original: OriginalContext = ONE_CONTEXT,
     **options,
 ) -> EngineCore:
     """Returns a core over the pseudo-model. `options` are the scheduler's; `windows` gives each
@@ -267,6 +282,7 @@ def make_core(
     executor = executor or (LaunchingExecutor if runs_ahead or num_lanes > 1 else FakeExecutor)(
         num_groups, windows=windows
     )
+    executor.original = original
     groups = [
         BlockGroup(num_blocks, life_of_window(window), num_host_blocks)
         for window in windows or [None] * num_groups
@@ -284,6 +300,7 @@ def make_core(
         max_model_len=max_model_len,
         tiers=tiers_of(len(groups), executor.tiers, num_slots) if num_slots else None,
         num_lanes=num_lanes,
+        original=original,
     )
     return EngineCore(
         scheduler,

@@ -22,7 +22,7 @@ from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.models.registry import build_programs
-from octavo.program.ops import Embedding
+from octavo.program.ops import Embedding, original_context
 from octavo.program.program import Program
 from octavo.worker.loaded_model import common_layouts
 
@@ -39,6 +39,8 @@ class Request:
     """Slot of its adapter; -1: none."""
     second_start: int = 1 << 30
     """Index of the first token of the second text, where it is a pair."""
+    first_position: int = 0
+    """Position of its first token."""
 
 
 def backend_named(name: str, **options: Any) -> Backend:
@@ -99,7 +101,9 @@ class PagedRunner:
         for table, group in zip(blocks, self.groups, strict=True):
             if group.kind == "state":
                 table[:] = table[0]
-        return Request(token_ids, blocks, adapter=adapter)
+        original = original_context(next(iter(self.programs.values())))
+        first = original.first_position(context or len(token_ids))
+        return Request(token_ids, blocks, adapter=adapter, first_position=first)
 
     def step(
         self,
@@ -154,6 +158,8 @@ class PagedRunner:
         for index, (request, _, _) in enumerate(spans):
             tables[:, index, : request.blocks.shape[1]] = request.blocks
         batch = self._padded(spans, places, slots, context_lens, tables)
+        firsts = [np.full(stop - start, request.first_position) for request, start, stop in spans]
+        batch.positions[0, : len(places)] += np.concatenate(firsts).astype(np.int32)
         if len(batch.positions) > 1:
             batch.positions[1, : len(places)] = np.concatenate(segments)
         return batch

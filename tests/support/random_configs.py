@@ -15,7 +15,7 @@ import transformers
 from tests.support.tiny_details import DETAILS
 from tests.support.tiny_shapes import SHAPES
 
-SIZED_ELSEWHERE = ("mamba", "mamba2", "qwen3_next", "qwen3_5_text")
+SIZED_ELSEWHERE = ("mamba", "mamba2", "qwen3_next", "qwen3_5_text", "gemma3n_text")
 """Families whose heads' sizes depend on one another in ways of their own."""
 NO_NUMBERS = frozenset(
     (
@@ -31,9 +31,10 @@ FIXED = {
     "gpt_oss": {"hidden_act"},
     "bamba": {"num_hidden_layers"},
     "phimoe": {"num_experts_per_tok"},
+    "gemma3n_text": {"num_hidden_layers"},
 }
 """Options in which a family knows one value only."""
-OWN_ROPES = ("gemma3_text", "olmo3", "ministral3", "phimoe")
+OWN_ROPES = ("gemma3_text", "gemma3n_text", "olmo3", "ministral3", "phimoe")
 """Families whose ropes differ by layer or need keys of their own."""
 ACTIVATIONS = ("silu", "gelu", "relu", "gelu_pytorch_tanh", "gelu_new")
 ROPES: tuple[dict[str, Any], ...] = (

@@ -64,13 +64,14 @@ class _Growing:
 
 def _row_op(g: _Growing, x: Value) -> None:
     y = g.fresh(x)
-    kind = g.draw(
-        st.sampled_from(["scale", "softcap", "act", "add", "mul", "gate", "rms", "heads", "layer"])
-    )
+    kinds = ["scale", "softcap", "clip", "act", "add", "mul", "gate", "rms", "heads", "layer"]
+    kind = g.draw(st.sampled_from(kinds))
     if kind == "scale":
         g.add(ops.Scale(x, y, 0.8))
     elif kind == "softcap":
         g.add(ops.SoftCap(x, y, 2.0))
+    elif kind == "clip":
+        g.add(ops.Clip(x, y, 1.5))
     elif kind == "act":
         g.add(ops.Act(x, y, g.draw(st.sampled_from(ACTIVATIONS))))
     elif kind == "add":

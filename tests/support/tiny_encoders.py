@@ -31,6 +31,17 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "xlm-roberta": {},
     "mpnet": {},
     "nomic_bert": {},
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 12,
+        "max_relative_positions": 60,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+        "pooler_hidden_size": 72,
+    },
     "modernbert": {"local_attention": 20, "pad_token_id": 0, "num_hidden_layers": 4},
 }
 

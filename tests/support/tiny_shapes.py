@@ -49,6 +49,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
     },
+    "gemma3n_text": {
+        "vocab_size": 330,
+        "hidden_size": 64,
+        "intermediate_size": [90, 90, 100, 90, 90],
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+    },
     "qwen3_next": {
         "vocab_size": 290,
         "hidden_size": 64,

@@ -41,9 +41,12 @@ OUTPUTS = {
 
 OF_EXPERTS = (ops.Route, ops.Dispatch, ops.GroupedLinear, ops.Collect, ops.Combine)
 
+PRODUCTS = (ops.Linear, ops.HeadLinear, ops.PlaceScores)
+"""Products with stages of their own in a range that blocks of rows go through."""
+
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
-    *(ShortConv, SelectiveScan),
+    *(ops.PlaceScores, ShortConv, SelectiveScan),
 )
 """Ops that read the step's arrays of tokens."""
 
@@ -99,7 +102,7 @@ def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
     """Refuses what the kernels cannot run whatever the weights' formats are."""
     _check_ranks(program, grid)
     for op in program.ops:
-        if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, ops.Linear, ops.HeadLinear)):
+        if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, *PRODUCTS)):
             raise _refusal(program, f"the op {op.kind}")
     for op in program.ops:
         _check_attributes(program, op)

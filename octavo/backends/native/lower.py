@@ -17,6 +17,7 @@ from octavo.backends.base import ObservedInputs
 from octavo.backends.native.check import MAX_LANES
 from octavo.backends.native.hidden import HiddenIn, HiddenOut
 from octavo.backends.native.parameters import (
+    angles_parameters,
     convolution_parameters,
     distances_of,
     gate_numbers,
@@ -30,6 +31,7 @@ from octavo.program import ops
 from octavo.program.low_rank import Site
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.plan import Plan
+from octavo.program.place_tables import place_buckets
 from octavo.program.program import Op, Program, Value, Weight
 
 GROUP = 32
@@ -59,6 +61,7 @@ class Weights(Protocol):
     def gate_and_up(self, gate: Weight, up: Weight) -> list[Any]: ...
     def experts(self, weight: Weight) -> list[Any]: ...
     def heads(self, op: ops.HeadLinear) -> list[Any]: ...
+    def place_table(self, op: ops.PlaceScores) -> list[Any]: ...
     def experts_gate_and_up(self, gate: Weight, up: Weight) -> tuple[list[Any], list[Any]]: ...
     def floats(self, weight: Weight) -> NDArray[np.float32]: ...
 
@@ -182,7 +185,7 @@ class Lowering:
 
     def _lower_Rope(self, op: ops.Rope) -> None:
         if op.table not in self._angles:
-            self._angles[op.table] = self._builder.angles(list(op.table.inv_freq), op.table.mscale)
+            self._angles[op.table] = self._builder.angles(**angles_parameters(op.table))
         self._builder.rope(
             self._span(op.x),
             self._span(op.out),
@@ -208,6 +211,21 @@ class Lowering:
 
     def _lower_SoftCap(self, op: ops.SoftCap) -> None:
         self._elementwise("softcap", op.x, op.x, op.out, factor=op.cap)
+
+    def _lower_Clip(self, op: ops.Clip) -> None:
+        self._elementwise("clip", op.x, op.x, op.out, factor=op.limit)
+
+    def _lower_MatchMagnitude(self, op: ops.MatchMagnitude) -> None:
+        self._elementwise("match", op.x, op.like, op.out, factor=op.least)
+
+    def _lower_KeepLargest(self, op: ops.KeepLargest) -> None:
+        self._elementwise("largest", op.x, op.x, op.out, factor=op.deviations)
+
+    def _lower_Mix(self, op: ops.Mix) -> None:
+        xs, bases, outs = (
+            [self._span(value) for value in each] for each in (op.xs, op.bases, op.outs)
+        )
+        self._builder.mix(xs, bases, self._span(op.coefs), outs, op.offset)
 
     def _lower_Act(self, op: ops.Act) -> None:
         self._elementwise("activate", op.x, op.x, op.out, gate=ops.Gate(op.activation))
@@ -412,7 +430,24 @@ class Lowering:
             distances=distances,
             reach=0 if distances is None else distances.shape[1] // 2,
             latent_width=op.latent_width,
+            by_places=self._by_places(op),
         )
+
+    def _by_places(self, op: ops.Attention) -> tuple[Span, Span, list[int]] | None:
+        """Returns the products of queries and of keys with tables of places, and the bucket by the
+        query's place less the key's; None for another bias.
+        """
+        if not isinstance(op.bias, ops.PlaceBuckets):
+            return None
+        assert op.of_queries is not None and op.of_keys is not None
+        reach = op.bias.max_places - 1
+        buckets = place_buckets(np.arange(-reach, reach + 1), op.bias)
+        return (self._span(op.of_queries), self._span(op.of_keys), buckets.tolist())
+
+    def _lower_PlaceScores(self, op: ops.PlaceScores) -> None:
+        self._begin()
+        tiles = [each.handle for each in self._weights.place_table(op)]
+        self._builder.heads(self._span(op.x), self._span(op.out), None, tiles)
 
     def _lower_HeadLinear(self, op: ops.HeadLinear) -> None:
         self._begin()

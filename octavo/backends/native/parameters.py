@@ -30,7 +30,7 @@ def gate_numbers(gate: ops.Gate | None) -> tuple[int, float, float, float, float
     return (activation, gate.clamp or 0.0, gate.alpha, gate.up_offset, gate.threshold)
 
 
-AnyBias = ops.T5Bias | ops.AlibiBias | ops.NearBias
+AnyBias = ops.T5Bias | ops.AlibiBias | ops.NearBias | ops.PlaceBuckets
 
 
 def slopes_of(bias: AnyBias | None) -> NDArray[np.float32] | None:
@@ -88,6 +88,18 @@ def rope_parameters(op: ops.Rope) -> dict[str, Any]:
         "rotary_dim": op.rotary_dim,
         "rotary_start": op.rotary_start,
         "interleaved": op.style == "interleaved",
+    }
+
+
+def angles_parameters(table: ops.RopeTable) -> dict[str, Any]:
+    """Returns the frequencies and factors of a table, with those of its long positions."""
+    long = table.long or ops.LongAngles(0, ())
+    return {
+        "inv_freq": list(table.inv_freq),
+        "mscale": table.mscale,
+        "long_start": long.start,
+        "long_inv_freq": list(long.inv_freq),
+        "long_mscale": long.mscale,
     }
 
 

@@ -17,7 +17,8 @@ from octavo.program.program import Op, Program
 ROW_LOCAL = (
     *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
     *(ops.PoolRows, ops.ScatterRows, ops.Combine),
-    *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Act, ops.ActMul),
+    *(ops.MatchMagnitude, ops.KeepLargest, ops.Mix),
+    *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.ActMul),
     *(HiddenIn, HiddenOut),
 )
 

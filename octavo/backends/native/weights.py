@@ -23,7 +23,8 @@ from octavo.backends.native.formats import (
     needs_widening,
 )
 from octavo.errors import UnsupportedModel
-from octavo.program.ops import GroupedLinear, HeadLinear, Linear
+from octavo.program.ops import GroupedLinear, HeadLinear, Linear, PlaceScores
+from octavo.program.place_tables import place_table
 from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight, StoredWeight
 from octavo.quant.packed import Levels, PackedWeight
@@ -171,6 +172,12 @@ class NativeWeights:
                 _in_order(op.weight, self._tiles_of(part)) for part in parts
             ]
         return self._experts[op.weight]
+
+    def place_table(self, op: PlaceScores) -> list[NativeTiles]:
+        """Returns the tiles of each head's table of places, in fp32."""
+        self._pack_many()
+        table = place_table(op, lambda weight: self._load(weight).dequantize()).astype(np.float32)
+        return [self._tiles_of(PackedWeight.plain(rows)) for rows in table]
 
     def of_product(self, op: Linear | GroupedLinear | HeadLinear) -> list[NativeTiles]:
         """Returns all tiles of a product's weights: gates before their up projections."""

@@ -19,6 +19,7 @@ from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.backends.reference.ops import Floats, Made, ReferenceStep, matvecs
 from octavo.program import ops
+from octavo.program.place_tables import place_buckets
 from octavo.program.program import Op
 from octavo.program.t5_buckets import t5_buckets
 
@@ -52,7 +53,7 @@ def attention(op: ops.Attention, step: ReferenceStep) -> Made:
     sinks = None if op.sinks is None else step.weights[op.sinks]
     for queries, keys in _requests(op, op.mask, op.window, step):
         for query in queries:
-            adjust = _adjustment(op, query.place, step)
+            adjust = _adjustment(op, query, step)
             out[query.row] = attend(q[query.row] * op.scale, keys, query, adjust, sinks).reshape(-1)
     return (out,)
 
@@ -134,9 +135,11 @@ def _splits(first: int, last: int) -> Iterator[tuple[int, int]]:
         yield max(first, split * SPLIT_KEYS), min(last, (split + 1) * SPLIT_KEYS)
 
 
-def _adjustment(op: ops.Attention, place: int, step: ReferenceStep) -> Adjust | None:
-    """Returns what the softcap and then the bias do to the scores of the query at `place`."""
-    softcap, add_bias = op.softcap, _bias(op.bias, place, step)
+def _adjustment(op: ops.Attention, query: Query, step: ReferenceStep) -> Adjust | None:
+    """Returns what the softcap and then the bias do to the scores of a query."""
+    if isinstance(op.bias, ops.PlaceBuckets):
+        return _by_places(op, op.bias, query, step)
+    softcap, add_bias = op.softcap, _bias(op.bias, query.place, step)
     if softcap is None:
         return add_bias
 
@@ -161,6 +164,28 @@ def _bias(
         reach = bias.reach
         return lambda scores, keys: scores + np.where(abs(keys - place) > reach, ops.FAR, 0.0)
     return None
+
+
+def _by_places(
+    op: ops.Attention, bias: ops.PlaceBuckets, query: Query, step: ReferenceStep
+) -> Adjust:
+    """Returns what adds the scores by places to those of a query, whose request's rows are all in
+    the step.
+    """
+    assert op.of_queries is not None and op.of_keys is not None
+    of_queries, of_keys = (
+        step.get(value).reshape(-1, op.num_heads, bias.num_buckets)
+        for value in (op.of_queries, op.of_keys)
+    )
+    own, first = of_queries[query.row], query.row - query.place
+
+    def adjust(scores: Floats, keys: NDArray[np.int64]) -> Floats:
+        buckets = place_buckets(query.place - keys, bias)
+        its = of_keys[first + keys, :, buckets].T
+        added: Floats = scores + op.scale * (own[:, buckets] + its)
+        return added
+
+    return adjust
 
 
 def _requests(

@@ -21,6 +21,7 @@ from octavo.backends.batch import StepBatch
 from octavo.backends.reference.adapters import Shrink, updated
 from octavo.program import ops
 from octavo.program.low_rank import Site, Updates
+from octavo.program.place_tables import place_table
 from octavo.program.program import Op, Program, Value, Weight
 
 Floats = NDArray[np.float64]
@@ -116,6 +117,8 @@ def embedding(op: ops.Embedding, step: ReferenceStep) -> Made:
         ids = step.positions(op.axis) + op.offset
     else:
         ids = np.where(step.live, step.get(op.ids).reshape(-1), 0)
+    if op.others_first:
+        ids = np.where(ids < op.table.shape[0], ids, 0)
     rows = ids - (op.first_row or 0)
     here = (rows >= 0) & (rows < op.table.shape[0])
     if op.first_row is None:
@@ -214,6 +217,32 @@ def soft_cap(op: ops.SoftCap, step: ReferenceStep) -> Made:
     return (op.cap * np.tanh(step.get(op.x) / op.cap),)
 
 
+def clip(op: ops.Clip, step: ReferenceStep) -> Made:
+    return (np.clip(step.get(op.x), -op.limit, op.limit),)
+
+
+def match_magnitude(op: ops.MatchMagnitude, step: ReferenceStep) -> Made:
+    own, its = (np.square(step.get(value)).mean(axis=1, keepdims=True) for value in (op.x, op.like))
+    return (step.get(op.x) * np.sqrt(its / np.maximum(own, op.least)),)
+
+
+def keep_largest(op: ops.KeepLargest, step: ReferenceStep) -> Made:
+    x = step.get(op.x)
+    cutoff = x.mean(axis=1, keepdims=True) + op.deviations * x.std(axis=1, keepdims=True)
+    return (np.maximum(x - cutoff, 0),)
+
+
+def mix(op: ops.Mix, step: ReferenceStep) -> Made:
+    xs, coefs = [step.get(x) for x in op.xs], step.get(op.coefs) + op.offset
+    made = []
+    for i, base in enumerate(op.bases):
+        total = step.get(base)
+        for k, x in enumerate(xs):
+            total = total + coefs[:, [i * len(xs) + k]] * x
+        made.append(total)
+    return tuple(made)
+
+
 def act(op: ops.Act, step: ReferenceStep) -> Made:
     return (ACTIVATIONS[op.activation](step.get(op.x)),)
 
@@ -278,8 +307,12 @@ def rope(op: ops.Rope, step: ReferenceStep) -> Made:
     x = step.get(op.x).reshape(-1, op.num_heads, op.head_width)
     axes = op.table.axes or (0,)
     positions = np.stack([step.positions(axis) for axis in axes], axis=1)
-    angles = positions * np.array(op.table.inv_freq)
-    cos, sin = (f(angles)[:, None, :] * op.table.mscale for f in (np.cos, np.sin))
+    angles, mscale = positions * np.array(op.table.inv_freq), np.array(op.table.mscale)
+    if op.table.long is not None:
+        long, is_long = op.table.long, positions >= op.table.long.start
+        angles = np.where(is_long, (positions - long.start) * np.array(long.inv_freq), angles)
+        mscale = np.where(is_long, long.mscale, mscale)
+    cos, sin = ((f(angles) * mscale)[:, None, :] for f in (np.cos, np.sin))
     turning = x[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
     half = op.rotary_dim // 2
     first, second = (
@@ -292,6 +325,13 @@ def rope(op: ops.Rope, step: ReferenceStep) -> Made:
     turned[:, :, first] = turning[:, :, first] * cos - turning[:, :, second] * sin
     turned[:, :, second] = turning[:, :, second] * cos + turning[:, :, first] * sin
     return (out.reshape(len(x), op.x.width),)
+
+
+def place_scores(op: ops.PlaceScores, step: ReferenceStep) -> Made:
+    table = place_table(op, lambda weight: step.weights[weight])
+    x = step.get(op.x).reshape(-1, op.num_heads, table.shape[2])
+    heads = [matvecs(rows, x[:, head]) for head, rows in enumerate(table)]
+    return (np.stack(heads, axis=1).reshape(len(x), op.out.width),)
 
 
 def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
@@ -467,6 +507,11 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.Mul: mul,
     ops.Scale: scale,
     ops.SoftCap: soft_cap,
+    ops.Clip: clip,
+    ops.MatchMagnitude: match_magnitude,
+    ops.KeepLargest: keep_largest,
+    ops.Mix: mix,
+    ops.PlaceScores: place_scores,
     ops.Act: act,
     ops.ActMul: act_mul,
     ops.Rope: rope,

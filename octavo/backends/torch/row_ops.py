@@ -23,6 +23,8 @@ from octavo.program.program import Op, Value
 
 def embedding(op: ops.Embedding, step: Step) -> Made:
     ids = step.inputs["positions"][op.axis] + op.offset if op.ids is None else step.get(op.ids)
+    if op.others_first:
+        ids = ids.where(ids < op.table.shape[0], 0)
     if op.first_row is None:
         rows = step.weights.matrix(op.table).take(ids).floats(torch.float32) * op.scale
         if step.adapters is not None and op.site:
@@ -124,6 +126,32 @@ def soft_cap(op: ops.SoftCap, step: Step) -> Made:
     return ((op.cap * torch.tanh(x / op.cap)).to(step.dtype),)
 
 
+def clip(op: ops.Clip, step: Step) -> Made:
+    return (step.get(op.x).clamp(-op.limit, op.limit),)
+
+
+def match_magnitude(op: ops.MatchMagnitude, step: Step) -> Made:
+    x, like = (step.get(value).float() for value in (op.x, op.like))
+    own, its = (value.square().mean(dim=-1, keepdim=True) for value in (x, like))
+    return ((x * torch.sqrt(its / own.clamp(min=op.least))).to(step.dtype),)
+
+
+def keep_largest(op: ops.KeepLargest, step: Step) -> Made:
+    x = step.get(op.x).float()
+    spread = x.std(dim=-1, keepdim=True, unbiased=False)
+    cutoff = x.mean(dim=-1, keepdim=True) + op.deviations * spread
+    return (torch.relu(x - cutoff).to(step.dtype),)
+
+
+def mix(op: ops.Mix, step: Step) -> Made:
+    xs = torch.stack([step.get(x).float() for x in op.xs], dim=1)
+    bases = torch.stack([step.get(base).float() for base in op.bases], dim=1)
+    coefs = step.get(op.coefs).float() + op.offset
+    coefs = coefs.view(len(coefs), len(op.outs), len(op.xs), 1)
+    made = bases + (coefs * xs[:, None]).sum(dim=2)
+    return tuple(part.to(step.dtype).contiguous() for part in made.unbind(dim=1))
+
+
 def act(op: ops.Act, step: Step) -> Made:
     return (activated(step.get(op.x), op.activation),)
 
@@ -160,8 +188,22 @@ def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
     """
     positions = step.inputs["positions"]
     at = positions[list(table.axes)].T if table.axes else positions[0][:, None]
-    angles = at.double()[:, None, :] * step.weights.constant(table)
-    return (torch.cos(angles) * table.mscale).float(), (torch.sin(angles) * table.mscale).float()
+    at = at.double()[:, None, :]
+    angles = at * step.weights.constant(table)
+    cos, sin = torch.cos(angles) * table.mscale, torch.sin(angles) * table.mscale
+    if table.long is not None:
+        is_long = at >= table.long.start
+        angles = (at - table.long.start) * step.weights.constant(table.long)
+        cos = torch.where(is_long, torch.cos(angles) * table.long.mscale, cos)
+        sin = torch.where(is_long, torch.sin(angles) * table.long.mscale, sin)
+    return cos.float(), sin.float()
+
+
+def place_scores(op: ops.PlaceScores, step: Step) -> Made:
+    table = step.weights.constant(op)
+    x = step.get(op.x).view(-1, op.num_heads, table.shape[2])
+    made = torch.einsum("thd,hrd->thr", x.float(), table)
+    return (made.to(step.dtype).reshape(len(x), op.out.width),)
 
 
 def kv_write(op: ops.KvWrite, step: Step) -> Made:
@@ -220,6 +262,11 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.Mul: mul,
     ops.Scale: scale,
     ops.SoftCap: soft_cap,
+    ops.Clip: clip,
+    ops.MatchMagnitude: match_magnitude,
+    ops.KeepLargest: keep_largest,
+    ops.Mix: mix,
+    ops.PlaceScores: place_scores,
     ops.Act: act,
     ops.ActMul: act_mul,
     ops.Rope: rope,

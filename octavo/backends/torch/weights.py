@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from octavo.backends.torch.device_weight import DeviceWeight, to_device
 from octavo.errors import WeightMismatch
 from octavo.program import ops
 from octavo.program.ops import Linear
+from octavo.program.place_tables import place_table
 from octavo.program.program import Op, Program, Weight
 from octavo.quant.packed import PackedWeight
 
@@ -61,6 +63,7 @@ class ProgramWeights:
         self._vectors: dict[Weight, Tensor] = {}
         self._kept: dict[int, Any] = {}
         self._products: list[Product] = []
+        self._tables: list[Tensor] = []
 
     def add_matrix(self, weight: Weight) -> None:
         self._kept[id(weight)] = self._matrix(weight)
@@ -85,6 +88,12 @@ class ProgramWeights:
         """Adds numbers of an op, in fp64."""
         self._kept[id(owner)] = torch.tensor(values, dtype=torch.float64, device=self._device)
 
+    def add_place_table(self, op: ops.PlaceScores) -> None:
+        """Adds what an op's columns are multiplied with, `[H, R, D] fp32`."""
+        table = place_table(op, lambda weight: self._packed(weight).dequantize())
+        self._tables.append(to_device(table.astype(np.float32), self._device))
+        self._kept[id(op)] = self._tables[-1]
+
     def matrix(self, weight: Weight) -> DeviceWeight:
         found: DeviceWeight = self._kept[id(weight)]
         return found
@@ -105,7 +114,7 @@ class ProgramWeights:
     def num_bytes(self) -> int:
         merged = [part for product in self._products for part in product.parts]
         held = {id(weight): weight.num_bytes for weight in [*self._matrices.values(), *merged]}
-        vectors = sum(vector.nbytes for vector in self._vectors.values())
+        vectors = sum(each.nbytes for each in [*self._vectors.values(), *self._tables])
         return (
             sum(held.values())
             + vectors
@@ -167,8 +176,13 @@ def _add_weights(op: Op, weights: ProgramWeights) -> None:
     elif isinstance(op, ops.MlaAttention):
         matrices = (op.kv_b,)
         weights.add_matrix(op.kv_b)
+    elif isinstance(op, ops.PlaceScores):
+        matrices = op.weights
+        weights.add_place_table(op)
     elif isinstance(op, ops.Rope):
         weights.add_constant(op.table, op.table.inv_freq)
+        if op.table.long is not None:
+            weights.add_constant(op.table.long, op.table.long.inv_freq)
     elif isinstance(op, ops.Attention) and isinstance(op.bias, ops.AlibiBias):
         weights.add_constant(op.bias, op.bias.slopes)
     for weight in op.weights:

@@ -16,6 +16,7 @@ from octavo.engine.kv.pin import Pin
 from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
+from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.transfer.messages import TransferFacts
 
 
@@ -46,6 +47,8 @@ class EngineInfo(msgspec.Struct):
     model: ModelFacts = ModelFacts()
     transfer: TransferFacts | None = None
     """Facts that are compared with engines of which it fetches blocks; None where it does not."""
+    original: OriginalContext = ONE_CONTEXT
+    """Context of the model before its longer angles."""
 
 
 class EngineClient(Protocol):

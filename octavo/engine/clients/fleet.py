@@ -171,7 +171,9 @@ class FleetClient:
         names: list[bytes] = []
         if self._router.reads_names and not request.media:  # whose blocks no text names
             adapter = b"" if request.adapter is None else request.adapter.digest
-            names = BlockNaming(request.cache_salt, adapter).digests(tokens, self._block_size)
+            first = self.info.original.first_position(len(tokens))
+            naming = BlockNaming(request.cache_salt, adapter, first_position=first)
+            names = naming.digests(tokens, self._block_size)
         start = f"{request.tenant}\0{request.cache_salt}\0{tokens[:SESSION_TOKENS]}"
         session = blake2b(start.encode(), digest_size=16).digest()
         return RoutingJob(len(tokens), names, self._block_size, session)

@@ -155,7 +155,8 @@ class PrefillPeers:
     def _num_uncached(self, request: FrontRequest) -> int:
         """Returns how many of a prompt's tokens this engine has no blocks of."""
         size = self._facts.block_size
-        naming = BlockNaming(request.samples[0].cache_salt)
+        first = self._facts.original.first_position(len(request.prompt_token_ids))
+        naming = BlockNaming(request.samples[0].cache_salt, first_position=first)
         names = naming.digests(request.prompt_token_ids, size)
         return len(request.prompt_token_ids) - size * self._cached.num_known(names)
 

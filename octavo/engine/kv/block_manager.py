@@ -22,6 +22,7 @@ from octavo.engine.kv.prefix_loader import NOTHING_TO_FETCH, Prefetch, PrefixLoa
 from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.kv.tier_connector import no_connector
 from octavo.group_life import UNBOUNDED, Extent
+from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.ports import Connector
 from octavo.step import BlockKey, BlockMove, BlockName
 from octavo.transfer.block_events import BlockEventLog
@@ -73,10 +74,13 @@ class BlockManager:
         max_step_tokens: int = UNBOUNDED,
         connector: Connector | None = None,
         logs_events: bool = False,
+        original: OriginalContext = ONE_CONTEXT,
     ) -> None:
         """Takes `logs_events`, whether the names of one group's blocks are logged as they come and
         go.
         """
+        self.original = original
+        """Context up to which positions begin at 0; blocks are named by where they do."""
         self.block_size = block_size
         self.pools = [BlockPool(group) for group in groups]
         """The blocks of each cache group."""
@@ -346,7 +350,9 @@ class BlockManager:
         hold. InvalidRequest where they are too many.
         """
         num_blocks = len(pin.token_ids) // self.block_size if self._finder.can_hit else 0
-        keys = BlockChain(BlockNaming(pin.salt)).extend(pin.token_ids, num_blocks, self.block_size)
+        first = self.original.first_position(len(pin.token_ids))
+        naming = BlockNaming(pin.salt, first_position=first)
+        keys = BlockChain(naming).extend(pin.token_ids, num_blocks, self.block_size)
         for group, pool in enumerate(self.pools):
             for key in keys:
                 if pool.cache.find(key) is not None and not self.connector.knows(

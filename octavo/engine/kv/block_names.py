@@ -1,8 +1,8 @@
 """The names of full KV blocks: a chain of hashes over all that a block's contents depend on.
 
 A block's digest hashes its parent's digest, its token ids and the digests of the media inside it;
-the parent of the first block is a root that hashes the request's salt, its adapter's content and
-its encoder's input.
+the parent of the first block is a root that hashes the request's salt, its adapter's content, its
+encoder's input and where its positions begin.
 Roots and blocks are hashed in domains of their own, so that no salt is ever taken for a block.
 Source: vLLM's hash per block.
 """
@@ -41,12 +41,17 @@ class BlockNaming:
     """Tokens from the first one on whose blocks have names: K and V of those behind them are the
     request's own, and none of the others' stand in for them."""
 
+    first_position: int = 0
+    """Position of the first token: equal tokens have other keys behind another one."""
+
     def root(self) -> bytes:
         """Returns the parent of the first block."""
         salt = self.salt.encode()
         parts = [struct.pack("<Q", len(salt)), salt, self.adapter_digest]
         if self.input_digest:
             parts.append(b"encoder" + self.input_digest)
+        if self.first_position:
+            parts.append(b"position" + struct.pack("<Q", self.first_position))
         return blake2b(b"".join(parts), digest_size=DIGEST_BYTES, person=ROOT_DOMAIN).digest()
 
     def block(self, parent: bytes, token_ids: tuple[int, ...], index: int) -> BlockKey:

@@ -23,6 +23,7 @@ from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
 from octavo.engine.step_costs import StepCosts
 from octavo.errors import ConfigError
+from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.step import RowResult, StepPlan, StepResult, TokenLogprobs
 
 FORMAT = 3
@@ -50,6 +51,8 @@ class RecordingHeader(msgspec.Struct, tag=True):
     tiers: Tiers | None = None
     redraws: bool = True
     """Whether the backend could draw rows again."""
+    original: OriginalContext = ONE_CONTEXT
+    """Context of the model before its longer angles."""
 
 
 class RequestAdded(msgspec.Struct, tag=True):

@@ -178,6 +178,7 @@ def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = Non
         redraws=header.redraws,
         names_generated=not config.sparsity.is_approximate,
         num_lanes=config.backend.pipeline_parallel_size,
+        original=header.original,
     )
 
 

@@ -19,6 +19,8 @@ from octavo.engine.requests.pooling import Pooling
 from octavo.engine.requests.result_consumer import BeamOutput, ResultConsumer
 from octavo.engine.requests.timings import Stopwatch
 from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.group_life import UNBOUNDED
+from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.outputs import FinishReason, Timings
 from octavo.pooling_params import PoolingParams, RequestParams
 from octavo.step import AdapterRef, EncoderInput, MediaItem, MediaPixels, TokenLogprobs
@@ -135,15 +137,18 @@ class Request(TokenRow):
     __slots__ = (
         "consumer",
         "end_token_ids",
+        "first_position",
         "fork_of",
         "is_encoded",
         "max_num_tokens",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_draft_tokens",
+        "num_exact_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_swaps",
+        "original",
         "params",
         "prompt_logprobs",
         "scheduled_ts",
@@ -153,7 +158,12 @@ class Request(TokenRow):
     )
 
     def __init__(
-        self, source: EngineRequest, *, max_num_tokens: int, stop_texts: StopTexts | None = None
+        self,
+        source: EngineRequest,
+        *,
+        max_num_tokens: int,
+        stop_texts: StopTexts | None = None,
+        original: OriginalContext = ONE_CONTEXT,
     ) -> None:
         """Takes `stop_texts` for a beam search with stop strings."""
         super().__init__(source.request_id, [*source.prompt_token_ids, *source.output_token_ids])
@@ -181,6 +191,12 @@ class Request(TokenRow):
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.consumer = self._make_consumer(stop_texts)
+        self.original = original
+        self.first_position = 0
+        """Position of its first token."""
+        self.num_exact_tokens = original.num_tokens
+        """Most tokens that its positions hold for; with more all are computed again."""
+        self._place(self.num_tokens)
 
     def _make_consumer(self, stop_texts: StopTexts | None) -> ResultConsumer:
         source, params = self.source, self.params
@@ -233,7 +249,24 @@ class Request(TokenRow):
     @property
     def num_plain_draws(self) -> int:
         """Number of tokens that it may draw before the scheduler has something to decide."""
-        return self.consumer.num_plain_draws(self.num_tokens)
+        plain = self.consumer.num_plain_draws(self.num_tokens)
+        return min(plain, self.num_exact_tokens + 1 - self.num_tokens)
+
+    @property
+    def num_guessable_tokens(self) -> int:
+        """Most tokens that it may have together with guesses behind them."""
+        return min(self.max_num_tokens - 1, self.num_exact_tokens)
+
+    @property
+    def has_outgrown(self) -> bool:
+        """Whether it has more tokens than its positions hold for."""
+        most = self.num_exact_tokens
+        return most < UNBOUNDED and any(row.num_tokens > most for row in self.rows)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it has been started; if it waits, it has lost its blocks."""
+        return self.scheduled_ts is not None
 
     @property
     def num_input_tokens(self) -> int:
@@ -252,10 +285,12 @@ class Request(TokenRow):
     @property
     def may_run_ahead(self) -> bool:
         """Whether the token after the one that is being drawn can be planned before that one is
-        known: its length does not end it first, and its draw does not depend on the token.
+        known: its length neither ends it first nor moves its positions, and its draw does not
+        depend on the token.
         """
-        ends = len(self.token_ids) + 1 >= self.max_num_tokens or self.source.one_token
-        return not ends and not self.consumer.needs_last_token
+        num_tokens = len(self.token_ids)
+        ends = num_tokens + 1 >= self.max_num_tokens or self.source.one_token
+        return not (ends or self.consumer.needs_last_token) and num_tokens < self.num_exact_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -315,9 +350,16 @@ class Request(TokenRow):
 
     def start_over(self) -> None:
         """Returns the request to waiting, with nothing computed."""
+        self._place(max(row.num_tokens for row in self.rows))
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.is_encoded = self.source.encoder_input is None
         self.token_ids = self.consumer.start_over(self.token_ids)
         if self.wants_prompt_logprobs:
             self.prompt_logprobs.clear()
+
+    def _place(self, num_tokens: int) -> None:
+        """Sets where its positions begin by the most tokens of its rows, which never grow fewer."""
+        if self.first_position == 0 and num_tokens > self.original.num_tokens:
+            self.first_position = self.original.first_position(num_tokens)
+            self.num_exact_tokens = UNBOUNDED

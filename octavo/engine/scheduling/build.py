@@ -25,6 +25,7 @@ from octavo.engine.scheduling.policy import Fair, FirstComeFirstServed, Policy, 
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.step_planner import StepLimits
 from octavo.engine.speculation.speculation import Drafting
+from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.transfer.kv_wire import parse_events_config
 
 
@@ -41,10 +42,12 @@ def build_scheduler(
     redraws: bool = True,
     names_generated: bool = True,
     num_lanes: int = 1,
+    original: OriginalContext = ONE_CONTEXT,
 ) -> Scheduler:
     """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
     which the front alone cannot end; `redraws` says whether the backend can draw rows again,
-    `names_generated` whether K and V of generated tokens are those of a prompt.
+    `names_generated` whether K and V of generated tokens are those of a prompt. `original` is the
+    model's context before its longer angles.
     """
     blocks = BlockManager(
         groups,
@@ -54,6 +57,7 @@ def build_scheduler(
         max_step_tokens=options.max_num_batched_tokens,
         connector=None if tiers is None else TierConnector(tiers),
         logs_events=parse_events_config(cache.kv_events_config).enable_kv_cache_events,
+        original=original,
     )
     admission = Admission(
         prompt_limits(

@@ -172,11 +172,12 @@ class Placement:
 
     def _is_shareable(self, request: Request, parent: Request) -> bool:
         """Returns whether the parent has blocks to share, or computes the same prompt for the first
-        time; it may have been preempted, or have let go of those outside a window.
+        time; it may have been preempted, have let go of those outside a window, or have outgrown
+        the positions that the request still has.
         """
-        if not self._blocks.shares_blocks or (
-            parent.status is RequestStatus.WAITING and parent.num_preemptions
-        ):
+        has_lost_them = parent.status is RequestStatus.WAITING and parent.has_run
+        is_placed_alike = request.first_position == parent.first_position
+        if not self._blocks.shares_blocks or has_lost_them or not is_placed_alike:
             return False
         if not self._has_shared_tokens(request, parent):
             return request.source.fork_tokens is None
@@ -202,7 +203,7 @@ class Placement:
         if request.source.sends_kv:
             self._blocks.offer_cached(request.request_id)
         request.num_computed_tokens = start.num_cached_tokens
-        if request.num_preemptions == 0:
+        if not request.has_run:
             request.num_cached_tokens = start.num_cached_tokens
         return start.moves
 
@@ -320,6 +321,7 @@ class Placement:
             b"" if source.encoder_input is None else source.encoder_input.digest,
             media_of_blocks(source.media, self._blocks.block_size),
             num_named_tokens=UNBOUNDED if self._names_generated else request.num_prompt_tokens,
+            first_position=request.first_position,
         )
 
     def _leave_worker(self, request: Request) -> None:
@@ -332,5 +334,5 @@ def _kv_source(request: Request) -> str:
     """Returns the address of the engine that computes the prompt now; one that starts over computes
     it here.
     """
-    starts_over = request.num_preemptions or request.source.resumed
+    starts_over = request.has_run or request.source.resumed
     return "" if starts_over else request.source.kv_source

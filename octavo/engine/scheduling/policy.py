@@ -250,7 +250,7 @@ class Fair:
         tenant = self._tenants[request.source.tenant]
         tenant.num_running += 1
         self._served_now = max(self._served_now, tenant.counter)
-        if not request.num_preemptions:
+        if not request.has_run:
             tenant.counter += (request.num_tokens - request.num_computed_tokens) / tenant.weight
 
     def stopped(self, request: Request) -> None:

@@ -60,7 +60,7 @@ class RequestQueues:
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Gives a request another priority; where it waits, it goes behind those that wait with
-        that one, a preempted one before them.
+        that one, one that has run before them.
         """
         if priority == request.source.priority:
             return
@@ -69,7 +69,7 @@ class RequestQueues:
             self.waiting.leave(request)
         request.source = msgspec.structs.replace(request.source, priority=priority)
         if waits:
-            self.waiting.join(request, first=request.num_preemptions > 0)
+            self.waiting.join(request, first=request.has_run)
 
     def leave_waiting(self, request: Request) -> None:
         """Takes a request that has started or ended out of the waiting."""

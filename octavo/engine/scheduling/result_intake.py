@@ -140,11 +140,23 @@ class ResultIntake:
         elif progress.token_ids:
             output = self._output(request, progress.token_ids, progress.logprobs)
         else:
+            output = None
+        if progress.finish is None and request.has_outgrown:
+            self._start_over(request)
+        if output is None:
             return None
         output.mirostat_mu = request.mirostat_mu
         if progress.is_first:
             request.describe_start(output)
         return output
+
+    def _start_over(self, request: Request) -> None:
+        """Has a request computed again that has outgrown its original context: no step in flight
+        computes it, since its next token is planned at other positions.
+        """
+        self.times.preempted(request.watch)
+        self.placement.free(request)
+        self.queues.start_over(request)
 
     def _output(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None

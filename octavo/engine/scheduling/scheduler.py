@@ -169,7 +169,12 @@ class Scheduler:
         params = source.params
         if self._stop_texts and isinstance(params, SamplingParams) and width:
             stop_texts = self._stop_texts(params) if params.stop_strings else None
-        request = Request(source, max_num_tokens=max_num_tokens, stop_texts=stop_texts)
+        request = Request(
+            source,
+            max_num_tokens=max_num_tokens,
+            stop_texts=stop_texts,
+            original=self.blocks.original,
+        )
         self._stats.num_added += 1
         self._stats.num_added_tokens += num_prompt_tokens
         self._times.arrived(request.watch)

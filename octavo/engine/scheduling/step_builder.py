@@ -144,6 +144,7 @@ class StepBuilder:
                 adapter_slot=adapter_slot,
                 media=source.media,
                 encoder_input=source.encoder_input,
+                first_position=request.first_position,
             )
         )
 

@@ -251,8 +251,8 @@ class StepPlanner:
             queues.leave_waiting(request)
 
     def _start(self, request: Request, builder: StepBuilder, room: int) -> AdmissionDecision:
-        """Runs a waiting request where it may start. One that belongs to the batch already, by a
-        preemption or its parent sample, needs no more than a place.
+        """Runs a waiting request where it may start. One that belongs to the batch already, since
+        it has run or by its parent sample, needs no more than a place.
         """
         source = request.source
         if not self.adapters.is_ready(source.request_id, source.adapter):
@@ -261,7 +261,7 @@ class StepPlanner:
             return COMPILING
         num_running = self.queues.num_running_seqs
         parent = None if request.fork_of is None else self.queues.find(request.fork_of)
-        if request.num_preemptions:
+        if request.has_run:
             room = self.limits.max_num_seqs - num_running
         elif parent is not None and parent.status is RequestStatus.RUNNING:
             room = self.batching.max_num_seqs - num_running

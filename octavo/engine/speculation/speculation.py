@@ -253,7 +253,7 @@ class Speculation:
         for index, (scheduled, (request, row)) in enumerate(
             zip(builder.rows, builder.owners, strict=True)
         ):
-            most = min(self._max_tokens, request.max_num_tokens - row.num_tokens - 2)
+            most = min(self._max_tokens, request.num_guessable_tokens - row.num_tokens - 1)
             if most > 0 and self._may_draft(request.consumer) and _goes_on(scheduled, request):
                 found.append(self._row_draft(index, row, Draft([0] * most, GIVEN_MATCH)))
         return found
@@ -285,7 +285,7 @@ class Speculation:
                 continue
             history = self._history_of(row)
             num_left = max(0, num_left - history.follow(row.token_ids, num_left))
-            most = min(self._max_tokens, request.max_num_tokens - row.num_tokens - 1)
+            most = min(self._max_tokens, request.num_guessable_tokens - row.num_tokens)
             first = scheduled.start + scheduled.num_tokens
             end = self._blocks.step_end(row.request_id, scheduled.start, first + max(0, most))
             most = end - first
@@ -402,7 +402,7 @@ class Speculation:
                 continue
             history.drafter.took(result.token_ids)
             history.num_taken += len(result.token_ids)
-            most = min(self._max_tokens, request.max_num_tokens - history.num_taken - 1)
+            most = min(self._max_tokens, request.num_guessable_tokens - history.num_taken)
             draft = history.drafter.propose(most) if most > 0 else NO_DRAFT
             chance = self._acceptance.chance(row.request_id, draft.num_matched)
             if draft.token_ids and chance >= LIKELY:

@@ -19,9 +19,13 @@ from octavo.program.ops import (
     AllGather,
     AllReduce,
     Attention,
+    Clip,
     GatherRows,
+    KeepLargest,
     LayerNorm,
     Linear,
+    MatchMagnitude,
+    Mix,
     MlaAttention,
     Mul,
     RmsNorm,
@@ -31,7 +35,8 @@ from octavo.program.ops import (
 from octavo.program.program import Op, Program, Value
 
 ROW_BY_ROW = (
-    *(Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Act, ActMul),
+    *(Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Clip, Act, ActMul),
+    *(MatchMagnitude, KeepLargest, Mix),
     *(AllReduce, AllGather),
 )
 """Ops whose row r is made of row r of their inputs alone, whatever rows there are."""

@@ -10,13 +10,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.program.ops import Act, Collect, Linear, RmsNorm, Rope, Route, Scale, SoftCap
+from octavo.program.ops import (
+    Act,
+    Clip,
+    Collect,
+    KeepLargest,
+    Linear,
+    RmsNorm,
+    Rope,
+    Route,
+    Scale,
+    SoftCap,
+)
 from octavo.program.program import Op, Program, Value
 
 ALIGN_FLOATS = 16
 """Alignment of a buffer in floats: rows start on cache lines."""
 
-IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap)
+IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap, Clip, KeepLargest)
 """Row-local ops that may write over the row they read."""
 
 

@@ -221,6 +221,11 @@ class _Sharder:
         if op.ids is None:
             self._ops.append(replace(op, out=self._make(op.out)))
             return
+        if op.others_first:
+            raise refused(
+                f"{op.table.name} has columns for each layer",
+                hint="leave tensor_parallel_size at 1",
+            )
         if op.table.shape[0] < self._num_ranks:
             raise refused(
                 f"got {self._num_ranks}, but the vocabulary has {op.table.shape[0]} tokens",
@@ -239,6 +244,11 @@ class _Sharder:
         )
 
     # -- attention ---------------------------------------------------------------------------------
+
+    def _shard_PlaceScores(self, op: ops.PlaceScores) -> None:
+        raise refused(
+            f"{op.kind} makes scores of all heads", hint="leave tensor_parallel_size at 1"
+        )
 
     def _shard_Attention(self, op: ops.Attention) -> None:
         group = self._program.group(op.group)
@@ -326,11 +336,20 @@ class _Sharder:
 
     _shard_Scale = _shard_GatherRows = _shard_PoolRows = _shard_linear_op
 
-    def _shard_column_op(self, op: ops.Act | ops.SoftCap) -> None:
+    def _shard_column_op(self, op: ops.Act | ops.SoftCap | ops.Clip) -> None:
         (x,), spans = self._alike([op.x])
         self._ops.append(replace(op, x=x, out=self._make(op.out, spans)))
 
-    _shard_Act = _shard_SoftCap = _shard_column_op
+    _shard_Act = _shard_SoftCap = _shard_Clip = _shard_column_op
+
+    def _shard_whole_row_op(self, op: ops.MatchMagnitude | ops.KeepLargest | ops.Mix) -> None:
+        """Computes an op that reads whole rows on every rank."""
+        whole = op.on({value: self._whole(value) for value in op.inputs})
+        for out in op.outputs:
+            self._make(out)
+        self._ops.append(whole)
+
+    _shard_MatchMagnitude = _shard_KeepLargest = _shard_Mix = _shard_whole_row_op
 
     def _shard_ActMul(self, op: ops.ActMul) -> None:
         (gate, up), spans = self._alike([op.gate, op.up])

@@ -40,7 +40,7 @@ class Whole:
 Wish = Even | Whole | Spans
 """Columns of a Value that its readers want."""
 
-EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Act, ops.GatherRows, ops.PoolRows)
+EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.GatherRows, ops.PoolRows)
 """Ops of one input, each column of which is made of the same column."""
 
 MIXERS = (ShortConv, SelectiveScan)

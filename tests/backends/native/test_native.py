@@ -103,6 +103,7 @@ ELEMENTWISE = {
     "mul": (ops.Mul, 0),
     "scale": (lambda a, b, y: ops.Scale(a, y, 0.37), 1e-7),
     "softcap": (lambda a, b, y: ops.SoftCap(a, y, 1.5), 1e-6),
+    "clip": (lambda a, b, y: ops.Clip(a, y, 0.7), 1e-7),
     "act_mul silu": (lambda a, b, y: ops.ActMul(a, b, y, "silu"), 2e-6),
     "act_mul gelu_tanh": (lambda a, b, y: ops.ActMul(a, b, y, "gelu_tanh"), 2e-6),
     "act_mul as gpt_oss": (lambda a, b, y: ops.ActMul(a, b, y, "silu", 1.4, 1.702, 1.0), 2e-6),

@@ -190,6 +190,7 @@ def test_elementwise():
     close(run(ops.Mul(va, value("b", 1), out), {"a": a, "b": one}), a * one)
     close(run(ops.Scale(va, out, 0.3), {"a": a}), a * 0.3)
     close(run(ops.SoftCap(va, out, 2.0), {"a": a}), 2 * np.tanh(a / 2))
+    close(run(ops.Clip(va, out, 0.7), {"a": a}), np.clip(a, -0.7, 0.7))
 
 
 def test_embedding():

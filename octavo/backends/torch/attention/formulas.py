@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.backends.torch.attention.bias import bias_of
+from octavo.backends.torch.attention.by_places import attention_by_places
 from octavo.backends.torch.attention.call import AttentionCall, ExpandKv
 from octavo.backends.torch.attention.query_rows import query_rows_of
 from octavo.backends.torch.rope_write import RopeWrite, RopeWriteCall
@@ -24,6 +25,8 @@ from octavo.program.program import Op
 
 
 def attention(op: ops.Attention, step: Step) -> Made:
+    if isinstance(op.bias, ops.PlaceBuckets):
+        return (attention_by_places(op, op.bias, step),)
     at = step.program.group_index(op.group)
     group, cache = step.program.groups[at], step.kv[at]
     q = step.get(op.q)

@@ -1,0 +1,133 @@
+"""DeBERTa v2 and v3: an encoder in BERT's line whose scores also depend on how far tokens are from
+each other, by products of queries and keys with a table of distances. He et al. 2021.
+
+v2's convolution beside the first layer is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import UnsupportedModel
+from octavo.models.encoder import (
+    EncoderNames,
+    EncoderShape,
+    Positions,
+    base_prefix,
+    bert_mlp,
+    build_encoder,
+)
+from octavo.models.hf_config import MAX_SIZE, HfConfig
+from octavo.program.builder import Builder
+from octavo.program.ops import PlaceBuckets, PreNorm
+from octavo.program.program import Program, Value, Weight
+
+SELF = "attention.self"
+BOTH = {"c2p", "p2c"}
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.refuse_unless("conv_kernel_size", 0)
+    config.without_effect("conv_act", "conv_groups", "legacy", "pooler_dropout")
+    config.without_effect("pooler_hidden_act", "pooler_hidden_size")  # but for a classifier
+    shape = EncoderShape.read(config, norm_eps=1e-7)
+    config.refuse_unless("embedding_size", shape.hidden_size)
+    config.refuse_unless("attention_head_size", shape.head_dim)
+    prefix = base_prefix(config, "deberta")
+    max_places = config.size("max_position_embeddings", 512)
+    has_table = config.flag("position_biased_input", True)
+    return build_encoder(
+        config,
+        shape,
+        names=EncoderNames(
+            prefix=prefix,
+            query=f"{SELF}.query_proj",
+            key=f"{SELF}.key_proj",
+            value=f"{SELF}.value_proj",
+        ),
+        positions=Positions(
+            offset=0 if has_table else None,
+            num_rows=max_places,
+            num_segments=config.integer("type_vocab_size", 0),
+            by_places=_by_places(config, shape, prefix, max_places),
+        ),
+        mlp=bert_mlp(config),
+        classifier=lambda b, x, num: _classifier(b, x, num, config),
+    )
+
+
+def _by_places(
+    config: HfConfig, shape: EncoderShape, prefix: str, max_places: int
+) -> DisentangledScores | None:
+    """Returns how scores depend on distances; None where they do not."""
+    kinds = config.values.get("pos_att_type") or []
+    listed = kinds.lower().split("|") if isinstance(kinds, str) else kinds
+    named = {str(kind).strip() for kind in listed} if isinstance(listed, list) else {"?"}
+    relative = config.flag("relative_attention", False)
+    farthest = config.integer("max_relative_positions", -1, low=-1, most=MAX_SIZE)
+    num_buckets = config.integer("position_buckets", -1, low=-1, most=MAX_SIZE)
+    norms = {name.strip() for name in config.text("norm_rel_ebd", "none").lower().split("|")}
+    is_shared = config.flag("share_att_key", False)
+    if named != (BOTH if relative else set()):
+        raise UnsupportedModel(
+            f"config.json: pos_att_type is {kinds!r} with relative_attention {relative},"
+            " supported are c2p and p2c together with it, and none without it"
+        )
+    if not relative:
+        return None
+    farthest = farthest if farthest > 0 else max_places
+    half = num_buckets if num_buckets > 0 else farthest
+    if num_buckets > 0 and not 2 <= num_buckets // 2 < farthest - 1:
+        raise UnsupportedModel(
+            f"config.json: position_buckets is {num_buckets}, allowed is a number from 4 on whose"
+            f" half is below max_relative_positions, {farthest}, less 1"
+        )
+    return DisentangledScores(
+        shape=shape,
+        prefix=f"{prefix}encoder",
+        buckets=PlaceBuckets(2 * half, farthest if num_buckets > 0 else None, max_places),
+        is_normed="layer_norm" in norms,
+        is_shared=is_shared,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisentangledScores:
+    """The scores of places: queries and keys times the table of distances, which each layer puts
+    through projections of its own, or those of its keys and queries where they are shared.
+    """
+
+    shape: EncoderShape
+    prefix: str
+    buckets: PlaceBuckets
+    is_normed: bool
+    is_shared: bool
+
+    @property
+    def num_kinds(self) -> int:
+        """Number of products that a score is the sum of."""
+        return 1 + len(BOTH)
+
+    def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]:
+        width, eps = self.shape.hidden_size, self.shape.norm_eps
+        table = Weight(f"{self.prefix}.rel_embeddings.weight", (self.buckets.num_buckets, width))
+        weight, bias = (
+            Weight(f"{self.prefix}.LayerNorm.{name}", (width,)) for name in ("weight", "bias")
+        )
+        norm = PreNorm(weight, eps, bias, centered=True) if self.is_normed else None
+        names = ("key_proj", "query_proj") if self.is_shared else ("pos_key_proj", "pos_query_proj")
+        of_queries, of_keys = (
+            b.place_scores(
+                x, table, f"{layer}.{SELF}.{name}", num_heads=self.shape.num_heads, norm=norm
+            )
+            for x, name in zip((q, k), names, strict=True)
+        )
+        return of_queries, of_keys
+
+
+def _classifier(b: Builder, x: Value, num: int, config: HfConfig) -> Value:
+    """Appends the pooler of the first row and the layer of labels."""
+    config.refuse_unless("pooler_hidden_size", x.width)
+    dense = b.linear(b.pool_rows(x, "cls"), "pooler.dense", x.width, bias=True)
+    pooled = b.act(dense, config.activation("pooler_hidden_act", "gelu"))
+    return b.linear(pooled, "classifier", num, bias=True)

@@ -1,0 +1,245 @@
+"""Gemma 3n's decoder: several residual streams of which each layer computes one and corrects all
+(AltUp), a low-rank path beside attention (Laurel), embeddings of each layer's own, gates that keep
+their largest values, and last layers that read the keys and values of earlier ones.
+
+Gemma team 2025; AltUp: Baykal et al. 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from octavo.errors import UnsupportedModel
+from octavo.models.decoder import (
+    CachePlan,
+    DecoderShape,
+    Frame,
+    Rows,
+    finish_decoder,
+    linear_part,
+    plan_cache,
+)
+from octavo.models.hf_config import HfConfig
+from octavo.models.rope import tables_by_layer_type
+from octavo.program.builder import Builder
+from octavo.program.ops import Activation, RopeTable
+from octavo.program.program import Program, Value, Weight
+
+LEAST_SQUARE = 1e-5
+"""Least mean square of a stream that is made as large as another."""
+MOST_STREAMS = 8
+SPARSE_LAYERS, SPARSITY = 10, 0.95
+"""First layers whose gates are sparse where the config does not say, and the share of zeros."""
+
+
+def build(config: HfConfig) -> dict[str, Program]:
+    config.without_effect("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar")
+    shape = DecoderShape.read(config, head_dim=256, tied=True)
+    windows = config.layer_windows(
+        shape.num_layers, config.integer("sliding_window", 512), lambda i: (i + 1) % 5 != 0
+    )
+    layers = Gemma3nLayers.read(config, shape, windows)
+    b = Builder("decoder", layers.cache.groups, shape.vocab_size)
+    ids, name = b.token_ids(), "model.embed_tokens"
+    scale = shape.hidden_size**0.5
+    embedded = b.embedding(ids, name, shape.vocab_size, shape.hidden_size, scale=scale)
+    streams = [embedded]
+    for i in range(layers.num_streams - 1):
+        other = b.linear(embedded, f"model.altup_projections.{i}", shape.hidden_size)
+        streams.append(b.match_magnitude(other, embedded, least=LEAST_SQUARE))
+    for i in range(shape.num_layers):
+        streams = layers(b, streams, layers.own_input(b, ids, embedded, i), i)
+    x = streams[0]
+    for i, stream in enumerate(streams[1:]):
+        other = b.linear(stream, f"model.altup_unembed_projections.{i}", shape.hidden_size)
+        x = b.add(x, b.match_magnitude(other, streams[0], least=LEAST_SQUARE))
+    x = b.scale(x, 1 / layers.num_streams)
+    cap = config.optional_number("final_logit_softcapping")
+    return finish_decoder(b, x, shape, Frame(logit_softcap=cap))
+
+
+def _plan_cache(
+    config: HfConfig, shape: DecoderShape, windows: Sequence[int | None]
+) -> tuple[CachePlan, int]:
+    """Returns where each layer's keys are, and the number of layers that write their own: the last
+    ones read those of the last layer before them with the same window.
+    """
+    num_own = shape.num_layers - config.integer("num_kv_shared_layers", 15)
+    own = windows[: max(num_own, 0)]
+    if set(windows) != set(own):
+        raise UnsupportedModel(
+            f"config.json: num_kv_shared_layers is {shape.num_layers - num_own}, which leaves no"
+            " layer of each type that writes keys"
+        )
+    plan = plan_cache(shape, own)
+    last = dict(zip(own, plan.layers, strict=True))
+    shared = tuple(last[window] for window in windows[num_own:])
+    return CachePlan(plan.groups, (*plan.layers, *shared)), num_own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3nLayers:
+    """The layers, each appended by a call that takes and returns all streams."""
+
+    shape: DecoderShape
+    cache: CachePlan
+    num_own: int
+    """Layers that write keys."""
+    ropes: Sequence[RopeTable]
+    num_streams: int
+    active: int
+    """Stream that the layers compute."""
+    scales_active: bool
+    own_width: int
+    """Columns of a layer's own embeddings."""
+    own_vocab_size: int
+    laurel_rank: int
+    widths: Sequence[int]
+    """Columns of each layer's MLP."""
+    deviations: Sequence[float | None]
+    """Standard deviations above the mean that a layer's gate keeps; None: all of it is kept."""
+    activation: Activation
+    bias: bool
+
+    @staticmethod
+    def read(config: HfConfig, shape: DecoderShape, windows: Sequence[int | None]) -> Gemma3nLayers:
+        cache, num_own = _plan_cache(config, shape, windows)
+        sliding, full = tables_by_layer_type(
+            config,
+            shape.head_dim,
+            sliding_theta=config.number("rope_local_base_freq", 10_000.0),
+            full_theta=config.number("rope_theta", 1_000_000.0),
+        )
+        num_streams = config.integer("altup_num_inputs", 4, low=1, most=MOST_STREAMS)
+        return Gemma3nLayers(
+            shape=shape,
+            cache=cache,
+            num_own=num_own,
+            ropes=[full if window is None else sliding for window in windows],
+            num_streams=num_streams,
+            active=config.integer("altup_active_idx", 0, most=num_streams - 1),
+            scales_active=config.flag("altup_correct_scale", True),
+            own_width=config.size("hidden_size_per_layer_input", 256),
+            own_vocab_size=config.integer("vocab_size_per_layer_input", 262_144, low=1),
+            laurel_rank=config.size("laurel_rank", 64),
+            widths=_by_layer(config, "intermediate_size", shape.num_layers),
+            deviations=_deviations(config, shape.num_layers),
+            activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
+            bias=config.flag("attention_bias", False),
+        )
+
+    def own_input(self, b: Builder, ids: Value, embedded: Value, i: int) -> Value:
+        """Appends layer i's own embeddings of the tokens, and what is made of the common ones."""
+        width, total = self.own_width, self.shape.num_layers * self.own_width
+        table = Weight("model.embed_tokens_per_layer.weight", (self.own_vocab_size, total))
+        span = (i * width, (i + 1) * width)
+        own = b.table_part(ids, table, span, scale=width**0.5)
+        rows = Rows(width, total, span[0])
+        made = linear_part(b, embedded, "model.per_layer_model_projection", rows)
+        made = b.scale(made, self.shape.hidden_size**-0.5)
+        made = b.rms_norm(made, "model.per_layer_projection_norm", self.shape.norm_eps)
+        return b.scale(b.add(made, own), 2**-0.5)
+
+    def __call__(self, b: Builder, streams: list[Value], own: Value, i: int) -> list[Value]:
+        name = f"model.layers.{i}"
+        coefs = self._coefs(b, streams[self.active], name, "prediction_coefs", self.num_streams**2)
+        predicted = b.mix(streams, streams, coefs)
+        active = predicted[self.active]
+        rows = self._norm(b, active, f"{name}.input_layernorm")
+        laurel = b.linear(rows, f"{name}.laurel.linear_left", self.laurel_rank)
+        laurel = b.linear(laurel, f"{name}.laurel.linear_right", rows.width)
+        laurel = b.add(rows, self._norm(b, laurel, f"{name}.laurel.post_laurel_norm"))
+        h = self._norm(b, self._attend(b, rows, i), f"{name}.post_attention_layernorm")
+        h = b.scale(b.add(b.add(active, h), laurel), 1 / math.sqrt(2))
+        rows = self._norm(b, h, f"{name}.pre_feedforward_layernorm")
+        rows = self._norm(b, self._mlp(b, rows, i), f"{name}.post_feedforward_layernorm")
+        computed = b.add(h, rows)
+        coefs = self._coefs(b, computed, name, "correction_coefs", self.num_streams)
+        innovation = b.add(computed, b.scale(active, -1.0))
+        corrected = b.mix([innovation], predicted, coefs, offset=1.0)
+        added = self._of_own_input(b, corrected[self.active], own, name)
+        return [corrected[0], *(b.add(stream, added) for stream in corrected[1:])]
+
+    def _norm(self, b: Builder, x: Value, name: str) -> Value:
+        return b.rms_norm(x, name, self.shape.norm_eps)
+
+    def _coefs(self, b: Builder, x: Value, layer: str, name: str, count: int) -> Value:
+        """Appends a row's coefficients, which depend on the row."""
+        rows = self._norm(b, x, f"{layer}.altup.router_norm")
+        rows = b.scale(rows, 1 / self.shape.hidden_size)
+        router = b.linear(rows, f"{layer}.altup.modality_router", self.num_streams)
+        return b.linear(b.act(router, "tanh"), f"{layer}.altup.{name}", count)
+
+    def _attend(self, b: Builder, x: Value, i: int) -> Value:
+        shape, cache = self.shape, self.cache.layers[i]
+        name = f"model.layers.{i}.self_attn"
+        q_width, kv_width, _ = shape.qkv_widths
+        dim, eps = shape.head_dim, shape.norm_eps
+        q = b.linear(x, f"{name}.q_proj", q_width, bias=self.bias)
+        q = b.rms_norm(q, f"{name}.q_norm", eps, group_width=dim)
+        q = b.rope(q, shape.num_heads, self.ropes[i])
+        if i < self.num_own:
+            k, v = (
+                b.linear(x, f"{name}.{part}", kv_width, bias=self.bias)
+                for part in ("k_proj", "v_proj")
+            )
+            k = b.rms_norm(k, f"{name}.k_norm", eps, group_width=dim)
+            k = b.rope(k, shape.num_kv_heads, self.ropes[i])
+            v = b.rms_norm(v, f"{name}.v_norm", eps, has_weight=False, group_width=dim)
+            b.kv_write(cache.group, cache.layer, (k,), v)
+        out = b.attention(
+            q, cache.group, cache.layer, num_heads=shape.num_heads, scale=1.0, mask=cache.mask
+        )
+        return b.linear(out, f"{name}.o_proj", shape.hidden_size, bias=self.bias)
+
+    def _mlp(self, b: Builder, x: Value, i: int) -> Value:
+        name, deviations = f"model.layers.{i}.mlp", self.deviations[i]
+        gate = b.linear(x, f"{name}.gate_proj", self.widths[i])
+        up = b.linear(x, f"{name}.up_proj", self.widths[i])
+        if deviations is not None:
+            gate = b.keep_largest(gate, deviations)
+        return b.linear(b.act_mul(gate, up, self.activation), f"{name}.down_proj", x.width)
+
+    def _of_own_input(self, b: Builder, x: Value, own: Value, name: str) -> Value:
+        """Appends what the layer's own embeddings add to all streams but the first."""
+        if self.scales_active:
+            x = b.scale_columns(x, f"{name}.altup.correct_output_scale")
+        gate = b.linear(x, f"{name}.per_layer_input_gate", self.own_width)
+        rows = b.act_mul(gate, own, self.activation)
+        rows = b.linear(rows, f"{name}.per_layer_projection", self.shape.hidden_size)
+        return self._norm(b, rows, f"{name}.post_per_layer_input_norm")
+
+
+def _by_layer(config: HfConfig, name: str, num_layers: int) -> list[int]:
+    """Reads a width for each layer, or one for all."""
+    value = config.values.get(name)
+    if not isinstance(value, list):
+        return [config.size(name, 16_384)] * num_layers
+    widths = [HfConfig({name: each}).size(name) for each in value]
+    if len(widths) != num_layers:
+        raise UnsupportedModel(
+            f"config.json: {name} has {len(widths)} entries, expected {num_layers}"
+        )
+    return widths
+
+
+def _deviations(config: HfConfig, num_layers: int) -> list[float | None]:
+    """Returns how far above the mean, in standard deviations, each layer's gate begins to count."""
+    value = config.values.get("activation_sparsity_pattern")
+    num_sparse = SPARSE_LAYERS if num_layers > SPARSE_LAYERS else 0
+    if value is None:
+        value = [SPARSITY] * num_sparse + [0.0] * (num_layers - num_sparse)
+    shares = value if isinstance(value, list) else [value] * num_layers
+    if len(shares) != num_layers or not all(_is_share(share) for share in shares):
+        raise UnsupportedModel(
+            f"config.json: activation_sparsity_pattern is {value!r:.80}, allowed are {num_layers}"
+            " numbers from 0 on, below 1"
+        )
+    return [NormalDist().inv_cdf(share) if share > 0 else None for share in shares]
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
