@@ -9,10 +9,12 @@ set(OCTAVO_CORE
     levels.cpp
     memory.cpp
     mixers.cpp
+    neuron_cache.cpp
     packing.cpp
     row_ops.cpp
     shared_ranks.cpp
     step.cpp
     thread_pool.cpp
+    weight_file.cpp
     weight_stream.cpp)
 list(TRANSFORM OCTAVO_CORE PREPEND "${CMAKE_CURRENT_LIST_DIR}/core/")

@@ -101,6 +101,13 @@ class Timings:
     """Number of guessed tokens that were verified (speculation)."""
     accepted_tokens: int = 0
     """Number of guessed tokens that were right (speculation)."""
+    streamed_bytes: int = 0
+    """Bytes of weights read from a file for its steps, a share of each step's where others ran in
+    it too."""
+    neurons_found: int = 0
+    """Share of the neurons that were in memory when the steps used them that it ran in."""
+    neurons_read: int = 0
+    """Share of the neurons that were read for these steps."""
 
     @property
     def reason(self) -> str:
@@ -141,6 +148,9 @@ class Timings:
             num_swaps=sum(part.num_swaps for part in parts),
             draft_tokens=sum(part.draft_tokens for part in parts),
             accepted_tokens=sum(part.accepted_tokens for part in parts),
+            streamed_bytes=sum(part.streamed_bytes for part in parts),
+            neurons_found=sum(part.neurons_found for part in parts),
+            neurons_read=sum(part.neurons_read for part in parts),
             num_steps=num_steps,
             mean_batch_size=sum(part.mean_batch_size * part.num_steps for part in parts) / num_steps
             if num_steps

@@ -396,6 +396,10 @@ class WeightArrivals(msgspec.Struct, frozen=True):
     """Pieces of the weights that a product waited for."""
     wait_s: float = 0.0
     """Seconds in which products waited."""
+    neurons_found: int = 0
+    """Neurons that were in memory when a step used them."""
+    neurons_read: int = 0
+    """Neurons that were read for a step."""
 
     def __add__(self, other: WeightArrivals) -> WeightArrivals:
         return WeightArrivals(
@@ -403,6 +407,24 @@ class WeightArrivals(msgspec.Struct, frozen=True):
             self.num_found + other.num_found,
             self.num_waited + other.num_waited,
             self.wait_s + other.wait_s,
+            self.neurons_found + other.neurons_found,
+            self.neurons_read + other.neurons_read,
+        )
+
+    def share_since(self, earlier: WeightArrivals, count: int) -> WeightArrivals:
+        """Returns each one's share of what has come since earlier sums, among `count`."""
+        found = (
+            (getattr(self, name) - getattr(earlier, name)) / count
+            for name in self.__struct_fields__
+        )
+        num_bytes, num_found, num_waited, wait_s, neurons_found, neurons_read = found
+        return WeightArrivals(
+            round(num_bytes),
+            round(num_found),
+            round(num_waited),
+            wait_s,
+            round(neurons_found),
+            round(neurons_read),
         )
 
 

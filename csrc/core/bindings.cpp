@@ -211,6 +211,41 @@ std::vector<WeightChunk> chunks_of(const std::vector<std::tuple<int64_t, size_t,
     return chunks;
 }
 
+using NeuronTuple = std::tuple<int64_t, int, size_t, size_t, int, std::vector<int32_t>>;
+
+std::vector<NeuronCache::Layer> neuron_layers_of(const std::vector<NeuronTuple>& tuples) {
+    std::vector<NeuronCache::Layer> layers;
+    for (const auto& [offset, neurons, up_bytes, record_bytes, slots, pinned] : tuples)
+        layers.push_back({offset, neurons, up_bytes, record_bytes, slots, pinned});
+    return layers;
+}
+
+// A layer's last product, which reads the columns of the cache: its tiles without codes.
+std::shared_ptr<PackedTiles> columns_in(const std::shared_ptr<NeuronCache>& cache, int layer,
+                                        const Array<float, nb::ndim<1>>& scales) {
+    if (layer < 0 || layer >= cache->num_layers()) throw std::invalid_argument("no layer of the cache");
+    const NeuronCache::Layer& shape = cache->layer(layer);
+    auto packed = std::make_shared<PackedTiles>();
+    packed->tiles = tiles_of({Code::i8}, (int64_t)scales.size(), shape.num_neurons);
+    Tiles& t = packed->tiles;
+    t.tile_stride = kTile;
+    t.column_stride = t.num_tiles() * kTile;
+    if (shape.record_bytes - shape.up_bytes < (size_t)t.column_stride)
+        throw std::invalid_argument("columns of another number of outputs");
+    struct Held {
+        std::shared_ptr<NeuronCache> cache;
+        std::vector<float> scales;
+    };
+    const auto held = std::make_shared<Held>();
+    held->cache = cache;
+    held->scales.assign(scales.data(), scales.data() + scales.size());
+    held->scales.resize(t.column_stride);
+    t.columns = cache->columns();
+    packed->memory = {held, (uint8_t*)held->scales.data()};
+    t.data = packed->memory.get();
+    return packed;
+}
+
 void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
     if (!kv.has_block(group, block))
         throw std::invalid_argument("block " + std::to_string(block) + " of group " + std::to_string(group) +
@@ -372,6 +407,27 @@ NB_MODULE(_native, m) {
         .def_prop_ro("wait_seconds", &WeightStream::wait_seconds,
                      "Time that stages have waited for weights.");
 
+    nb::class_<NeuronCache>(m, "NeuronCache")
+        .def(
+            "__init__",
+            [](NeuronCache* self, const std::string& path, const std::vector<NeuronTuple>& layers,
+               int num_threads, size_t most_bytes, size_t gap_bytes, int window) {
+                nb::gil_scoped_release release;
+                new (self)
+                    NeuronCache({path, num_threads, most_bytes, gap_bytes, window}, neuron_layers_of(layers));
+            },
+            "path"_a, "layers"_a, "num_threads"_a, "most_bytes"_a, "gap_bytes"_a, "window"_a,
+            "Layers are (offset in the file, neurons, bytes of a row, bytes of a record, slots, pinned "
+            "neurons).")
+        .def("columns", &columns_in, "layer"_a, "scales"_a,
+             "Returns the PackedTiles of a layer's last product, whose outputs have these scales.")
+        .def_prop_ro("is_direct", &NeuronCache::is_direct)
+        .def_prop_ro("memory_bytes", &NeuronCache::memory_bytes)
+        .def_prop_ro("bytes_read", &NeuronCache::bytes_read, "Bytes read since all was opened.")
+        .def_prop_ro("num_found", &NeuronCache::num_found, "Records in memory that steps asked for.")
+        .def_prop_ro("num_read", &NeuronCache::num_read, "Records that were read for a step.")
+        .def_prop_ro("wait_seconds", &NeuronCache::wait_seconds, "Time that stages have waited for them.");
+
     m.def(
         "disk_rate",
         [](const std::string& path, size_t block_bytes, int num_threads, bool in_order, double seconds) {
@@ -490,6 +546,9 @@ NB_MODULE(_native, m) {
              "Converts the experts' rows x for their next product, in the same range. Returns the rows.")
         .def("experts", &Builder::experts, "route"_a, "rows"_a, "tiles"_a, "ups"_a, "out"_a, "bias"_a.none(),
              "up_bias"_a.none(), "gate"_a)
+        .def("neurons", &Builder::neurons, "cache"_a, "layer"_a, "opened"_a, "threshold"_a, "out"_a.none(),
+             "x"_a, "norm"_a.none(), "x_threshold"_a, "up_scales"_a.none(), "up_bias"_a.none(), "up_offset"_a,
+             "Asks a layer's neurons of a NeuronCache; with an out, multiplies the up projection's rows.")
         .def("combine", &Builder::combine, "x"_a, "weights"_a, "out"_a, "route"_a)
         .def("mix", &Builder::mix, "xs"_a, "bases"_a, "coefs"_a, "outs"_a, "offset"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,

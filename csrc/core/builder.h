@@ -282,6 +282,22 @@ struct Builder {
         take(ups, spec.ups);
         executor.add_experts(std::move(spec));
     }
+    // opened: f(gate), of which sparse rows lose what is below the threshold. With an out, f(gate) * (up +
+    // up_offset), up the product of x, after the norm, with the neurons' rows.
+    void neurons(const std::shared_ptr<NeuronCache>& cache, int layer, const PlaceTuple& opened,
+                 float threshold, const std::optional<PlaceTuple>& out, const PlaceTuple& x,
+                 const nb::object& norm, float x_threshold, const nb::object& up_scales,
+                 const nb::object& up_bias, float up_offset) {
+        executor.add_neurons(NeuronsSpec{.cache = cache,
+                                         .layer = layer,
+                                         .opened = place_of(opened),
+                                         .threshold = threshold,
+                                         .out = out ? place_of(*out) : Place{},
+                                         .up_scales = keep(up_scales),
+                                         .up_bias = keep(up_bias),
+                                         .up_offset = up_offset},
+                             place_of(x), norm_of(norm), x_threshold);
+    }
     void combine(const PlaceTuple& x, const PlaceTuple& weights, const PlaceTuple& out, int route) {
         executor.add_row_op(
             make_combine(place_of(x), place_of(weights), place_of(out), *executor.expert_plan(route)));

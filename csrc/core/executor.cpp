@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
 
 #include "collectives.h"
 #include "expert_stages.h"
+#include "neuron_stages.h"
 #include "stages.h"
 #include "walk.h"
 
@@ -248,6 +250,34 @@ void Executor::add_experts(ExpertsSpec spec) {
     push(std::make_unique<ExpertsStage>(std::move(spec)));
 }
 
+void Executor::add_neurons(NeuronsSpec spec, const Place& x, const Norm& norm, float threshold) {
+    require(open_.is_empty, "neurons in a stage with other ops");
+    require(!neurons_ || neurons_ == spec.cache, "neurons of two caches");
+    require(spec.layer >= 0 && spec.layer < spec.cache->num_layers(), "neurons of no layer");
+    const NeuronCache::Layer& layer = spec.cache->layer(spec.layer);
+    require(layer.num_neurons == spec.opened.width, "another number of neurons than there are");
+    neurons_ = spec.cache;
+    const Tiles tiles = tiles_of({Code::i8}, NeuronUpStage::kTilesAPiece * kTile, x.width);
+    if (spec.out.width) {
+        require(spec.out.width == spec.opened.width, "another number of neurons than there are");
+        require(layer.up_bytes == (size_t)tiles.num_groups * kGroup, "rows of another width");
+        PreparedRows* rows = new_rows(tiles, x, RowArea::attended);
+        rows->norm = norm;
+        rows->threshold = threshold;
+        spec.rows = rows;
+        product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(tiles));
+        gathered_bytes_ = std::max(gathered_bytes_, total_bytes(tiles));
+    }
+    auto rows = std::make_unique<NeuronRowsStage>(spec);
+    auto asks = std::make_unique<NeuronRequestStage>(*rows);
+    push(std::move(rows));
+    push(std::move(asks));
+    if (!spec.out.width) return;
+    Tiles gathered = tiles;
+    gathered.tile_stride = tiles.tile_bytes;
+    push(std::make_unique<NeuronUpStage>(std::move(spec), gathered));
+}
+
 void Executor::add_collective(const CollectiveSpec& spec) {
     require(ranks_ != nullptr, "a collective of a single rank");
     require(open_.is_empty, "a collective in a stage with other ops");
@@ -449,6 +479,7 @@ void Executor::size_thread_states() {
         thread.scores.resize(num_scores_);
         thread.adapted =
             std::make_unique<Memory>(sizeof(float) * AdapterRows::kTogether * padded_width(adapted_width_));
+        thread.gathered = std::make_unique<Memory>(gathered_bytes_);
         thread.seconds.resize(body_.size());
         thread.sampling = std::make_unique<Memory>(kernels_.sample_scratch_bytes(vocab_));
     }
@@ -561,6 +592,7 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
         thread.best.assign(batch.num_samples, Best{});
     }
     kernels_.begin_step();
+    if (neurons_) neurons_->begin_step();
     if (ranks_) first_collective_ = ranks_->next();
     Walk walk(*this, batch, kv);
     pool_.walk(walk);
@@ -568,7 +600,19 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
         ranks_->advance(count_collectives(batch));
         if (ranks_->aborted()) throw RanksAborted();
     }
+    end_reads();
+}
+
+// Ends both kinds of reads before it throws what either has met.
+void Executor::end_reads() {
+    std::exception_ptr met;
+    try {
+        if (neurons_) neurons_->end_step();
+    } catch (...) {
+        met = std::current_exception();
+    }
     if (stream_) stream_->end_step();
+    if (met) std::rethrow_exception(met);
 }
 
 const float* Executor::kept_logits(int sample) const {

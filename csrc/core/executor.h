@@ -21,6 +21,7 @@
 #include "../kernels/table.h"
 #include "adapters.h"
 #include "attention_plan.h"
+#include "neuron_cache.h"
 #include "packing.h"
 #include "shared_ranks.h"
 #include "step.h"
@@ -96,6 +97,7 @@ struct ThreadState {
     int prefetched_piece = -1;
     std::vector<Best> best;  // for each sampled row, the best logit that this thread has made
     std::unique_ptr<Memory> adapted;  // rows of a product that adapters read
+    std::unique_ptr<Memory> gathered;  // tiles that are put together from neurons' rows
     std::vector<double> seconds;  // by stage of the range that is walked, while profiling
     std::vector<float> biases;  // of one row's scores, [heads][2 * reach + 1]
 };
@@ -298,6 +300,18 @@ struct ExpertsSpec {
     Epilogue epilogue{};
 };
 
+// A feed-forward layer whose weights are read neuron by neuron, up to its last product.
+struct NeuronsSpec {
+    std::shared_ptr<NeuronCache> cache;
+    int layer;  // of the cache
+    Place opened;  // f(gate), or without an up projection what the last product reads
+    float threshold;  // f(gate) of smaller magnitude becomes zero in sparse rows, where `opened` is; 0: none
+    Place out{};  // f(gate) * (up + offset); of width 0: there is no up projection
+    const PreparedRows* rows = nullptr;  // what the up projection reads; null: there is none
+    const float *up_scales = nullptr, *up_bias = nullptr;  // by neuron; a bias may be null
+    float up_offset = 0;
+};
+
 // A collective over the ranks: the sum of their x, or with the width of each rank's x their columns side by
 // side.
 struct CollectiveSpec {
@@ -363,6 +377,9 @@ class Executor {
     PreparedRows* add_expert_conversion(const Place& x, int route, const Tiles& w, const Place* by = nullptr);
     void add_experts(ExpertsSpec spec);
     const ExpertPlan* expert_plan(int route) const { return expert_plans_.at(route).get(); }
+    // Three stages; with an `out`, `rows` are made here: x after the norm, in sparse rows without numbers below
+    // `threshold`.
+    void add_neurons(NeuronsSpec spec, const Place& x, const Norm& norm, float threshold);
     // Draws from the logits of the stage before, or copies them to where the batch wants them.
     void add_sampling(const Place& logits);
     // Notes that a step needs positions on this axis.
@@ -405,7 +422,9 @@ class Executor {
     // Stages computed and bytes of weights read, ever: grows while a step runs or waits for a disk that is only
     // slow, and any thread may look.
     uint64_t progress() const {
-        return stages_done_.load(std::memory_order_relaxed) + (stream_ ? (uint64_t)stream_->bytes_read() : 0);
+        return stages_done_.load(std::memory_order_relaxed) +
+               (stream_ ? (uint64_t)stream_->bytes_read() : 0) +
+               (neurons_ ? (uint64_t)neurons_->bytes_read() : 0);
     }
 
     // Times each stage of the steps from now on, from zero.
@@ -452,6 +471,7 @@ class Executor {
     void group_stages();
     void size_thread_states();
     void order_chunks();
+    void end_reads();
     // Returns how many collectives a step has.
     int count_collectives(const Batch& batch) const;
     void check_places(int first, int end) const;
@@ -475,6 +495,8 @@ class Executor {
     std::vector<AdapterRows> adapted_samples_;
     std::vector<uint8_t> sparse_rows_, sparse_samples_;
     std::shared_ptr<WeightStream> stream_;  // null where all weights are in memory
+    std::shared_ptr<NeuronCache> neurons_;  // null where no weights are read neuron by neuron
+    size_t gathered_bytes_ = 0;  // of the tiles that a thread puts together from neurons' rows
     std::vector<int> released_;  // by stage of the body: the streamed chunks that are done with after it
     std::shared_ptr<SharedRanks> ranks_;  // null where this is the only one
     int num_collectives_[2] = {};  // of the body and the head

@@ -72,6 +72,7 @@ struct Walk : ThreadPool::Work {
     }
     void run(int index, int piece, int thread) override {
         if (executor.stream_ && !weights_arrive(index)) return;
+        if (executor.neurons_ && executor.neurons_->failed()) return;
         if (by_rows(index))
             run_block(body[index], piece * block, std::min(batch.num_tokens, (piece + 1) * block), thread);
         else

@@ -1,18 +1,17 @@
 #include "weight_stream.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <utility>
 
 namespace octavo {
 
 WeightStream::WeightStream(Source source, const std::vector<WeightChunk>& resident,
                            std::vector<WeightChunk> streamed, size_t memory_bytes)
-    : source_(std::move(source)), chunks_(std::move(streamed)), memory_(memory_bytes) {
+    : source_(std::move(source)),
+      chunks_(std::move(streamed)),
+      memory_(memory_bytes),
+      file_(source_.path, source_.read_at, memory_.data()) {
     if (source_.num_threads < 1 || !source_.block_bytes || source_.block_bytes % kDirectAlign)
         throw std::logic_error("reads of weights that are none");
     for (const std::vector<WeightChunk>* list : {&resident, &std::as_const(chunks_)})
@@ -26,11 +25,11 @@ WeightStream::WeightStream(Source source, const std::vector<WeightChunk>& reside
         back_.push_back(back);
     }
     left_.resize(count());
-    open_file();
     try {
         for (const WeightChunk& c : resident) {
-            const Failure failure = read(c.file_offset, c.bytes, memory_.data() + c.memory_offset);
-            if (failure.code || failure.truncated) raise(failure);
+            const auto failure =
+                file_.read(c.file_offset, c.bytes, memory_.data() + c.memory_offset, bytes_read_);
+            if (failure) file_.raise(failure);
         }
         bytes_read_ = 0;
         if (count())
@@ -51,43 +50,6 @@ void WeightStream::stop() {
     may_read_.notify_all();
     for (auto& thread : threads_) thread.join();
     threads_.clear();
-    if (file_ >= 0) close(file_);
-    file_ = -1;
-}
-
-// Not every file system has reads that pass by the cache; the first read tells.
-void WeightStream::open_file() {
-    file_ = open(source_.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-    if (file_ >= 0 && source_.read_at(file_, memory_.data(), kDirectAlign, 0) < 0 && errno == EINVAL) {
-        close(file_);
-        file_ = -1;
-        errno = EINVAL;
-    }
-    if (file_ < 0 && errno == EINVAL) {
-        direct_ = false;
-        file_ = open(source_.path.c_str(), O_RDONLY | O_CLOEXEC);
-    }
-    if (file_ < 0) raise({errno, 0, false});
-}
-
-WeightStream::Failure WeightStream::read(int64_t offset, size_t bytes, uint8_t* to) {
-    constexpr size_t kMost = 4u << 20;
-    while (bytes) {
-        const ssize_t got = source_.read_at(file_, to, std::min(bytes, kMost), offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return {errno, offset, false};
-        // A direct read is whole but at the end of the file.
-        if (got == 0 || (direct_ && got % kDirectAlign)) return {0, offset + got, true};
-        bytes_read_.fetch_add(got, std::memory_order_relaxed);
-        offset += got, to += got, bytes -= (size_t)got;
-    }
-    return {};
-}
-
-void WeightStream::raise(const Failure& failure) const {
-    const std::string where = source_.path + " at byte " + std::to_string(failure.offset);
-    if (failure.truncated) throw WeightFileTruncated("the file of weights ends too early: " + where);
-    throw WeightReadError("weights could not be read from " + where + ": " + std::strerror(failure.code));
 }
 
 bool WeightStream::may_read() const {
@@ -107,12 +69,12 @@ void WeightStream::serve() {
         if (at + bytes == chunk.bytes) reading_++, block_ = 0;
         in_flight_++;
         lock.unlock();
-        const Failure failure =
-            read(chunk.file_offset + (int64_t)at, bytes, memory_.data() + chunk.memory_offset + at);
+        const auto failure = file_.read(chunk.file_offset + (int64_t)at, bytes,
+                                        memory_.data() + chunk.memory_offset + at, bytes_read_);
         lock.lock();
         in_flight_--;
         left_[index]--;
-        if ((failure.code || failure.truncated) && !failed_) {
+        if (failure && !failed_) {
             failure_ = failure;
             failed_.store(true, std::memory_order_release);
         }
@@ -167,7 +129,7 @@ void WeightStream::end_step() {
     has_arrived_.wait(lock, [&] {
         return failed_ ? in_flight_ == 0 : arrived_.load(std::memory_order_relaxed) >= first_ + count();
     });
-    const Failure failure = failure_;
+    const WeightFile::Failure failure = failure_;
     const int64_t next = (first_ / count() + 1) * count();
     if (failed_) {  // all that was read ahead is read again
         reading_ = next;
@@ -180,7 +142,7 @@ void WeightStream::end_step() {
     asked_.store(next, std::memory_order_relaxed);  // chunks that no stage asked for are not counted
     may_read_.notify_all();
     lock.unlock();
-    if (failure.code || failure.truncated) raise(failure);
+    if (failure) file_.raise(failure);
 }
 
 }  // namespace octavo

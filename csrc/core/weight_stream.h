@@ -6,20 +6,17 @@
 // FlexGen (arXiv 2303.06865). Which chunk lies where is decided by octavo/program/passes/offload.py.
 #pragma once
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "memory.h"
+#include "weight_file.h"
 
 namespace octavo {
 
@@ -33,24 +30,13 @@ struct WeightChunk {
     }
 };
 
-constexpr int64_t kDirectAlign = 4096;
-
-// A read that failed: the step fails, and the next one tries again.
-struct WeightReadError : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-// A file that has become shorter: no later step can be computed.
-struct WeightFileTruncated : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
 class WeightStream {
   public:
     struct Source {
         std::string path;
         int num_threads;
         size_t block_bytes;  // of one read, a multiple of kDirectAlign
-        ssize_t (*read_at)(int file, void* to, size_t bytes, off_t offset) = ::pread;
+        WeightFile::ReadAt read_at = ::pread;
     };
     // Opens the file, reads the chunks that stay, and begins to read the others.
     WeightStream(Source source, const std::vector<WeightChunk>& resident, std::vector<WeightChunk> streamed,
@@ -63,7 +49,7 @@ class WeightStream {
     size_t memory_bytes() const { return memory_.size(); }
     const std::vector<WeightChunk>& streamed() const { return chunks_; }
     // Whether reads pass by the system's cache of files (O_DIRECT).
-    bool is_direct() const { return direct_; }
+    bool is_direct() const { return file_.is_direct(); }
     // Bytes of the chunks that are not kept, since the start.
     int64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
     // Seconds that stages have waited, and the chunks that stages have asked for: those that had arrived by
@@ -81,26 +67,17 @@ class WeightStream {
     void end_step();
 
   private:
-    struct Failure {
-        int code = 0;  // errno; 0: none
-        int64_t offset = 0;
-        bool truncated = false;
-    };
     int count() const { return (int)chunks_.size(); }
-    void open_file();
     void serve();
     void stop();
     bool may_read() const;
-    Failure read(int64_t offset, size_t bytes, uint8_t* to);
-    [[noreturn]] void raise(const Failure& failure) const;
     bool count_asked(int64_t position);
 
     const Source source_;
     std::vector<WeightChunk> chunks_;
     std::vector<int> back_;  // by chunk: how many chunks before it the last one in its place is read
     Memory memory_;
-    int file_ = -1;
-    bool direct_ = true;
+    const WeightFile file_;
     std::atomic<int64_t> bytes_read_{0}, wait_ns_{0}, num_found_{0}, num_waited_{0};
 
     // Positions count the chunks of all steps; all below is under the mutex, but for the atomics.
@@ -114,7 +91,7 @@ class WeightStream {
     std::atomic<int64_t> asked_{0};  // and before it a stage has asked for
     std::vector<size_t> left_;  // by chunk: blocks that have not arrived
     int in_flight_ = 0;
-    Failure failure_;
+    WeightFile::Failure failure_;
     std::atomic<bool> failed_{false};
     bool stopping_ = false;
     std::vector<std::thread> threads_;

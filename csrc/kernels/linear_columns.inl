@@ -24,7 +24,13 @@ constexpr int kBlockSums = 2048;
 
 using Columns = const uint8_t* [4];
 
-OCTAVO_INLINE size_t codes_bytes(const Tiles& w) { return (size_t)w.num_groups * kGroup * w.column_stride; }
+// The codes of an input with one scale an output, and these scales.
+OCTAVO_INLINE const uint8_t* column_of(const Tiles& w, int64_t input) {
+    return w.columns ? w.columns[input] : w.data + input * w.column_stride;
+}
+OCTAVO_INLINE const uint8_t* scales_of(const Tiles& w) {
+    return w.columns ? w.data : w.data + (size_t)w.num_groups * kGroup * w.column_stride;
+}
 
 // Writes the bytes of four columns at sixteen outputs as quads [16][4].
 OCTAVO_INLINE void interleave16(const Columns& columns, int64_t at, uint8_t* to) {
@@ -205,13 +211,13 @@ void sparse_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t 
     find_active<M>(x, row0, x.num_groups * kGroup, active);
     alignas(64) int32_t sums[2 * (kOutputs + kInterleaved) * M];
     constexpr int kStride = kOutputs + kInterleaved;
-    const float* scales = (const float*)(w.data + codes_bytes(w));
+    const float* scales = (const float*)scales_of(w);
     for (int first = 0; first < count * kTile; first += kOutputs) {
         const int outputs = std::min(kOutputs, count * kTile - first);
-        const uint8_t* base = w.data + (int64_t)tile * kTile + first;
+        const int64_t from = (int64_t)tile * kTile + first;
         std::memset(sums, 0, sizeof sums);
         const auto columns_at = [&](int i, Columns& columns) {
-            for (int c = 0; c < 4; c++) columns[c] = base + (int64_t)active.inputs[i + c] * w.column_stride;
+            for (int c = 0; c < 4; c++) columns[c] = column_of(w, active.inputs[i + c]) + from;
         };
         for (int i = 0; i < active.ends[0]; i += 4) {
             Columns columns, ahead;
@@ -405,11 +411,11 @@ Tiles gather_tiles(const Tiles& w, int tile, int count, uint8_t* to) {
     }
     for (int k = 0; k < w.num_groups * kGroup; k += 4) {
         Columns columns;
-        for (int c = 0; c < 4; c++) columns[c] = w.data + (int64_t)(k + c) * w.column_stride;
+        for (int c = 0; c < 4; c++) columns[c] = column_of(w, k + c);
         for (int t = 0; t < count; t++)
             interleave16(columns, (int64_t)(tile + t) * kTile, to + t * w.tile_bytes + 16 * (size_t)k);
     }
-    const uint8_t* scales = w.data + codes_bytes(w);
+    const uint8_t* scales = scales_of(w);
     constexpr size_t kScales = kTile * sizeof(float);
     for (int t = 0; t < count; t++)
         std::memcpy(to + (t + 1) * w.tile_bytes - kScales, scales + (tile + t) * kScales, kScales);

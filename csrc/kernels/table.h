@@ -67,6 +67,9 @@ struct Tiles {
     // Bytes from an input's codes to the next one's where a weight lies by columns, and then tile_stride is 16:
     // a tile begins at the codes of its outputs. 0: in tiles.
     int32_t column_stride = 0;
+    // The codes of each input of i8 by columns [num_groups * 32], readable up to 64 bytes behind the last
+    // output's, and then `data` holds the scales alone; or null: they lie side by side.
+    const uint8_t* const* columns = nullptr;
     uint8_t table[16] = {};  // of l4: numbers of its codes, 128 added, which is the zero point
 
     bool is_laid_out_as(const Tiles& w) const {

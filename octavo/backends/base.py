@@ -29,6 +29,21 @@ FormatOf = Callable[[Weight], str]
 
 
 @dataclass(frozen=True, slots=True)
+class NeuronCacheOptions:
+    """Feed-forward weights of which each neuron's lie together in the file and are read when a step
+    uses them.
+    """
+
+    cache_bytes: int
+    """Most bytes of them in memory, of `WeightsOffDevice.memory_bytes`."""
+    window: int = 0
+    """Steps for which a neuron that none has used stays in memory; 0: as long as there is room."""
+    hot: Mapping[str, Sequence[int]] | None = None
+    """Neurons by the name of their last product's matrix, the most used first, of which each layer
+    pins as many as half of its slots; None: none is pinned."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsOffDevice:
     """Weights that are streamed from a file while steps are computed."""
 
@@ -39,6 +54,8 @@ class WeightsOffDevice:
     fingerprint: str = ""
     """Name of the weights and of all that decides how they are packed; files of others are never
     read."""
+    neurons: NeuronCacheOptions | None = None
+    """None: all weights are read in a fixed order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,9 @@ class Footprint:
     """Bytes of weights in memory where the others are streamed; None: all are in memory."""
     streamed_bytes: int = 0
     """Bytes of weights that each step reads from a file."""
+    neuron_bytes: int = 0
+    """Bytes of weights of which a step reads those of the neurons that it uses, as far as they are
+    not in memory."""
 
     @property
     def resident_bytes(self) -> int:

@@ -22,6 +22,9 @@ LEFT_OUT = (
     "record",
     "max_model_len",
     *options_of(SparsityOptions),
+    "neuron_cache_bytes",
+    "neuron_window",
+    "hot_neurons",
 )
 
 
@@ -40,8 +43,8 @@ def calibrate(
     ] = DEFAULT_TOKENS,
     options: dict[str, Any],
 ) -> None:
-    """Measure a model for --activation-sparsity and --ffn-sparsity gate:SHARE, by running a text
-    through it.
+    """Measure a model for --activation-sparsity, --ffn-sparsity gate:SHARE and --hot-neurons, by
+    running a text through it.
     """
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring.calibrate import calibrate_model, read_text

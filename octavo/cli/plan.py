@@ -199,6 +199,8 @@ class PlanReport:
     flops: float
     streamed_bytes: int
     """Bytes of weights that each step reads from weights_dir."""
+    neuron_bytes: int
+    """Bytes of weights of which a step reads those of the neurons that it uses."""
     disk_rate: float | None
     """Bytes per second that the disk of weights_dir gives in order; None where none are read."""
     random_disk_rates: dict[int, float]
@@ -238,6 +240,7 @@ class PlanReport:
             bandwidth=ceilings.bandwidth,
             flops=ceilings.operations,
             streamed_bytes=found.footprint.streamed_bytes,
+            neuron_bytes=found.footprint.neuron_bytes,
             disk_rate=ceilings.disk,
             random_disk_rates={} if disk is None else disk.random,
             rows=list(_rows(found, ceilings)),
@@ -251,6 +254,9 @@ class PlanReport:
         return f"{bits:.1f} bits a parameter, mostly {self.code}"
 
     def _stream_lines(self) -> Iterator[str]:
+        if self.neuron_bytes:
+            text = "of which a step reads what its tokens use and memory has not"
+            yield _line("neurons", self.neuron_bytes, text)
         if not self.streamed_bytes:
             return
         rate = "the disk's rate is not known: give --disk-bandwidth"

@@ -10,6 +10,7 @@ from octavo.config.backend_options import (
 )
 from octavo.config.cache_options import TransferOptions
 from octavo.config.engine_config import EngineConfig
+from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 
 MAX_ENGINES = 64
@@ -30,6 +31,7 @@ def check_backend(config: EngineConfig) -> None:
     """Raises ConfigError where the options of what computes contradict each other or others."""
     _check_choice(config.backend)
     _check_offload(config)
+    _check_neurons(config)
     _check_sparsity(config)
     if config.model.quantization == "fp8" and config.backend.backend == "native":
         hint = "use int8, which is the more exact, or set backend to torch"
@@ -60,7 +62,7 @@ def _check_choice(options: BackendChoice) -> None:
 def _check_offload(config: EngineConfig) -> None:
     options, usual = config.offload, OffloadOptions()
     if options.weights_memory_bytes is None:
-        for name in ("weights_dir", "weights_schedule"):
+        for name in ("weights_dir", "weights_schedule", "neuron_cache_bytes"):
             if getattr(options, name) != getattr(usual, name):
                 raise ConfigError(
                     f"{name}: allowed only with weights_memory_bytes",
@@ -77,6 +79,34 @@ def _check_offload(config: EngineConfig) -> None:
         raise ConfigError(
             "weights_memory_bytes: allowed only with weights_dir",
             hint="name a directory on a disk with room for the model's weights",
+        )
+
+
+def _check_neurons(config: EngineConfig) -> None:
+    options = config.offload
+    if options.neuron_cache_bytes is None:
+        for name in ("neuron_window", "hot_neurons"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"{name}: allowed only with neuron_cache_bytes",
+                    hint="set neuron_cache_bytes to the memory of neurons",
+                )
+        return
+    hint = "leave neuron_cache_bytes out"
+    if config.sparsity.ffn_sparsity is None:
+        raise ConfigError(
+            "neuron_cache_bytes: allowed only with ffn_sparsity, which says what a token uses",
+            hint="set ffn_sparsity to exact for a model with relu, else to gate:SHARE",
+        )
+    if config.lora.enable_lora:
+        raise ConfigError("neuron_cache_bytes: not allowed beside enable_lora", hint=hint)
+    most = options.weights_memory_bytes
+    assert most is not None, "checked before"
+    if options.neuron_cache_bytes >= most:
+        raise ConfigError(
+            f"neuron_cache_bytes: got {format_bytes(options.neuron_cache_bytes)}, allowed is less"
+            f" than weights_memory_bytes, {format_bytes(most)}, of which it is a part",
+            hint="raise weights_memory_bytes",
         )
 
 

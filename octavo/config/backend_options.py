@@ -130,6 +130,25 @@ class OffloadOptions:
         "with weights_memory_bytes: keep a part and read the rest product by product; or read whole"
         " layers in order and keep nothing",
     )
+    neuron_cache_bytes: int | None = option(
+        None,
+        "with weights_memory_bytes, of which it is a part, and ffn_sparsity: memory of feed-forward"
+        " weights that are read neuron by neuron, those that a token uses (LLM in a Flash); takes"
+        " weights in int8",
+        unit="bytes",
+        low=1,
+    )
+    neuron_window: int = option(
+        0,
+        "with neuron_cache_bytes: tokens for which a neuron stays in memory that none of them uses;"
+        " 0: as long as there is room",
+        low=0,
+    )
+    hot_neurons: str | None = option(
+        None,
+        "with neuron_cache_bytes: file of `octavo calibrate` for the same weights; the neurons that"
+        " its text used most stay in half of that memory for good (PowerInfer)",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ VERSION = 1
 LEVELS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 """Shares for which curves have a threshold: 5% to 95%."""
 
+USED_SHARE = 0.3
+"""Share of a token's neurons that count as used, those whose gates are widest open, where no
+activation makes zeros."""
+
 
 class ActivationCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The small numbers of one input of products, or of one gate."""
@@ -48,6 +52,20 @@ class ActivationCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.thresholds[-1]
 
 
+class NeuronUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How often the neurons of one feed-forward layer were used."""
+
+    weight: str
+    """Matrix of the layer's last product, whose inputs they are."""
+    counts: list[int]
+    """Tokens of the text that used each neuron."""
+
+    def hottest(self, count: int) -> list[int]:
+        """Returns the numbers of the neurons that were used most, the most used first."""
+        order = sorted(range(len(self.counts)), key=lambda neuron: -self.counts[neuron])
+        return order[:count]
+
+
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measurements of one model by `octavo calibrate`."""
 
@@ -58,6 +76,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens that it was measured with."""
     inputs: list[ActivationCurve]
     gates: list[ActivationCurve]
+    neurons: list[NeuronUse] = []
 
     def save(self, path: Path) -> None:
         """Writes the file, whole or not at all."""
@@ -66,31 +85,36 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         part.replace(path)
 
 
-def read_calibration(path: Path, fingerprint: str) -> Calibration:
+def read_calibration(path: Path, fingerprint: str, *, name: str = "calibration") -> Calibration:
     """Reads the calibration of the weights with that fingerprint; ConfigError names what is wrong
-    with a file.
+    with a file, and the option `name` that names it.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
     except OSError as error:
-        raise _refused(path, error.strerror or str(error)) from None
+        raise _refused(name, path, error.strerror or str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _refused(path, f"it is no calibration: {error}") from None
+        raise _refused(name, path, f"it is no calibration: {error}") from None
     if found.version != VERSION:
-        raise _refused(path, f"its version is {found.version}, allowed is {VERSION}")
+        raise _refused(name, path, f"its version is {found.version}, allowed is {VERSION}")
     if found.fingerprint != fingerprint:
-        raise _refused(path, "it was made of other weights than this model's")
+        raise _refused(name, path, "it was made of other weights than this model's")
     for curve in (*found.inputs, *found.gates):
         numbers = curve.thresholds + curve.losses
         fits = len(curve.thresholds) == len(curve.losses) == len(LEVELS) and curve.size > 0
         if not fits or not curve.weights or not all(0 <= each < 1e30 for each in numbers):
-            raise _refused(path, f"the curve of {', '.join(curve.weights) or 'nothing'} is damaged")
+            raise _refused(
+                name, path, f"the curve of {', '.join(curve.weights) or 'nothing'} is damaged"
+            )
+    for layer in found.neurons:
+        if not all(0 <= each <= found.num_tokens for each in layer.counts):
+            raise _refused(name, path, f"the counts of {layer.weight or 'nothing'} are damaged")
     return found
 
 
-def _refused(path: Path, why: str) -> ConfigError:
+def _refused(name: str, path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"calibration: {path}: {why}",
+        f"{name}: {path}: {why}",
         hint="make one: octavo calibrate MODEL --text FILE --out FILE",
     )
 

@@ -59,6 +59,7 @@ def calibrate_model(
         seen.num_tokens,
         seen.meter.inputs(),
         seen.meter.gates(),
+        seen.meter.neurons(),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,7 @@ from octavo.backends.base import (
     BackendOptions,
     Footprint,
     FormatOf,
+    NeuronCacheOptions,
     OnDemandBackend,
     Runnable,
     WeightsOffDevice,
@@ -64,7 +65,7 @@ from octavo.wiring.images import load_tower, tower_programs, with_tower
 from octavo.wiring.place import RankPlace, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.score_tokens import set_score_tokens
-from octavo.wiring.sparsity import describe, for_sparsity
+from octavo.wiring.sparsity import describe, for_sparsity, hot_neurons
 from octavo.wiring.speech_tokens import with_timestamps
 from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
@@ -186,7 +187,8 @@ def load_model(
     link, ranks = place.link, place.ranks
     own = part_of(config, model.checkpoint, whole, place.rank)
     own = for_sparsity(config, model.checkpoint, for_adapters(config, own))
-    backend = build_backend(config, ranks, weights_key=_weights_key(model))
+    key, hot = _weights_key(model), hot_neurons(config, model.checkpoint)
+    backend = build_backend(config, ranks, weights_key=key, hot=hot)
     # Everything that can be refused is refused before the first weight is read.
     if config.model.load_format != "dummy":
         check_tensors(model.checkpoint, [whole, *encoders, *tower_programs(model.checkpoint)])
@@ -328,13 +330,18 @@ def formats_of(config: EngineConfig, header: ModelHeader, whole: Program) -> For
 
 
 def build_backend(
-    config: EngineConfig, ranks: Ranks[Any] | None = None, *, weights_key: str = ""
+    config: EngineConfig,
+    ranks: Ranks[Any] | None = None,
+    *,
+    weights_key: str = "",
+    hot: Mapping[str, Sequence[int]] | None = None,
 ) -> Backend:
     """Makes the backend that the options name; BackendUnavailable where it cannot run here.
 
-    `weights_key` binds files of streamed weights to the model's.
+    `weights_key` binds files of streamed weights to the model's; `hot` are the neurons that stay in
+    memory for good.
     """
-    options = replace(_backend_options(config), offload=_off_device(config, weights_key))
+    options = replace(_backend_options(config), offload=_off_device(config, weights_key, hot))
     return backend_with(options, config, ranks)
 
 
@@ -377,16 +384,24 @@ def _backend_options(config: EngineConfig) -> BackendOptions:
     )
 
 
-def _off_device(config: EngineConfig, weights_key: str) -> WeightsOffDevice | None:
+def _off_device(
+    config: EngineConfig, weights_key: str, hot: Mapping[str, Sequence[int]] | None
+) -> WeightsOffDevice | None:
     options = config.offload
     if options.weights_memory_bytes is None:
         return None
     assert options.weights_dir is not None, "derive() has checked it"
+    neurons = (
+        None
+        if options.neuron_cache_bytes is None
+        else NeuronCacheOptions(options.neuron_cache_bytes, options.neuron_window, hot)
+    )
     return WeightsOffDevice(
         options.weights_memory_bytes,
         user_path(options.weights_dir),
         options.weights_schedule,
         weights_key,
+        neurons,
     )
 
 
@@ -450,6 +465,11 @@ def _check_fits(
         if footprint.streamed_bytes
         else ""
     )
+    if footprint.neuron_bytes:
+        streamed += (
+            f", of {format_bytes(footprint.neuron_bytes)} of neurons those that a step uses and"
+            " memory has not"
+        )
     approximate = describe(config.sparsity)
     if approximate:
         report(approximate)

@@ -26,6 +26,7 @@ from octavo.wiring.model import (
     programs_of,
 )
 from octavo.wiring.score_tokens import set_score_tokens
+from octavo.wiring.sparsity import as_if_calibrated
 from octavo.worker.capacity import Capacity, capacity_of
 
 
@@ -51,6 +52,7 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     whole, *encoders = programs_of(info, header)
     program = part_of(config, header, whole, 0)
     backend = build_backend(config)
+    program = as_if_calibrated(config, program)
     footprint = backend.footprint(program, formats_of(config, header, whole))
     for encoder in encoders:
         own = backend.footprint(encoder, formats_of(config, header, encoder))

@@ -11,7 +11,8 @@ from octavo.config.paths import open_state_home, user_path
 from octavo.errors import ConfigError
 from octavo.ports import Checkpoint
 from octavo.program.activation_curves import read_calibration, thresholds_of
-from octavo.program.passes.sparsify import sparsify
+from octavo.program.ops import ActMul
+from octavo.program.passes.sparsify import Thresholds, gate_of, sparsify
 from octavo.program.program import Program
 from octavo.worker.connectors.fingerprint import fingerprint
 
@@ -50,6 +51,33 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
         plan=options.activation_sparsity_plan,
     )
     return sparsify(program, thresholds)
+
+
+def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[int]] | None:
+    """Returns the neurons of each feed-forward layer by the name of its last product's matrix, the
+    most used first in a calibration's text; None where none are to stay in memory for good.
+    """
+    if config.offload.hot_neurons is None:
+        return None
+    path = user_path(config.offload.hot_neurons)
+    found = read_calibration(path, weights_name(checkpoint), name="hot_neurons")
+    if not found.neurons:
+        raise ConfigError(
+            f"hot_neurons: {path}: it says nothing of neurons",
+            hint="make one: octavo calibrate MODEL --text FILE --out FILE",
+        )
+    return {layer.weight: layer.hottest(len(layer.counts)) for layer in found.neurons}
+
+
+def as_if_calibrated(config: EngineConfig, program: Program) -> Program:
+    """Returns the Program with some threshold at every gate that is to have one: enough for a plan,
+    which reads no weights and knows of no calibration whose it is.
+    """
+    if not config.sparsity.gate_sparsity:
+        return program
+    makers = {value: op for op in program.ops for value in op.outputs}
+    gates = (gate_of(op, makers) for op in program.ops if isinstance(op, ActMul))
+    return sparsify(program, Thresholds(gates={name: 1.0 for name in gates if name}))
 
 
 def describe(options: SparsityOptions) -> str:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import ObservedInputs
 from octavo.backends.reference.ops import gated
-from octavo.program.activation_curves import LEVELS, ActivationCurve
-from octavo.program.ops import ActMul, Linear
+from octavo.program.activation_curves import LEVELS, USED_SHARE, ActivationCurve, NeuronUse
+from octavo.program.ops import Act, ActMul, Linear
+from octavo.program.passes.skip_zeros import ZEROING
 from octavo.program.passes.sparsify import gate_of
 from octavo.program.program import Program, Value, Weight
 
@@ -61,6 +62,8 @@ class _MeasuredGate:
     maker: Linear
     first: int
     """First output of the product that is the gate's."""
+    last: Weight | None
+    """Matrix of the one product that reads what the gate lets through; None where others do."""
 
 
 class ActivationMeter:
@@ -82,6 +85,11 @@ class ActivationMeter:
         }
         self._inputs = {value: Magnitudes() for value in self._products}
         self._opened = {name: Magnitudes() for name in self._gates}
+        self._zeroed = _zeroed(program, self._observed)
+        lasts = [gate.last for gate in self._gates.values() if gate.last is not None]
+        self._used = {
+            weight.name: np.zeros(weight.shape[1], np.int64) for weight in (*self._zeroed, *lasts)
+        }
 
     def take(self, num_rows: int) -> None:
         """Counts the first rows of what the last step observed."""
@@ -91,6 +99,10 @@ class ActivationMeter:
         for name, gate in self._gates.items():
             opened = self._open(gate, num_rows)
             self._opened[name].add(opened, np.ones(opened.shape[1]))
+            if gate.last is not None and gate.last not in self._zeroed:
+                self._used[gate.last.name] += _widest(opened)
+        for weight in self._zeroed:
+            self._used[weight.name] += np.count_nonzero(self._observed[weight][:num_rows], axis=0)
 
     def strongest(self, num_rows: int, share: float) -> list[NDArray[np.int64]]:
         """Returns for each gate, in the Program's order, the neurons that it opens widest in each
@@ -120,6 +132,12 @@ class ActivationMeter:
             self._opened[name].curve([name], gate.op.out.width * gate.maker.x.width)
             for name, gate in self._gates.items()
         ]
+
+    def neurons(self) -> list[NeuronUse]:
+        """Returns how often the neurons of each layer were used: where an activation makes zeros,
+        those that are none, else those whose gates are among the widest open.
+        """
+        return [NeuronUse(name, counts.tolist()) for name, counts in self._used.items()]
 
     def _open(self, gate: _MeasuredGate, num_rows: int) -> Floats:
         """Computes f(gate) of the last step's rows."""
@@ -162,5 +180,30 @@ def _gates(program: Program, observed: Mapping[Weight, Floats]) -> dict[str, _Me
         maker, name = makers.get(op.gate), gate_of(op, makers)
         if isinstance(maker, Linear) and name and maker.weights_[0] in observed:
             first = sum(out.width for out in maker.outs[: maker.outs.index(op.gate)])
-            found[name] = _MeasuredGate(op, maker, first)
+            found[name] = _MeasuredGate(op, maker, first, _last_product(program, op.out))
     return found
+
+
+def _last_product(program: Program, value: Value) -> Weight | None:
+    readers = [op for op in program.ops if value in op.inputs]
+    if len(readers) != 1 or not isinstance(readers[0], Linear):
+        return None
+    weights = readers[0].weights_
+    return weights[0] if len(weights) == 1 else None
+
+
+def _zeroed(program: Program, observed: Mapping[Weight, Floats]) -> list[Weight]:
+    """Returns the matrices of products whose inputs an activation has made zeros of."""
+    last = [
+        _last_product(program, op.out)
+        for op in program.ops
+        if isinstance(op, Act | ActMul) and op.activation in ZEROING
+    ]
+    return [weight for weight in last if weight is not None and weight in observed]
+
+
+def _widest(opened: Floats) -> NDArray[np.int64]:
+    """Counts for each neuron the rows in which its gate is among the widest open."""
+    count = max(1, round(USED_SHARE * opened.shape[1]))
+    widest = np.argpartition(-np.abs(opened), count - 1, axis=1)[:, :count]
+    return np.bincount(widest.reshape(-1), minlength=opened.shape[1]).astype(np.int64)

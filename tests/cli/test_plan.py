@@ -259,6 +259,20 @@ def test_streamed_weights_are_bound_by_the_disk(octavo, config, tmp_path):
     assert fast["batch_tokens_per_s"] == pytest.approx(expected * fast["batch"])
 
 
+def test_neurons_are_planned_without_a_calibration(octavo, config, tmp_path):
+    """Two of three matrices of a layer lie in records: 32 layers, 14,336 neurons of 8 KiB."""
+    ended, found = planned(
+        *(octavo, config, "--memory=80GiB", STREAMED, f"--weights-dir={tmp_path}"),
+        *("--quantization=int8", "--ffn-sparsity=gate:0.5", "--calibration=none.json"),
+        *("--neuron-cache-bytes=2GiB", "--disk-bandwidth=2G"),
+    )
+    assert ended.code == 0, ended.err
+    assert found["neuron_bytes"] == 32 * 14336 * 8192
+    assert found["weight_bytes"] <= 4 << 30
+    gates_and_attention = 32 * 4096 * (14336 + 2 * 4096 + 2 * 1024)
+    assert found["streamed_bytes"] < gates_and_attention
+
+
 def test_the_disk_is_measured_and_nothing_left_on_it(tmp_path):
     directory = Path(__file__).parents[2] / "build" / tmp_path.name
     rates = measure_disk(directory, scratch_bytes=4 << 20, seconds=0.02)

@@ -40,6 +40,7 @@ from octavo.backends.native.extension import native_module, supported_levels
 from octavo.backends.native.footprint import native_footprint
 from octavo.backends.native.hidden import with_hidden
 from octavo.backends.native.lower import Lowering
+from octavo.backends.native.neurons import split_neurons
 from octavo.backends.native.offload import OffloadedProgram, StreamedWeights, offload
 from octavo.backends.native.ranks import SharedMemoryRanks
 from octavo.backends.native.states import StateBlocks
@@ -51,6 +52,7 @@ from octavo.program.low_rank import Site
 from octavo.program.ops import PRODUCTS, Linear
 from octavo.program.passes.adapters import tables_of
 from octavo.program.passes.expert_gates import fold_expert_gates
+from octavo.program.passes.fuse import fuse
 from octavo.program.passes.latents import absorb_latents
 from octavo.program.passes.optimize import optimize
 from octavo.program.passes.skip_zeros import skip_zeros
@@ -168,7 +170,8 @@ class NativeBackend:
             streamed.open(load, self.options.dtype, weights)
             executor.stream(streamed.stream)
         chunk_of = _in_memory if streamed is None else streamed.chunk_of
-        lowering = Lowering(optimized, executor, weights, chunk_of, observed)
+        neurons = None if streamed is None else streamed.neurons
+        lowering = Lowering(optimized, executor, weights, chunk_of, observed, neurons=neurons)
         lowering.run()
         weights.pack()
         products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
@@ -199,6 +202,7 @@ class NativeBackend:
             plain,
             memory_bytes=planned.memory_bytes,
             streamed_bytes=planned.plan.step_bytes,
+            neuron_bytes=sum(layer.all_records_bytes for layer in planned.neuron_layers),
         )
 
     def _streamed(self, program: Program) -> StreamedWeights:
@@ -252,9 +256,15 @@ class NativeBackend:
         preparation.
         """
         if self._optimized is None or self._optimized[0] is not program:
-            optimized = absorb_latents(fold_expert_gates(optimize(program)))
+            offload = self.options.offload
+            by_neurons = offload is not None and offload.neurons is not None
+            # The neurons of the last layer are those of all tokens, too.
+            optimized = fuse(program) if by_neurons else optimize(program)
+            optimized = absorb_latents(fold_expert_gates(optimized))
             if self.options.skips_zeros:
                 optimized = skip_zeros(optimized)
+            if by_neurons:
+                optimized = split_neurons(optimized)
             self._optimized = (program, with_hidden(optimized))
         return self._optimized[1]
 

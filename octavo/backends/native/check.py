@@ -9,6 +9,7 @@ from typing import Any
 
 from octavo.backends.base import FormatOf
 from octavo.backends.native.formats import RowTypeOf, matrices_of, tile_formats
+from octavo.backends.native.neurons import Neurons, check_neurons
 from octavo.backends.native.stages import BEHIND_BARRIERS, ROW_LOCAL
 from octavo.backends.rank_grid import ALONE, RankGrid, misplaced
 from octavo.errors import BackendUnavailable
@@ -46,7 +47,7 @@ PRODUCTS = (ops.Linear, ops.HeadLinear, ops.PlaceScores)
 
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
-    *(ops.PlaceScores, ShortConv, SelectiveScan),
+    *(ops.PlaceScores, ShortConv, SelectiveScan, Neurons),
 )
 """Ops that read the step's arrays of tokens."""
 
@@ -59,6 +60,7 @@ def check(
     """
     check_ops(program, grid)
     formats = tile_formats(program, format_of, row_type_of)
+    check_neurons(program, {weight: tiles.code for weight, tiles in formats.items()})
     for op in program.ops:
         if not isinstance(op, ops.Linear | ops.GroupedLinear) or op.gate is None:
             continue

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from octavo.backends.base import FormatOf
 from octavo.backends.native.extension import native_module
+from octavo.backends.native.neurons import Neurons
 from octavo.errors import UnsupportedModel
 from octavo.program.ops import Embedding, GroupedLinear, HeadLinear, Linear
 from octavo.program.program import Op, Program, Weight
@@ -108,6 +109,8 @@ def matrices_of(op: Op) -> tuple[Weight, ...]:
         return op.matrices
     if isinstance(op, HeadLinear):
         return (op.weight,)
+    if isinstance(op, Neurons):
+        return () if op.up is None else (op.up,)
     return (op.table,) if isinstance(op, Embedding) else ()
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from octavo.backends.base import ObservedInputs
 from octavo.backends.native.check import MAX_LANES
 from octavo.backends.native.hidden import HiddenIn, HiddenOut
+from octavo.backends.native.neurons import Neurons, OpenedNeurons
 from octavo.backends.native.parameters import (
     angles_parameters,
     convolution_parameters,
@@ -76,10 +77,14 @@ class Lowering:
         weights: Weights,
         chunk_of: Callable[[Op], int | None] = lambda op: None,
         observed: ObservedInputs | None = None,
+        *,
+        neurons: OpenedNeurons | None = None,
     ) -> None:
         """`chunk_of` names the streamed chunk of weights that a product waits for; `observed` gets
-        the arrays that inputs of products are copied to.
+        the arrays that inputs of products are copied to; `neurons` are the records of layers that
+        are read neuron by neuron.
         """
+        self._neurons = neurons
         self._chunk_of = chunk_of
         self._observed = observed
         self._program = program = body_first(program)
@@ -303,8 +308,26 @@ class Lowering:
             self._builder.shrink(self._span(op.x), self._norm_of(op), num_sites=len(op.sites))
         )
 
+    def _lower_Neurons(self, op: Neurons) -> None:
+        assert self._neurons is not None, "records are opened before"
+        layer, scales = self._neurons.layers[id(op)]
+        self._begin()
+        self._builder.neurons(
+            self._neurons.cache,
+            layer,
+            self._span(op.opened),
+            threshold=op.threshold,
+            out=None if op.out is None else self._span(op.out),
+            x=self._span(op.opened if op.x is None else op.x),
+            norm=self._norm_of(op),
+            x_threshold=op.x_threshold,
+            up_scales=scales,
+            up_bias=self._optional(op.up_bias),
+            up_offset=op.up_offset,
+        )
+
     def _norm_of(
-        self, op: ops.Linear, permutation: NDArray[np.int32] | None = None
+        self, op: ops.Linear | Neurons, permutation: NDArray[np.int32] | None = None
     ) -> tuple[Any, ...] | None:
         """Returns the norm of a product's rows, its numbers in the order of a permutation."""
         if op.norm is None:

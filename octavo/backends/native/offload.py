@@ -17,6 +17,15 @@ from typing import Any
 from octavo.backends.base import LoadWeight, WeightsOffDevice
 from octavo.backends.native.extension import native_module
 from octavo.backends.native.formats import matrices_of
+from octavo.backends.native.neurons import (
+    NeuronLayer,
+    NeuronPlan,
+    OpenedNeurons,
+    neuron_layers,
+    open_neurons,
+    plan_neurons,
+    records_of,
+)
 from octavo.backends.native.stages import body_first, stages_of
 from octavo.backends.native.weight_file import (
     PlacedTiles,
@@ -54,12 +63,21 @@ class OffloadedProgram:
     units: tuple[Unit, ...]
     plan: OffloadPlan
     always_bytes: int
-    """Bytes of the weights that are in no product of their own: tables, norms, biases."""
+    """Bytes of the weights that are in no product of their own: tables, norms, biases; and of the
+    neurons' cache.
+    """
+    neurons: NeuronPlan | None = None
+    """Layers that are read neuron by neuron; None: none are."""
+
+    @property
+    def neuron_layers(self) -> tuple[NeuronLayer, ...]:
+        return () if self.neurons is None else self.neurons.layers
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the file, but for its index."""
-        return ALIGN + sum(unit.num_bytes for unit in self.units)
+        records = sum(layer.num_bytes for layer in self.neuron_layers)
+        return ALIGN + sum(unit.num_bytes for unit in self.units) + records
 
     @property
     def memory_bytes(self) -> int:
@@ -72,6 +90,8 @@ def offload(
 ) -> OffloadedProgram:
     """Plans a Program's weights; ConfigError where the memory allowed is too little."""
     program = body_first(optimized)
+    layers = neuron_layers(program)
+    in_records = {w for each in layers for w in (each.op.down, each.op.up) if w is not None}
     used = Counter(weight for op in program.ops for weight in matrices_of(op))
     tables = {op.table for op in program.ops if isinstance(op, Embedding)}
     products, units = [], []
@@ -80,19 +100,25 @@ def offload(
             if not isinstance(op, PRODUCTS):
                 continue
             weights = matrices_of(op)
+            if in_records.issuperset(weights):
+                continue
             if any(used[weight] > 1 or weight in tables for weight in weights):
                 continue
             num_bytes = sum(_padded_bytes(op, sizes[weight]) for weight in weights)
             products.append(op)
             units.append(Unit(weights[0].name, _round_up(num_bytes, ALIGN), stage.range))
-    own = {weight for op in products for weight in matrices_of(op)}
+    own = in_records.union(*map(matrices_of, products))
     always = sum(size for weight, size in sizes.items() if weight not in own)
     if not units:
         raise ConfigError("weights_memory_bytes: this model has no product to stream")
+    neurons = None
+    if place.neurons is not None:
+        neurons = plan_neurons(layers, place.neurons)
+        always += neurons.memory_bytes + neurons.scales_bytes
     plan = plan_offload(
         units, allowed_bytes=place.memory_bytes, other_bytes=always, schedule=place.schedule
     )
-    return OffloadedProgram(tuple(products), tuple(units), plan, always)
+    return OffloadedProgram(tuple(products), tuple(units), plan, always, neurons)
 
 
 class StreamedWeights:
@@ -103,7 +129,11 @@ class StreamedWeights:
     ) -> None:
         self._device = device
         self._offloaded = offloaded
-        shape = repr([(unit.name, unit.num_bytes) for unit in offloaded.units])
+        shape = repr(
+            [(unit.name, unit.num_bytes) for unit in offloaded.units]
+            + [(each.op.down.name, each.record_bytes) for each in offloaded.neuron_layers]
+        )
+        self._window = 0 if place.neurons is None else place.neurons.window
         self._key = hashlib.sha256(f"{place.fingerprint} {numerics} {shape}".encode()).digest()
         self.path = place.directory / f"{self._key.hex()[:32]}.weights"
         self._chunks = {
@@ -112,6 +142,8 @@ class StreamedWeights:
             for unit in chunk.units
         }
         self.stream: Any = None
+        self.neurons: OpenedNeurons | None = None
+        """The records of neurons once they are opened; None where there are none."""
 
     def check(self) -> None:
         """Raises ConfigError where the directory cannot hold the file."""
@@ -135,12 +167,22 @@ class StreamedWeights:
                 num_threads=DEPTH,
                 block_bytes=BLOCK_BYTES,
             )
+            if self._offloaded.neurons is not None:
+                offsets = [unit.offset for unit in units[len(self._offloaded.units) :]]
+                self.neurons = open_neurons(
+                    self.path, self._offloaded.neurons, offsets, self._window
+                )
         except (native.WeightReadError, native.WeightFileTruncated) as error:
             raise ConfigError(
                 f"weights_dir: {error}",
                 hint="remove the file, and the next start writes it again; or name a directory on"
                 " another disk",
             ) from None
+        if self.neurons is not None:
+            for layer, columns in zip(
+                self._offloaded.neuron_layers, self.neurons.columns, strict=True
+            ):
+                into.adopt_tiles(layer.op.down, columns)
         if not self.stream.is_direct:
             logger.warning(
                 "%s: this file system has no direct reads (O_DIRECT); weights go through the"
@@ -160,8 +202,17 @@ class StreamedWeights:
     def arrivals(self) -> WeightArrivals:
         """Returns what has been read while steps were computed."""
         stream = self.stream
-        return WeightArrivals(
+        found = WeightArrivals(
             stream.bytes_read, stream.num_found, stream.num_waited, stream.wait_seconds
+        )
+        if self.neurons is None:
+            return found
+        cache = self.neurons.cache
+        return found + WeightArrivals(
+            cache.bytes_read,
+            wait_s=cache.wait_seconds,
+            neurons_found=cache.num_found,
+            neurons_read=cache.num_read,
         )
 
     def _adopt(self, op: Product, unit: StoredUnit, offset: int, into: NativeWeights) -> None:
@@ -177,10 +228,20 @@ class StreamedWeights:
                     data, tiles = self._packed(op, load, dtype)
                     assert len(data) == unit.num_bytes, f"{unit.name}: other bytes than planned"
                     writer.add(data, tiles)
+                for layer in self._offloaded.neuron_layers:
+                    writer.add(self._records(layer, load, dtype), [])
                 writer.finish()
         units = read_index(self.path, self._key)
         assert units is not None, "the file that was just written"
         return units
+
+    def _records(self, layer: NeuronLayer, load: LoadWeight, dtype: str) -> bytes:
+        weights = NativeWeights(self._device, load, dtype, apart=True)
+        matrices = [each for each in (layer.op.up, layer.op.down) if each is not None]
+        handles = [weights.table(each).handle for each in matrices]
+        weights.pack()
+        *up, down = (handle.raw(handle.num_bytes) for handle in handles)
+        return records_of(up[0] if up else b"", down, layer)
 
     def _packed(self, op: Product, load: LoadWeight, dtype: str) -> tuple[bytes, list[PlacedTiles]]:
         """Returns a unit's bytes and the places of its tiles, in the order of `adopt`."""

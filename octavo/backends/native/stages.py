@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from octavo.backends.native.hidden import HiddenIn, HiddenOut
+from octavo.backends.native.neurons import Neurons
 from octavo.program import ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.plan import Plan, plan
@@ -24,7 +25,7 @@ ROW_LOCAL = (
 
 BEHIND_BARRIERS = (
     *(ops.Attention, ops.Route, ops.GroupedLinear, ShortConv, SelectiveScan),
-    *(ops.AllReduce, ops.AllGather, ops.Dispatch, ops.Collect),
+    *(ops.AllReduce, ops.AllGather, ops.Dispatch, ops.Collect, Neurons),
 )
 """Ops with a range of their own, since a row needs what other rows or ranks compute."""
 

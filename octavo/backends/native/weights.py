@@ -203,6 +203,10 @@ class NativeWeights:
         for index, weight in enumerate(weights):
             self._experts[weight] = tiles[index * each : (index + 1) * each]
 
+    def adopt_tiles(self, weight: Weight, handle: Any) -> None:
+        """Takes a weight's tiles as they are, and loads none."""
+        self._tiles[weight] = NativeTiles(handle, self._row_type_of(handle.code))
+
     def reads_fp32(self, op: Linear | GroupedLinear | HeadLinear) -> bool:
         """Whether a product reads its rows as they are."""
         if isinstance(op, Linear):

@@ -23,7 +23,14 @@ from octavo.group_life import UNBOUNDED
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.outputs import FinishReason, Timings
 from octavo.pooling_params import PoolingParams, RequestParams
-from octavo.step import AdapterRef, EncoderInput, MediaItem, MediaPixels, TokenLogprobs
+from octavo.step import (
+    AdapterRef,
+    EncoderInput,
+    MediaItem,
+    MediaPixels,
+    TokenLogprobs,
+    WeightArrivals,
+)
 from octavo.structured_outputs import GrammarSpec
 
 BACKGROUND_PRIORITY = 1 << 31
@@ -155,6 +162,7 @@ class Request(TokenRow):
         "source",
         "status",
         "watch",
+        "weights",
     )
 
     def __init__(
@@ -187,6 +195,8 @@ class Request(TokenRow):
         self.num_draft_tokens = 0
         """Guessed tokens that were verified."""
         self.num_accepted_tokens = 0
+        self.weights = WeightArrivals()
+        """Share of the weights that were read from a file for the steps that it ran in."""
         self.watch = Stopwatch(source.arrival_time, resumed=source.resumed)
         self.scheduled_ts: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -341,6 +351,9 @@ class Request(TokenRow):
             num_swaps=self.num_swaps,
             draft_tokens=self.num_draft_tokens,
             accepted_tokens=self.num_accepted_tokens,
+            streamed_bytes=self.weights.num_bytes,
+            neurons_found=self.weights.neurons_found,
+            neurons_read=self.weights.neurons_read,
         )
 
     def swap_out(self) -> None:

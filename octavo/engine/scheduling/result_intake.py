@@ -6,7 +6,7 @@ consumer says and frees what an ended request held. Knows nothing of how steps a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.adapters import AdapterPlaces
@@ -21,7 +21,14 @@ from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.stats import EngineStats
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from octavo.step import (
+    RowResult,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WeightArrivals,
+)
 
 
 @dataclass(slots=True)
@@ -67,7 +74,7 @@ class ResultIntake:
         self.stats.num_steps += result.num_steps - 1
         self.stats.busy_s += result.busy_s
         if result.weights is not None:
-            self.stats.weights = result.weights
+            self._share_weights(result.weights, {request for request, _ in owners})
         self.blocks.connector.step_done(result.connector)
         self.grammars.compiled(result.compiled)
         outputs = self._end_without_adapter(self.adapters.loaded(result.adapters))
@@ -84,6 +91,13 @@ class ResultIntake:
             self.queues.drop_finished()
         self._free_leaving()
         return outputs
+
+    def _share_weights(self, arrivals: WeightArrivals, requests: Collection[Request]) -> None:
+        """Counts what was read for the last step for each of its requests, a share each."""
+        share = arrivals.share_since(self.stats.weights, max(1, len(requests)))
+        self.stats.weights = arrivals
+        for request in requests:
+            request.weights += share
 
     def _take(
         self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult

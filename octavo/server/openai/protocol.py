@@ -38,6 +38,9 @@ class ResponseTimings(msgspec.Struct):
     num_swaps: int
     draft_tokens: int
     accepted_tokens: int
+    streamed_bytes: int
+    neurons_found: int
+    neurons_read: int
     num_steps: int
     mean_batch_size: float
     max_batch_size: int

@@ -28,10 +28,11 @@ OF_THE_MACHINE = frozenset(
         "prefix_cache_dir",
         "weights_dir",
         "calibration",
+        "hot_neurons",
         "record",
         "cpu_level",
     }
-    | {"device", "weights_memory_bytes", "weights_schedule"}
+    | {"device", "weights_memory_bytes", "weights_schedule", "neuron_cache_bytes", "neuron_window"}
 )
 """Options that name the machine's files or devices, which are the command line's business."""
 OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})

@@ -156,6 +156,14 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Seconds in which products waited for them.",
         lambda stats: stats.weights.wait_s,
     ),
+    "neurons_found": (
+        "Neurons that were in memory when a step used them, with neuron_cache_bytes.",
+        lambda stats: stats.weights.neurons_found,
+    ),
+    "neurons_read": (
+        "Neurons that were read for a step.",
+        lambda stats: stats.weights.neurons_read,
+    ),
     "num_preemptions": (
         "Requests that had to give up their KV blocks.",
         lambda stats: stats.num_preemptions,

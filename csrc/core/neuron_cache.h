@@ -1,0 +1,147 @@
+// Feed-forward weights by neuron. A file holds a record for each neuron of a layer: its row of the up
+// projection, where there is one, and its column of the last product. Records of neurons that the last tokens
+// used stay in slots of memory; those of the others that a step uses are read for it by threads of their own,
+// neighbours in one read.
+//
+// A step uses one layer after the other: `request` names the neurons that its rows use, and `await` waits for
+// them in the order in which they arrive. Where they are more than a layer has slots for, the missing ones go
+// to a landing place that all layers share, and the slots stay as they are. Idea: LLM in a Flash (arXiv
+// 2312.11514); pinned neurons: PowerInfer (arXiv 2312.12456).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "memory.h"
+#include "weight_file.h"
+
+namespace octavo {
+
+class NeuronCache {
+  public:
+    struct Layer {
+        int64_t file_offset;  // of the first record, a multiple of kDirectAlign
+        int num_neurons;
+        size_t up_bytes, record_bytes;  // multiples of 64; the column lies behind the row
+        int num_slots;
+        std::vector<int32_t> pinned{};  // neurons that are read once and stay, in slots of their own
+    };
+    struct Source {
+        std::string path;
+        int num_threads;
+        size_t most_bytes;  // of one read, a multiple of kDirectAlign
+        size_t gap_bytes;  // that a read passes over rather than end
+        int window;  // steps for which a neuron that none has used stays; 0: as long as there is room
+        WeightFile::ReadAt read_at = ::pread;
+    };
+    // Opens the file and reads the pinned neurons.
+    NeuronCache(Source source, std::vector<Layer> layers);
+    ~NeuronCache();
+    NeuronCache(const NeuronCache&) = delete;
+    NeuronCache& operator=(const NeuronCache&) = delete;
+
+    bool is_direct() const { return file_.is_direct(); }
+    size_t memory_bytes() const { return memory_.size() + buffers_.size(); }
+    int num_layers() const { return (int)layers_.size(); }
+    const Layer& layer(int index) const { return layers_[index].shape; }
+    // Bytes read from the file, the records of running steps that were in memory and those that were read, and
+    // the seconds that stages have waited, since the start.
+    int64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
+    int64_t num_found() const { return num_found_.load(std::memory_order_relaxed); }
+    int64_t num_read() const { return num_read_.load(std::memory_order_relaxed); }
+    double wait_seconds() const { return (double)wait_ns_.load(std::memory_order_relaxed) * 1e-9; }
+
+    void begin_step() { now_++; }
+    // Marks that a row of the running layer uses a neuron; from any thread.
+    void mark(int neuron) {
+        if (!marks_[neuron].load(std::memory_order_relaxed))
+            marks_[neuron].store(1, std::memory_order_relaxed);
+    }
+    // Takes in the marks of a layer, whose stages come next, and has what is missing read.
+    void request(int layer);
+    // The neurons that were requested of a layer in this step, in the order in which they arrive.
+    const std::vector<int32_t>& requested(int layer) const { return layers_[layer].requested; }
+    // Waits for the first `count` of them; false where a read has failed. From any thread.
+    bool await(int layer, int count);
+    // The row of the up projection of a requested neuron of the running layer.
+    const uint8_t* row(int layer, int neuron) const {
+        return columns_[neuron] - layers_[layer].shape.up_bytes;
+    }
+    // A row of zeros.
+    const uint8_t* zeros() const { return zeros_; }
+    // The columns of the running layer by neuron; zeros for those that were not requested.
+    const uint8_t* const* columns() const { return columns_.data(); }
+    bool failed() const { return failed_.load(std::memory_order_acquire); }
+    // Waits for the reads in flight; throws what the step's have met.
+    void end_step();
+
+  private:
+    struct LayerState {
+        Layer shape;
+        uint8_t* slots = nullptr;
+        std::vector<int32_t> slot_of;  // by neuron, -1: none
+        std::vector<int32_t> neuron_in;  // by slot, -1: none
+        std::vector<int64_t> used_at;  // by slot: the last step that used it
+        std::vector<int32_t> requested;
+        int num_found = 0;  // of these, which come first
+    };
+    struct Read {
+        int64_t offset;
+        uint8_t* to;
+    };
+    // A read from the file for records `first` .. `end` - 1 of reads_.
+    struct Job {
+        int64_t offset;
+        size_t bytes;
+        int first, end;
+    };
+    static constexpr int64_t kPinned = INT64_MAX;
+
+    void lay_out();
+    void read_pinned();
+    void take_marks(LayerState& state);
+    void drop_old(LayerState& state) const;
+    static void clear(LayerState& state, int slot);
+    // Returns `count` slots, emptied; none where fewer are free of what this step uses.
+    std::vector<int32_t> free_slots(LayerState& state, size_t count) const;
+    void make_jobs(const LayerState& state);
+    void fetch(const Job& job, const LayerState& state, const uint8_t* buffer) const;
+    void serve(int thread);
+    void stop();
+    uint8_t* buffer(int thread) const { return buffers_.data() + thread * buffer_bytes_; }
+
+    const Source source_;
+    std::vector<LayerState> layers_;
+    const size_t buffer_bytes_;
+    Memory memory_, buffers_;
+    const WeightFile file_;
+    uint8_t *landing_ = nullptr, *zeros_ = nullptr;
+    std::unique_ptr<std::atomic<uint8_t>[]> marks_;
+    std::vector<const uint8_t*> columns_;
+    std::vector<int32_t> missing_;
+    int64_t now_ = 0;
+    LayerState* running_ = nullptr;
+    std::atomic<int64_t> bytes_read_{0}, wait_ns_{0}, num_found_{0}, num_read_{0};
+
+    std::vector<Read> reads_;  // of the running layer, in the file's order; changed while no job is left
+    std::vector<Job> jobs_;
+    std::mutex mutex_;
+    std::condition_variable may_read_, has_arrived_;
+    size_t next_ = 0;  // the job that is handed out next
+    int in_flight_ = 0;
+    std::vector<uint8_t> is_done_;  // by job
+    size_t done_ = 0;  // jobs before it are done
+    std::atomic<int> arrived_{0};  // records of reads_ before it are in memory
+    WeightFile::Failure failure_;
+    std::atomic<bool> failed_{false};
+    bool stopping_ = false;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace octavo

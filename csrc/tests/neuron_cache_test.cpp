@@ -1,0 +1,210 @@
+// Neurons' records: every request finds the bytes of its neurons, whatever stays in memory and whatever the
+// disk does; reads that fail are the step's error, and later steps find theirs.
+#include "../core/neuron_cache.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <set>
+
+#include "check.h"
+
+namespace octavo::test {
+
+namespace {
+
+constexpr size_t kPage = (size_t)kDirectAlign;
+
+std::atomic<int> reads_until_error{-1}, error_code{0};
+std::atomic<uint32_t> num_reads{0};
+std::atomic<bool> is_slow{false};
+
+ssize_t read_at(int file, void* to, size_t bytes, off_t offset) {
+    if (reads_until_error >= 0 && reads_until_error-- == 0) {
+        if (error_code == 0) return 0;
+        errno = error_code;
+        return -1;
+    }
+    if (is_slow) std::this_thread::sleep_for(std::chrono::microseconds(50 + 100 * (num_reads++ % 5)));
+    return pread(file, to, bytes, offset);
+}
+
+uint8_t byte_at(size_t offset) { return (uint8_t)((offset * 2654435761u) >> 13); }
+
+// Layers of several shapes in a file whose bytes tell their places.
+struct Records {
+    std::string path;
+    std::vector<NeuronCache::Layer> layers;
+
+    explicit Records(const std::string& directory) : path(directory + "/records-XXXXXX") {
+        size_t at = kPage;
+        for (const auto& [neurons, up, record, slots] :
+             {std::tuple{96, 128, 192, 24}, {200, 0, 64, 200}, {33, 640, 1280, 1}}) {
+            layers.push_back({(int64_t)at, neurons, (size_t)up, (size_t)record, slots});
+            at += (neurons * record + kPage - 1) / kPage * kPage;
+        }
+        std::vector<uint8_t> bytes(at);
+        for (size_t i = 0; i < at; i++) bytes[i] = byte_at(i);
+        const int file = mkstemp(path.data());
+        CHECK(file >= 0 && write(file, bytes.data(), at) == (ssize_t)at);
+        close(file);
+    }
+    ~Records() { unlink(path.c_str()); }
+    std::unique_ptr<NeuronCache> open(int window = 0, size_t gap = 512) const {
+        return std::make_unique<NeuronCache>(NeuronCache::Source{path, 3, kPage, gap, window, read_at},
+                                             layers);
+    }
+};
+
+void check_record(const NeuronCache& cache, int layer, int neuron) {
+    const NeuronCache::Layer& shape = cache.layer(layer);
+    const size_t at = (size_t)shape.file_offset + neuron * shape.record_bytes;
+    const uint8_t* row = cache.row(layer, neuron);
+    CHECK(row + shape.up_bytes == cache.columns()[neuron]);
+    for (size_t i = 0; i < shape.record_bytes; i++)
+        CHECK(row[i] == byte_at(at + i), "layer %d, neuron %d, byte %zu", layer, neuron, i);
+}
+
+// Requests neurons of a layer and looks at all of its records.
+bool use(NeuronCache& cache, int layer, const std::set<int>& neurons) {
+    for (const int neuron : neurons) cache.mark(neuron);
+    cache.request(layer);
+    const auto& requested = cache.requested(layer);
+    CHECK(std::set<int>(requested.begin(), requested.end()) == neurons);
+    for (int i = 0; i < (int)requested.size(); i++) {
+        if (!cache.await(layer, i + 1)) return false;
+        check_record(cache, layer, requested[i]);
+    }
+    for (int n = 0; n < cache.layer(layer).num_neurons; n++)
+        if (!neurons.count(n))
+            for (size_t i = 0; i < cache.layer(layer).record_bytes - cache.layer(layer).up_bytes; i++)
+                CHECK(cache.columns()[n][i] == 0);
+    return true;
+}
+
+std::set<int> some(std::mt19937& generator, int num_neurons, double share) {
+    std::set<int> found;
+    std::bernoulli_distribution is_used(share);
+    for (int n = 0; n < num_neurons; n++)
+        if (is_used(generator)) found.insert(n);
+    return found;
+}
+
+std::string ended(NeuronCache& cache) {
+    try {
+        cache.end_step();
+    } catch (const std::runtime_error& thrown) {
+        return thrown.what();
+    }
+    return "";
+}
+
+void test_records(const std::string& directory) {
+    const Records records(directory);
+    std::mt19937 generator(7);
+    for (const int window : {0, 1, 3}) {
+        is_slow = window == 3;
+        const auto cache = records.open(window, window ? 512 : 0);
+        for (int step = 0; step < 40; step++) {
+            cache->begin_step();
+            const double share = step % 7 == 0 ? 1 : step % 5 * 0.1;
+            for (int layer = 0; layer < cache->num_layers(); layer++)
+                CHECK(use(*cache, layer, some(generator, cache->layer(layer).num_neurons, share)));
+            CHECK(ended(*cache).empty());
+        }
+    }
+    is_slow = false;
+}
+
+// Neurons that a step has used are found in the window's next steps, and where there is room in all.
+void test_window(const std::string& directory) {
+    const Records records(directory);
+    for (const int window : {0, 2}) {
+        const auto cache = records.open(window);
+        const std::vector<std::pair<std::set<int>, int>> steps = {
+            {{1, 5, 9}, 3}, {{1, 70}, 1}, {{}, 0}, {{5, 9}, window ? 2 : 0}, {{1, 70}, window ? 2 : 0}};
+        for (const auto& [neurons, num_read] : steps) {
+            const int64_t before = cache->num_read(), found = cache->num_found();
+            cache->begin_step();
+            CHECK(use(*cache, 0, neurons) && ended(*cache).empty());
+            const bool expected = cache->num_read() - before == num_read &&
+                                  cache->num_found() - found == (int64_t)neurons.size() - num_read;
+            CHECK(expected, "window %d: %lld read", window, (long long)(cache->num_read() - before));
+        }
+    }
+}
+
+// The oldest give way to new ones; those of a step with more than there are slots for do not.
+void test_room(const std::string& directory) {
+    const Records records(directory);
+    const auto cache = records.open();
+    const auto reads = [&](const std::set<int>& neurons) {
+        const int64_t before = cache->num_read();
+        cache->begin_step();
+        CHECK(use(*cache, 0, neurons) && ended(*cache).empty());
+        return cache->num_read() - before;
+    };
+    std::set<int> first, second, all;
+    for (int n = 0; n < 12; n++) first.insert(n), second.insert(40 + n);
+    for (int n = 0; n < 96; n++) all.insert(n);
+    CHECK(reads(first) == 12 && reads(second) == 12 && reads(first) == 0);
+    CHECK(reads({90, 91}) == 2);
+    CHECK(reads(first) == 0 && reads(second) == 2);
+    CHECK(reads(all) == 96 - 24);
+    CHECK(reads(second) == 0);
+}
+
+void test_pinned(const std::string& directory) {
+    Records records(directory);
+    records.layers[0].pinned = {90, 3, 4};
+    const auto cache = records.open(1);
+    for (int step = 0; step < 4; step++) {
+        cache->begin_step();
+        CHECK(use(*cache, 0, {step, 3, 4, 90}) && ended(*cache).empty());
+        CHECK(use(*cache, 1, {step}) && ended(*cache).empty());
+    }
+    CHECK(cache->num_found() == 4 * 3, "%lld", (long long)cache->num_found());
+    records.layers[0].pinned = {3, 3};
+    bool is_refused = false;
+    try {
+        records.open();
+    } catch (const std::logic_error&) {
+        is_refused = true;
+    }
+    CHECK(is_refused);
+}
+
+void test_failing_reads(const std::string& directory) {
+    const Records records(directory);
+    std::mt19937 generator(3);
+    for (const int code : {EIO, 0}) {
+        const auto cache = records.open();
+        for (int step = 0; step < 30; step++) {
+            error_code = code;
+            reads_until_error = step % 3 ? -1 : step / 3;
+            cache->begin_step();
+            bool is_whole = true;
+            for (int layer = 0; is_whole && layer < cache->num_layers(); layer++)
+                is_whole = use(*cache, layer, some(generator, cache->layer(layer).num_neurons, 0.4));
+            reads_until_error = -1;
+            const std::string thrown = ended(*cache);
+            const char* const wanted = code ? "could not be read from " : "ends too early: ";
+            CHECK(is_whole == thrown.empty());
+            CHECK(is_whole || thrown.find(wanted + records.path + " at byte ") != std::string::npos, "%s",
+                  thrown.c_str());
+        }
+    }
+}
+
+}  // namespace
+
+void test_neuron_cache(const std::string& directory) {
+    test_records(directory);
+    test_window(directory);
+    test_room(directory);
+    test_pinned(directory);
+    test_failing_reads(directory);
+}
+
+}  // namespace octavo::test
