@@ -31,6 +31,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 
 import ml_dtypes
@@ -247,13 +248,13 @@ async def measure_cold(args: argparse.Namespace, options: dict, root: Path) -> N
         for number in range(args.rounds + 1):
             for kind in ("warm", "cold") if number % 2 else ("cold", "warm"):
                 count = round(PROBED_S * PROBES_A_S)
-                probes = [next(cold) if kind == "cold" else warm[at] for at in range(count)]
+                probes = list(islice(cold if kind == "cold" else cycle(warm), count))
                 rate, found = await probed(llm, warm[-8:], probes)
                 if number:
                     rates[kind].append(rate)
                     waits[kind] += found
     finally:
-        await llm.shutdown()
+        llm.close()
     read_s = statistics.median(
         seconds_to_read(Path(adapter.lora_path)) for adapter in adapters[-20:]
     )
