@@ -7,8 +7,19 @@
 namespace octavo {
 namespace {
 
-OCTAVO_INLINE vf load_numbers(const LowRankMatrix& m, int64_t at) {
-    return m.is_bf16 ? load_bf16((const uint16_t*)m.numbers + at) : load((const float*)m.numbers + at);
+struct Bf16Numbers {
+    const uint16_t* numbers;
+    vf at(int64_t i) const { return load_bf16(numbers + i); }
+};
+struct Fp32Numbers {
+    const float* numbers;
+    vf at(int64_t i) const { return load(numbers + i); }
+};
+// Calls `compute` with what reads the numbers of a matrix, so that no loop asks for their type.
+template <typename Compute>
+OCTAVO_INLINE void with_numbers(const LowRankMatrix& m, const Compute& compute) {
+    m.is_bf16 ? compute(Bf16Numbers{(const uint16_t*)m.numbers})
+              : compute(Fp32Numbers{(const float*)m.numbers});
 }
 
 // How much a block holds at once: as many sums as the registers of a level have room for, beside what they are
@@ -21,54 +32,63 @@ constexpr int kRanksAlone = 4, kRanks = 2, kRows = 2, kExpandedRows = 4;
 constexpr int kRanksAlone = 2, kRanks = 2, kRows = 1, kExpandedRows = 2;
 #endif
 
+struct Shrunk {
+    int stride, num_ranks;  // of A
+    const float* x;
+    int num_rows;
+    float scale;
+    float* const* h;
+};
+
 // J ranks from `rank` on, times M rows from `row` on.
-template <int J, int M>
-void shrink_block(const LowRankMatrix& a, int rank, const float* x, int row, float scale, float* const* h) {
+template <int J, int M, typename Numbers>
+void shrink_block(const Numbers& a, const Shrunk& s, int rank, int row) {
     vf sums[J][M] = {};
-    const float* first = x + (int64_t)row * a.stride;
-    for (int k = 0; k < a.stride; k += kLanes) {
+    const float* first = s.x + (int64_t)row * s.stride;
+    for (int k = 0; k < s.stride; k += kLanes) {
         vf xs[M];
-        for (int m = 0; m < M; m++) xs[m] = load(first + (int64_t)m * a.stride + k);
+        for (int m = 0; m < M; m++) xs[m] = load(first + (int64_t)m * s.stride + k);
         for (int j = 0; j < J; j++) {
-            const vf weights = load_numbers(a, (int64_t)(rank + j) * a.stride + k);
+            const vf weights = a.at((int64_t)(rank + j) * s.stride + k);
             for (int m = 0; m < M; m++) sums[j][m] = fma(weights, xs[m], sums[j][m]);
         }
     }
     for (int j = 0; j < J; j++)
-        for (int m = 0; m < M; m++) h[row + m][rank + j] = scale * sum_lanes(sums[j][m]);
+        for (int m = 0; m < M; m++) s.h[row + m][rank + j] = s.scale * sum_lanes(sums[j][m]);
 }
 
 // The rows from `row` on, M at a time, and the last ones in smaller blocks.
-template <int J, int M>
-void shrink_rows(const LowRankMatrix& a, int rank, const float* x, int row, int num_rows, float scale,
-                 float* const* h) {
-    for (; row + M <= num_rows; row += M) shrink_block<J, M>(a, rank, x, row, scale, h);
-    if constexpr (M > 1) shrink_rows<J, M / 2>(a, rank, x, row, num_rows, scale, h);
+template <int J, int M, typename Numbers>
+void shrink_rows(const Numbers& a, const Shrunk& s, int rank, int row) {
+    for (; row + M <= s.num_rows; row += M) shrink_block<J, M>(a, s, rank, row);
+    if constexpr (M > 1) shrink_rows<J, M / 2>(a, s, rank, row);
 }
 
-template <int J, int M>
-void shrink_ranks(const LowRankMatrix& a, const float* x, int num_rows, float scale, float* const* h) {
+template <int J, int M, typename Numbers>
+void shrink_ranks(const Numbers& a, const Shrunk& s) {
     int rank = 0;
-    for (; rank + J <= a.rank; rank += J) shrink_rows<J, M>(a, rank, x, 0, num_rows, scale, h);
-    for (; rank < a.rank; rank++) shrink_rows<1, M>(a, rank, x, 0, num_rows, scale, h);
+    for (; rank + J <= s.num_ranks; rank += J) shrink_rows<J, M>(a, s, rank, 0);
+    for (; rank < s.num_ranks; rank++) shrink_rows<1, M>(a, s, rank, 0);
 }
 
 void shrink(const LowRankMatrix& a, const float* x, int num_rows, float scale, float* const* h) {
-    if (num_rows == 1)
-        shrink_ranks<kRanksAlone, 1>(a, x, num_rows, scale, h);
-    else
-        shrink_ranks<kRanks, kRows>(a, x, num_rows, scale, h);
+    const Shrunk shrunk{a.stride, a.rank, x, num_rows, scale, h};
+    with_numbers(a, [&](const auto& numbers) {
+        num_rows == 1 ? shrink_ranks<kRanksAlone, 1>(numbers, shrunk)
+                      : shrink_ranks<kRanks, kRows>(numbers, shrunk);
+    });
 }
 
 // M of the rows from the i-th on. A row's sum is one chain, so that several are needed to fill the units.
-template <int M>
-void expand_block(const LowRankMatrix& b, int tile, const ExpandedRows& rows, int i, float* acc) {
-    const int64_t first = (int64_t)tile * kTile * b.rank;
+template <int M, typename Numbers>
+OCTAVO_INLINE void expand_block(const Numbers& b, int rank, int tile, const ExpandedRows& rows, int i,
+                                float* acc) {
+    const int64_t first = (int64_t)tile * kTile * rank;
     const float* h[M];
     vf sums[M] = {};
     for (int m = 0; m < M; m++) h[m] = rows.h + rows.rows[i + m] * rows.stride;
-    for (int j = 0; j < b.rank; j++) {
-        const vf weights = load_numbers(b, first + (int64_t)j * kTile);
+    for (int j = 0; j < rank; j++) {
+        const vf weights = b.at(first + (int64_t)j * kTile);
         for (int m = 0; m < M; m++) sums[m] = fma(splat(h[m][j]), weights, sums[m]);
     }
     for (int m = 0; m < M; m++) {
@@ -81,14 +101,17 @@ void expand_block(const LowRankMatrix& b, int tile, const ExpandedRows& rows, in
 }
 
 // The rows from the i-th on, M at a time, and the last ones in smaller blocks.
-template <int M>
-void expand_rows(const LowRankMatrix& b, int tile, const ExpandedRows& rows, int i, float* acc) {
-    for (; i + M <= rows.count; i += M) expand_block<M>(b, tile, rows, i, acc);
-    if constexpr (M > 1) expand_rows<M / 2>(b, tile, rows, i, acc);
+template <int M, typename Numbers>
+void expand_rows(const Numbers& b, int rank, int tile, const ExpandedRows& rows, int i, float* acc) {
+    for (; i + M <= rows.count; i += M) expand_block<M>(b, rank, tile, rows, i, acc);
+    if constexpr (M > 1) expand_rows<M / 2>(b, rank, tile, rows, i, acc);
 }
 
 void expand(const LowRankMatrix& b, int tile, const ExpandedRows& rows, float* acc) {
-    expand_rows<kExpandedRows>(b, tile, rows, 0, acc);
+    with_numbers(b, [&](const auto& numbers) {
+        rows.count == 1 ? expand_block<1>(numbers, b.rank, tile, rows, 0, acc)
+                        : expand_rows<kExpandedRows>(numbers, b.rank, tile, rows, 0, acc);
+    });
 }
 
 void read_ranks(const LowRankMatrix& table, int row, float scale, float* h) {

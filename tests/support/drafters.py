@@ -30,11 +30,11 @@ class GuessingDrafter:
         self._token_ids += token_ids
 
     def propose(self, max_tokens: int) -> Draft:
-        return Draft(self._guess(self._token_ids, max_tokens)[:max_tokens], 4)
+        return Draft(self._guess(self._token_ids, max_tokens), 4)
 
 
 def right(answers: Sequence[Sequence[int]]) -> Guess:
-    """Guesses what comes, from the whole sequences."""
+    """Guesses all that comes, from the whole sequences, though it is more than may be verified."""
 
     def guess(token_ids: list[int], most: int) -> list[int]:
         num = len(token_ids)

@@ -309,7 +309,10 @@ class Speculation:
         if self._earlier is not None and row.num_tokens > request.num_prompt_tokens:
             found.append(self._earlier.propose(request.source, row.token_ids, most))
         chances = [
-            (self._acceptance.chance(row.request_id, draft.num_matched), draft)
+            (
+                self._acceptance.chance(row.request_id, draft.num_matched),
+                Draft(draft.token_ids[:most], draft.num_matched),
+            )
             for draft in found
             if draft.token_ids
         ]
