@@ -14,6 +14,7 @@ from octavo.engine.speculation import speculation
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.engine.speculation.credit import Credit
 from octavo.engine.speculation.drafter import Draft
+from octavo.engine.speculation.step_price import StepPrice
 
 Guess = Callable[[list[int], int], list[int]]
 """A guess from a row's tokens and the most that it may guess."""
@@ -65,6 +66,7 @@ def verified_at_any_cost() -> Iterator[None]:
         patch.setattr(speculation, "LEAST_GAIN", 0.0)
         patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 1.0)
         patch.setattr(Credit, "affords", lambda self, charge: True)
+        patch.setattr(StepPrice, "of", lambda self, num_more: 1.0)
         yield
 
 

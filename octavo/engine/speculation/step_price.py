@@ -18,8 +18,8 @@ LEAST_TOKEN_SHARE = 0.02
 0.05 and 0.13 were measured on CPUs.
 """
 FAR = 16
-"""Tokens that the largest measured step must have more than the plain one, to tell what one more
-takes at least: steps of about as many tokens are told apart by noise.
+"""Tokens beyond four times the plain step's from which a larger step tells what one more takes at
+least: those of about as many tokens are told apart by noise, or have prompts among them.
 """
 
 
@@ -58,15 +58,17 @@ class StepPrice:
 
 
 def _token_s(costs: StepCosts, num_tokens: int) -> float:
-    """Returns the seconds that one more token takes on the way to the largest measured step, such
-    as a prompt's: a measure that a single bad moment does not move much.
+    """Returns the seconds that one more token takes on the way to a much larger measured step, such
+    as a prompt's, where it takes least: a measure that a single bad moment does not move much.
     """
-    largest = costs.points[-1].num_tokens if costs.points else 0.0
-    if largest <= num_tokens + FAR:
-        return 0.0
-    num_more = round(largest) - num_tokens
-    more_s = (costs.step_s(round(largest), 0) or 0.0) - (costs.step_s(num_tokens, 0) or 0.0)
-    return max(0.0, more_s / num_more)
+    plain_s = costs.step_s(num_tokens, 0) or 0.0
+    sizes = (round(point.num_tokens) for point in costs.points)
+    each_s = (
+        ((costs.step_s(size, 0) or 0.0) - plain_s) / (size - num_tokens)
+        for size in sizes
+        if size > 4 * num_tokens + FAR
+    )
+    return max(0.0, min(each_s, default=0.0))
 
 
 def priced_counts(most: int) -> list[int]:
