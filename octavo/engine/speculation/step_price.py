@@ -17,7 +17,7 @@ LEAST_TOKEN_SHARE = 0.02
 """Least time of one more token, as a share of the plain step's time for each of its tokens. Between
 0.05 and 0.13 were measured on CPUs.
 """
-FAR = 16
+FAR = 12
 """Tokens beyond four times the plain step's from which a larger step tells what one more takes at
 least: those of about as many tokens are told apart by noise, or have prompts among them.
 """
