@@ -33,10 +33,13 @@ FORM = {
 
 
 @pytest.fixture(scope="module")
-def http():
-    """A client of a server whose context has room for tools."""
+def http(tmp_path_factory):
+    """A client of a server that keeps responses, and whose context has room for tools."""
     server = LiveServer(
-        str(tiny_model_with_text()), "--served-model-name=tiny", "--max-model-len=2048"
+        str(tiny_model_with_text()),
+        "--served-model-name=tiny",
+        "--max-model-len=2048",
+        f"--state-dir={tmp_path_factory.mktemp('state')}",
     )
     with server.http() as client:
         yield client
@@ -290,6 +293,40 @@ def test_a_responses_form(http):
     jsonschema.validate(json.loads(made["output"][0]["content"][0]["text"]), FORM)
 
 
+# -- forks -----------------------------------------------------------------------------------------
+
+
+def forked(http, name):
+    """Returns the message and the id of a fork that goes on behind an answer's first two tokens."""
+    made = http.post(f"/v1/requests/{name}/fork", json={"keep": 2, "max_tokens": 200})
+    assert made.status_code == 200, made.text
+    return made.json()["choices"][0]["message"], made.json()["id"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v2/chat"])
+def test_a_fork_of_any_api_tells_its_calls(http, path):
+    """Also a fork of a fork: each is an answer of chat completions."""
+    asked = {"/v1/messages": anthropic, "/v2/chat": cohere}
+    options = {} if path == "/v2/chat" else {"temperature": 0}
+    if path in asked:
+        name = asked[path](http, **options).json()["id"]
+    else:
+        name = http.post(path, json=RESPONSE | options).json()["id"]
+    for _ in range(2):
+        message, name = forked(http, name)
+        first = message["tool_calls"][0]["function"]
+        jsonschema.validate(json.loads(first["arguments"]), SCHEMA)
+
+
+def test_a_fork_of_a_background_response_tells_its_call(http):
+    made = http.post("/v1/responses", json=RESPONSE | {"background": True}).json()
+    while made["status"] in ("queued", "in_progress"):
+        made = http.get(f"/v1/responses/{made['id']}").json()
+    message, _ = forked(http, made["id"])
+    (call,) = message["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+
+
 # -- reasoning -------------------------------------------------------------------------------------
 
 
@@ -373,6 +410,28 @@ def test_each_api_tells_reasoning_in_its_own_form(thinker):
     assert "".join(line["message"].get("thinking", "") for line in told) == made["thinking"]
     shown = thinker.post("/api/show", json={"model": "tiny"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
+
+
+def test_a_fork_of_ollamas_answer_tells_its_reasoning(thinker):
+    """Ollama's answers have no id of their own: one that runs beside others is found among them."""
+    others = {"model": "tiny", "prompt": "Hello", "n": 64, "max_tokens": 200, "ignore_eos": True}
+    opened = [*HELLO, {"role": "assistant", "content": "<think>"}]
+    long = {"type": "array", "items": {"type": "string"}, "minItems": 300}
+    options = {"num_predict": 300, "seed": 3}
+    asked = {"model": "tiny", "messages": opened, "options": options, "format": long}
+    with (
+        thinker.stream("POST", "/v1/completions", json=others | {"stream": True}),
+        thinker.stream("POST", "/api/chat", json=asked) as stream,
+    ):
+        told = (json.loads(line)["message"] for line in stream.iter_lines())
+        first = next(message for message in told if message.get("thinking"))
+        running = [one["id"] for one in thinker.get("/v1/requests").json()["data"]]
+        (name,) = (one for one in running if one.startswith("ollama-"))
+        body = {"keep": 1, "max_tokens": 6}
+        fork = thinker.post(f"/v1/requests/{name}/fork", json=body).json()
+    message = fork["choices"][0]["message"]
+    assert message["reasoning"] and not message["content"]
+    assert first["content"] == ""
 
 
 def test_reasoning_goes_back_to_cohere_as_it_came(thinker):

@@ -15,7 +15,7 @@ from octavo.server.anthropic.answer import MessageAnswer, MessageStream
 from octavo.server.anthropic.bodies import NAMES, CountTokensBody, MessagesBody
 from octavo.server.anthropic.conversation import conversation_of
 from octavo.server.auth import origin_of
-from octavo.server.body import body_of
+from octavo.server.body import body_bytes, body_of
 from octavo.server.state.service import Service, service_of
 from octavo.server.turn import in_their_words, params_of, start_turn
 from octavo.structured_outputs import StructuredOutputs
@@ -41,6 +41,7 @@ async def create_message(
         turn = await start_turn(
             model, conversation_of(body, model), params, answer.id, origin=origin, stream=stream
         )
+    service.readings.keep(answer.id, turn.reading, body_bytes(request))
     headers = {**body.headers, "request-id": f"req_{secrets.token_hex(12)}"}
     if stream:
         return MessageStream(answer.events(turn), headers)

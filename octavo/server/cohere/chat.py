@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.errors import InvalidRequest
 from octavo.server.auth import origin_of
-from octavo.server.body import body_of
+from octavo.server.body import body_bytes, body_of
 from octavo.server.cohere.answer import CohereAnswer, CohereStream
 from octavo.server.cohere.bodies import (
     NAMES,
@@ -56,6 +56,7 @@ async def chat(
         turn = await start_turn(
             model, _conversation(body, model), params, answer.id, origin=origin, stream=stream
         )
+    service.readings.keep(answer.id, turn.reading, body_bytes(request))
     if stream:
         return CohereStream(answer.events(turn), body.headers)
     made = answer.whole(turn, await turn.whole(request.receive))

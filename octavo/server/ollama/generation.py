@@ -18,7 +18,7 @@ from octavo.engine.front.arguments import Prompt
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
-from octavo.server.body import body_of
+from octavo.server.body import body_bytes, body_of
 from octavo.server.generation import prompt_of
 from octavo.server.images import Content, base64_source, image_part, text_part
 from octavo.server.ollama.answer import ChatLines, GenerateLines, LineStream, OllamaAnswer
@@ -63,7 +63,7 @@ async def chat(
     )
     prompt = await conversation.prompt(model)
     reading = conversation.reading(model, prompt)
-    return await _answer(request, body, answer, prompt, reading)
+    return await _answer(request, service, body, answer, prompt, reading=reading)
 
 
 @router.post("/api/generate")
@@ -80,21 +80,24 @@ async def generate(
         return _loaded(answer, body)
     if body.suffix or body.raw:
         refuse_values(body, ["images"])
-        return await _answer(request, body, answer, await _prompt(body, model), PLAIN)
+        return await _answer(request, service, body, answer, await _prompt(body, model))
     system = [{"role": "system", "content": body.system}] if body.system else []
     asked = _seen(body.prompt or "", body.images)
     messages: list[dict[str, Any]] = [*system, {"role": "user", "content": asked}]
     conversation = _conversation(messages, body, model)
     prompt = await conversation.prompt(model)
-    return await _answer(request, body, answer, prompt, conversation.reading(model, prompt))
+    reading = conversation.reading(model, prompt)
+    return await _answer(request, service, body, answer, prompt, reading=reading)
 
 
 async def _answer(
     request: Request,
+    service: Service,
     body: OllamaBody,
     answer: OllamaAnswer,
     prompt: Prompt,
-    reading: AnswerReading,
+    *,
+    reading: AnswerReading = PLAIN,
 ) -> Response:
     """Submits a prompt and gives its answer, as a stream unless that is turned off."""
     stream = body.stream is not False
@@ -111,6 +114,7 @@ async def _answer(
             origin=origin,
             stream=stream,
         )
+    service.readings.keep(name, reading, body_bytes(request))
     if stream:
         return LineStream(answer.lines(turn), body.headers)
     return _json(answer.whole(turn, await turn.whole(request.receive)), body)

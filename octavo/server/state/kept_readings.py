@@ -1,4 +1,4 @@
-"""How the answers of the latest chats are read, for requests that fork them."""
+"""How the latest answers to conversations are read, in any API, for requests that fork them."""
 
 from __future__ import annotations
 

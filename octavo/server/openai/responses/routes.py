@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.server.auth import origin_of, owner_of
-from octavo.server.body import body_of
+from octavo.server.body import body_bytes, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.errors import error_body
 from octavo.server.openai.listing import listing
@@ -63,6 +63,7 @@ async def create(
             return TypedEventStream(run.events(-1), body.headers)
         return JSONResponse(run.response, headers=body.headers)
     turn = prepared.start()
+    service.readings.keep(asked.id, prepared.reading, body_bytes(request))
     if body.stream:
         return TypedEventStream(_events(prepared, turn, store), body.headers)
     last = await unless_gone(request.receive, _whole(prepared, turn, store))

@@ -197,6 +197,8 @@ class ResponseRuns:
             found = prepared
             run.reading = found.reading
             turn = await self._patiently(lambda: _started(found))
+            num_bytes = len(asked.body.model_dump_json(exclude_none=True))
+            self._service.readings.keep(asked.id, found.reading, num_bytes)
             run.response = {**run.response, "status": "in_progress"}
             async for delta in turn.deltas():
                 new = delta.text[max(0, told - delta.start) :]
