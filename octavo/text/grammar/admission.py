@@ -29,9 +29,11 @@ from octavo.text.grammar.schema import (
     OPTIONS,
     SchemaError,
     blame,
+    check_chains,
     check_cycles,
     prepared,
     read,
+    schemas_in,
 )
 from octavo.text.unicode import check_unicode
 
@@ -130,6 +132,8 @@ def _lark(form: StructuredOutputs) -> str:
         made = str(any_to_lark(text))
     except (RecursionError, Exception) as error:  # the converter raises what it likes
         raise refuse(form.given_as, f"grammar: not readable: {error}"[:500]) from None
+    for schema in schemas_in(text):
+        check_chains(schema)
     if (depth := lark.depth(made)) > MAX_RULE_DEPTH:
         raise refuse(
             form.given_as,

@@ -9,8 +9,11 @@ it refuses.
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -23,13 +26,19 @@ MAX_NODES = 20_000
 """Objects and arrays in a schema."""
 MAX_PROPERTIES = 2_000
 """Properties of one object; the time to compile them grows with the square."""
+MAX_REFERENCES = 200
+"""References to follow one after another until any part of a schema is reached; the compiler goes
+through all of them at once, 4,000 in more than a second.
+"""
 BLAME_S = 0.5
 """Upper bound on the search for the place of a fault, in seconds."""
 
 OPTIONS = "x-guidance"
 """Key of the compiler's own options in a schema, which are not the user's to set."""
 
-MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+DEFINITIONS = ("$defs", "definitions")
+"""Keywords whose schemas count only where a reference names them."""
+MAPS = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")
 SINGLES = (
     "additionalProperties",
@@ -205,11 +214,12 @@ def resolved(root: Schema, reference: object) -> SubSchema | None:
 
 
 def prepared(schema: dict[str, Any], *, closes_objects: bool) -> dict[str, Any]:
-    """Returns a copy of a schema that the compiler may see; refuses cycles without an end.
+    """Returns a copy of a schema that the compiler may see; refuses long chains of references.
 
     With `closes_objects`, objects have no properties but those that their schema names.
     """
     schema = json.loads(json.dumps(schema), parse_float=_number)
+    check_chains(schema)
     for place in places(schema):
         if not isinstance(place.schema, dict):
             continue
@@ -288,6 +298,39 @@ def _constants_of(root: Schema, schema: Schema, name: str) -> set[str] | None:
     if not isinstance(properties, Mapping) or name not in properties:
         return None
     return _constants(root, properties[name])
+
+
+# -- chains of references --------------------------------------------------------------------------
+
+
+def check_chains(root: Schema) -> None:
+    """Refuses a schema with a part that is reached only through too many references."""
+    reached: set[int] = set()
+    waiting = deque([(0, SubSchema("#", root))])
+    while waiting:
+        num_followed, place = waiting.popleft()
+        if id(place.schema) in reached or not isinstance(place.schema, Mapping):
+            continue
+        reached.add(id(place.schema))
+        if num_followed > MAX_REFERENCES:
+            raise SchemaError(
+                _cut(place.pointer),
+                f"reached only through more than {MAX_REFERENCES} references, one after another",
+            )
+        named = resolved(root, place.schema.get("$ref"))
+        if named is not None:
+            waiting.append((num_followed + 1, named))
+        used = {key: part for key, part in place.schema.items() if key not in DEFINITIONS}
+        inner = children(SubSchema(place.pointer, used))
+        waiting.extendleft((num_followed, part) for part in inner)
+
+
+def schemas_in(grammar: str) -> Iterator[Schema]:
+    """Yields the JSON schemas that stand in a grammar in Lark's notation."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        with suppress(ValueError, RecursionError):
+            yield decoder.raw_decode(grammar, found.end())[0]
 
 
 # -- cycles ----------------------------------------------------------------------------------------
