@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <utility>
 
 #include "executor.h"
@@ -33,17 +34,31 @@ struct Walk : ThreadPool::Work {
 
     // Threads that share a product's outputs each read a part of its weights, and all rows; threads that
     // share the rows read all weights, which costs as much as some eight rows more. The latter pays where
-    // rows are many; the block is one with which they come out even.
+    // rows are many and a block is found with which they come out even: one row behind two threads' blocks
+    // of 16 would make one of them take 32. Values of `Axis::block` have room for `most` rows of each thread.
     static int row_block(int rows, int threads, int least, int most) {
         if (rows < threads * least) return 0;
-        int best = 0, lowest = 0;
+        int best = 0;
+        double lowest = rows <= threads * most ? cost_of_shared_outputs(rows, threads) : INFINITY;
         for (int block = most; block >= kTile; block -= kTile) {
-            const int blocks = (rows + block - 1) / block;
-            const int cost = (blocks + threads - 1) / threads * (block + 8);
-            if (best == 0 || cost < lowest) best = block, lowest = cost;
+            const int cost = cost_of_blocks(rows, threads, block);
+            if (cost < lowest) best = block, lowest = cost;
         }
         return best;
     }
+    // In rows of one thread: what all of them write and read again lies in no thread's own cache, and they
+    // meet behind each stage.
+    static double cost_of_shared_outputs(int rows, int threads) {
+        return 1.35 * rows / threads + kRowsOfWeights;
+    }
+    // In rows of the thread that takes the most; the last block may be a small one.
+    static int cost_of_blocks(int rows, int threads, int block) {
+        const int blocks = (rows + block - 1) / block, turns = (blocks + threads - 1) / threads;
+        const bool ends_alone = blocks % threads == 1 || threads == 1;
+        const int last = ends_alone ? rows - (blocks - 1) * block : block;
+        return (turns - 1) * (block + kRowsOfWeights) + last + kRowsOfWeights;
+    }
+    static constexpr int kRowsOfWeights = 8;
 
     int num_stages() const override { return (int)body.size() + head * chunks; }
     StageRange range(int index) const {

@@ -37,6 +37,7 @@ inline bool same_bits(const Floats& a, const Floats& b) {
 }
 
 void test_thread_pool();
+void test_walk();
 void test_weight_stream(const std::string& directory);
 void test_neuron_cache(const std::string& directory);
 void test_shared_ranks(const std::string& directory);

@@ -16,6 +16,8 @@ int main(int count, char** arguments) {
     }
     test::test_thread_pool();
     std::printf("thread pool: ok\n");
+    test::test_walk();
+    std::printf("walk: ok\n");
     test::test_weight_stream(arguments[1]);
     std::printf("weight stream: ok\n");
     test::test_neuron_cache(arguments[1]);
