@@ -364,12 +364,15 @@ struct Builder {
     // is not the last.
     void run(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
              const nb::object& check) {
-        const Batch step = read_batch(batch, output);
+        run_and_check(read_batch(batch, output), *kv, check, 0);
+    }
+
+    void run_and_check(const Batch& step, const KvMemory& kv, const nb::object& check, int index) {
         {
             nb::gil_scoped_release release;
-            executor.run(step, *kv);
+            executor.run(step, kv);
         }
-        check_draws(step, *kv, check, 0);
+        check_draws(step, kv, check, index);
     }
 
     void check_draws(const Batch& step, const KvMemory& kv, const nb::object& check, int index) {
@@ -436,8 +439,8 @@ struct Builder {
         executor.write_candidates(*checked_step_, *checked_kv_, rows, out.data());
     }
 
-    // Returns how many steps were computed. An exception in any but the first ends them instead: the caller
-    // meets it again when it computes that step next.
+    // Returns how many steps were computed and checked. An exception in any but the first ends them instead:
+    // the rows have taken in the steps before, and the caller meets it again when it computes that step next.
     int decode(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
                const nb::object& steps, const nb::callable& goes_on, const nb::object& check) {
         const int num_steps = nb::cast<int>(steps.attr("num_steps"));
@@ -445,13 +448,14 @@ struct Builder {
         DecodeBatch decoding(first, kv->num_groups(), num_steps, read_end_tokens(steps, first.num_requests));
         for (int done = 0;; done++) {
             try {
-                nb::gil_scoped_release release;
-                executor.run(decoding.batch(), *kv);
+                run_and_check(decoding.batch(), *kv, check, done);
+            } catch (const nb::python_error& error) {
+                if (done == 0 || error.matches(PyExc_KeyboardInterrupt)) throw;
+                return done;
             } catch (const std::exception&) {
                 if (done == 0) throw;
                 return done;
             }
-            check_draws(decoding.batch(), *kv, check, done);
             const bool is_last = done + 1 == num_steps || !decoding.advance();
             if (is_last || !nb::cast<bool>(goes_on(done))) return done + 1;
         }

@@ -208,6 +208,7 @@ class ModelRunner:
         )
         for samples in steps[len(done) :]:
             take(samples)
+        self._rows.grammars.take_back()  # what a step was to draw that did not end
         self._append_forced(step.layout.rows, step.layout.ends, done[-1])
         return DecodedRows([_joined(results) for results in zip(*done, strict=True)], len(done))
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, StructuredOutputs
 from octavo.engine.core import CoreOutputs
 from octavo.engine.recording.recorder import StepComputed, StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduling import multi_step
+from octavo.worker.checked_draws import CheckedDraws
+from octavo.worker.model_runner import ModelRunner
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.tiny_tokenizer import tiny_model_with_text
 
 SCARCE = {"llama": "110KiB", "gemma3_text": "144KiB", "gpt2": "192KiB"}
 """Families, and what eight or nine blocks take."""
@@ -234,3 +237,54 @@ def test_steps_of_a_recording_are_made_again(tmp_path):
     found = Replay(header, executor).run(events)
     executor.close()
     assert found.differences == [] and found.num_requests >= 12
+
+
+class FailingChecks:
+    """Has the check of every third call's second step or a later one fail, once its tokens are
+    taken in.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_failed = 0
+        self._num_calls = 0
+        self._num_checked = 0
+        decode, check = ModelRunner.decode, CheckedDraws.__call__
+
+        def counted_decode(runner, *args):
+            self._num_calls += 1
+            self._num_checked = 0
+            try:
+                return decode(runner, *args)
+            finally:
+                self._num_checked = -(1 << 30)
+
+        def failing_check(draws, *args):
+            found = check(draws, *args)
+            self._num_checked += 1
+            if self._num_checked == 2 + self._num_calls % 4 and self._num_calls % 3 == 0:
+                self.num_failed += 1
+                raise RuntimeError("a check that fails")
+            return found
+
+        monkeypatch.setattr(ModelRunner, "decode", counted_decode)
+        monkeypatch.setattr(CheckedDraws, "__call__", failing_check)
+
+
+def test_a_check_that_fails_between_steps_changes_no_answer(monkeypatch):
+    """Rows have taken in the steps before it; the step that was not checked is computed again."""
+    schema = {"type": "array", "items": {"type": "string"}, "minItems": 40}
+    kinds = [{"temperature": 0}, {}, {"top_p": 0.8}, {"min_p": 0.1}, {"repetition_penalty": 1.2}]
+    wanted = [
+        SamplingParams(
+            max_tokens=70, seed=number, structured_outputs=StructuredOutputs(json=schema), **kind
+        )
+        for number, kind in enumerate(kinds)
+    ]
+    prompts = prompts_of(*range(4, 4 + len(wanted)))
+    options = {"backend": "native", "skip_tokenizer_init": False, "num_scheduler_steps": 8}
+    with make_llm(model_path=tiny_model_with_text(), **options) as llm:
+        undisturbed = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+        failing = FailingChecks(monkeypatch)
+        found = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+    assert failing.num_failed > 2
+    assert found == undisturbed
