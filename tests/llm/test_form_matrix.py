@@ -2,17 +2,23 @@
 bit for bit the one of masks made beforehand, and of an engine that is short of memory and guesses.
 """
 
+import asyncio
 import json
+import os
 import random
+import signal
 from dataclasses import dataclass
 
 import jsonschema
 import pytest
 
-from octavo import SamplingParams, StructuredOutputs
+from octavo import AsyncLLM, SamplingParams, StructuredOutputs
+from octavo.config.engine_config import EngineConfig
 from octavo.errors import InvalidRequest
+from octavo.progress import quiet
+from octavo.wiring.engine import build_with_process
 from tests.support.drafters import all_verified, guess_counts, seldom_right, sequences
-from tests.support.llm_tools import fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import fingerprint, make_llm, prompts_of, small_options
 from tests.support.schemas import schemas_of_file, some_schema
 from tests.support.tiers import examples
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -27,10 +33,13 @@ UNFILTERED = {
     "four samples": {"n": 4, "temperature": 2.0},
     "bad words": {"bad_words": ["%", "&"]},
 }
-FILTERED = {
+CUT = {
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.4, "logprobs": 1},
     "min_p": {"min_p": 0.2},
+    "all cuts": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
+}
+FILTERED = {
     "typical": {"typical_p": 0.9, "top_n_sigma": 3.0},
     "exclusions": {"xtc_probability": 0.5, "dynatemp_range": 0.5},
     "mirostat 1": {"mirostat_mode": 1},
@@ -43,9 +52,11 @@ OTHERS = {
     "beams": {"beam_width": 3, "n": 2},
     "processors": {"logits_processors": ["favours_last"]},
 }
-WAYS = UNFILTERED | FILTERED | OTHERS
-NUM = 40
-"""Schemas of the smallest tier."""
+WAYS = UNFILTERED | CUT | FILTERED | OTHERS
+NUM = 50
+"""Schemas of a file and drawn ones in the smallest tier, of each."""
+NUM_TOGETHER = 25
+"""Requests that a core has when it is killed."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +99,15 @@ def noted(schema: dict) -> dict:
     }
 
 
+OPTIONS = {
+    "backend": "native",
+    "skip_tokenizer_init": False,
+    "logits_processors": ("tests.support.processors:favours_last",),
+}
+
+
 def engine(**options):
-    return make_llm(
-        model_path=tiny_model_with_text(),
-        backend="native",
-        skip_tokenizer_init=False,
-        logits_processors=("tests.support.processors:favours_last",),
-        **options,
-    )
+    return make_llm(model_path=tiny_model_with_text(), **OPTIONS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +148,12 @@ def test_each_finished_answer_meets_its_schema(answered):
 
 
 def test_a_checked_draw_is_the_masked_one(answered):
-    """A top_k of the whole vocabulary keeps all tokens, and has the mask made beforehand."""
+    """A filter that keeps all tokens has the mask made beforehand."""
     asked, outputs, _ = answered
-    chosen = [index for index, one in enumerate(asked) if one.way in UNFILTERED]
+    chosen = [index for index, one in enumerate(asked) if one.way in UNFILTERED | CUT]
     prompts = prompts_for(asked)
     with engine() as llm:
-        wanted = [asked[index].params(top_k=llm.info.vocab_size) for index in chosen]
+        wanted = [asked[index].params(top_n_sigma=100) for index in chosen]
         masked = llm.generate([prompts[index] for index in chosen], wanted)
     for index, output in zip(chosen, masked, strict=True):
         assert fingerprint(output) == fingerprint(outputs[index]), asked[index]
@@ -179,3 +191,30 @@ def test_a_request_draws_alone_what_it_draws_in_a_batch(answered):
         for index in range(0, len(asked), 5):
             (alone,) = llm.generate([prompts[index]], asked[index].params())
             assert fingerprint(alone) == fingerprint(outputs[index]), asked[index]
+
+
+def test_another_core_goes_on_with_each_answer(answered):
+    """Each group of requests outlives the process of its core, killed among their tokens."""
+    asked, outputs, _ = answered
+    prompts = prompts_for(asked)
+    options = small_options(model_path=tiny_model_with_text()) | OPTIONS
+    front = build_with_process(EngineConfig.from_options(**options), quiet)
+    llm = AsyncLLM(front)
+
+    async def run(part: slice) -> list:
+        requests = list(zip(prompts[part], asked[part], strict=True))
+        streams = [llm.submit(prompt, one.params()) for prompt, one in requests]
+        finals = [asyncio.create_task(stream.final()) for stream in streams]
+        await asyncio.wait(finals, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(front.client.pid, signal.SIGKILL)
+        return [await one for one in finals]
+
+    parts = [slice(at, at + NUM_TOGETHER) for at in range(0, len(asked), NUM_TOGETHER)]
+    parts = parts[: examples(1)]
+    for part in parts:
+        for one, output, same in zip(
+            asked[part], outputs[part], asyncio.run(run(part)), strict=True
+        ):
+            assert fingerprint(output) == fingerprint(same), one
+    assert llm.stats().num_restarts == len(parts)
+    llm.close()
