@@ -1,6 +1,7 @@
 """Speed and memory of answers that have a form, against the same requests without one.
 
     python benchmarks/structured.py [--model smollm2] [--rounds 5] [--tokens 96] [--schemas 100]
+    python benchmarks/structured.py --cases "32 T=1" "32 top_p"
 
 Every request of a batch has a schema of its own, which only the first round has not seen. Rounds
 with and without a form take turns. Prints one JSON line for each of these, the medians of rounds:
@@ -15,6 +16,8 @@ with and without a form take turns. Prints one JSON line for each of these, the 
   against as many requests without a form;
 - bytes of a running answer beside its compiled grammar, and of all the compiled ones that a worker
   keeps.
+
+With `--cases` only these cases of the throughput are measured.
 """
 
 from __future__ import annotations
@@ -127,9 +130,12 @@ def ratio_line(case: str, formed: list[float], plain: list[float]) -> dict[str, 
     }
 
 
-def throughput(llm: LLM, num_rounds: int, tokens: int) -> Iterable[dict[str, Any]]:
+def throughput(
+    llm: LLM, num_rounds: int, tokens: int, names: Iterable[str] = CASES
+) -> Iterable[dict[str, Any]]:
     """Yields a line for each case."""
-    for name, (num, options) in CASES.items():
+    for name in names:
+        num, options = CASES[name]
         rates: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(num_rounds):
             for formed, found in rates.items():
@@ -258,23 +264,31 @@ def memory_line(model: str, num: int) -> dict[str, Any]:
     return memory(lazy_grammars(opened, lambda: tokenizer), tokens, num)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--schemas", type=int, default=100, help="schemas that were never seen")
-    given = parser.parse_args()
-    print(json.dumps(memory_line(given.model, given.schemas)), flush=True)
-    llm = LLM(given.model, max_model_len=2048, report=lambda text: None)
-    for line in throughput(llm, given.rounds, given.tokens):
-        print(json.dumps(line), flush=True)
+def other_figures(llm: LLM, given: argparse.Namespace) -> None:
+    """Prints what is measured beside the throughput; closes the engine."""
     print(json.dumps({"case": "a new schema"} | added_ms(llm, given.schemas)), flush=True)
     llm.close()
     for line in long_forced_keys(given.model, given.rounds):
         print(json.dumps(line), flush=True)
     beside = others_p99(given.model, given.rounds, given.schemas, 2 * given.tokens)
     print(json.dumps(asyncio.run(beside)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--schemas", type=int, default=100, help="schemas that were never seen")
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="only these, and nothing else")
+    given = parser.parse_args()
+    if given.cases is None:
+        print(json.dumps(memory_line(given.model, given.schemas)), flush=True)
+    llm = LLM(given.model, max_model_len=2048, report=lambda text: None)
+    for line in throughput(llm, given.rounds, given.tokens, given.cases or CASES):
+        print(json.dumps(line), flush=True)
+    if given.cases is None:
+        other_figures(llm, given)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ MASKED_FILTERS = {
     "mirostat_mode": 0,
 }
 """Filters whose outcome depends on which tokens are masked, and their neutral values."""
+CUTS = ("top_p", "top_k", "min_p")
+"""Those of them that keep a beginning of the order of all tokens."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=CheckedCall):
@@ -171,6 +173,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
     def depends_on_mask(self) -> bool:
         """Whether a masked draw may differ from the first legal token of an unmasked one."""
         return any(getattr(self, name) != value for name, value in MASKED_FILTERS.items())
+
+    @property
+    def has_cuts_alone(self) -> bool:
+        """Whether of the filters that depend on the mask only cuts are on."""
+        others = (name for name in MASKED_FILTERS if name not in CUTS)
+        is_free = all(getattr(self, name) == MASKED_FILTERS[name] for name in others)
+        return is_free and self.depends_on_mask
 
     @property
     def num_shown_logprobs(self) -> int | None:

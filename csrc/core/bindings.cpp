@@ -268,6 +268,7 @@ NB_MODULE(_native, m) {
     m.def("supported_levels", &supported_levels, "Instruction-set levels that this machine runs, best last.");
     m.attr("SAMPLE_CHUNK") = kSampleChunk;
     m.attr("MOST_CANDIDATES") = kMostCandidates;
+    m.attr("MOST_WITNESSES") = kMostWitnesses;
     m.attr("SAMPLING_RECORD") = sampling_record();
 
     nb::class_<Device>(m, "Device")
@@ -568,6 +569,9 @@ NB_MODULE(_native, m) {
              "expert_floats"_a, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "share_prefixes", [](Builder& b, bool share) { b.executor.share_prefixes(share); }, "share"_a)
+        .def_prop_ro(
+            "rows_of_blocks", [](const Builder& b) { return b.executor.rows_of_blocks(); },
+            "Rows of a step from which on threads may share its rows instead of a product's outputs.")
         .def_prop_ro(
             "progress", [](const Builder& b) { return b.executor.progress(); },
             "Grows while a step computes or weights arrive; may be read meanwhile.")

@@ -108,6 +108,7 @@ void DecodeBatch::next_results() {
     const int num = batch_.num_requests;
     s.out_ids += num;
     s.out_failed += num;
+    if (s.out_witnesses) s.out_witnesses += (int64_t)num * kMostWitnesses;
     if (!s.out_logprobs) return;
     s.out_logprobs += num;
     s.out_ranks += num;

@@ -633,6 +633,7 @@ void Executor::redraw(const Batch& batch, const KvMemory& kv, const std::vector<
     }
     Batch masked = batch;
     masked.late = nullptr;
+    masked.sampling.uncut = nullptr;
     masked.sampling.records = records.data();
     masked.sampling.allowed_masks = masks;
     masked.sampling.replaced = given.data();
@@ -648,6 +649,7 @@ void Executor::write_candidates(const Batch& batch, const KvMemory& kv, const st
     std::vector<uint8_t> failed(batch.num_samples);
     Batch asked = batch;
     asked.late = nullptr;
+    asked.sampling.uncut = nullptr;
     asked.sampling.records = records.data();
     asked.sampling.out_ids = ids.data();
     asked.sampling.out_failed = failed.data();

@@ -434,6 +434,8 @@ class Executor {
     ThreadPool& pool() const { return pool_; }
     int vocab() const { return vocab_; }
     int max_tokens() const { return max_tokens_; }
+    // Rows of a step from which on threads may share its rows instead of outputs.
+    int rows_of_blocks() const { return pool_.num_threads() * least_rows_; }
     const KernelTable& kernels() const { return kernels_; }
     float* arena(Axis axis) const { return (float*)arenas_[(int)axis]->data(); }
     int64_t row_floats(Axis axis) const { return row_floats_[(int)axis]; }

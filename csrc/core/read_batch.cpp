@@ -49,6 +49,12 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
     a.out_ranks = out_numbers<int32_t>(result, "ranks");
     a.out_top_logprobs = out_numbers<float>(result, "top_logprobs");
     a.out_surprises = out_numbers<float>(result, "surprises");
+    if (a.uncut) {
+        const auto witnesses = array_of<Out<int32_t, nb::ndim<2>>>(result, "witnesses");
+        if (witnesses.shape(0) < num_draws || witnesses.shape(1) != kMostWitnesses)
+            throw std::invalid_argument("witnesses: not 16 of each row");
+        a.out_witnesses = witnesses.data();
+    }
     if (result.attr("top_ids").is_none()) return;
     const auto top_ids = array_of<Out<int32_t, nb::ndim<2>>>(result, "top_ids");
     a.out_top_ids = top_ids.data();
@@ -154,6 +160,8 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
         b.keeps_logits = nb::cast<bool>(sampling.attr("keeps_logits"));
         if (!sampling.attr("late").is_none())
             b.late = (const uint8_t*)numbers<bool>(sampling, "late", (size_t)b.num_samples);
+        if (!sampling.attr("uncut").is_none())
+            b.sampling.uncut = (const uint8_t*)numbers<bool>(sampling, "uncut", (size_t)b.num_samples);
         read_results(b.sampling, output.attr("samples"), (size_t)b.num_samples * num_steps);
     } else {
         const nb::dict arrays(output.attr("arrays"));

@@ -11,6 +11,7 @@
 #include "noise.inl"
 #include "simd.h"
 #include "table.h"
+#include "witnesses.inl"
 
 namespace octavo {
 namespace {
@@ -256,6 +257,18 @@ int draw_in_order(const SampleArgs& a, int at, const float* z, int best, Candida
     return leaders.id();
 }
 
+// Draws the row at `at` from z without its cuts, and writes what shows that these keep the token.
+int draw_uncut(const SampleArgs& a, int at, const float* z, int best, Candidate* space) {
+    SamplingRecord uncut = a.records[at];
+    uncut.min_p = 0;
+    uncut.top_k = 0;
+    uncut.top_p = 1;
+    const int token = draw(Row{uncut, z, a.vocab, best}, space, 1).id();
+    write_witnesses(Row{a.records[at], z, a.vocab, best}, token,
+                    a.out_witnesses + (int64_t)at * kMostWitnesses);
+    return token;
+}
+
 void sample_row(const SampleArgs& a, int row, void* scratch) {
     const float* x = a.logits + row * a.stride;
     const int at = a.first + row;
@@ -273,8 +286,11 @@ void sample_row(const SampleArgs& a, int row, void* scratch) {
         const float* logits = changed ? z : given;
         token = best_id(logits, a.vocab);
         failed = !std::isfinite(logits[token]) || (changed && holds_nan(z, a.vocab));
-        if (!failed)
-            token = filtered ? draw_filtered(a, at, z, space) : draw_in_order(a, at, logits, token, space);
+        if (!failed && filtered)
+            token = draw_filtered(a, at, z, space);
+        else if (!failed)
+            token = a.leaves_cuts(at) ? draw_uncut(a, at, logits, token, space)
+                                      : draw_in_order(a, at, logits, token, space);
     }
     a.out_failed[at] = failed;
     a.out_ids[at] = failed ? 0 : token;

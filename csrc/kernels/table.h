@@ -441,6 +441,9 @@ static_assert(sizeof(SamplingRecord) == 88 && offsetof(SamplingRecord, position)
 // Most tokens that a draw keeps in their order.
 constexpr int kMostCandidates = 8;
 
+// Most tokens that show that the cuts keep a draw, itself among them.
+constexpr int kMostWitnesses = 16;
+
 // SamplingBatch and SampleResult of backends/batch.py; the rules are in backends/sampling.py.
 struct SampleArgs {
     const float* logits;  // [rows of this chunk][V]
@@ -460,6 +463,8 @@ struct SampleArgs {
     const float* const* replaced;  // logits that a row is drawn from in place of its own [S], or null
     int32_t* out_candidates;  // [S][num_candidates], the drawn token first, -1 behind the last; or null
     int32_t num_candidates;  // at most kMostCandidates
+    const uint8_t* uncut;  // whether a row is drawn without its cuts, and has witnesses written [S]; or null
+    int32_t* out_witnesses;  // [S][kMostWitnesses], set wherever `uncut` is
 
     int mask_words() const { return (vocab + 31) / 32; }
 
@@ -467,6 +472,7 @@ struct SampleArgs {
         return bias_starts[at + 1] > bias_starts[at] || records[at].allowed_mask >= 0 ||
                records[at].has_penalty();
     }
+    bool leaves_cuts(int at) const { return uncut && uncut[at] && records[at].temperature != 0; }
     // Whether the row at `at` draws its best logit, whatever the others are.
     bool takes_best(int at) const {
         const SamplingRecord& r = records[at];

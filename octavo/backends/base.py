@@ -261,6 +261,10 @@ class CheckingRunnable(Protocol):
 
     max_checked: int
     """Most sampled rows of a step whose draws are checked."""
+    most_extended: int
+    """Most requests of a step to whose texts tokens are added that nothing else may follow: with
+    more, computing such a token in the same step costs what the step that it saves would.
+    """
 
     def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
         """Computes what `run` does, then draws rows again as `check` says."""

@@ -50,6 +50,8 @@ all tokens. `target_id` >= 0 asks for that token's logprob instead of a draw (pr
 
 MOST_CANDIDATES = 8
 """Tokens of a checked draw that are known in their order."""
+MOST_WITNESSES = 16
+"""Tokens that show that a row's cuts keep its draw, itself among them."""
 
 _NEUTRAL = {
     "top_p": 1.0,
@@ -121,6 +123,11 @@ class SamplingBatch:
     """Whether rows may be drawn again once all are drawn, as a Check says."""
     late: NDArray[np.bool_] | None = None
     """Rows that are drawn only where a Check has them drawn again, `[S]`; None: no row is."""
+    uncut: NDArray[np.bool_] | None = None
+    """Rows that are drawn as if without min_p, top_k and top_p, `[S]`, none of them greedy and none
+    with another filter: the witnesses of the draw tell the Check what these would have made of it.
+    None: no row is. A row that is drawn again has its cuts.
+    """
 
     def __len__(self) -> int:
         return len(self.records)
@@ -138,10 +145,11 @@ class SamplingBatch:
             bias_values=self.bias_values[bias[0] : bias[-1]],
             allowed_masks=self.allowed_masks,
             late=None if self.late is None else self.late[first:end],
+            uncut=None if self.uncut is None else self.uncut[first:end],
         )
 
 
-ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises")
+ROW_ARRAYS = ("logprobs", "ranks", "top_ids", "top_logprobs", "surprises", "witnesses")
 """Arrays of a SampleResult that a step may do without."""
 
 
@@ -169,6 +177,11 @@ class SampleResult:
     """Surprises of drawn tokens among those that could be drawn, in bits, `[S]`; None where no row
     has a mirostat. Without meaning in a row without one.
     """
+    witnesses: NDArray[np.int32] | None = None
+    """Tokens that, if they are all legal, show that the cuts of a row which was drawn without them
+    keep its draw whatever else is masked, `[S, MOST_WITNESSES]`: the draw first, -1 behind the
+    last. The first is -1 where so few do not show it. None where every row was drawn with its cuts.
+    """
 
     def part(self, first: int, end: int) -> SampleResult:
         """Returns a view of the entries `first` to `end - 1`."""
@@ -181,9 +194,9 @@ class SampleResult:
     def take(self, other: SampleResult, rows: NDArray[np.int32]) -> None:
         """Takes over some rows of another result of the same step."""
         for name in ("token_ids", "failed", *ROW_ARRAYS):
-            array = getattr(self, name)
-            if array is not None:
-                array[rows] = getattr(other, name)[rows]
+            array, others = getattr(self, name), getattr(other, name)
+            if array is not None and others is not None:
+                array[rows] = others[rows]
 
 
 @dataclass(frozen=True, slots=True)

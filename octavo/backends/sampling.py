@@ -69,11 +69,13 @@ from numpy.typing import NDArray
 from octavo.backends import filters
 from octavo.backends.batch import (
     MOST_CANDIDATES,
+    MOST_WITNESSES,
     Redraw,
     SampleResult,
     SamplingBatch,
     unpacked_mask,
 )
+from octavo.backends.witnesses import without_cuts, witnesses
 
 Floats = NDArray[np.float64]
 Record = Mapping[str, Any] | np.void
@@ -106,6 +108,10 @@ def sample(
     if num_rows and batch.records["mirostat_mode"].any():
         result.surprises = np.zeros(num_rows, np.float32)
     drawn_from = logits if drawn_from is None else drawn_from
+    records, uncut = batch.records, batch.uncut
+    if uncut is not None:
+        result.witnesses = found = np.full((num_rows, MOST_WITNESSES), -1, np.int32)
+        batch = without_cuts(batch, uncut)
     for s in range(num_rows):
         if batch.late is not None and batch.late[s]:
             continue
@@ -113,7 +119,9 @@ def sample(
         token = None if np.isnan(raw).any() else _choose(raw, s, batch, result)
         result.failed[s] = token is None
         result.token_ids[s] = 0 if token is None else token
-    records = batch.records
+        if token is not None and uncut is not None and uncut[s]:
+            shown = witnesses(changed_logits(raw, s, batch), records[s], token)
+            found[s, : len(shown)] = shown
     if num_rows and (records["num_logprobs"].max() >= 0 or records["target_id"].max() >= 0):
         _add_logprobs(result, logits, batch)
     return result
@@ -131,7 +139,7 @@ def masked(batch: SamplingBatch, redraw: Redraw) -> SamplingBatch:
         len(redraw.samples)
     )
     masks = np.concatenate([batch.allowed_masks, redraw.masks])
-    return replace(batch, records=records, allowed_masks=masks, late=None)
+    return replace(batch, records=records, allowed_masks=masks, late=None, uncut=None)
 
 
 def replaced(logits: NDArray[np.float32], redraw: Redraw) -> NDArray[np.float32]:

@@ -1,11 +1,13 @@
 """Draws first, then looks at the draws: a token that its grammar allows is the one that a masked
 draw would give, since the draw takes the largest of scores that belong to tokens.
 
-Where it is not legal, the first legal one of the draw's candidates is; only where none of them is,
-the row is drawn again under a mask. Rows with a filter that depends on which tokens there are
-(`SamplingParams.depends_on_mask`) are drawn late: once, under masks that are made together. Rows
-with logits processors are drawn again from what these make of the row's logits, and rows with
-mirostat after each guess that holds.
+Where it is not legal, the only token that is legal stands in for it, or the first legal one of the
+draw's candidates; only where there is none the row is drawn again under a mask. Rows with top_p,
+top_k or min_p are drawn without these cuts, and a draw holds where a few other legal tokens show
+that the cuts would have kept it (`backends/witnesses.py`). Rows with another filter that depends on
+which tokens there are (`SamplingParams.depends_on_mask`) are drawn late: once, under masks that are
+made together. Rows with logits processors are drawn again from what these make of the row's logits,
+and rows with mirostat after each guess that holds.
 
 Where answers are completed before their length ends, a token after which that is no longer possible
 gives way to the next one of the short way to the end.
@@ -43,6 +45,10 @@ class CheckedDraw(NamedTuple):
     """Names of the processors that change its logits."""
     is_late: bool = False
     """Whether it is drawn only once its grammar's mask is known."""
+    is_free: bool = False
+    """Whether nothing but its grammar may ban a token."""
+    leaves_cuts: bool = False
+    """Whether it is drawn without its cuts, which witnesses speak for."""
     closes: bool = False
     """Whether its text is completed before its length ends."""
     is_search: bool = False
@@ -125,9 +131,13 @@ class CheckedDraws:
 
     def late(self, num_samples: int) -> NDArray[np.bool_] | None:
         """Returns which of the sampled rows are drawn late, `[S]`; None where none is."""
-        found = np.zeros(num_samples, np.bool_)
-        found[[entry for entry, draw in self._draws.items() if draw.is_late]] = True
-        return found if found.any() else None
+        late = [entry for entry, draw in self._draws.items() if draw.is_late]
+        return _marked(late, num_samples)
+
+    def uncut(self, num_samples: int) -> NDArray[np.bool_] | None:
+        """Returns which of the sampled rows are drawn without cuts, `[S]`; None where none is."""
+        uncut = [entry for entry, draw in self._draws.items() if draw.leaves_cuts]
+        return _marked(uncut, num_samples)
 
     def fault(self, entry: int) -> str:
         """Returns why a draw could not be made; "" where nothing failed here."""
@@ -168,6 +178,7 @@ class CheckedDraws:
     def _look(self, samples: SampleResult, kept: KeptRows, redraws: Redraws) -> None:
         """Finds what is wrong with the draws."""
         token_ids, failed = samples.token_ids.tolist(), samples.failed.tolist()
+        witnesses = [] if samples.witnesses is None else samples.witnesses.tolist()
         wrong, to_mask = [], []
         for entry, draw in self._draws.items():
             if draw.is_search:
@@ -176,7 +187,14 @@ class CheckedDraws:
                 self._process(entry, draw, samples, kept, redraws)
             elif draw.is_late or failed[entry]:
                 to_mask.append(entry)
-            elif not self._takes(draw, token_ids[entry]):
+            elif draw.leaves_cuts:
+                holds = self._takes_cut(draw, witnesses[entry])
+                if not (holds or self._takes_only(entry, draw, samples, redraws)):
+                    to_mask.append(entry)
+            elif not (
+                self._takes(draw, token_ids[entry])
+                or self._takes_only(entry, draw, samples, redraws)
+            ):
                 wrong.append(entry)
         if wrong:
             to_mask += self._replace(wrong, samples, kept, redraws)
@@ -194,8 +212,10 @@ class CheckedDraws:
     def _may_close(self, entry: int) -> bool:
         """Returns whether a draw comes near the end of its text's length."""
         draw = self._draws.get(entry)
+        if draw is None or not draw.closes:
+            return False
         num_left = self._texts.max_num_tokens[entry] - int(self._texts.ends[entry])
-        return draw is not None and draw.closes and num_left <= CLOSE_TOKENS
+        return num_left <= CLOSE_TOKENS
 
     def _close(self, entry: int, samples: SampleResult, redraws: Redraws) -> None:
         """Has a draw give way to the short way to the end, where its text could not be completed
@@ -264,6 +284,30 @@ class CheckedDraws:
         self._changed[entry] = redraws.logits[entry] = changed
         redraws.masks[entry] = self._mask(draw)
 
+    def _takes_only(
+        self, entry: int, draw: CheckedDraw, samples: SampleResult, redraws: Redraws
+    ) -> bool:
+        """Sets a draw to the one token that its grammar allows; returns whether there is one."""
+        if draw.num_guesses or not draw.is_free:
+            return False
+        token_id = self._grammars.only_token(draw.row)
+        if token_id is None or not self._takes(draw, token_id):
+            return False
+        self._set(entry, token_id, samples, redraws)
+        return True
+
+    def _takes_cut(self, draw: CheckedDraw, witnesses: Sequence[int]) -> bool:
+        """Returns whether a token drawn without cuts is the masked draw with them, as far as its
+        witnesses show; -1 stands behind the last.
+        """
+        drawn, *others = witnesses
+        for token_id in others:
+            if token_id < 0:
+                break
+            if not self._grammars.allows(draw.row, token_id, num_guesses=draw.num_guesses):
+                return False
+        return drawn >= 0 and self._takes(draw, drawn)
+
     def _takes(self, draw: CheckedDraw, token_id: int) -> bool:
         """Returns whether a token is legal; a row's own matcher takes it in at once, where nothing
         else is to be asked of it before.
@@ -275,3 +319,12 @@ class CheckedDraws:
     def _mask(self, draw: CheckedDraw) -> Bits:
         legal = self._grammars.mask_or_none(draw.row, num_guesses=draw.num_guesses)
         return legal if draw.allowed is None else legal & draw.allowed
+
+
+def _marked(entries: Sequence[int], num_samples: int) -> NDArray[np.bool_] | None:
+    """Returns `[S]` with some entries true; None where there are none."""
+    if not entries:
+        return None
+    found = np.zeros(num_samples, np.bool_)
+    found[entries] = True
+    return found

@@ -371,10 +371,12 @@ class ModelRunner:
     def _append_forced(
         self, rows: NDArray[np.intp], ends: NDArray[np.int32], results: Sequence[RowResult]
     ) -> None:
-        """Adds to results the tokens behind them that grammars leave no choice of. They are known
-        like those of a prompt: the next step computes them as a chunk. A text behind them that
-        several tokens may spell is a guess.
+        """Adds to results the tokens behind them that grammars leave no choice of, where the rows
+        are not too many. They are known like those of a prompt: the next step computes them as a
+        chunk. A text behind them that several tokens may spell is a guess.
         """
+        if self._checking is not None and len(rows) > self._checking.most_extended:
+            return
         for row, end, result in zip(rows.tolist(), ends.tolist(), results, strict=True):
             if row in self._rows.grammars and result.token_ids and result.failure is None:
                 result.token_ids += self._rows.append_forced(row, end)

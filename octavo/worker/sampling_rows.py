@@ -51,10 +51,15 @@ class RowExtras:
     """[ceil(V / 32)]; None allows all."""
     dry: DryMatches | None
     """Repetitions that DRY penalises; None without it."""
-    draws_first: bool
-    """Whether a grammar may be checked once the token is drawn."""
     processors: list[str]
     """Names of the processors that change its logits."""
+    check: CheckedDraw | None = None
+    """What is looked at of draws that follow no guess and come near no close; None: nothing."""
+
+    def may_bias(self, num_tokens: int) -> bool:
+        """Returns whether anything may be added to the logits of the token after so many."""
+        has_bias = self.logit_bias or self.bad_words or self.dry is not None
+        return bool(has_bias) or num_tokens < self.min_num_tokens
 
     def bias(
         self, token_ids: NDArray[np.int32], dry: DryMatches | None, *, must_end: bool
@@ -179,7 +184,7 @@ class SamplingRows:
             self._listed[row] = np.array(params.logprob_token_ids, np.int32)
         if params.mirostat_mode:
             self._mirostats[row] = MirostatRule(params.mirostat_tau, params.mirostat_eta)
-        extras = self._make_extras(new, params)
+        extras = self._make_extras(row, new, params)
         if extras is not None:
             self._extras[row] = extras
 
@@ -265,9 +270,8 @@ class SamplingRows:
         checked: dict[int, CheckedDraw] = {}
         in_turn: dict[int, list[int]] = {}
         known: dict[int, int] = {}
-        for entry, row in enumerate(rows.tolist()):
-            end = int(texts.ends[entry])
-            draw = self._checked_draw(row, end - known.setdefault(row, end), texts, entry)
+        for entry, (row, end) in enumerate(zip(rows.tolist(), texts.ends.tolist(), strict=True)):
+            draw = self._checked_draw(row, end, end - known.setdefault(row, end), texts, entry)
             if draw is not None:
                 checked[entry] = draw
             if row in self._mirostats:
@@ -286,23 +290,20 @@ class SamplingRows:
         return CheckedDraws(checked, self._grammars, self._processors, texts, chains)
 
     def _checked_draw(
-        self, row: int, num_guesses: int, texts: Texts, entry: int
+        self, row: int, num_tokens: int, num_guesses: int, texts: Texts, entry: int
     ) -> CheckedDraw | None:
-        """Returns what is looked at of a draw; None where nothing is."""
+        """Returns what is looked at of a draw after `num_tokens`, the last of them guesses; None
+        where nothing is.
+        """
         extras = self._extras.get(row)
-        if extras is None or not (extras.processors or row in self._grammars):
+        if extras is None or extras.check is None:
             return None
-        is_search = texts.searches[entry]
-        closes = not is_search and self._may_close(row, extras, int(texts.ends[entry]))
-        return CheckedDraw(
-            row,
-            num_guesses,
-            allowed=extras.allowed_mask,
-            processors=extras.processors,
-            is_late=not (extras.draws_first or extras.processors),
-            closes=closes,
-            is_search=is_search,
-        )
+        if texts.searches[entry]:
+            return extras.check._replace(num_guesses=num_guesses, is_search=True, leaves_cuts=False)
+        closes = self._closes and self._may_close(row, extras, num_tokens)
+        if not (num_guesses or closes):
+            return extras.check
+        return extras.check._replace(num_guesses=num_guesses, closes=closes)
 
     def _may_close(self, row: int, extras: RowExtras, num_tokens: int) -> bool:
         """Returns whether a row's text is completed before its length ends: its grammar alone says
@@ -310,7 +311,7 @@ class SamplingRows:
         """
         is_free = extras.allowed_mask is None and not extras.bad_words
         is_long_enough = num_tokens >= extras.min_num_tokens
-        return self._closes and row in self._grammars and is_free and is_long_enough
+        return row in self._grammars and is_free and is_long_enough
 
     def _in_turn(self, row: int, entries: list[int], draft_ids: list[int]) -> DrawsInTurn:
         """Returns the draws of a row, of which each but the first comes after a guess."""
@@ -364,9 +365,10 @@ class SamplingRows:
             allowed_masks=np.zeros((0, mask_words(self._vocab_size)), np.uint32),
         )
         if self._extras:
-            self._add_extras(batch, rows.tolist(), token_ids, ends, checks)
+            self._add_extras(batch, rows.tolist(), token_ids, ends.tolist(), checks)
         if checks is not None:
-            batch.keeps_logits, batch.late = True, checks.late(len(rows))
+            batch.keeps_logits = True
+            batch.late, batch.uncut = checks.late(len(rows)), checks.uncut(len(rows))
         return batch
 
     def _add_extras(
@@ -374,7 +376,7 @@ class SamplingRows:
         batch: SamplingBatch,
         rows: list[int],
         token_ids: NDArray[np.int32],
-        ends: NDArray[np.int32],
+        ends: list[int],
         checks: CheckedDraws | None,
     ) -> None:
         bias, history = Csr(), Csr()
@@ -382,19 +384,19 @@ class SamplingRows:
         known: dict[int, int] = {}
         dries: dict[int, DryMatches] = {}
         self._grammars.make_masks(self._masked_rows(rows, checks))
-        for entry, row in enumerate(rows):
+        for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
             extras = self._extras.get(row)
             if extras is None:
                 continue
-            end = int(ends[entry])
             num_guesses = end - known.setdefault(row, end)
-            if num_guesses == 1 and extras.dry is not None:
-                dries[row] = extras.dry.copy()
-            dry = dries.get(row, extras.dry)
-            must_end = self._grammars.is_complete(row, num_guesses=num_guesses)
-            if added := extras.bias(token_ids[row, :end], dry, must_end=must_end):
-                ids = np.fromiter(added.keys(), np.int32)
-                bias.add(entry, ids, np.fromiter(added.values(), np.float32))
+            if extras.may_bias(end):
+                if num_guesses == 1 and extras.dry is not None:
+                    dries[row] = extras.dry.copy()
+                must_end = self._grammars.is_complete(row, num_guesses=num_guesses)
+                dry = dries.get(row, extras.dry)
+                if added := extras.bias(token_ids[row, :end], dry, must_end=must_end):
+                    ids = np.fromiter(added.keys(), np.int32)
+                    bias.add(entry, ids, np.fromiter(added.values(), np.float32))
             if extras.counts is not None:
                 guesses = token_ids[row, end - num_guesses : end]
                 history.add(entry, *extras.counts.arrays_after(guesses.tolist()))
@@ -432,7 +434,7 @@ class SamplingRows:
             return legal if allowed is None else allowed
         return allowed & legal
 
-    def _make_extras(self, new: NewRow, params: SamplingParams) -> RowExtras | None:
+    def _make_extras(self, row: int, new: NewRow, params: SamplingParams) -> RowExtras | None:
         penalised = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
@@ -451,7 +453,7 @@ class SamplingRows:
         if not any(wanted):
             return None
         num_prompt = new.num_prompt_tokens
-        return RowExtras(
+        extras = RowExtras(
             logit_bias=params.logit_bias or {},
             end_token_ids=new.end_token_ids,
             num_prompt_tokens=num_prompt,
@@ -462,9 +464,26 @@ class SamplingRows:
             else None,
             allowed_mask=self._allowed_mask(params),
             dry=dry_matches(params),
-            draws_first=not params.depends_on_mask,
             processors=params.logits_processors or [],
         )
+        if new.grammar is not None or extras.processors:
+            leaves_cuts = params.has_cuts_alone and not extras.processors
+            extras.check = CheckedDraw(
+                row,
+                num_guesses=0,
+                allowed=extras.allowed_mask,
+                processors=extras.processors,
+                is_late=not (extras.processors or leaves_cuts) and params.depends_on_mask,
+                is_free=not (
+                    extras.processors
+                    or extras.bad_words
+                    or params.min_tokens
+                    or params.allowed_token_ids is not None
+                    or params.logit_bias
+                ),
+                leaves_cuts=leaves_cuts,
+            )
+        return extras
 
     def _allowed_mask(self, params: SamplingParams) -> Bits | None:
         """Returns the mask `[ceil(V / 32)]` of the allowed ids, one array for all requests with the
@@ -487,5 +506,7 @@ def append_targets(batch: SamplingBatch, targets: NDArray[np.void]) -> None:
     batch.records = np.concatenate([batch.records, targets])
     if batch.late is not None:
         batch.late = np.pad(batch.late, (0, num))
+    if batch.uncut is not None:
+        batch.uncut = np.pad(batch.uncut, (0, num))
     batch.history_starts = np.pad(batch.history_starts, (0, num), "edge")
     batch.bias_starts = np.pad(batch.bias_starts, (0, num), "edge")

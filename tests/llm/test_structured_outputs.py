@@ -9,6 +9,8 @@ import jsonschema
 import pytest
 
 from octavo import SamplingParams, StructuredOutputs
+from octavo.backends.native.backend import NativeProgram
+from octavo.backends.reference.backend import ReferenceRunnable
 from octavo.errors import InvalidRequest
 from tests.support.llm_tools import fingerprint, make_llm, prompts_of
 from tests.support.schemas import some_schema
@@ -114,14 +116,19 @@ def test_a_request_draws_alone_what_it_draws_in_a_batch(llm):
     assert together == alone
 
 
-@pytest.mark.parametrize("mode", ["sampled", "hot", "penalties", "biased", "bad words"])
+EVERY = {"top_n_sigma": 100.0}
+"""A filter that keeps all tokens, and has the mask made before the draw; greedy takes none."""
+
+
+@pytest.mark.parametrize(
+    "mode", ["sampled", "hot", "penalties", "biased", "bad words", "top_k", "top_p", "min_p"]
+)
 def test_a_checked_draw_is_the_masked_one(llm, mode):
-    """A top_k of the whole vocabulary keeps all tokens, and has the mask made beforehand."""
     prompts = prompts_of(3, 8)
     options = [MODES[mode] | {"seed": seed, "logprobs": 2} for seed in range(2)]
-    schema, every = strings_of("a", "b"), llm.info.vocab_size
+    schema = strings_of("a", "b")
     checked = llm.generate(prompts, [params(schema, **one) for one in options])
-    masked = llm.generate(prompts, [params(schema, **one | {"top_k": every}) for one in options])
+    masked = llm.generate(prompts, [params(schema, **one | EVERY) for one in options])
     assert [fingerprint(one) for one in checked] == [fingerprint(one) for one in masked]
 
 
@@ -134,10 +141,8 @@ def test_drawn_schemas_give_one_answer_alone_in_a_batch_and_under_masks(llm):
     wanted = [
         params(schema, **mode, max_tokens=60) for schema, mode in zip(schemas, modes, strict=True)
     ]
-    # A top_k of all tokens keeps them, and has the mask made beforehand; greedy takes no filter.
-    every = {"top_k": llm.info.vocab_size}
     under = [
-        params(schema, **mode | every, max_tokens=60)
+        params(schema, **mode | EVERY, max_tokens=60)
         for schema, mode in zip(schemas, modes, strict=True)
     ]
     together = [fingerprint(output) for output in llm.generate(prompts, wanted)]
@@ -280,6 +285,18 @@ def test_text_without_a_choice_is_not_drawn(llm, mode):
                 check(output, FORCED)
     assert answers[0] == answers[1]
     assert steps[1] < steps[0] / 3
+
+
+@pytest.mark.parametrize("mode", ["greedy", "hot", "top_p", "with logprobs", "at least 40 tokens"])
+def test_text_without_a_choice_is_the_same_in_steps_of_many_rows(llm, mode, monkeypatch):
+    """There each token of it takes a step, and no mask."""
+    form = StructuredOutputs(json=FORCED, disable_any_whitespace=True)
+    wanted = params(form, **MODES[mode])
+    few = [fingerprint(output) for output in llm.generate(prompts_of(4, 9), wanted)]
+    for program in (NativeProgram, ReferenceRunnable):
+        monkeypatch.setattr(program, "most_extended", 1)
+    many = [fingerprint(output) for output in llm.generate(prompts_of(4, 9), wanted)]
+    assert many == few
 
 
 def test_text_without_a_choice_ends_at_the_length(llm):

@@ -421,6 +421,45 @@ def check_first_legal(sample: Sample, *, rows: int = 60, vocab: int = 300) -> No
     )
 
 
+def check_witnesses(sample: Sample, *, rows: int = 200, vocab: int = 120) -> None:
+    """Checks that where a draw without cuts is legal and so are its witnesses, the masked draw with
+    cuts is the same token; and that witnesses are found for most draws that cuts keep.
+    """
+    g = rng(6)
+    logits = (g.normal(size=(rows, vocab)) * g.uniform(0.5, 5, (rows, 1))).astype(np.float32)
+    logits[::4] = np.round(logits[::4])  # many equal ones
+    masks = g.random((rows, vocab)) < np.where(g.random((rows, 1)) < 0.7, 0.97, 0.3)
+    masks[np.arange(rows), g.integers(0, vocab, rows)] = True
+    fields = {
+        "temperature": g.uniform(0.3, 2, rows),
+        "position": np.arange(rows),
+        "seed": g.integers(0, 1 << 64, rows, dtype=np.uint64),
+        "top_p": np.where(g.random(rows) < 0.3, 1, g.uniform(0.3, 1, rows)),
+        "top_k": np.where(g.random(rows) < 0.5, 0, g.integers(1, vocab + 3, rows)),
+        "min_p": np.where(g.random(rows) < 0.5, 0, g.uniform(0, 0.3, rows)),
+    }
+    uncut = batch_for(rows, vocab, **fields)
+    uncut.keeps_logits, uncut.uncut = True, g.random(rows) < 0.9
+    found = sample(logits, uncut)
+    plain = sample(logits, batch_for(rows, vocab, **fields)).token_ids
+    masked = batch_for(rows, vocab, masks=masks, allowed_mask=np.arange(rows), **fields)
+    wanted = sample(logits, masked).token_ids
+    assert found.witnesses is not None
+    assert (found.witnesses[~uncut.uncut] == -1).all()
+    assert (found.token_ids[~uncut.uncut] == plain[~uncut.uncut]).all()
+    shown = num_held = 0
+    for row in np.flatnonzero(found.witnesses[:, 0] >= 0):
+        ids = found.witnesses[row][found.witnesses[row] >= 0]
+        assert ids[0] == found.token_ids[row] == plain[row]
+        assert (found.witnesses[row][len(ids) :] == -1).all()
+        shown += 1
+        if masks[row][ids].all():
+            assert wanted[row] == ids[0]
+            num_held += 1
+    assert shown > rows / 4
+    assert num_held > rows / 10
+
+
 def check_ranks_of_ties(sample: Sample) -> None:
     """Checks that each token's own rank is its place in the top list, equal logits included."""
     row = np.array([1, 5, 5, 2, 5, 2, 0], np.float32)

@@ -25,6 +25,7 @@ from octavo.backends.base import (
 )
 from octavo.backends.batch import (
     MOST_CANDIDATES,
+    MOST_WITNESSES,
     Check,
     DecodeSteps,
     GoesOn,
@@ -335,6 +336,15 @@ class NativeProgram:
         """Most sampled rows whose logits lie in memory together."""
         return int(native_module().SAMPLE_CHUNK)
 
+    @property
+    def most_extended(self) -> int:
+        """Most requests of a step to whose texts tokens are added that nothing else may follow.
+
+        From some rows on the time of a step grows with its rows alone; and where each thread takes
+        as many of them, one row more makes them uneven.
+        """
+        return max(1, int(self._executor.rows_of_blocks) - 1)
+
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         return self._run(batch, kv, None)
 
@@ -441,4 +451,6 @@ def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> Sampl
         result.top_logprobs = np.zeros((count, most), np.float32)
     if sampling.records["mirostat_mode"].any():
         result.surprises = np.zeros(count, np.float32)
+    if sampling.uncut is not None:
+        result.witnesses = np.full((count, MOST_WITNESSES), -1, np.int32)
     return result

@@ -69,6 +69,7 @@ class ReferenceRunnable:
         raise BackendUnavailable("no profile was started")
 
     max_checked: ClassVar[int] = 1 << 30
+    most_extended: ClassVar[int] = 1 << 30
 
     def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
         return self._run(batch, kv, None)

@@ -25,6 +25,7 @@ from tests.support.sampling_cases import (
     check_first_legal,
     check_masked_distribution,
     check_ranks_of_ties,
+    check_witnesses,
     drawn,
     possible_tokens,
     random_batch,
@@ -175,6 +176,33 @@ def test_draws_have_their_probabilities(level, name):
 def test_the_masked_draw_is_the_first_legal_token(level):
     """A mask takes the first legal token in the order of the reference's unmasked scores."""
     check_first_legal(lambda logits, batch: sample_native(logits, batch, level))
+
+
+@pytest.mark.parametrize("vocab", [3, 20, 120, 1000])
+def test_witnesses_show_that_cuts_keep_a_draw(level, vocab):
+    """A draw without cuts whose witnesses are legal is the masked draw with them."""
+    check_witnesses(lambda logits, batch: sample_native(logits, batch, level), vocab=vocab)
+
+
+def test_the_references_witnesses_are_found(level):
+    """Native finds the reference's witnesses, but where a border lies within its rounding."""
+    g, rows, vocab = rng(8), 300, 400
+    logits = (g.normal(size=(rows, vocab)) * 3).astype(np.float32)
+    batch = batch_for(
+        rows,
+        vocab,
+        temperature=g.uniform(0.3, 2, rows),
+        top_p=g.uniform(0.5, 1, rows),
+        top_k=np.where(g.random(rows) < 0.5, 0, g.integers(1, 60, rows)),
+        min_p=np.where(g.random(rows) < 0.5, 0, 0.05),
+        position=np.arange(rows),
+    )
+    batch.keeps_logits, batch.uncut = True, np.ones(rows, np.bool_)
+    found = sample_native(logits, batch, level)
+    wanted = sampling.sample(logits, batch)
+    np.testing.assert_array_equal(found.token_ids, wanted.token_ids)
+    unlike = (found.witnesses != wanted.witnesses).any(axis=1)
+    assert unlike.sum() <= 1
 
 
 @pytest.mark.parametrize("vocab", [5, 8, 13, 20])

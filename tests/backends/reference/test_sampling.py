@@ -13,6 +13,7 @@ from tests.support.sampling_cases import (
     check_first_legal,
     check_masked_distribution,
     check_ranks_of_ties,
+    check_witnesses,
     rng,
 )
 
@@ -175,6 +176,12 @@ def test_the_draw_has_the_largest_score():
 def test_the_masked_draw_is_the_first_legal_token():
     """A mask takes the best score among the tokens that it allows."""
     check_first_legal(sample)
+
+
+@pytest.mark.parametrize("vocab", [3, 20, 120])
+def test_witnesses_show_that_cuts_keep_a_draw(vocab):
+    """A draw without cuts whose witnesses are legal is the masked draw with them."""
+    check_witnesses(sample, vocab=vocab)
 
 
 def test_top_k_takes_the_lower_of_equals():
