@@ -20,7 +20,7 @@ SIZES = (1, 8, 16, 24, 31, 32, 33, 36, 40, 44, 47, 48, 49, 56, 64, 65, 80, 96)
 
 
 def step_s(llm: LLM, num_requests: int, num_steps: int) -> float:
-    """Returns the seconds of one decode step with so many requests."""
+    """Returns the seconds of one decode step of some requests."""
     params = SamplingParams(temperature=0, max_tokens=num_steps, ignore_eos=True)
     prompts = [[100 + request] for request in range(num_requests)]
     began = time.perf_counter()

@@ -51,7 +51,7 @@ MASKED_FILTERS = {
 }
 """Filters whose outcome depends on which tokens are masked, and their neutral values."""
 CUTS = ("top_p", "top_k", "min_p")
-"""Those of them that keep a beginning of the order of all tokens."""
+"""Masked filters that keep a beginning of the order of all tokens."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=CheckedCall):

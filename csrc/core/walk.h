@@ -46,12 +46,12 @@ struct Walk : ThreadPool::Work {
         }
         return best;
     }
-    // In rows of one thread: what all of them write and read again lies in no thread's own cache, and they
-    // meet behind each stage.
+    // The unit is a row of one thread. What all threads write and read again lies in no thread's own cache,
+    // and they meet behind each stage.
     static double cost_of_shared_outputs(int rows, int threads) {
         return 1.35 * rows / threads + kRowsOfWeights;
     }
-    // In rows of the thread that takes the most; the last block may be a small one.
+    // The rows of the thread that takes the most; the last block may be a small one.
     static int cost_of_blocks(int rows, int threads, int block) {
         const int blocks = (rows + block - 1) / block, turns = (blocks + threads - 1) / threads;
         const bool ends_alone = blocks % threads == 1 || threads == 1;

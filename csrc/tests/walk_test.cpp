@@ -26,7 +26,7 @@ void test_walk() {
     CHECK(block_of(512) == 64);
     for (int rows = kThreads * kLeast; rows <= 2048; rows++) {
         const int block = block_of(rows);
-        // Values that a range keeps for itself have room for so many rows.
+        // Values that a range keeps for itself have room for kMost rows of each thread.
         CHECK(block > 0 || rows <= kThreads * kMost, "%d rows", rows);
         CHECK(block % kTile == 0 && block <= kMost, "%d rows", rows);
         CHECK(block == 0 || most_rows(rows, block) <= rows / kThreads + 48, "%d rows", rows);

@@ -37,11 +37,9 @@ def witnesses(z: NDArray[np.float64], record: Mapping[str, Any] | np.void, token
     the changed logits: itself first; none where fewer than MOST_WITNESSES do not show it.
     """
     weights = np.exp((z - z.max()) / float(record["temperature"]))
-    least, top_k, top_p = (
-        float(record["min_p"]) * SURE,
-        int(record["top_k"]) or len(z),
-        float(record["top_p"]),
-    )
+    least = float(record["min_p"]) * SURE
+    top_k = int(record["top_k"]) or len(z)
+    top_p = float(record["top_p"])
     before = z >= z[token]
     place = int(before.sum()) - 1
     if weights[token] < least or place >= top_k:
@@ -49,7 +47,8 @@ def witnesses(z: NDArray[np.float64], record: Mapping[str, Any] | np.void, token
     wanted = (weights[before].sum() - weights[token]) * (1 - top_p) * SURE
     behind = np.flatnonzero(z < z[token])
     behind = behind[np.argsort(-z[behind], kind="stable")]
-    found, known = [token], float(weights[token])
+    found = [token]
+    known = float(weights[token])
     for follower in behind[: min(MOST_WITNESSES, top_k - place) - 1].tolist():
         if wanted < top_p * known:
             break

@@ -54,10 +54,10 @@ class RowExtras:
     processors: list[str]
     """Names of the processors that change its logits."""
     check: CheckedDraw | None = None
-    """What is looked at of draws that follow no guess and come near no close; None: nothing."""
+    """Check of the draws that follow no guess and come near no close; None: they have none."""
 
     def may_bias(self, num_tokens: int) -> bool:
-        """Returns whether anything may be added to the logits of the token after so many."""
+        """Returns whether anything may be added to the logits of the token that follows."""
         has_bias = self.logit_bias or self.bad_words or self.dry is not None
         return bool(has_bias) or num_tokens < self.min_num_tokens
 
