@@ -2,7 +2,8 @@
 #
 #   make demo      install, fetch the default model, ask it a question
 #   make serve     the same, up to a server on port 8000
-#   make test      install what tests need; check a seeded sample of each property (minutes)
+#   make test      install what tests need; check a seeded sample of each property (minutes);
+#                  the tests of imports, prose and documents are those of make check
 #   make test-all  ten times that, and the slow tests (about an hour)
 #   make soak      the full counts; goes on where it was stopped (hours)
 #   make clients   other projects' clients (langchain, litellm, lm-eval ...) against a live server
@@ -59,7 +60,7 @@ serve: $(VENV)/.stamp
 
 test: $(DEV_VENV)/.stamp
 	@$(DEV_VENV)/bin/octavo pull $(MODEL) > /dev/null
-	$(PYTEST) $(BESIDE_EACH_OTHER) -m "not alone"
+	$(PYTEST) $(BESIDE_EACH_OTHER) -m "not alone" --ignore tests/arch
 	$(PYTEST) $(ALONE)
 
 test-all: $(DEV_VENV)/.stamp

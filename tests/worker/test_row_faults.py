@@ -104,6 +104,7 @@ READ = {
     NewRow: {
         "token_ids",
         "num_prompt_tokens",
+        "first_position",
         "params",
         "seed",
         "sample_index",
