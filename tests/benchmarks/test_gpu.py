@@ -245,6 +245,7 @@ def written(tmp_path, sections, *more):
     return [json.loads(line) for line in path.read_text().splitlines()], done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_over_an_engine(tmp_path):
     rows, out = written(tmp_path, "ceilings/engine")
     machine, ceilings = rows[0], next(row["ceilings"] for row in rows if "ceilings" in row)

@@ -73,7 +73,7 @@ def hidden(model: Path, ids: np.ndarray) -> np.ndarray:
     return run.rows(run.op.inputs[0])
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.slow
 def test_methods_of_two_layers(tmp_path: Path, text: Path) -> None:
     """The error over another text is below that of rounding to nearest."""
     model = write_shuffled(tmp_path, num_layers=2)
