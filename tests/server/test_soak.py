@@ -18,6 +18,8 @@ NUM_CLIENTS = 10
 WARM_UP = 0.4
 """Share of the time after which memory is first looked at."""
 MAX_GROWTH_BYTES = 12 << 20
+KV_CACHE = "--kv-cache-memory-bytes=16MiB"
+"""Small enough to be written to its end, and so in memory, before memory is looked at."""
 TEXTS = ("Hello", "Once upon a time there was", "numbers: " + "1, 2, 3, " * 12, "日本語 " * 6)
 REFUSED = (
     ({"prompt": "Hello", "unheard": 1}, 400),
@@ -30,7 +32,7 @@ REFUSED = (
 @pytest.fixture(scope="module")
 def server():
     models = f"one={tiny_model_with_text()}", f"two={tiny_model_with_text('gemma3_text')}"
-    server = LiveServer(*models)
+    server = LiveServer(*models, KV_CACHE)
     yield server
     assert server.stop() == 0, server.lines[-40:]
     first = next((at for at, line in enumerate(server.lines) if "Traceback" in line), None)
