@@ -69,6 +69,7 @@ def runner_of(backend, family, *adapters, **options):
 TOLERANCE = {"reference": 1e-6, "native": 1e-4, "torch": 1e-4}
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_logits_are_those_of_peft(backend, family, kind, tmp_path):

@@ -29,6 +29,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_servers_get_the_same_traffic_in_turns(tmp_path: Path):
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 100 * i, "input_length": 300, "output_length": 90} for i in range(20)]

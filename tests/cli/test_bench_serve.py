@@ -65,9 +65,9 @@ def test_a_trace(octavo, url, trace):
         found["output_tokens"],
     ) == (3, 0, 64 + 63 + 29, 10 + 2 + 1)
     assert found["model"] == "tiny" and 0.5 <= found["elapsed_s"] < 30
-    assert found["prefix_hit_rate"] == pytest.approx(48 / 156) and found[
-        "shared_share"
-    ] == pytest.approx(48 / 156)
+    assert found["shared_share"] == pytest.approx(48 / 156)
+    # Prompts of tests before this one may begin with the same token, which a hit then includes.
+    assert 48 / 156 - 1e-9 <= found["prefix_hit_rate"] <= 51 / 156
     assert found["goodput"]["requests"] == 3 and found["goodput"]["share"] == 1
     for name in (
         "time_to_first_token_ms",

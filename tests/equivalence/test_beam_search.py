@@ -168,6 +168,7 @@ def test_company_changes_nothing(setup: Setup, whole: list[Any], options: dict[s
         assert llm.reset_prefix_cache(), "no block is held"
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("mode", "caching", "budget"),
     [

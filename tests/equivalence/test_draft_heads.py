@@ -71,6 +71,7 @@ def answers(prompts, params, **options):
         return list(map(fingerprint, found)), guess_counts(llm)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("backend", ["native", "reference", "torch"])
 @pytest.mark.parametrize("name", HEADS)
 def test_guesses_are_those_of_the_formula(heads, proposals, name, backend):
@@ -121,6 +122,7 @@ def test_features_are_found_behind_a_prefix_hit(heads, proposals, name, monkeypa
         assert guess == head.guess(tokens, len(guess))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
 def test_under_pressure(heads, proposals, name):
     """Few blocks, chunks, preemption of both kinds, prefix hits and several samples."""

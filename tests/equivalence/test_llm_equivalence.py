@@ -162,7 +162,7 @@ def found_again(output: RequestOutput) -> int:
     return min(num_prompt_tokens - 1, (num_prompt_tokens + num_output_tokens - 1) // 16 * 16)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("way", WAYS)
 def test_any_way_is_alone(setup: Setup, whole: list[Any], way: str) -> None:
     if way.endswith(" threads") and not setup.has_threads:
@@ -185,7 +185,7 @@ def test_a_prefix_that_is_found_is_as_good_as_computed(setup: Setup, whole: list
     assert [fingerprint(output) for output in second] == whole
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
     """Tails of several lengths share one long prefix, after its owner is done and while it runs."""
     prefix, *tails = prompts_of(100, 1, 12, 13, 30, 170)
@@ -205,7 +205,7 @@ def test_prompts_that_start_alike_share_blocks(setup: Setup) -> None:
     ]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_prefix_read_together_is_as_good_as_read_alone(setup: Setup, threads: int) -> None:
     """A prefix of whole splits of 256 keys is shared by requests that are decoded beside each
@@ -222,7 +222,7 @@ def test_a_prefix_read_together_is_as_good_as_read_alone(setup: Setup, threads: 
         assert fingerprints(llm, prompts, SAMPLED) == expected
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 def test_prompts_that_part_inside_a_block_share_its_beginning(setup: Setup) -> None:
     prompt = prompts_of(90)[0]
     others = [[*prompt[:count], 238, *prompt[count + 1 :]] for count in (1, 15, 16, 17, 40, 79)]
@@ -296,7 +296,7 @@ def test_forks_are_separate_requests(setup: Setup, length: int) -> None:
     assert len({sample[1] for sample in together[:4]}) > 1
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 def test_neighbours_that_are_aborted_change_nothing(setup: Setup) -> None:
     """Half of the requests are aborted at different moments, some while their prompt is still being
     computed; the others do not notice.

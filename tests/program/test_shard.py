@@ -76,6 +76,7 @@ def heads_of(config):
     return attention[0].num_heads, decoder.groups[0].num_kv_heads
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_together_are_the_whole(case, num_ranks):

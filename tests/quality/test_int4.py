@@ -23,6 +23,7 @@ def rise_when_shuffled(shuffled: Path, num_windows: int | None, **options: str) 
     return rise(shuffled, num_windows, tokenizer=str(resolve("smollm2")), **options)
 
 
+@pytest.mark.slow
 def test_the_order_of_channels_changes_nothing(shuffled: Path) -> None:
     assert abs(rise_when_shuffled(shuffled, 1, dtype="float32")) < 0.01
 

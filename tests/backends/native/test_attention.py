@@ -260,6 +260,7 @@ def test_heads(level, name, kv):
     check(HEADS[name], level, kv)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(level, name, kv):
@@ -327,6 +328,7 @@ def whole():
     return get
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("threads", [1, 3])
@@ -336,6 +338,7 @@ def test_rows_in_company(level, name, kv, threads, whole):
     np.testing.assert_array_equal(run.steps(mixed(shape), pad=2), whole(shape, level, kv))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 @pytest.mark.parametrize("name", ["causal", "window"])
 @pytest.mark.parametrize(("size", "threads"), [(1, 2), (7, 1), (16, 2), (255, 7), (257, 2)])

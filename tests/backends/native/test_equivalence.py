@@ -78,6 +78,7 @@ GRID = [
 ]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("family", "precision"), GRID)
 @pytest.mark.parametrize(("chunk", "threads"), [(1, 2), (7, 1), (16, 3), (255, 7), (257, 2)])
 def test_chunked_is_whole(family, precision, chunk, threads):
@@ -88,6 +89,7 @@ def test_chunked_is_whole(family, precision, chunk, threads):
     np.testing.assert_array_equal(found, whole(family, precision))
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("family", "precision"), GRID)
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_do_not_matter(family, precision, threads):
@@ -176,6 +178,7 @@ def test_is_the_reference(family, precision):
     assert error_of(family, whole(family, precision), wanted) <= ERRORS[precision]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_level(level, precision, family):

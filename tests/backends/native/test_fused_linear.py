@@ -73,6 +73,7 @@ def epilogue(kind, activation, *, with_residual, two_terms):
     return case, y + residual if with_residual else y, terms + abs(residual) + 2, drift
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("kind", AROUND)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("with_residual", [False, True])

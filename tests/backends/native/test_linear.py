@@ -63,6 +63,7 @@ def shapes(kind):
 GRID = [(kind, *shape) for kind in FORMATS for shape in shapes(kind)]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("kind", "n", "k"), GRID, ids=str)
 def test_product(level, kind, n, k):
     case, *rest = plain_product(kind, n, k, two_terms=two_terms(level))

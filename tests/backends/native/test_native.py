@@ -130,6 +130,7 @@ def elementwise(kind, width):
     )
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 @pytest.mark.parametrize("width", [1, 16, 37, 100])
 def test_elementwise(level, kind, width):

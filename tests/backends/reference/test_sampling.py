@@ -135,6 +135,7 @@ def test_greedy_takes_the_lowest_of_equals():
     assert sample(row(1, 3, 3, 2), batch_for(1)).token_ids.tolist() == [1]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_draws_have_their_probabilities(name):
     """Every sampler draws from the distribution that its definition gives."""

@@ -30,6 +30,7 @@ def expected(shape, kv="fp32"):
     return Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype=kv))).whole()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kv", ["fp32", "bf16", "int8", "fp8"])
 @pytest.mark.parametrize("name", [*HEADS, *MASKS])
 def test_shapes_and_masks(name, kv):
@@ -65,6 +66,7 @@ def test_scores_made_in_parts(name, monkeypatch):
     )
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ["causal", "window over splits", "sinks in a window"])
 def test_batch_invariant_rows_are_bitwise_alone(name):
     shape = MASKS[name]

@@ -53,6 +53,7 @@ def assert_close(found, wanted, bound):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=bound * abs(wanted).max())
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("case", CASES)
 def test_families_in_chunks_beside_padding(case):
     family, overrides = CASES[case]
