@@ -55,6 +55,7 @@ def check_whole(out: str) -> None:
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_pull_goes_on_after_cuts_and_says_where_the_model_comes_from(hub, tmp_path):
     draw = random.Random(11)
     hub.cuts = [draw.randrange(CHUNK_BYTES, 2 * CHUNK_BYTES) for _ in range(2)]

@@ -55,6 +55,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_an_answer_is_whole_whatever_its_length(llm, way):
     dice = random.Random(3)

@@ -84,6 +84,7 @@ def strings_of(*names):
     }
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_an_answer_meets_its_schema(llm, mode):
     (output,) = llm.generate(prompts_of(9), params(SCHEMA, **mode))
@@ -120,6 +121,7 @@ EVERY = {"top_n_sigma": 100.0}
 """A filter that keeps all tokens, and has the mask made before the draw; greedy takes none."""
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     "mode", ["sampled", "hot", "penalties", "biased", "bad words", "top_k", "top_p", "min_p"]
 )
@@ -268,6 +270,7 @@ FORCED = {
 }
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "top_k", "penalties", "two samples", "n"])
 def test_text_without_a_choice_is_not_drawn(llm, mode):
     """Logprobs want each token drawn; without them the same tokens come in fewer steps."""

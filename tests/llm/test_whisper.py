@@ -140,6 +140,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "-".join(map(str, asked.values())))
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_languages_tasks_and_times_are_those_of_transformers(tiny, backend, asked):

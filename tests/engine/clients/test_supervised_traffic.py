@@ -96,6 +96,7 @@ class FakeProcess:
         pass
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("seed", range(30))
 def test_every_request_ends_as_it_should(seed, monkeypatch):
     monkeypatch.setattr(watchdog, "MAX_DELAY_S", 0.002)
