@@ -106,11 +106,10 @@ def test_a_killed_server_loses_nothing_that_it_had_not_begun_to_answer(router, s
     def body(number, **more):
         return BODY | {"prompt": f"prompt {number}", "seed": number, "max_tokens": 200, **more}
 
-    async def busy(server):
-        """Waits until a server has work, so that its end is one in the middle of answers."""
+    async def is_busy(server):
+        """Tells whether a server has work, so that its end is one in the middle of answers."""
         async with server.async_http() as client:
-            while (await client.get("/load")).json()["server_load"] < 8:
-                await asyncio.sleep(0.01)
+            return (await client.get("/load")).json()["server_load"] >= 8
 
     async def main():
         async with router.async_http() as client:
@@ -126,8 +125,11 @@ def test_a_killed_server_loses_nothing_that_it_had_not_begun_to_answer(router, s
                 text = "".join(e["choices"][0]["text"] for e in events if "choices" in e)
                 return text, "error" in events[-1]
 
-            tasks = [asyncio.ensure_future(ask(n)) for n in numbers for ask in (whole, stream)]
-            await busy(servers[0])
+            tasks = []
+            while not await is_busy(servers[0]):
+                if all(task.done() for task in tasks):  # too late: a slow look missed them all
+                    tasks = [asyncio.ensure_future(a(n)) for n in numbers for a in (whole, stream)]
+                await asyncio.sleep(0.01)
             servers[0].process.send_signal(signal.SIGKILL)
             killed = await asyncio.gather(*tasks)
             again = [await whole(number) for number in numbers]
