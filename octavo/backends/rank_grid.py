@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.program import ops
+from octavo.program import rank_ops
 from octavo.program.program import Op
 
 
@@ -54,10 +54,10 @@ ALONE = RankGrid()
 
 def misplaced(op: Op, grid: RankGrid) -> str | None:
     """Says what keeps a collective op from being one of these ranks'; None where nothing does."""
-    if isinstance(op, ops.AllGather) and len(op.widths) != grid.num_tensor:
+    if isinstance(op, rank_ops.AllGather) and len(op.widths) != grid.num_tensor:
         return f"AllGather over {len(op.widths)} ranks on one of {grid.num_tensor}"
-    if isinstance(op, ops.AllReduce) and grid.num_tensor == 1:
+    if isinstance(op, rank_ops.AllReduce) and grid.num_tensor == 1:
         return "the op AllReduce on one rank"
-    if isinstance(op, ops.Collect) and len(op.num_experts) != grid.num_experts:
+    if isinstance(op, rank_ops.Collect) and len(op.num_experts) != grid.num_experts:
         return f"Collect over {len(op.num_experts)} ranks on one of {grid.num_experts}"
     return None

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Checkpoint, ModelHeader
-from octavo.program.ops import Act, ActMul, Clip, Embedding, GroupedLinear, KvWrite, Linear, Route
+from octavo.program.expert_ops import GroupedLinear, Route
+from octavo.program.ops import (
+    Act,
+    ActMul,
+    Clip,
+    Embedding,
+    KvWrite,
+    Linear,
+)
 from octavo.program.program import TAPS, Program, Sinusoids, Weight
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.fp8 import FP8

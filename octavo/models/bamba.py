@@ -4,9 +4,15 @@
 from __future__ import annotations
 
 from octavo.errors import UnsupportedModel
-from octavo.models.decoder import DecoderShape, Frame, NormNames, build_decoder, gated_mlp
+from octavo.models.decoder import (
+    DecoderShape,
+    Frame,
+    NormNames,
+    build_decoder,
+)
 from octavo.models.hf_config import HfConfig
 from octavo.models.hybrid import LayerPlan, mamba2_mixer, mamba2_sizes, self_attention
+from octavo.models.mlps import gated_mlp
 from octavo.models.rope import rope_parameters
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value

@@ -9,16 +9,15 @@ from octavo.errors import UnsupportedModel
 from octavo.models.decoder import (
     DecoderShape,
     Frame,
-    SelfAttention,
     build_decoder,
     layer_norm,
     plan_cache,
     rms_norm,
-    stacked_gated_mlp,
-    stacked_qkv,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import stacked_gated_mlp
 from octavo.models.rope import RopeParameters
+from octavo.models.self_attention import SelfAttention, stacked_qkv
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value
 

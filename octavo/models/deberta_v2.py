@@ -19,6 +19,7 @@ from octavo.models.encoder import (
 )
 from octavo.models.hf_config import MAX_SIZE, HfConfig
 from octavo.program.builder import Builder
+from octavo.program.family_ops import PlaceScores
 from octavo.program.ops import PlaceBuckets, PreNorm
 from octavo.program.program import Program, Value, Weight
 
@@ -117,8 +118,8 @@ class DisentangledScores:
         norm = PreNorm(weight, eps, bias, centered=True) if self.is_normed else None
         names = ("key_proj", "query_proj") if self.is_shared else ("pos_key_proj", "pos_query_proj")
         of_queries, of_keys = (
-            b.place_scores(
-                x, table, f"{layer}.{SELF}.{name}", num_heads=self.shape.num_heads, norm=norm
+            place_scores(
+                b, x, table, f"{layer}.{SELF}.{name}", num_heads=self.shape.num_heads, norm=norm
             )
             for x, name in zip((q, k), names, strict=True)
         )
@@ -131,3 +132,16 @@ def _classifier(b: Builder, x: Value, num: int, config: HfConfig) -> Value:
     dense = b.linear(b.pool_rows(x, "cls"), "pooler.dense", x.width, bias=True)
     pooled = b.act(dense, config.activation("pooler_hidden_act", "gelu"))
     return b.linear(pooled, "classifier", num, bias=True)
+
+
+def place_scores(
+    b: Builder, x: Value, table: Weight, module: str, *, num_heads: int, norm: PreNorm | None
+) -> Value:
+    """Appends the products of each head's columns with a table of places, which goes through a norm
+    and a module.
+    """
+    out = b.value(f"{module}.places", x.axis, num_heads * table.shape[0])
+    weight = Weight(f"{module}.weight", (x.width, table.shape[1]))
+    bias = Weight(f"{module}.bias", (x.width,))
+    b.append(PlaceScores(x, out, table, weight, bias=bias, num_heads=num_heads, norm=norm))
+    return out

@@ -1,5 +1,5 @@
-"""The parts that pre-norm decoders share: their shape, cache groups, the block, and the usual
-attention and MLPs.
+"""The frame that pre-norm decoders share: their shape, cache groups and the block. The usual
+attention is in `self_attention.py`, MLPs are in `mlps.py`.
 
 A family's file builds its own parts and hands them to `build_decoder`. Weight names are those of
 Hugging Face's checkpoints of the Llama line (`model.layers.N.self_attn.q_proj.weight`). Knows no
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
+from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooled_row import pooled_row
 from octavo.models.pooling import PooledHead, pooled_head
 from octavo.program.builder import Builder
-from octavo.program.ops import Activation, AlibiBias, MaskKind, RopeTable
+from octavo.program.ops import MaskKind
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 Sublayer = Callable[[Builder, Value, int], Value]
@@ -109,9 +109,6 @@ def plan_cache(shape: DecoderShape, windows: Sequence[int | None]) -> CachePlan:
     return CachePlan(tuple(groups), tuple(layers[i] for i in range(len(windows))))
 
 
-Projection = Callable[[Builder, Value, str], tuple[Value, Value, Value]]
-"""Appends the products that make q, k and v of normed rows; takes the attention's module name."""
-
 Norm = Callable[[Builder, Value, str], Value]
 """Appends a norm of the named module."""
 
@@ -128,274 +125,6 @@ def layer_norm(eps: float, *, bias: bool = True, weight: bool = True, offset: fl
     return lambda b, x, name: b.layer_norm(
         x, name, eps, bias=bias, has_weight=weight, weight_offset=offset
     )
-
-
-def separate_qkv(
-    shape: DecoderShape,
-    *,
-    bias: bool = False,
-    names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
-) -> Projection:
-    """Returns the projection with a module for each of q, k and v."""
-    widths = shape.qkv_widths
-
-    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
-        q, k, v = (
-            b.linear(x, f"{module}.{name}", width, bias=bias)
-            for name, width in zip(names, widths, strict=True)
-        )
-        return q, k, v
-
-    return project
-
-
-def stacked_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
-    """Returns the projection of one module whose rows are all of q, then k, then v."""
-    widths = shape.qkv_widths
-
-    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
-        q, k, v = (
-            linear_part(b, x, f"{module}.{name}", Rows(width, sum(widths), start), bias=bias)
-            for width, start in zip(widths, (0, widths[0], widths[0] + widths[1]), strict=True)
-        )
-        return q, k, v
-
-    return project
-
-
-def grouped_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
-    """Returns the projection of one module whose rows are, for each kv head, its query heads', its
-    key and its value (GPT-NeoX, BLOOM, Falcon).
-    """
-    dim, lanes = shape.head_dim, shape.num_heads // shape.num_kv_heads
-    step = (lanes + 2) * dim
-    total = step * shape.num_kv_heads
-
-    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
-        q, k, v = (
-            linear_part(b, x, f"{module}.{name}", Rows(width, total, start, step, run), bias=bias)
-            for width, start, run in zip(
-                shape.qkv_widths, (0, lanes * dim, lanes * dim + dim), (lanes * dim, dim, dim),
-                strict=True,
-            )
-        )  # fmt: skip
-        return q, k, v
-
-    return project
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Some rows of a checkpoint's tensor: `run` of every `step` from `start` on, `width` in all."""
-
-    width: int
-    total: int
-    """Number of rows that the tensor has."""
-    start: int = 0
-    step: int = 1
-    run: int = 1
-
-
-def linear_part(b: Builder, x: Value, module: str, rows: Rows, *, bias: bool = False) -> Value:
-    """Appends the product with some rows of a module's matrix."""
-    picked = (False, rows.total, rows.start, rows.step, rows.run)
-    weight = Weight(f"{module}.weight", (rows.width, x.width), (), *picked)
-    added = Weight(f"{module}.bias", (rows.width,), (), *picked) if bias else None
-    return b.linear_of(x, weight, added, name=module)
-
-
-OwnNorms = Literal["", "shared", "one tensor", "modules"]
-"""Centered norms of the heads of q and k: none, one with a bias for all (Phi), or weights for each
-head, in one tensor (Command R+) or a module a head (StableLM 12B)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelfAttention:
-    """Grouped-query attention. `ropes` has one table for each layer, None for one without rope."""
-
-    shape: DecoderShape
-    caches: Sequence[LayerCache]
-    ropes: Sequence[RopeTable | None]
-    scale: float
-    project: Projection | None = None
-    """Products that make q, k and v; None: three modules, with biases where `qkv_bias` is set."""
-    module: str = "self_attn"
-    out: str = "o_proj"
-    layers: str = "model.layers"
-    rope_style: Literal["half", "interleaved"] = "half"
-    qkv_bias: bool = False
-    out_bias: bool = False
-    head_norms: bool = False
-    """Whether q and k are normed head by head (Qwen3, Gemma 3)."""
-    row_norms: bool = False
-    """Whether q and k are normed over all heads together (OLMo 2)."""
-    own_norms: OwnNorms = ""
-    norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    """Modules of those norms."""
-    norm_offset: float = 0.0
-    clip: float | None = None
-    """Bound on the magnitudes of q, k and v, behind their norms (OLMo)."""
-    k_factor: float = 1.0
-    """Factor on k before it turns (Falcon-H1)."""
-    turned_norms: bool = False
-    """Whether q and k are normed without weights, head by head, once they are turned (Llama 4)."""
-    sinks: bool = False
-    sees_ahead: bool = False
-    """Whether the step may let rows see later ones (Gemma 3's images)."""
-    softcap: float | None = None
-    bias: AlibiBias | None = None
-    gated: bool = False
-    """Whether what a head reads is multiplied with the sigmoid of a gate, whose rows lie behind the
-    head's in the module of q (Qwen3-Next)."""
-
-    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
-        return self.of_module(b, x, f"{self.layers}.{layer}.{self.module}", layer)
-
-    def of_module(self, b: Builder, x: Value, name: str, layer: int) -> Value:
-        """Appends the attention of a layer whose module has that name."""
-        shape = self.shape
-        cache = self.caches[layer]
-        rope = self.ropes[layer]
-        project = self.project or separate_qkv(shape, bias=self.qkv_bias)
-        if self.gated:
-            (q, gate), (k, v) = self._with_gate(b, x, name), self._keys(b, x, name)
-        else:
-            q, k, v = project(b, x, name)
-        if self.head_norms or self.row_norms or self.own_norms:
-            q, k = (
-                self._normed(b, x, f"{name}.{norm}")
-                for x, norm in zip((q, k), self.norm_names, strict=True)
-            )
-        q, k, v = (b.clip(part, self.clip) for part in (q, k, v))
-        k = b.scale(k, self.k_factor)
-        if rope is not None:
-            q = b.rope(q, shape.num_heads, rope, style=self.rope_style)
-            k = b.rope(k, shape.num_kv_heads, rope, style=self.rope_style)
-            if self.turned_norms:
-                q, k = self._scaled(b, q, f"{name}.q"), self._scaled(b, k, f"{name}.k")
-        b.kv_write(cache.group, cache.layer, (k,), v)
-        out = b.attention(
-            q,
-            cache.group,
-            cache.layer,
-            num_heads=shape.num_heads,
-            scale=self.scale,
-            mask=cache.mask,
-            softcap=self.softcap,
-            sinks=Weight(f"{name}.sinks", (shape.num_heads,)) if self.sinks else None,
-            bias=self.bias,
-            sees_ahead=self.sees_ahead,
-        )
-        if self.gated:
-            out = b.act_mul(gate, out, "sigmoid")
-        return b.linear(out, f"{name}.{self.out}", shape.hidden_size, bias=self.out_bias)
-
-    def _with_gate(self, b: Builder, x: Value, name: str) -> list[Value]:
-        """Appends the products that make q and its gate."""
-        dim, width = self.shape.head_dim, self.shape.qkv_widths[0]
-        return [
-            linear_part(
-                b,
-                x,
-                f"{name}.q_proj",
-                Rows(width, 2 * width, start, 2 * dim, dim),
-                bias=self.qkv_bias,
-            )
-            for start in (0, dim)
-        ]
-
-    def _keys(self, b: Builder, x: Value, name: str) -> list[Value]:
-        """Appends the products that make k and v."""
-        return [
-            b.linear(x, f"{name}.{part}", self.shape.qkv_widths[1], bias=self.qkv_bias)
-            for part in ("k_proj", "v_proj")
-        ]
-
-    def _scaled(self, b: Builder, x: Value, name: str) -> Value:
-        return b.rms_norm(
-            x, name, self.shape.norm_eps, has_weight=False, group_width=self.shape.head_dim
-        )
-
-    def _normed(self, b: Builder, x: Value, name: str) -> Value:
-        eps, dim = self.shape.norm_eps, self.shape.head_dim
-        if self.own_norms == "shared":
-            return b.layer_norm(x, name, eps, group_width=dim)
-        if self.own_norms:
-            return b.head_norm(x, name, eps, head_dim=dim, is_apart=self.own_norms == "modules")
-        width = 0 if self.row_norms else self.shape.head_dim
-        return b.rms_norm(
-            x, name, self.shape.norm_eps, weight_offset=self.norm_offset, group_width=width
-        )
-
-
-def plain_mlp(
-    b: Builder,
-    x: Value,
-    name: str,
-    width: int,
-    activation: Activation,
-    *,
-    names: tuple[str, str] = ("fc1", "fc2"),
-    bias: bool = True,
-) -> Value:
-    """Appends second(f(first(x))), with `width` columns inside."""
-    inner = b.act(b.linear(x, f"{name}.{names[0]}", width, bias=bias), activation)
-    return b.linear(inner, f"{name}.{names[1]}", x.width, bias=bias)
-
-
-def stacked_gated_mlp(
-    b: Builder,
-    x: Value,
-    name: str,
-    width: int,
-    activation: Activation,
-    *,
-    names: tuple[str, str] = ("gate_up_proj", "down_proj"),
-    bias: bool = False,
-) -> Value:
-    """Appends a gated MLP whose gate and up projection are one module, the gate's rows first."""
-    gate, up = (
-        linear_part(b, x, f"{name}.{names[0]}", Rows(width, 2 * width, start), bias=bias)
-        for start in (0, width)
-    )
-    return b.linear(b.act_mul(gate, up, activation), f"{name}.{names[1]}", x.width, bias=bias)
-
-
-def gated_mlp(
-    b: Builder, x: Value, name: str, width: int, activation: Activation, *, bias: bool = False
-) -> Value:
-    """Appends down(f(gate(x)) * up(x)), with `width` columns inside."""
-    gate = b.linear(x, f"{name}.gate_proj", width, bias=bias)
-    up = b.linear(x, f"{name}.up_proj", width, bias=bias)
-    return b.linear(b.act_mul(gate, up, activation), f"{name}.down_proj", x.width, bias=bias)
-
-
-def gated_experts(
-    b: Builder,
-    routed: tuple[Value, Value, Value],
-    name: str,
-    *,
-    num_experts: int,
-    width: int,
-    activation: Activation,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> Value:
-    """Appends the chosen experts' gated MLPs, weighted and summed. Checkpoints keep one tensor for
-    each expert and projection; `names` are those of gate, up and down.
-    """
-    rows, ids, weights = routed
-    hidden_size = rows.width
-
-    def weight(projection: str, out_width: int, in_width: int) -> Weight:
-        sources = tuple(f"{name}.{e}.{projection}.weight" for e in range(num_experts))
-        return Weight(f"{name}.{projection}.weight", (num_experts, out_width, in_width), sources)
-
-    gate = b.grouped_linear(rows, ids, weight(names[0], width, hidden_size))
-    up = b.grouped_linear(rows, ids, weight(names[1], width, hidden_size))
-    down = b.grouped_linear(
-        b.act_mul(gate, up, activation), ids, weight(names[2], hidden_size, width)
-    )
-    return b.combine(down, weights)
 
 
 @dataclass(frozen=True, slots=True)

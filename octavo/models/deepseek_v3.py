@@ -9,17 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.models.decoder import (
-    DecoderShape,
-    PredictionLayer,
-    build_decoder,
-    gated_experts,
-    gated_mlp,
-)
+from octavo.models.decoder import DecoderShape, PredictionLayer, build_decoder
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import gated_experts, gated_mlp
 from octavo.models.rope import rope_parameters, yarn_mscale
 from octavo.program.builder import Builder
-from octavo.program.ops import GroupRank, RopeTable
+from octavo.program.expert_ops import GroupRank
+from octavo.program.ops import RopeTable
 from octavo.program.program import CacheGroup, Program, Value, Weight
 
 LATENT_NORM_EPS = 1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from octavo.models.decoder import plain_mlp
 from octavo.models.encoder import (
     EncoderNames,
     EncoderShape,
@@ -11,6 +10,7 @@ from octavo.models.encoder import (
     build_encoder,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import plain_mlp
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value
 

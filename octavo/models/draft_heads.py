@@ -15,15 +15,12 @@ from typing import Any
 
 from octavo.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
-from octavo.models.decoder import (
-    DecoderShape,
-    LayerCache,
-    PredictionLayer,
-    SelfAttention,
-    gated_mlp,
-)
+from octavo.models.decoder import DecoderShape, LayerCache, PredictionLayer
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import gated_mlp
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention
+from octavo.program.build_mixers import earlier_rows
 from octavo.program.builder import Builder
 from octavo.program.ops import Embedding, Linear
 from octavo.program.passes.features import FEATURES, PREVIOUS, Features, feature_group
@@ -228,7 +225,7 @@ class _HeadBuilder:
     def previous(self, own: Value) -> Value:
         """Appends the reading of the features of the token before."""
         taps = Weight("features.taps", (self._width, 1, len(PREVIOUS)), fill=PREVIOUS)
-        return self.builder.earlier_rows(own, taps, FEATURES, 0)
+        return earlier_rows(self.builder, own, taps, FEATURES, 0)
 
     def finish(self, row: Value, logits: Value, numbers: Mapping[int, int]) -> Program:
         """Returns the Program, which writes `row` to the features; `numbers` are those of layers in

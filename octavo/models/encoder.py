@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.errors import UnsupportedModel
-from octavo.models.decoder import Rows, linear_part
 from octavo.models.hf_config import HfConfig
+from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooling import is_classifier, num_labels, pooling_mode
 from octavo.program.builder import Builder
 from octavo.program.ops import PlaceBuckets, RopeTable, T5Bias

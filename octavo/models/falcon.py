@@ -12,16 +12,14 @@ from octavo.models.decoder import (
     DecoderShape,
     Frame,
     NormNames,
-    SelfAttention,
     build_decoder,
-    grouped_qkv,
     layer_norm,
-    plain_mlp,
     plan_cache,
-    stacked_qkv,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import plain_mlp
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention, grouped_qkv, stacked_qkv
 from octavo.program.program import Program
 
 LAYERS = "transformer.h"

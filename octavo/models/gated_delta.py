@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import UnsupportedModel
-from octavo.models.decoder import DecoderShape, LayerCache, Rows, SelfAttention, linear_part
+from octavo.models.decoder import DecoderShape, LayerCache
 from octavo.models.hf_config import HfConfig
 from octavo.models.hybrid import LayerPlan, layers_by_type
+from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention
 from octavo.models.state_space import CONV, MAX_TAPS, STATE
+from octavo.program.build_mixers import delta_scan, short_conv
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation
 from octavo.program.program import CacheGroup, Value, Weight
@@ -55,13 +58,13 @@ class GatedDelta:
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         name, at = f"model.layers.{layer}.linear_attn", self.index[layer]
         rows, gate, beta, dt = (self._stacked if self.stacked else self._apart)(b, x, name)
-        q, k, v = b.short_conv(
-            rows, f"{name}.conv1d", CONV, at, activation=self.activation, widths=self.widths
+        q, k, v = short_conv(
+            b, rows, f"{name}.conv1d", CONV, at, activation=self.activation, widths=self.widths
         )
         k = b.scale(self._unit(b, k, f"{name}.k"), self.k_dim**-0.5)
         q = b.scale(self._unit(b, q, f"{name}.q"), 1 / self.k_dim)
-        scanned = b.delta_scan(
-            (v, dt, k, q, b.act(beta, "sigmoid")), name, STATE, at, state_size=self.k_dim
+        scanned = delta_scan(
+            b, (v, dt, k, q, b.act(beta, "sigmoid")), name, STATE, at, state_size=self.k_dim
         )
         normed = b.rms_norm(scanned, f"{name}.norm", self.norm_eps, group_width=self.v_dim)
         return b.linear(b.act_mul(gate, normed, "silu"), f"{name}.out_proj", x.width)

@@ -7,15 +7,15 @@ from __future__ import annotations
 from octavo.models.decoder import (
     DecoderShape,
     Frame,
-    SelfAttention,
     build_decoder,
-    gated_mlp,
     plan_cache,
     rms_norm,
 )
 from octavo.models.gemma3_text import NORMS
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import gated_mlp
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention
 from octavo.program.program import Program
 
 

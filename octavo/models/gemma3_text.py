@@ -11,14 +11,14 @@ from octavo.models.decoder import (
     DecoderShape,
     Frame,
     NormNames,
-    SelfAttention,
     build_decoder,
-    gated_mlp,
     plan_cache,
     rms_norm,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import gated_mlp
 from octavo.models.rope import tables_by_layer_type
+from octavo.models.self_attention import SelfAttention
 from octavo.program.program import Program
 
 NORMS = NormNames(

@@ -17,16 +17,16 @@ from octavo.models.decoder import (
     CachePlan,
     DecoderShape,
     Frame,
-    Rows,
     finish_decoder,
-    linear_part,
     plan_cache,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.rope import tables_by_layer_type
 from octavo.program.builder import Builder
-from octavo.program.ops import Activation, RopeTable
-from octavo.program.program import Program, Value, Weight
+from octavo.program.family_ops import KeepLargest, MatchMagnitude, Mix
+from octavo.program.ops import Activation, Embedding, RopeTable
+from octavo.program.program import Program, Span, Value, Weight
 
 LEAST_SQUARE = 1e-5
 """Least mean square of a stream that is made as large as another."""
@@ -49,13 +49,13 @@ def build(config: HfConfig) -> dict[str, Program]:
     streams = [embedded]
     for i in range(layers.num_streams - 1):
         other = b.linear(embedded, f"model.altup_projections.{i}", shape.hidden_size)
-        streams.append(b.match_magnitude(other, embedded, least=LEAST_SQUARE))
+        streams.append(match_magnitude(b, other, embedded, least=LEAST_SQUARE))
     for i in range(shape.num_layers):
         streams = layers(b, streams, layers.own_input(b, ids, embedded, i), i)
     x = streams[0]
     for i, stream in enumerate(streams[1:]):
         other = b.linear(stream, f"model.altup_unembed_projections.{i}", shape.hidden_size)
-        x = b.add(x, b.match_magnitude(other, streams[0], least=LEAST_SQUARE))
+        x = b.add(x, match_magnitude(b, other, streams[0], least=LEAST_SQUARE))
     x = b.scale(x, 1 / layers.num_streams)
     cap = config.optional_number("final_logit_softcapping")
     return finish_decoder(b, x, shape, Frame(logit_softcap=cap))
@@ -136,7 +136,7 @@ class Gemma3nLayers:
         width, total = self.own_width, self.shape.num_layers * self.own_width
         table = Weight("model.embed_tokens_per_layer.weight", (self.own_vocab_size, total))
         span = (i * width, (i + 1) * width)
-        own = b.table_part(ids, table, span, scale=width**0.5)
+        own = table_part(b, ids, table, span, scale=width**0.5)
         rows = Rows(width, total, span[0])
         made = linear_part(b, embedded, "model.per_layer_model_projection", rows)
         made = b.scale(made, self.shape.hidden_size**-0.5)
@@ -146,7 +146,7 @@ class Gemma3nLayers:
     def __call__(self, b: Builder, streams: list[Value], own: Value, i: int) -> list[Value]:
         name = f"model.layers.{i}"
         coefs = self._coefs(b, streams[self.active], name, "prediction_coefs", self.num_streams**2)
-        predicted = b.mix(streams, streams, coefs)
+        predicted = mix(b, streams, streams, coefs)
         active = predicted[self.active]
         rows = self._norm(b, active, f"{name}.input_layernorm")
         laurel = b.linear(rows, f"{name}.laurel.linear_left", self.laurel_rank)
@@ -159,7 +159,7 @@ class Gemma3nLayers:
         computed = b.add(h, rows)
         coefs = self._coefs(b, computed, name, "correction_coefs", self.num_streams)
         innovation = b.add(computed, b.scale(active, -1.0))
-        corrected = b.mix([innovation], predicted, coefs, offset=1.0)
+        corrected = mix(b, [innovation], predicted, coefs, offset=1.0)
         added = self._of_own_input(b, corrected[self.active], own, name)
         return [corrected[0], *(b.add(stream, added) for stream in corrected[1:])]
 
@@ -200,13 +200,13 @@ class Gemma3nLayers:
         gate = b.linear(x, f"{name}.gate_proj", self.widths[i])
         up = b.linear(x, f"{name}.up_proj", self.widths[i])
         if deviations is not None:
-            gate = b.keep_largest(gate, deviations)
+            gate = keep_largest(b, gate, deviations)
         return b.linear(b.act_mul(gate, up, self.activation), f"{name}.down_proj", x.width)
 
     def _of_own_input(self, b: Builder, x: Value, own: Value, name: str) -> Value:
         """Appends what the layer's own embeddings add to all streams but the first."""
         if self.scales_active:
-            x = b.scale_columns(x, f"{name}.altup.correct_output_scale")
+            x = scale_columns(b, x, f"{name}.altup.correct_output_scale")
         gate = b.linear(x, f"{name}.per_layer_input_gate", self.own_width)
         rows = b.act_mul(gate, own, self.activation)
         rows = b.linear(rows, f"{name}.per_layer_projection", self.shape.hidden_size)
@@ -243,3 +243,47 @@ def _deviations(config: HfConfig, num_layers: int) -> list[float | None]:
 
 def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def match_magnitude(b: Builder, x: Value, like: Value, *, least: float) -> Value:
+    """Appends the scaling of each row to the magnitude of another one."""
+    out = b.like("matched", x)
+    b.append(MatchMagnitude(x, like, out, least))
+    return out
+
+
+def keep_largest(b: Builder, x: Value, deviations: float) -> Value:
+    """Appends the cut of each row at a number of standard deviations above its mean."""
+    out = b.like("largest", x)
+    b.append(KeepLargest(x, out, deviations))
+    return out
+
+
+def mix(
+    b: Builder,
+    xs: Sequence[Value],
+    bases: Sequence[Value],
+    coefs: Value,
+    *,
+    offset: float = 0.0,
+) -> tuple[Value, ...]:
+    """Appends the sum of each base and its weighted sum of `xs`."""
+    outs = tuple(b.like("mixed", base) for base in bases)
+    b.append(Mix(tuple(xs), tuple(bases), coefs, outs, offset))
+    return outs
+
+
+def table_part(b: Builder, ids: Value, table: Weight, columns: Span, *, scale: float) -> Value:
+    """Reads some columns of a table's rows; ids behind the table read its first row."""
+    part = table.part(inputs=columns)
+    out = b.value(table.name.removesuffix(".weight"), ids.axis, part.shape[1])
+    b.append(Embedding(out, part, ids, scale, others_first=True))
+    return out
+
+
+def scale_columns(b: Builder, x: Value, name: str) -> Value:
+    """Multiplies each column with its number in the tensor of that name."""
+    factors = b.like(name, x)
+    table = Weight(name, (1, x.width), (name,))
+    b.append(Embedding(factors, table, by_position=True, others_first=True))
+    return b.mul(x, factors)

@@ -8,13 +8,13 @@ from octavo.models.decoder import (
     DecoderShape,
     Frame,
     NormNames,
-    SelfAttention,
     build_decoder,
     plan_cache,
-    stacked_gated_mlp,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import stacked_gated_mlp
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention
 from octavo.program.program import Program
 
 

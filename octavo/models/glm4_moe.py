@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.models.decoder import DecoderShape, PredictionLayer, SelfAttention, plan_cache
+from octavo.models.decoder import DecoderShape, PredictionLayer, plan_cache
 from octavo.models.deepseek_v3 import DeepseekMlp
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention
 from octavo.program.ops import RopeTable
 from octavo.program.program import Program
 

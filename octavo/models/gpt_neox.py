@@ -7,15 +7,14 @@ from __future__ import annotations
 from octavo.models.decoder import (
     DecoderShape,
     Frame,
-    SelfAttention,
     build_decoder,
-    grouped_qkv,
     layer_norm,
-    plain_mlp,
     plan_cache,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import plain_mlp
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention, grouped_qkv
 from octavo.program.program import Program
 
 LAYERS = "gpt_neox.layers"

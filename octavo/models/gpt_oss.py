@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.models.decoder import DecoderShape, SelfAttention, build_decoder, plan_cache
+from octavo.models.decoder import DecoderShape, build_decoder, plan_cache
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import RopeParameters, rope_parameters
+from octavo.models.self_attention import SelfAttention
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value, Weight
 

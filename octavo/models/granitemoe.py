@@ -5,10 +5,11 @@ In GGUF (`separate_experts`) gate and up are tensors of their own.
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape, Sublayer, gated_experts
+from octavo.models.decoder import DecoderShape, Sublayer
 from octavo.models.granite import frame_of
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
+from octavo.models.mlps import gated_experts
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value, Weight
 

@@ -3,13 +3,7 @@ goes through, and Granite's factors. IBM 2025."""
 
 from __future__ import annotations
 
-from octavo.models.decoder import (
-    DecoderShape,
-    Sublayer,
-    build_decoder,
-    gated_mlp,
-    stacked_gated_mlp,
-)
+from octavo.models.decoder import DecoderShape, Sublayer, build_decoder
 from octavo.models.granite import frame_of
 from octavo.models.granitemoe import routed_experts
 from octavo.models.hf_config import HfConfig
@@ -20,6 +14,7 @@ from octavo.models.hybrid import (
     mamba2_sizes,
     self_attention,
 )
+from octavo.models.mlps import gated_mlp, stacked_gated_mlp
 from octavo.models.rope import rope_parameters
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import UnsupportedModel
-from octavo.models.decoder import DecoderShape, LayerCache, SelfAttention, Sublayer
+from octavo.models.decoder import DecoderShape, LayerCache, Sublayer
 from octavo.models.hf_config import HfConfig
+from octavo.models.self_attention import SelfAttention
 from octavo.models.state_space import MAX_TAPS, Mamba2, StateSpace, step_limits
 from octavo.program.builder import Builder
 from octavo.program.ops import RopeTable

@@ -9,11 +9,10 @@ from octavo.models.decoder import (
     NormNames,
     Sublayer,
     build_decoder,
-    gated_experts,
-    gated_mlp,
 )
 from octavo.models.hf_config import HfConfig
 from octavo.models.hybrid import LayerPlan, self_attention
+from octavo.models.mlps import gated_experts, gated_mlp
 from octavo.models.state_space import MAX_TAPS, Mamba1, StateSpace
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value

@@ -14,13 +14,13 @@ from octavo.models.decoder import (
     Frame,
     LayerCache,
     NormNames,
-    Rows,
-    SelfAttention,
     build_decoder,
-    linear_part,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention
+from octavo.program.build_mixers import short_conv
 from octavo.program.builder import Builder
 from octavo.program.program import CacheGroup, Program, Value
 
@@ -79,7 +79,7 @@ class Convolution:
             for part in range(3)
         )
         gated = b.mul(before, rows)
-        (mixed,) = b.short_conv(gated, f"{name}.conv", cache.group, cache.layer, bias=self.bias)
+        (mixed,) = short_conv(b, gated, f"{name}.conv", cache.group, cache.layer, bias=self.bias)
         return b.linear(b.mul(after, mixed), f"{name}.out_proj", width, bias=self.bias)
 
 

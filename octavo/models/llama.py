@@ -8,15 +8,14 @@ from octavo.models.decoder import (
     PLAIN,
     DecoderShape,
     Frame,
-    OwnNorms,
-    SelfAttention,
     Sublayer,
     build_decoder,
-    gated_mlp,
     plan_cache,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import gated_mlp
 from octavo.models.rope import DEFAULT_THETA, rope_parameters
+from octavo.models.self_attention import OwnNorms, SelfAttention
 from octavo.program.ops import RopeTable
 from octavo.program.program import Program
 

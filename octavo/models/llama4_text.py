@@ -10,15 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.errors import UnsupportedModel
-from octavo.models.decoder import (
-    DecoderShape,
-    SelfAttention,
-    build_decoder,
-    gated_mlp,
-    plan_cache,
-)
+from octavo.models.decoder import DecoderShape, build_decoder, plan_cache
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import gated_mlp
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention
 from octavo.models.smollm3 import layers_with_rope
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation

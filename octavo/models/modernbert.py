@@ -3,9 +3,9 @@ sides in two of three layers. Warner et al. 2024."""
 
 from __future__ import annotations
 
-from octavo.models.decoder import Rows, linear_part
 from octavo.models.encoder import EncoderShape, base_prefix
 from octavo.models.hf_config import HfConfig
+from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooling import PoolingMode, is_classifier, num_labels, pooling_mode
 from octavo.models.rope import tables_by_layer_type
 from octavo.program.builder import Builder

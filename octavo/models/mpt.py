@@ -8,14 +8,13 @@ from octavo.models.decoder import (
     DecoderShape,
     Frame,
     NormNames,
-    SelfAttention,
     build_decoder,
     layer_norm,
-    plain_mlp,
     plan_cache,
-    stacked_qkv,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import plain_mlp
+from octavo.models.self_attention import SelfAttention, stacked_qkv
 from octavo.program.program import Program
 
 LAYERS = "transformer.blocks"

@@ -13,10 +13,10 @@ from octavo.models.decoder import (
     NormNames,
     Sublayer,
     build_decoder,
-    plain_mlp,
 )
 from octavo.models.hf_config import HfConfig
 from octavo.models.hybrid import LayerPlan, self_attention
+from octavo.models.mlps import plain_mlp
 from octavo.models.state_space import MAX_TAPS, Mamba2, StateSpace, step_limits
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation

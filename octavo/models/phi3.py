@@ -4,16 +4,11 @@ longrope. Abdin et al. 2024.
 
 from __future__ import annotations
 
-from octavo.models.decoder import (
-    DecoderShape,
-    SelfAttention,
-    build_decoder,
-    plan_cache,
-    stacked_gated_mlp,
-    stacked_qkv,
-)
+from octavo.models.decoder import DecoderShape, build_decoder, plan_cache
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import stacked_gated_mlp
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention, stacked_qkv
 from octavo.program.program import Program
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from octavo.models.decoder import DecoderShape, Frame, gated_experts, layer_norm
+from octavo.models.decoder import DecoderShape, Frame, layer_norm
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
+from octavo.models.mlps import gated_experts
 from octavo.models.rope import rope_parameters
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation, LongAngles, RopeTable

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from octavo.models.decoder import (
     DecoderShape,
-    SelfAttention,
     Sublayer,
     build_decoder,
-    gated_mlp,
     plan_cache,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import gated_mlp
 from octavo.models.rope import rope_parameters
+from octavo.models.self_attention import SelfAttention
 from octavo.models.softmax_experts import SoftmaxExperts
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value

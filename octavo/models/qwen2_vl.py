@@ -7,9 +7,10 @@ Wang et al. 2024. Videos are not read.
 from __future__ import annotations
 
 from octavo.errors import UnsupportedModel
-from octavo.models.decoder import DecoderShape, Frame, Rows, linear_part
+from octavo.models.decoder import DecoderShape, Frame
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
+from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.qwen2 import upper_windows
 from octavo.models.rope import rope_parameters
 from octavo.models.vision import (

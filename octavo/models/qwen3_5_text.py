@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape, Frame, build_decoder, gated_mlp, rms_norm
+from octavo.models.decoder import (
+    DecoderShape,
+    Frame,
+    build_decoder,
+    rms_norm,
+)
 from octavo.models.gated_delta import gated_attention, groups_of, read_mixer, read_plan
 from octavo.models.hf_config import HfConfig
+from octavo.models.mlps import gated_mlp
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape, gated_mlp
+from octavo.models.decoder import DecoderShape
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
+from octavo.models.mlps import gated_mlp
 from octavo.models.softmax_experts import SoftmaxExperts
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Value

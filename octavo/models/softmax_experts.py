@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.models.decoder import gated_experts
+from octavo.models.mlps import gated_experts
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation
 from octavo.program.program import Value

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import UnsupportedModel
-from octavo.models.decoder import Rows, linear_part
 from octavo.models.hf_config import HfConfig
+from octavo.models.matrix_rows import Rows, linear_part
+from octavo.program.build_mixers import selective_scan, short_conv
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation
 from octavo.program.program import CacheGroup, Value
@@ -80,7 +81,8 @@ class Mamba1:
             )
             for part in range(2)
         )
-        (mixed,) = b.short_conv(
+        (mixed,) = short_conv(
+            b,
             rows,
             f"{name}.conv1d",
             CONV,
@@ -90,8 +92,8 @@ class Mamba1:
         )
         dt, left, right = self._selected(b, mixed, name)
         dt = b.linear(dt, f"{name}.dt_proj", inner, bias=True)
-        scanned = b.selective_scan(
-            (mixed, dt, left, right), name, STATE, at, state_size=state, by_state=True
+        scanned = selective_scan(
+            b, (mixed, dt, left, right), name, STATE, at, state_size=state, by_state=True
         )
         gated = b.act_mul(gate, scanned, "silu")
         return b.linear(gated, f"{name}.out_proj", x.width, bias=sizes.bias)
@@ -160,7 +162,8 @@ class Mamba2:
             for width, start in zip(widths, starts, strict=True)
         )
         run = sizes.num_runs * sizes.state_size
-        mixed, left, right = b.short_conv(
+        mixed, left, right = short_conv(
+            b,
             rows,
             f"{name}.conv1d",
             CONV,
@@ -171,7 +174,8 @@ class Mamba2:
             factors=self.factors.convolved,
         )
         gate, dt = b.scale(gate, self.factors.gate), b.scale(dt, self.factors.dt)
-        scanned = b.selective_scan(
+        scanned = selective_scan(
+            b,
             (mixed, dt, left, right),
             name,
             STATE,

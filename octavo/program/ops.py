@@ -1,5 +1,6 @@
 """The kinds of op a Program is made of: for each its shapes, its formula and its source. Those that
-mix rows without attention stand in `mixers.py`.
+mix rows without attention stand in `mixers.py`, those of experts in `expert_ops.py`, those between
+ranks in `rank_ops.py`, and those of a single family in `family_ops.py`.
 
 Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E`
 experts, `k` experts a token, `V` vocabulary. Attributes are plain numbers and strings, so that
@@ -12,7 +13,6 @@ learned embeddings read, and nothing else does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 from octavo.original_context import ONE_CONTEXT, OriginalContext
@@ -270,43 +270,6 @@ class Clip(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class MatchMagnitude(Op):
-    """Row as large as another one: out = x * sqrt(mean(like^2) / max(mean(x^2), least)) (Gemma 3n).
-
-    `x [T, W]`, `like [T, W]`.
-    """
-
-    x: Value
-    like: Value
-    out: Value
-    least: float
-
-
-@dataclass(frozen=True, slots=True)
-class KeepLargest(Op):
-    """Excess over a cutoff by the row's own spread: out = max(x - mean - deviations * std, 0), with
-    the biased deviation. A fixed share of normally distributed numbers is kept (Gemma 3n).
-    """
-
-    x: Value
-    out: Value
-    deviations: float
-
-
-@dataclass(frozen=True, slots=True)
-class Mix(Op):
-    """Sums weighted row by row: outs[i] = bases[i] + sum over k of (coefs[:, i * K + k] + offset) *
-    xs[k], with K of `xs`, all `[T, W]`, and `coefs [T, I * K]`. AltUp: Baykal et al. 2023.
-    """
-
-    xs: tuple[Value, ...]
-    bases: tuple[Value, ...]
-    coefs: Value
-    outs: tuple[Value, ...]
-    offset: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Act(Op):
     """Activation, element by element: out = f(x).
 
@@ -415,25 +378,6 @@ class Attention(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceScores(Op):
-    """Products of each head's columns with the rows of a table of places, which goes through a norm
-    and a linear first: out[t, h, r] = x[t, h] . (W[h] norm(table[r]) + b[h]).
-
-    `x [T, H * D]`, `table [R, W]`, `weight [H * D, W]`, `bias [H * D]`, `out [T, H * R]`. He et al.
-    2021, section 3.1.
-    """
-
-    x: Value
-    out: Value
-    table: Weight
-    weight: Weight
-    bias: Weight
-    num_heads: int
-    norm: PreNorm | None = None
-    """Layer norm of the table's rows; None: they are taken as they are."""
-
-
-@dataclass(frozen=True, slots=True)
 class HeadLinear(Op):
     """Product of each head's columns with a matrix of its own: out[t, h] = W[h] x[t, h], and behind
     it the columns tail[t, h].
@@ -482,85 +426,6 @@ class MlaAttention(Op):
     form: Literal["absorbed", "expanded"] = "absorbed"
 
 
-# -- experts ---------------------------------------------------------------------------------------
-
-
-Score = Literal["softmax", "sigmoid", "softmax_top_k", "sigmoid_top_k", "sparsemixer"]
-"""Formula that turns the logits of a row's experts into their weights."""
-
-GroupRank = Literal["two_best", "best"]
-"""Measure by which groups of experts rank: the sum of their two best scores, or their best."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route(Op):
-    """Choice of `top_k` experts for each row, which lays the row out once for each of them.
-
-    `x [T, W]`, `logits [T, E]`; makes (rows [T*k, W] of axis expert_rows in the order t*k + j, ids
-    [T, k] int, weights [T, k]). score = softmax or sigmoid over all experts, `softmax_top_k` or
-    `sigmoid_top_k`: that of the chosen logits only, the choice being by logits, or `sparsemixer`
-    (`jitter` below). The choice is by score plus `bias [E]` (DeepSeek-V3), among the best
-    `top_groups` of `num_groups` groups of experts, which rank by `group_rank`: the sum of their two
-    best, or their best. The weights are the scores without the bias, divided by their sum with
-    `normalize`, times `scale`. Ties: the lower id.
-    """
-
-    x: Value
-    logits: Value
-    outs: tuple[Value, Value, Value]
-    num_experts: int
-    top_k: int
-    score: Score = "softmax"
-    bias: Weight | None = None
-    num_groups: int = 1
-    top_groups: int = 1
-    group_rank: GroupRank = "two_best"
-    normalize: bool = False
-    scale: float = 1.0
-    scales_rows: bool = False
-    """Whether the rows are multiplied with their weights, which then are 1 (Llama 4)."""
-    jitter: float = 0.0
-    """Margin of `sparsemixer`, where an expert's weight is the softmax over itself and the experts
-    after it that come near: z[best] - z[e] <= 2 * jitter * max(|z[e]|, z[best])."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedLinear(Op):
-    """Product of each expert row with its expert's matrix: out[r] = W[ids of r] x[r] + b[ids of r].
-
-    `x [T*k, in]` expert rows, `ids [T, k]`, `weight [E, out, in]`, `bias [E, out]`. With `gate` the
-    weight is that of the gate: out = ActMul(x @ weight^T + bias, x @ up^T + up_bias).
-    """
-
-    x: Value
-    ids: Value
-    out: Value
-    weight: Weight
-    bias: Weight | None = None
-    up: Weight | None = None
-    up_bias: Weight | None = None
-    gate: Gate | None = None
-    """Gate, made by the pass `fold_expert_gates`."""
-    activation: Activation | None = None
-    """Function of the sums where there is no gate, set by the pass `fold_expert_gates`."""
-
-    @property
-    def matrices(self) -> tuple[Weight, ...]:
-        """The experts' weight, or those of gate and up."""
-        return (self.weight,) if self.up is None else (self.weight, self.up)
-
-
-@dataclass(frozen=True, slots=True)
-class Combine(Op):
-    """Weighted sum of a row's experts: out[t] = sum of weights[t, j] * x[t*k + j] over j = 0..k-1,
-    in that order.
-    """
-
-    x: Value
-    weights_value: Value
-    out: Value
-
-
 # -- rows chosen, tokens drawn ---------------------------------------------------------------------
 
 
@@ -590,70 +455,6 @@ class ScatterRows(Op):
 
     out: Value
     base: Value | None = None
-
-
-# -- ranks -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduce(Op):
-    """Sum over the ranks of their x, behind a product that is split along its inputs. `x [T, W]` to
-    `out [T, W]`; the order is the same on all ranks. Shoeybi et al. 2019 (Megatron-LM), section 3.
-    """
-
-    x: Value
-    out: Value
-
-
-@dataclass(frozen=True, slots=True)
-class AllGather(Op):
-    """The ranks' x side by side, in rank order, behind a product that is split along its outputs
-    and needed whole (logits). `x [T, widths[rank]]` to `out [T, sum of widths]`.
-    """
-
-    x: Value
-    out: Value
-    widths: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch(Op):
-    """Choice of the expert rows that this rank computes, those of the experts that it has: out[t,
-    j] = ids[t, j] - first where first <= ids[t, j] < last, else -1. A product of experts leaves a
-    row of -1 undefined. Lepikhin et al. 2020 (GShard), section 3.2.
-    """
-
-    ids: Value
-    out: Value
-    first: int
-    last: int
-    """One past the last expert."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collect(Op):
-    """Expert rows of all ranks, each as the rank that has its expert made it: out[r] is row r of
-    the rank with expert `ids of r`, bit for bit, so that `Combine` sums in the order of one
-    process.
-    """
-
-    x: Value
-    ids: Value
-    out: Value
-    num_experts: tuple[int, ...]
-    """Experts of each rank, in the order of the experts."""
-
-    @property
-    def firsts(self) -> tuple[int, ...]:
-        """The first expert of each rank."""
-        return tuple(accumulate(self.num_experts, initial=0))[:-1]
-
-
-PRODUCTS = (Linear, GroupedLinear, HeadLinear)
-"""Ops that multiply rows with matrices."""
-
-HOST_OPS: tuple[type[Op], ...] = (AllReduce, AllGather, Collect)
-"""Ops that end a segment: the host acts between what stands before and after them."""
 
 
 def num_position_axes(program: Program) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.program.ops import PlaceBuckets, PlaceScores
+from octavo.program.family_ops import PlaceScores
+from octavo.program.ops import PlaceBuckets
 from octavo.program.program import Weight
 
 Floats = NDArray[np.float64]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from octavo.program.ops import Attention, GroupedLinear, Linear, MlaAttention
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import Attention, Linear, MlaAttention
 from octavo.program.program import Program, Weight
 
 

@@ -23,7 +23,8 @@ from octavo.backends.reference.backend import FORMULAS, ReferenceBackend
 from octavo.backends.reference.kv_cache import layout_of
 from octavo.backends.reference.ops import Floats, ReferenceStep
 from octavo.backends.sampling import philox
-from octavo.program.ops import Embedding, GroupedLinear, Linear, original_context
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import Embedding, Linear, original_context
 from octavo.program.program import Op, Program
 from octavo.quant.blocks import StoredWeight
 

@@ -12,7 +12,8 @@ from octavo.checkpoint.weights import Quantization, WeightReader, packing_plan
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
 from octavo.ports import StoredTensor
-from octavo.program.ops import Embedding, GroupedLinear, Linear, Route
+from octavo.program.expert_ops import GroupedLinear, Route
+from octavo.program.ops import Embedding, Linear
 from octavo.program.program import Program, Value, Weight
 from octavo.quant.online import pack_int4
 from octavo.quant.packed import PackedWeight

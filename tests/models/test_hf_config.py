@@ -6,7 +6,8 @@ from octavo.checkpoint.open import open_header
 from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig, model_info
 from octavo.models.registry import FAMILIES, build_programs
-from octavo.program.ops import Attention, GroupedLinear, Rope
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import Attention, Rope
 from tests.support import tiny_images
 from tests.support.chatglm import chatglm_config
 from tests.support.tiny_encoders import ENCODERS, encoder_config

@@ -6,7 +6,7 @@ import pytest
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.models.registry import build_programs
-from octavo.program import ops
+from octavo.program import expert_ops, ops
 from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.fuse import fuse
 from tests.support.paged_runner import PagedRunner
@@ -34,6 +34,6 @@ def test_gate_and_up_are_one_op():
     """A layer of experts keeps two products, and no activation stands on its own."""
     config = open_checkpoint(tiny_model("mixtral").path).config
     program = fold_expert_gates(fuse(build_programs(config)["decoder"]))
-    grouped = [op for op in program.ops if isinstance(op, ops.GroupedLinear)]
+    grouped = [op for op in program.ops if isinstance(op, expert_ops.GroupedLinear)]
     assert [op.gate is not None for op in grouped] == [True, False] * config["num_hidden_layers"]
     assert not any(isinstance(op, ops.ActMul) for op in program.ops)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from octavo.checkpoint.open import open_checkpoint
 from octavo.models.registry import build_programs
-from octavo.program import ops
+from octavo.program import expert_ops, ops
 from octavo.program.passes.fuse import fuse
 from octavo.program.passes.gather_early import gather_early, gathered_before, wanted_by
 from tests.program.test_fuse import FAMILIES, logits_of
@@ -48,7 +48,7 @@ def test_families(family, prepare):
     )
     last = max(at for at, op in enumerate(early.ops) if op.kind.endswith("Attention"))
     behind = {value.axis for op in early.ops[last + 1 :] for value in op.outputs}
-    assert behind == {"samples"} or any(isinstance(op, ops.Route) for op in early.ops[last:])
+    assert behind == {"samples"} or any(isinstance(op, expert_ops.Route) for op in early.ops[last:])
     assert gather_early(early).ops == early.ops
 
 

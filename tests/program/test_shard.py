@@ -22,7 +22,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.models.registry import build_programs
-from octavo.program import ops
+from octavo.program import ops, rank_ops
 from octavo.program.passes.fuse import fuse
 from octavo.program.passes.shard import shard
 from octavo.program.passes.splits import kv_spans, query_spans, shares
@@ -168,7 +168,7 @@ def test_what_two_ranks_of_a_llama_are():
     parts = [fuse(shard(whole, rank, 2)) for rank in range(2)]
     for rank, part in enumerate(parts):
         assert Counter(op.kind for op in part.ops)["AllReduce"] == 1 + 2 * layers
-        gather = next(op for op in part.ops if isinstance(op, ops.AllGather))
+        gather = next(op for op in part.ops if isinstance(op, rank_ops.AllGather))
         assert gather.x.axis == "samples" and gather.widths == (160, 160)
         assert part.groups[0].num_kv_heads == 1
         table = next(op for op in part.ops if isinstance(op, ops.Embedding))

@@ -39,6 +39,7 @@ from octavo.backends.native.adapters import NativeAdapters
 from octavo.backends.native.check import check, check_ops, check_skipping
 from octavo.backends.native.extension import native_module, supported_levels
 from octavo.backends.native.footprint import native_footprint
+from octavo.backends.native.formats import PRODUCTS
 from octavo.backends.native.hidden import with_hidden
 from octavo.backends.native.lower import Lowering
 from octavo.backends.native.neurons import split_neurons
@@ -50,7 +51,7 @@ from octavo.backends.rank_grid import ALONE
 from octavo.errors import BackendUnavailable, ConfigError, EngineDead
 from octavo.outputs import OpProfile, Profile
 from octavo.program.low_rank import Site
-from octavo.program.ops import PRODUCTS, Linear
+from octavo.program.ops import Linear
 from octavo.program.passes.adapters import tables_of
 from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.fuse import fuse

@@ -13,7 +13,7 @@ from octavo.backends.native.neurons import Neurons, check_neurons
 from octavo.backends.native.stages import BEHIND_BARRIERS, ROW_LOCAL
 from octavo.backends.rank_grid import ALONE, RankGrid, misplaced
 from octavo.errors import BackendUnavailable
-from octavo.program import ops
+from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import Op, Program
 
@@ -40,14 +40,20 @@ OUTPUTS = {
 }
 """Axes of each output that the executor makes; a Program has one of them."""
 
-OF_EXPERTS = (ops.Route, ops.Dispatch, ops.GroupedLinear, ops.Collect, ops.Combine)
+OF_EXPERTS = (
+    expert_ops.Route,
+    rank_ops.Dispatch,
+    expert_ops.GroupedLinear,
+    rank_ops.Collect,
+    expert_ops.Combine,
+)
 
-PRODUCTS = (ops.Linear, ops.HeadLinear, ops.PlaceScores)
+IN_BLOCKS = (ops.Linear, ops.HeadLinear, family_ops.PlaceScores)
 """Products with stages of their own in a range that blocks of rows go through."""
 
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
-    *(ops.PlaceScores, ShortConv, SelectiveScan, Neurons),
+    *(family_ops.PlaceScores, ShortConv, SelectiveScan, Neurons),
 )
 """Ops that read the step's arrays of tokens."""
 
@@ -62,7 +68,7 @@ def check(
     formats = tile_formats(program, format_of, row_type_of)
     check_neurons(program, {weight: tiles.code for weight, tiles in formats.items()})
     for op in program.ops:
-        if not isinstance(op, ops.Linear | ops.GroupedLinear) or op.gate is None:
+        if not isinstance(op, ops.Linear | expert_ops.GroupedLinear) or op.gate is None:
             continue
         pair = matrices_of(op)
         row_types = sorted({row_type_of(formats[weight].code) for weight in pair})
@@ -104,7 +110,7 @@ def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
     """Refuses what the kernels cannot run whatever the weights' formats are."""
     _check_ranks(program, grid)
     for op in program.ops:
-        if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, *PRODUCTS)):
+        if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, *IN_BLOCKS)):
             raise _refusal(program, f"the op {op.kind}")
     for op in program.ops:
         _check_attributes(program, op)
@@ -125,13 +131,13 @@ def _check_attributes(program: Program, op: Op) -> None:
         _check_attention(program, op)
     if isinstance(op, ops.KvWrite):
         _check_write(program, op)
-    if isinstance(op, ops.Linear | ops.GroupedLinear) and op.gate is not None:
+    if isinstance(op, ops.Linear | expert_ops.GroupedLinear) and op.gate is not None:
         _check_activation(program, op.gate.activation)
     if isinstance(op, SelectiveScan) and op.num_heads == op.x.width and op.num_runs > 1:
         raise _refusal(program, "a scan of heads of one column with several runs of b and c")
     if isinstance(op, SelectiveScan) and op.beta is not None and op.num_heads == op.x.width:
         raise _refusal(program, "the delta rule for heads of one column")
-    acting = ops.Linear | ops.GroupedLinear | ops.Act | ops.ActMul | ShortConv
+    acting = ops.Linear | expert_ops.GroupedLinear | ops.Act | ops.ActMul | ShortConv
     if isinstance(op, acting) and op.activation is not None:
         _check_activation(program, op.activation)
 

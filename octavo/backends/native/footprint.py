@@ -11,10 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from octavo.backends.base import FormatOf
-from octavo.backends.native.formats import RowTypeOf, matrices_of, tile_formats
-from octavo.backends.native.lower import GROUP
+from octavo.backends.native.formats import PRODUCTS, RowTypeOf, matrices_of, tile_formats
+from octavo.backends.native.stage_emitter import GROUP
 from octavo.backends.native.stages import body_first, plan_arena, stages_of
-from octavo.program.ops import PRODUCTS, GroupedLinear, HeadLinear, Linear, Route
+from octavo.program.expert_ops import GroupedLinear, Route
+from octavo.program.ops import HeadLinear, Linear
 from octavo.program.program import Program, Weight
 
 FP32_CODES = ("fp32", "fp16")

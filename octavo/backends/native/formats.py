@@ -14,7 +14,8 @@ from octavo.backends.base import FormatOf
 from octavo.backends.native.extension import native_module
 from octavo.backends.native.neurons import Neurons
 from octavo.errors import UnsupportedModel
-from octavo.program.ops import Embedding, GroupedLinear, HeadLinear, Linear
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import Embedding, HeadLinear, Linear
 from octavo.program.program import Op, Program, Weight
 
 FP8_HINT = (
@@ -99,6 +100,10 @@ GROUPED = {
 """Tile format of codes in groups, whose size their names have behind a colon."""
 GROUP_INPUTS = 32
 HALF_GROUP = 16
+
+
+PRODUCTS = (Linear, GroupedLinear, HeadLinear)
+"""Ops that multiply rows with matrices in tiles."""
 
 
 def matrices_of(op: Op) -> tuple[Weight, ...]:

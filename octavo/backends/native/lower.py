@@ -1,70 +1,42 @@
 """Lowering: a fused Program becomes calls on the native executor's builder, one for each op.
 
 Decides which op converts a product's rows and which weights stand in one product; the stages are
-those of stages.py. Knows nothing of kernels; what these cannot do check.py has refused.
+those of stages.py. Here are products, attention, recurrences and sums over ranks; ops by rows are
+in lower_rows.py, experts in lower_experts.py. Knows nothing of kernels; what these cannot do
+check.py has refused.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.base import ObservedInputs
 from octavo.backends.native.check import MAX_LANES
-from octavo.backends.native.hidden import HiddenIn, HiddenOut
+from octavo.backends.native.lower_experts import ExpertLowering
+from octavo.backends.native.lower_rows import RowLowering
 from octavo.backends.native.neurons import Neurons, OpenedNeurons
 from octavo.backends.native.parameters import (
-    angles_parameters,
     convolution_parameters,
     distances_of,
     gate_numbers,
-    rope_parameters,
-    route_parameters,
     scan_parameters,
     slopes_of,
 )
-from octavo.backends.native.stages import Stage, body_first, plan_arena, stages_of
-from octavo.program import ops
+from octavo.backends.native.stage_emitter import GROUP, WHOLE_ROWS, Span, StageEmitter, Weights
+from octavo.backends.native.stages import body_first
+from octavo.program import family_ops, ops, rank_ops
 from octavo.program.low_rank import Site
 from octavo.program.mixers import SelectiveScan, ShortConv
-from octavo.program.passes.plan import Plan
 from octavo.program.place_tables import place_buckets
-from octavo.program.program import Op, Program, Value, Weight
-
-GROUP = 32
-"""Inputs that share an activation scale (csrc/kernels/table.h)."""
-
-WHOLE_ROWS = ("whole", "outliers")
-"""Types of rows with one scale, which cannot be converted before all of a row is there."""
-
-Span = tuple[str, int, int]
-"""(axis, offset, width): a Place as the bindings take it."""
-
-HEAD = "samples"
-"""The executor's axis of the rows that its head is over: sampled rows, or requests where these are
-pooled.
-"""
+from octavo.program.program import Op, Program, Value
 
 LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None, int]
 """(tiles, columns of the out, bias, columns of the residual, site or -1) of one weight of a Linear.
 """
-
-
-class Weights(Protocol):
-    """The source of an op's weights, as tiles (NativeTiles) or as floats."""
-
-    def tiles(self, weight: Weight) -> Any: ...
-    def table(self, weight: Weight) -> Any: ...
-    def gate_and_up(self, gate: Weight, up: Weight) -> list[Any]: ...
-    def experts(self, weight: Weight) -> list[Any]: ...
-    def heads(self, op: ops.HeadLinear) -> list[Any]: ...
-    def place_table(self, op: ops.PlaceScores) -> list[Any]: ...
-    def experts_gate_and_up(self, gate: Weight, up: Weight) -> tuple[list[Any], list[Any]]: ...
-    def floats(self, weight: Weight) -> NDArray[np.float32]: ...
 
 
 class Lowering:
@@ -85,39 +57,31 @@ class Lowering:
         are read neuron by neuron.
         """
         self._neurons = neurons
-        self._chunk_of = chunk_of
         self._observed = observed
-        self._program = program = body_first(program)
-        self._builder = builder
-        self._weights = weights
-        self._floats = weights.floats
-        self._stages = stages_of(program)
-        self._plan: Plan = plan_arena(program, self._stages)
-        self._stage = self._stages[0]
-        """The stage whose ops are lowered."""
-        self._open_rows: Stage | None = None
-        """The stage that takes row ops on the builder; None: the last one opened takes none."""
-        self._angles: dict[ops.RopeTable, int] = {}
-        self._num_readers = Counter(value for op in program.ops for value in op.inputs)
-        self._num_readers.update(program.outputs.values())
+        program = body_first(program)
+        self._emitter = emitter = StageEmitter(program, builder, weights, chunk_of)
+        self._program, self._weights = program, weights
+        self._builder, self._span = builder, emitter.span
+        self._parts = (self, RowLowering(emitter), ExpertLowering(emitter))
         self._converted: set[Value] = set()
         """Values that the op which makes them writes as their one reader's product reads them."""
-        self._routes: dict[Value, tuple[int, ops.Route]] = {}
-        """The executor's choice of experts that makes a Value, and its op."""
-        self._before: Op | None = None
-        """The op before the one that is lowered."""
-        self.sites: list[Site] = []
+
+    @property
+    def sites(self) -> list[Site]:
         """The Program's sites, in the executor's order."""
+        return self._emitter.sites
 
     def run(self) -> None:
-        for stage in self._stages:
-            self._stage = stage
+        """Tells the builder of all ops, and of what it is to return."""
+        emitter = self._emitter
+        for stage in emitter.stages:
+            emitter.stage = stage
             if stage.is_row_local:
-                self._begin_rows()
+                emitter.begin_rows()
             for op in stage.ops:
-                getattr(self, f"_lower_{op.kind}")(op)
-                self._before = op
-        self._begin()
+                self._lowering_of(op)(op)
+                emitter.before = op
+        emitter.begin()
         ((name, out),) = self._program.outputs.items()
         if name == "hidden":
             pass  # its op has handed it over
@@ -125,7 +89,7 @@ class Lowering:
             self._builder.sampling(self._span(out))
         else:
             self._builder.output(self._span(out))
-        floats = self._plan.row_floats
+        floats = emitter.plan.row_floats
         self._builder.finish(
             token_floats=floats.get("tokens", 0),
             block_floats=floats.get("block", 0),
@@ -133,149 +97,16 @@ class Lowering:
             expert_floats=floats.get("expert_rows", 0),
         )
 
-    def _begin(self) -> None:
-        """Opens a stage for an op that is not row-local."""
-        self._builder.begin_stage(_executor_axis(self._stage.axis), self._stage.range)
-        self._open_rows = None
-
-    def _await(self, op: Op) -> None:
-        """Lets the next product wait for its weights where they are streamed."""
-        chunk = self._chunk_of(op)
-        if chunk is not None:
-            self._builder.await_chunk(chunk)
-
-    def _begin_rows(self) -> None:
-        """Opens a stage of row ops."""
-        self._begin()
-        self._open_rows = self._stage
-
-    def _span(self, value: Value) -> Span:
-        place = self._plan.places[value.name]
-        return (_executor_axis(place.axis), place.offset, place.width)
-
-    # -- rows --------------------------------------------------------------------------------------
-
-    def _lower_Embedding(self, op: ops.Embedding) -> None:
-        self._builder.embedding(
-            self._weights.table(op.table).handle,
-            self._span(op.out),
-            scale=op.scale,
-            by_position=op.by_position,
-            offset=op.offset,
-            axis=op.axis,
-            first_row=-1 if op.first_row is None else op.first_row,
-            site=self._table_site(op),
-        )
-
-    def _table_site(self, op: ops.Embedding) -> int:
-        if not op.site:
-            return -1
-        self.sites.append((op.site, op.table))
-        return int(self._builder.table_site())
-
-    def _lower_RmsNorm(self, op: ops.RmsNorm) -> None:
-        norm = (self._floats(op.weight), None, op.eps, op.weight_offset, False)
-        each_group = op.weight.shape[0] > (op.group_width or op.x.width)
-        self._builder.norm(
-            self._span(op.x), self._span(op.out), norm, op.group_width, each_group=each_group
-        )
-
-    def _lower_LayerNorm(self, op: ops.LayerNorm) -> None:
-        bias = self._optional(op.bias)
-        norm = (self._floats(op.weight), bias, op.eps, op.weight_offset, True)
-        each_group = op.weight.shape[0] > (op.group_width or op.x.width)
-        self._builder.norm(
-            self._span(op.x), self._span(op.out), norm, op.group_width, each_group=each_group
-        )
-
-    def _lower_Rope(self, op: ops.Rope) -> None:
-        if op.table not in self._angles:
-            self._angles[op.table] = self._builder.angles(**angles_parameters(op.table))
-        self._builder.rope(
-            self._span(op.x),
-            self._span(op.out),
-            **rope_parameters(op),
-            angles=self._angles[op.table],
-            axes=list(op.table.axes),
-        )
-
-    def _lower_KvWrite(self, op: ops.KvWrite) -> None:
-        group = self._program.group(op.group)
-        v = op.k_parts[0] if group.kind == "conv" else op.v  # its rows lie where values do
-        parts, values = [self._span(part) for part in op.k_parts], v and self._span(v)
-        self._builder.kv_write(parts, values, self._program.group_index(op.group), op.layer)
-
-    def _lower_Add(self, op: ops.Add) -> None:
-        self._elementwise("add", op.a, op.b, op.out)
-
-    def _lower_Mul(self, op: ops.Mul) -> None:
-        self._elementwise("mul", op.a, op.b, op.out)
-
-    def _lower_Scale(self, op: ops.Scale) -> None:
-        self._elementwise("scale", op.x, op.x, op.out, factor=op.factor)
-
-    def _lower_SoftCap(self, op: ops.SoftCap) -> None:
-        self._elementwise("softcap", op.x, op.x, op.out, factor=op.cap)
-
-    def _lower_Clip(self, op: ops.Clip) -> None:
-        self._elementwise("clip", op.x, op.x, op.out, factor=op.limit)
-
-    def _lower_MatchMagnitude(self, op: ops.MatchMagnitude) -> None:
-        self._elementwise("match", op.x, op.like, op.out, factor=op.least)
-
-    def _lower_KeepLargest(self, op: ops.KeepLargest) -> None:
-        self._elementwise("largest", op.x, op.x, op.out, factor=op.deviations)
-
-    def _lower_Mix(self, op: ops.Mix) -> None:
-        xs, bases, outs = (
-            [self._span(value) for value in each] for each in (op.xs, op.bases, op.outs)
-        )
-        self._builder.mix(xs, bases, self._span(op.coefs), outs, op.offset)
-
-    def _lower_Act(self, op: ops.Act) -> None:
-        self._elementwise("activate", op.x, op.x, op.out, gate=ops.Gate(op.activation))
-
-    def _lower_ActMul(self, op: ops.ActMul) -> None:
-        self._elementwise(
-            "gate",
-            op.gate,
-            op.up,
-            op.out,
-            gate=ops.Gate(op.activation, op.clamp, op.alpha, op.up_offset, op.threshold),
-        )
-
-    def _elementwise(
-        self,
-        kind: str,
-        a: Value,
-        b: Value,
-        out: Value,
-        *,
-        factor: float = 1.0,
-        gate: ops.Gate | None = None,
-    ) -> None:
-        self._builder.elementwise(
-            kind,
-            self._span(a),
-            self._span(b),
-            self._span(out),
-            factor=factor,
-            gate=gate_numbers(gate),
-        )
-
-    def _lower_GatherRows(self, op: ops.GatherRows) -> None:
-        self._builder.gather(self._span(op.x), self._span(op.out))
-
-    def _lower_ScatterRows(self, op: ops.ScatterRows) -> None:
-        base = None if op.base is None else self._span(op.base)
-        self._builder.given(base, self._span(op.out))
-
-    def _lower_PoolRows(self, op: ops.PoolRows) -> None:
-        self._builder.pool(self._span(op.x), self._span(op.out), op.mode)
+    def _lowering_of(self, op: Op) -> Callable[[Any], None]:
+        """Returns the method that lowers an op of this kind."""
+        name = f"lower_{op.kind}"
+        part = next(part for part in self._parts if hasattr(part, name))
+        method: Callable[[Any], None] = getattr(part, name)
+        return method
 
     # -- products and attention --------------------------------------------------------------------
 
-    def _lower_Linear(self, op: ops.Linear) -> None:
+    def lower_Linear(self, op: ops.Linear) -> None:
         gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
         tiles = self._product_tiles(op)
         converted = len({each.row_type for each in tiles}) == 1 and self._comes_converted(op)
@@ -286,8 +117,8 @@ class Lowering:
         for parts, permutation in self._parts_by_rows(op, self._shrink(op)):
             if not converted:
                 rows = self._convert(op, parts[0][0], permutation)
-            self._begin()
-            self._await(op)
+            self._emitter.begin()
+            self._emitter.await_weights(op)
             self._builder.linear(
                 rows,
                 parts,
@@ -302,16 +133,16 @@ class Lowering:
         """
         if not op.sites:
             return [-1] * len(op.weights_)
-        self._begin()
-        self.sites += zip(op.sites, op.weights_, strict=True)
+        self._emitter.begin()
+        self._emitter.sites += zip(op.sites, op.weights_, strict=True)
         return list(
             self._builder.shrink(self._span(op.x), self._norm_of(op), num_sites=len(op.sites))
         )
 
-    def _lower_Neurons(self, op: Neurons) -> None:
+    def lower_Neurons(self, op: Neurons) -> None:
         assert self._neurons is not None, "records are opened before"
         layer, scales = self._neurons.layers[id(op)]
-        self._begin()
+        self._emitter.begin()
         self._builder.neurons(
             self._neurons.cache,
             layer,
@@ -322,7 +153,7 @@ class Lowering:
             norm=self._norm_of(op),
             x_threshold=op.x_threshold,
             up_scales=scales,
-            up_bias=self._optional(op.up_bias),
+            up_bias=self._emitter.optional(op.up_bias),
             up_offset=op.up_offset,
         )
 
@@ -333,15 +164,16 @@ class Lowering:
         if op.norm is None:
             return None
         norm = op.norm
-        weight, bias = self._floats(norm.weight), self._optional(norm.bias)
+        weight, bias = self._weights.floats(norm.weight), self._emitter.optional(norm.bias)
         if permutation is not None:
             weight, bias = weight[permutation], None if bias is None else bias[permutation]
         return (weight, bias, norm.eps, norm.weight_offset, norm.centered)
 
     def _convert(self, op: ops.Linear, tiles: Any, permutation: NDArray[np.int32] | None) -> int:
         """Converts x in the row ops right before the product, or in a stage of its own."""
-        if self._open_rows is None or self._open_rows.axis != self._stage.axis:
-            self._begin_rows()
+        emitter = self._emitter
+        if emitter.open_rows is None or emitter.open_rows.axis != emitter.stage.axis:
+            emitter.begin_rows()
         order = [] if permutation is None else permutation.tolist()
         norm = self._norm_of(op, permutation)
         rows = int(
@@ -358,14 +190,14 @@ class Lowering:
 
         It may where no other op reads x, x is converted in groups of 32, and these are whole there.
         """
-        before = self._before
+        before = self._emitter.before
         if (
             op.norm is not None
             or op.threshold
             or self._observed is not None
             or before is None
             or op.x not in before.outputs
-            or self._num_readers[op.x] > 1
+            or self._emitter.num_readers[op.x] > 1
         ):
             return False
         tiles = self._product_tiles(op)
@@ -405,7 +237,7 @@ class Lowering:
             part = (
                 tiles.handle,
                 _cut(out, column, width),
-                self._optional(bias),
+                self._emitter.optional(bias),
                 residual and _cut(residual, column, width),
                 site,
             )
@@ -421,7 +253,7 @@ class Lowering:
             return [self._weights.tiles(weight) for weight in op.weights_]
         return self._weights.gate_and_up(*op.weights_)
 
-    def _lower_Attention(self, op: ops.Attention) -> None:
+    def lower_Attention(self, op: ops.Attention) -> None:
         if op.latent_width:
             q, out = op.q.width // op.num_heads, op.out.width // op.num_heads
             for first in range(0, op.num_heads, MAX_LANES):
@@ -437,8 +269,8 @@ class Lowering:
 
     def _attention(self, op: ops.Attention, num_heads: int, q: Span, out: Span) -> None:
         window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
-        distances = distances_of(op.bias, self._floats, num_heads)
-        self._begin()
+        distances = distances_of(op.bias, self._weights.floats, num_heads)
+        self._emitter.begin()
         self._builder.attention(
             q,
             out,
@@ -448,7 +280,7 @@ class Lowering:
             window=window,
             scale=op.scale,
             softcap=op.softcap or 0.0,
-            sinks=self._optional(op.sinks),
+            sinks=self._emitter.optional(op.sinks),
             slopes=slopes_of(op.bias),
             distances=distances,
             reach=0 if distances is None else distances.shape[1] // 2,
@@ -467,14 +299,14 @@ class Lowering:
         buckets = place_buckets(np.arange(-reach, reach + 1), op.bias)
         return (self._span(op.of_queries), self._span(op.of_keys), buckets.tolist())
 
-    def _lower_PlaceScores(self, op: ops.PlaceScores) -> None:
-        self._begin()
+    def lower_PlaceScores(self, op: family_ops.PlaceScores) -> None:
+        self._emitter.begin()
         tiles = [each.handle for each in self._weights.place_table(op)]
         self._builder.heads(self._span(op.x), self._span(op.out), None, tiles)
 
-    def _lower_HeadLinear(self, op: ops.HeadLinear) -> None:
-        self._begin()
-        self._await(op)
+    def lower_HeadLinear(self, op: ops.HeadLinear) -> None:
+        self._emitter.begin()
+        self._emitter.await_weights(op)
         self._builder.heads(
             self._span(op.x),
             self._span(op.out),
@@ -482,45 +314,28 @@ class Lowering:
             [tiles.handle for tiles in self._weights.heads(op)],
         )
 
-    def _lower_HiddenIn(self, op: HiddenIn) -> None:
-        self._builder.hidden_in(self._span(op.out))
-
-    def _lower_HiddenOut(self, op: HiddenOut) -> None:
-        self._builder.hidden_out(self._span(op.x))
-
     # -- ranks -------------------------------------------------------------------------------------
 
-    def _lower_AllReduce(self, op: ops.AllReduce) -> None:
-        self._begin()
+    def lower_AllReduce(self, op: rank_ops.AllReduce) -> None:
+        self._emitter.begin()
         self._builder.all_reduce(self._span(op.x), self._span(op.out))
 
-    def _lower_AllGather(self, op: ops.AllGather) -> None:
-        self._begin()
+    def lower_AllGather(self, op: rank_ops.AllGather) -> None:
+        self._emitter.begin()
         self._builder.all_gather(self._span(op.x), self._span(op.out), list(op.widths))
-
-    def _lower_Dispatch(self, op: ops.Dispatch) -> None:
-        """Tells the choice of experts whose rows are computed here: no stage of its own."""
-        index, route = self._routes[op.ids]
-        self._builder.dispatch(index, op.first, op.last)
-        self._routes[op.out] = (index, route)
-
-    def _lower_Collect(self, op: ops.Collect) -> None:
-        index, _ = self._routes[op.ids]
-        self._begin()
-        self._builder.collect(self._span(op.x), self._span(op.out), index, list(op.firsts))
 
     # -- convolutions and recurrences --------------------------------------------------------------
 
-    def _lower_ShortConv(self, op: ShortConv) -> None:
+    def lower_ShortConv(self, op: ShortConv) -> None:
         axis, offset, _ = self._span(op.outs[0])
-        self._begin()
+        self._emitter.begin()
         self._builder.short_conv(
             self._span(op.x),
             (axis, offset, op.x.width),
             group=self._program.group_index(op.group),
             layer=op.layer,
             fills=self._fills(op),
-            **convolution_parameters(op, self._floats),
+            **convolution_parameters(op, self._weights.floats),
         )
 
     def _fills(self, op: ShortConv) -> bool:
@@ -530,88 +345,15 @@ class Lowering:
             for other in self._program.ops
         )
 
-    def _lower_SelectiveScan(self, op: SelectiveScan) -> None:
-        self._begin()
+    def lower_SelectiveScan(self, op: SelectiveScan) -> None:
+        self._emitter.begin()
         self._builder.selective_scan(
             *map(self._span, (op.x, op.dt, op.b, op.c, op.out)),
             beta=None if op.beta is None else self._span(op.beta),
             group=self._program.group_index(op.group),
             layer=op.layer,
-            **scan_parameters(op, self._program.group(op.group), self._floats),
+            **scan_parameters(op, self._program.group(op.group), self._weights.floats),
         )
-
-    # -- experts -----------------------------------------------------------------------------------
-
-    def _lower_Route(self, op: ops.Route) -> None:
-        self._begin()
-        index = self._builder.route(
-            self._span(op.logits),
-            self._span(op.outs[2]),
-            **route_parameters(op, self._floats),
-        )
-        self._routes |= dict.fromkeys(op.outs, (index, op))
-
-    def _lower_GroupedLinear(self, op: ops.GroupedLinear) -> None:
-        route, _ = self._routes[op.ids]
-        if op.up is None:
-            tiles, ups = self._weights.experts(op.weight), list[Any]()
-        else:
-            tiles, ups = self._weights.experts_gate_and_up(op.weight, op.up)
-        rows = self._expert_rows(op, tiles[0])
-        self._await(op)
-        gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
-        self._builder.experts(
-            route,
-            rows,
-            [each.handle for each in tiles],
-            [each.handle for each in ups],
-            self._span(op.out),
-            bias=self._optional(op.bias),
-            up_bias=self._optional(op.up_bias),
-            gate=gate_numbers(gate),
-        )
-
-    def _expert_rows(self, op: ops.GroupedLinear, tiles: Any) -> int:
-        """Returns the rows that a product of experts reads, converted by the choice of experts, the
-        product before it, or a stage of their own; opens the product's stage.
-        """
-        route, chosen = self._routes[op.ids]
-        if op.x == chosen.outs[0] and chosen.scales_rows:
-            self._begin()
-            rows = self._builder.expert_conversion(
-                self._span(chosen.x), route, tiles.handle, by=self._span(chosen.outs[2])
-            )
-        elif op.x == chosen.outs[0]:
-            rows = self._builder.convert_in_route(self._span(chosen.x), tiles.handle)
-            self._begin()
-        elif (
-            isinstance(self._before, ops.GroupedLinear)
-            and self._before.out == op.x
-            and self._num_readers[op.x] == 1
-            and tiles.row_type not in WHOLE_ROWS
-            and not chosen.scales_rows  # its product reads the memory that these rows would have
-        ):
-            rows = self._builder.convert_in_last_stage(
-                self._span(op.x), tiles.handle, keeps_out=False
-            )
-            self._begin()
-        else:
-            self._begin()
-            rows = self._builder.expert_conversion(self._span(op.x), route, tiles.handle, by=None)
-        return int(rows)
-
-    def _lower_Combine(self, op: ops.Combine) -> None:
-        route, _ = self._routes[op.weights_value]
-        self._builder.combine(
-            self._span(op.x), self._span(op.weights_value), self._span(op.out), route
-        )
-
-    def _optional(self, weight: Weight | None) -> NDArray[np.float32] | None:
-        return None if weight is None else self._floats(weight)
-
-
-def _executor_axis(axis: str) -> str:
-    return HEAD if axis == "requests" else axis
 
 
 def _cut(span: Span, column: int, width: int) -> Span:

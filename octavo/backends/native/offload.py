@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.backends.base import LoadWeight, WeightsOffDevice
 from octavo.backends.native.extension import native_module
-from octavo.backends.native.formats import matrices_of
+from octavo.backends.native.formats import PRODUCTS, matrices_of
 from octavo.backends.native.neurons import (
     NeuronLayer,
     NeuronPlan,
@@ -36,7 +36,12 @@ from octavo.backends.native.weight_file import (
 )
 from octavo.backends.native.weights import NativeWeights
 from octavo.errors import ConfigError
-from octavo.program.ops import PRODUCTS, Embedding, GroupedLinear, HeadLinear, Linear
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import (
+    Embedding,
+    HeadLinear,
+    Linear,
+)
 from octavo.program.passes.offload import ALIGN, OffloadPlan, Unit, plan_offload
 from octavo.program.program import Op, Program, Weight
 from octavo.step import WeightArrivals

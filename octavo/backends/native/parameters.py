@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.native.check import ACTIVATIONS
 from octavo.backends.native.states import StateBlocks
-from octavo.program import ops
+from octavo.program import expert_ops, ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import CacheGroup, Weight
 from octavo.program.t5_buckets import t5_buckets
@@ -103,7 +103,7 @@ def angles_parameters(table: ops.RopeTable) -> dict[str, Any]:
     }
 
 
-def route_parameters(op: ops.Route, floats: FloatsOf) -> dict[str, Any]:
+def route_parameters(op: expert_ops.Route, floats: FloatsOf) -> dict[str, Any]:
     """Returns how a row's experts are chosen and weighted."""
     return {
         "top_k": op.top_k,

@@ -10,22 +10,22 @@ from dataclasses import dataclass, replace
 
 from octavo.backends.native.hidden import HiddenIn, HiddenOut
 from octavo.backends.native.neurons import Neurons
-from octavo.program import ops
+from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.plan import Plan, plan
 from octavo.program.program import Op, Program
 
 ROW_LOCAL = (
     *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
-    *(ops.PoolRows, ops.ScatterRows, ops.Combine),
-    *(ops.MatchMagnitude, ops.KeepLargest, ops.Mix),
+    *(ops.PoolRows, ops.ScatterRows, expert_ops.Combine),
+    *(family_ops.MatchMagnitude, family_ops.KeepLargest, family_ops.Mix),
     *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.ActMul),
     *(HiddenIn, HiddenOut),
 )
 
 BEHIND_BARRIERS = (
-    *(ops.Attention, ops.Route, ops.GroupedLinear, ShortConv, SelectiveScan),
-    *(ops.AllReduce, ops.AllGather, ops.Dispatch, ops.Collect, Neurons),
+    *(ops.Attention, expert_ops.Route, expert_ops.GroupedLinear, ShortConv, SelectiveScan),
+    *(rank_ops.AllReduce, rank_ops.AllGather, rank_ops.Dispatch, rank_ops.Collect, Neurons),
 )
 """Ops with a range of their own, since a row needs what other rows or ranks compute."""
 

@@ -23,7 +23,9 @@ from octavo.backends.native.formats import (
     needs_widening,
 )
 from octavo.errors import UnsupportedModel
-from octavo.program.ops import GroupedLinear, HeadLinear, Linear, PlaceScores
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.family_ops import PlaceScores
+from octavo.program.ops import HeadLinear, Linear
 from octavo.program.place_tables import place_table
 from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight, StoredWeight

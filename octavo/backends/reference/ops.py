@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.batch import StepBatch
 from octavo.backends.reference.adapters import Shrink, updated
-from octavo.program import ops
+from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.low_rank import Site, Updates
 from octavo.program.place_tables import place_table
 from octavo.program.program import Op, Program, Value, Weight
@@ -221,18 +221,18 @@ def clip(op: ops.Clip, step: ReferenceStep) -> Made:
     return (np.clip(step.get(op.x), -op.limit, op.limit),)
 
 
-def match_magnitude(op: ops.MatchMagnitude, step: ReferenceStep) -> Made:
+def match_magnitude(op: family_ops.MatchMagnitude, step: ReferenceStep) -> Made:
     own, its = (np.square(step.get(value)).mean(axis=1, keepdims=True) for value in (op.x, op.like))
     return (step.get(op.x) * np.sqrt(its / np.maximum(own, op.least)),)
 
 
-def keep_largest(op: ops.KeepLargest, step: ReferenceStep) -> Made:
+def keep_largest(op: family_ops.KeepLargest, step: ReferenceStep) -> Made:
     x = step.get(op.x)
     cutoff = x.mean(axis=1, keepdims=True) + op.deviations * x.std(axis=1, keepdims=True)
     return (np.maximum(x - cutoff, 0),)
 
 
-def mix(op: ops.Mix, step: ReferenceStep) -> Made:
+def mix(op: family_ops.Mix, step: ReferenceStep) -> Made:
     xs, coefs = [step.get(x) for x in op.xs], step.get(op.coefs) + op.offset
     made = []
     for i, base in enumerate(op.bases):
@@ -327,7 +327,7 @@ def rope(op: ops.Rope, step: ReferenceStep) -> Made:
     return (out.reshape(len(x), op.x.width),)
 
 
-def place_scores(op: ops.PlaceScores, step: ReferenceStep) -> Made:
+def place_scores(op: family_ops.PlaceScores, step: ReferenceStep) -> Made:
     table = place_table(op, lambda weight: step.weights[weight])
     x = step.get(op.x).reshape(-1, op.num_heads, table.shape[2])
     heads = [matvecs(rows, x[:, head]) for head, rows in enumerate(table)]
@@ -356,7 +356,7 @@ def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
 # -- experts ---------------------------------------------------------------------------------------
 
 
-def route(op: ops.Route, step: ReferenceStep) -> Made:
+def route(op: expert_ops.Route, step: ReferenceStep) -> Made:
     logits = step.get(op.logits)
     scores = (
         sigmoid(logits)
@@ -397,7 +397,7 @@ def _mixed(logits: Floats, ids: NDArray[np.intp], jitter: float) -> Floats:
     return weights
 
 
-def _best_groups(choice: Floats, op: ops.Route) -> Floats:
+def _best_groups(choice: Floats, op: expert_ops.Route) -> Floats:
     """Sets the experts outside the best groups to -inf."""
     groups = choice.reshape(len(choice), op.num_groups, choice.shape[1] // op.num_groups)
     ranked = 2 if op.group_rank == "two_best" else 1
@@ -419,7 +419,7 @@ def softmax(x: Floats) -> Floats:
     return result
 
 
-def grouped_linear(op: ops.GroupedLinear, step: ReferenceStep) -> Made:
+def grouped_linear(op: expert_ops.GroupedLinear, step: ReferenceStep) -> Made:
     x, experts = step.get(op.x), step.get(op.ids).reshape(-1)
 
     def product(weight: Weight, bias: Weight | None) -> Floats:
@@ -435,18 +435,18 @@ def grouped_linear(op: ops.GroupedLinear, step: ReferenceStep) -> Made:
     return (gated(y, product(op.up, op.up_bias), op.gate),)
 
 
-def dispatch(op: ops.Dispatch, step: ReferenceStep) -> Made:
+def dispatch(op: rank_ops.Dispatch, step: ReferenceStep) -> Made:
     ids = step.get(op.ids)
     return (np.where((op.first <= ids) & (ids < op.last), ids - op.first, -1),)
 
 
-def collect(op: ops.Collect, step: ReferenceStep) -> Made:
+def collect(op: rank_ops.Collect, step: ReferenceStep) -> Made:
     parts = np.stack(step.exchange(step.get(op.x)))
     owners = np.searchsorted(op.firsts, step.get(op.ids).reshape(-1), side="right") - 1
     return (parts[owners, np.arange(len(owners))],)
 
 
-def combine(op: ops.Combine, step: ReferenceStep) -> Made:
+def combine(op: expert_ops.Combine, step: ReferenceStep) -> Made:
     weights = step.get(op.weights_value)
     x = step.get(op.x).reshape(*weights.shape, op.out.width)
     total = weights[:, 0, None] * x[:, 0]
@@ -487,14 +487,14 @@ def pool_rows(op: ops.PoolRows, step: ReferenceStep) -> Made:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def all_reduce(op: ops.AllReduce, step: ReferenceStep) -> Made:
+def all_reduce(op: rank_ops.AllReduce, step: ReferenceStep) -> Made:
     first, *rest = step.exchange(step.get(op.x))
     for part in rest:
         first = first + part
     return (first,)
 
 
-def all_gather(op: ops.AllGather, step: ReferenceStep) -> Made:
+def all_gather(op: rank_ops.AllGather, step: ReferenceStep) -> Made:
     return (np.concatenate(step.exchange(step.get(op.x)), axis=1),)
 
 
@@ -508,22 +508,22 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.Scale: scale,
     ops.SoftCap: soft_cap,
     ops.Clip: clip,
-    ops.MatchMagnitude: match_magnitude,
-    ops.KeepLargest: keep_largest,
-    ops.Mix: mix,
-    ops.PlaceScores: place_scores,
+    family_ops.MatchMagnitude: match_magnitude,
+    family_ops.KeepLargest: keep_largest,
+    family_ops.Mix: mix,
+    family_ops.PlaceScores: place_scores,
     ops.Act: act,
     ops.ActMul: act_mul,
     ops.Rope: rope,
     ops.KvWrite: kv_write,
-    ops.Route: route,
-    ops.GroupedLinear: grouped_linear,
-    ops.Dispatch: dispatch,
-    ops.Collect: collect,
-    ops.Combine: combine,
+    expert_ops.Route: route,
+    expert_ops.GroupedLinear: grouped_linear,
+    rank_ops.Dispatch: dispatch,
+    rank_ops.Collect: collect,
+    expert_ops.Combine: combine,
     ops.GatherRows: gather_rows,
     ops.PoolRows: pool_rows,
     ops.ScatterRows: scatter_rows,
-    ops.AllReduce: all_reduce,
-    ops.AllGather: all_gather,
+    rank_ops.AllReduce: all_reduce,
+    rank_ops.AllGather: all_gather,
 }

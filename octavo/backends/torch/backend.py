@@ -39,7 +39,7 @@ from octavo.backends.torch.rates import measured_ceilings
 from octavo.backends.torch.step import staging_bytes
 from octavo.backends.torch.weights import load_weights
 from octavo.errors import BackendUnavailable, ConfigError
-from octavo.program import ops
+from octavo.program import expert_ops, ops
 from octavo.program.passes.optimize import optimize
 from octavo.program.program import Program, Weight
 from octavo.quant.packed import PackedWeight
@@ -171,7 +171,9 @@ class TorchBackend:
         if not self._wants_graphs(program) or self.against_graphs(program, dtype):
             return ()
         most, expert_rows = self.options.max_requests, self._kernels.captured_rows
-        most_experts = max((op.top_k for op in program.ops if isinstance(op, ops.Route)), default=0)
+        most_experts = max(
+            (op.top_k for op in program.ops if isinstance(op, expert_ops.Route)), default=0
+        )
         if most_experts and expert_rows is not None:
             most = min(most, expert_rows // most_experts)
         return sizes_up_to(most)

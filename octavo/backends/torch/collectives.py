@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from octavo.backends.torch.step import Made, Step
-from octavo.program import ops
+from octavo.program import rank_ops
 from octavo.program.program import Op
 
 
-def all_reduce(op: ops.AllReduce, step: Step) -> Made:
+def all_reduce(op: rank_ops.AllReduce, step: Step) -> Made:
     assert step.ranks is not None
     return (step.ranks.all_reduce(step.get(op.x)),)
 
 
-def all_gather(op: ops.AllGather, step: Step) -> Made:
+def all_gather(op: rank_ops.AllGather, step: Step) -> Made:
     assert step.ranks is not None
     return (step.ranks.all_gather(step.get(op.x), op.widths),)
 
 
-def collect(op: ops.Collect, step: Step) -> Made:
+def collect(op: rank_ops.Collect, step: Step) -> Made:
     assert step.ranks is not None
     ids = step.get(op.ids).reshape(-1)
     firsts = torch.tensor(op.firsts, dtype=ids.dtype, device=ids.device)
@@ -33,7 +33,7 @@ def collect(op: ops.Collect, step: Step) -> Made:
 
 
 RANK_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
-    ops.AllReduce: all_reduce,
-    ops.AllGather: all_gather,
-    ops.Collect: collect,
+    rank_ops.AllReduce: all_reduce,
+    rank_ops.AllGather: all_gather,
+    rank_ops.Collect: collect,
 }

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from octavo.backends.torch.step import Made, Step
-from octavo.program import ops
+from octavo.program import expert_ops, rank_ops
 from octavo.program.program import Op
 
 
-def route(op: ops.Route, step: Step) -> Made:
+def route(op: expert_ops.Route, step: Step) -> Made:
     logits = step.get(op.logits).float()
     scores = (
         torch.sigmoid(logits)
@@ -57,7 +57,7 @@ def _mixed(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     return torch.cat(weights, dim=1)
 
 
-def _best_groups(choice: Tensor, op: ops.Route) -> Tensor:
+def _best_groups(choice: Tensor, op: expert_ops.Route) -> Tensor:
     """Puts -inf in place of experts outside the best groups."""
     groups = choice.view(len(choice), op.num_groups, -1)
     ranked = 2 if op.group_rank == "two_best" else 1
@@ -73,7 +73,7 @@ def _largest(x: Tensor, count: int) -> Tensor:
     return x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
+def grouped_linear(op: expert_ops.GroupedLinear, step: Step) -> Made:
     kernels = step.kernels
     rows = step.once(
         op.ids.name,
@@ -83,18 +83,18 @@ def grouped_linear(op: ops.GroupedLinear, step: Step) -> Made:
     return (kernels.grouped(step.get(op.x), rows, step.weights.matrix(op.weight), bias),)
 
 
-def dispatch(op: ops.Dispatch, step: Step) -> Made:
+def dispatch(op: rank_ops.Dispatch, step: Step) -> Made:
     ids = step.get(op.ids)
     return (torch.where((op.first <= ids) & (ids < op.last), ids - op.first, -1),)
 
 
-def combine(op: ops.Combine, step: Step) -> Made:
+def combine(op: expert_ops.Combine, step: Step) -> Made:
     return (step.kernels.combined(step.get(op.x), step.get(op.weights_value)),)
 
 
 EXPERT_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
-    ops.Route: route,
-    ops.GroupedLinear: grouped_linear,
-    ops.Dispatch: dispatch,
-    ops.Combine: combine,
+    expert_ops.Route: route,
+    expert_ops.GroupedLinear: grouped_linear,
+    rank_ops.Dispatch: dispatch,
+    expert_ops.Combine: combine,
 }

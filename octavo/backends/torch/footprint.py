@@ -17,7 +17,7 @@ import torch
 from octavo.backends.base import FormatOf
 from octavo.backends.torch.graphs import GRAPH_BYTES
 from octavo.errors import UnsupportedModel
-from octavo.program import ops
+from octavo.program import expert_ops, ops
 from octavo.program.program import Op, Program, Weight
 
 FLOATS: dict[str, tuple[str, torch.dtype]] = {
@@ -132,7 +132,7 @@ def graphs_footprint(optimized: Program, sizes: Sequence[int], dtype: torch.dtyp
 def _matrices(op: Op) -> tuple[Weight, ...]:
     if isinstance(op, ops.Linear):
         return op.weights_
-    if isinstance(op, ops.GroupedLinear):
+    if isinstance(op, expert_ops.GroupedLinear):
         return (op.weight,)
     if isinstance(op, ops.MlaAttention):
         return (op.kv_b,)

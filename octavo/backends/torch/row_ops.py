@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.backends.torch.plain import ACTIVATIONS, Norm
 from octavo.backends.torch.step import Made, NormOp, Step
-from octavo.program import ops
+from octavo.program import family_ops, ops
 from octavo.program.program import Op, Value
 
 
@@ -130,20 +130,20 @@ def clip(op: ops.Clip, step: Step) -> Made:
     return (step.get(op.x).clamp(-op.limit, op.limit),)
 
 
-def match_magnitude(op: ops.MatchMagnitude, step: Step) -> Made:
+def match_magnitude(op: family_ops.MatchMagnitude, step: Step) -> Made:
     x, like = (step.get(value).float() for value in (op.x, op.like))
     own, its = (value.square().mean(dim=-1, keepdim=True) for value in (x, like))
     return ((x * torch.sqrt(its / own.clamp(min=op.least))).to(step.dtype),)
 
 
-def keep_largest(op: ops.KeepLargest, step: Step) -> Made:
+def keep_largest(op: family_ops.KeepLargest, step: Step) -> Made:
     x = step.get(op.x).float()
     spread = x.std(dim=-1, keepdim=True, unbiased=False)
     cutoff = x.mean(dim=-1, keepdim=True) + op.deviations * spread
     return (torch.relu(x - cutoff).to(step.dtype),)
 
 
-def mix(op: ops.Mix, step: Step) -> Made:
+def mix(op: family_ops.Mix, step: Step) -> Made:
     xs = torch.stack([step.get(x).float() for x in op.xs], dim=1)
     bases = torch.stack([step.get(base).float() for base in op.bases], dim=1)
     coefs = step.get(op.coefs).float() + op.offset
@@ -199,7 +199,7 @@ def angles(table: ops.RopeTable, step: Step) -> tuple[Tensor, Tensor]:
     return cos.float(), sin.float()
 
 
-def place_scores(op: ops.PlaceScores, step: Step) -> Made:
+def place_scores(op: family_ops.PlaceScores, step: Step) -> Made:
     table = step.weights.constant(op)
     x = step.get(op.x).view(-1, op.num_heads, table.shape[2])
     made = torch.einsum("thd,hrd->thr", x.float(), table)
@@ -263,10 +263,10 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.Scale: scale,
     ops.SoftCap: soft_cap,
     ops.Clip: clip,
-    ops.MatchMagnitude: match_magnitude,
-    ops.KeepLargest: keep_largest,
-    ops.Mix: mix,
-    ops.PlaceScores: place_scores,
+    family_ops.MatchMagnitude: match_magnitude,
+    family_ops.KeepLargest: keep_largest,
+    family_ops.Mix: mix,
+    family_ops.PlaceScores: place_scores,
     ops.Act: act,
     ops.ActMul: act_mul,
     ops.Rope: rope,

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.backends.base import LoadWeight
 from octavo.backends.torch.device_weight import DeviceWeight, to_device
 from octavo.errors import WeightMismatch
-from octavo.program import ops
+from octavo.program import expert_ops, family_ops, ops
 from octavo.program.ops import Linear
 from octavo.program.place_tables import place_table
 from octavo.program.program import Op, Program, Weight
@@ -88,7 +88,7 @@ class ProgramWeights:
         """Adds numbers of an op, in fp64."""
         self._kept[id(owner)] = torch.tensor(values, dtype=torch.float64, device=self._device)
 
-    def add_place_table(self, op: ops.PlaceScores) -> None:
+    def add_place_table(self, op: family_ops.PlaceScores) -> None:
         """Adds what an op's columns are multiplied with, `[H, R, D] fp32`."""
         table = place_table(op, lambda weight: self._packed(weight).dequantize())
         self._tables.append(to_device(table.astype(np.float32), self._device))
@@ -170,13 +170,13 @@ def _add_weights(op: Op, weights: ProgramWeights) -> None:
     elif isinstance(op, ops.Embedding):
         matrices = (op.table,)
         weights.add_matrix(op.table)
-    elif isinstance(op, ops.GroupedLinear):
+    elif isinstance(op, expert_ops.GroupedLinear):
         matrices = (op.weight,)
         weights.add_matrix(op.weight)
     elif isinstance(op, ops.MlaAttention):
         matrices = (op.kv_b,)
         weights.add_matrix(op.kv_b)
-    elif isinstance(op, ops.PlaceScores):
+    elif isinstance(op, family_ops.PlaceScores):
         matrices = op.weights
         weights.add_place_table(op)
     elif isinstance(op, ops.Rope):

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from octavo.program.ops import Act, ActMul, Gate, GroupedLinear
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import Act, ActMul, Gate
 from octavo.program.program import Op, Program, Value
 
 

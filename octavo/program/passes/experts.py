@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.errors import ConfigError
-from octavo.program import ops
+from octavo.program import expert_ops, rank_ops
 from octavo.program.passes.splits import Spans, shares
 from octavo.program.program import Op, Program, Span, Value
 
@@ -43,8 +43,8 @@ def check_experts(program: Program, num_ranks: int) -> None:
         )
 
 
-def _routes(program: Program) -> list[ops.Route]:
-    return [op for op in program.ops if isinstance(op, ops.Route)]
+def _routes(program: Program) -> list[expert_ops.Route]:
+    return [op for op in program.ops if isinstance(op, expert_ops.Route)]
 
 
 def _ops_of(program: Program, rank: int, num_ranks: int) -> tuple[Op, ...]:
@@ -52,19 +52,19 @@ def _ops_of(program: Program, rank: int, num_ranks: int) -> tuple[Op, ...]:
     chosen: dict[Value, tuple[Value, Spans]] = {}
     """Ids of a choice and the experts of each rank, by the ids and the weights of the choice."""
     for op in program.ops:
-        if isinstance(op, ops.Route):
+        if isinstance(op, expert_ops.Route):
             _, ids, weights = op.outs
             spans = shares(op.num_experts, num_ranks)
             chosen[ids] = chosen[weights] = (ids, spans)
-            made += [op, ops.Dispatch(ids, _own(ids), *spans[rank])]
-        elif isinstance(op, ops.GroupedLinear):
+            made += [op, rank_ops.Dispatch(ids, _own(ids), *spans[rank])]
+        elif isinstance(op, expert_ops.GroupedLinear):
             _, spans = chosen[op.ids]
             made.append(_product(op, spans[rank]))
-        elif isinstance(op, ops.Combine):
+        elif isinstance(op, expert_ops.Combine):
             ids, spans = chosen[op.weights_value]
             all_rows = replace(op.x, name=f"{op.x.name}.collected")
             sizes = tuple(last - first for first, last in spans)
-            made += [ops.Collect(op.x, ids, all_rows, sizes), replace(op, x=all_rows)]
+            made += [rank_ops.Collect(op.x, ids, all_rows, sizes), replace(op, x=all_rows)]
         else:
             made.append(op)
     return tuple(made)
@@ -75,7 +75,7 @@ def _own(ids: Value) -> Value:
     return replace(ids, name=f"{ids.name}.own")
 
 
-def _product(op: ops.GroupedLinear, span: Span) -> Op:
+def _product(op: expert_ops.GroupedLinear, span: Span) -> Op:
     assert op.gate is None, "experts are shared out before gates are folded"
     bias = None if op.bias is None else op.bias.part(experts=span)
     return replace(op, ids=_own(op.ids), weight=op.weight.part(experts=span), bias=bias)

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octavo.program.family_ops import KeepLargest, MatchMagnitude, Mix
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.ops import (
     Act,
     ActMul,
     Add,
-    AllGather,
-    AllReduce,
     Attention,
     Clip,
     GatherRows,
-    KeepLargest,
     LayerNorm,
     Linear,
-    MatchMagnitude,
-    Mix,
     MlaAttention,
     Mul,
     RmsNorm,
@@ -33,6 +29,7 @@ from octavo.program.ops import (
     SoftCap,
 )
 from octavo.program.program import Op, Program, Value
+from octavo.program.rank_ops import AllGather, AllReduce
 
 ROW_BY_ROW = (
     *(Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Clip, Act, ActMul),

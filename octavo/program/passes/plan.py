@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from octavo.program.expert_ops import Route
+from octavo.program.family_ops import KeepLargest
 from octavo.program.ops import (
     Act,
     Clip,
-    Collect,
-    KeepLargest,
     Linear,
     RmsNorm,
     Rope,
-    Route,
     Scale,
     SoftCap,
 )
 from octavo.program.program import Op, Program, Value
+from octavo.program.rank_ops import Collect
 
 ALIGN_FLOATS = 16
 """Alignment of a buffer in floats: rows start on cache lines."""

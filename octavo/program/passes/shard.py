@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from octavo.program import ops
+from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.splits import (
     Even,
@@ -98,9 +98,9 @@ class _Sharder:
             return held.value
         whole = replace(value, name=f"{value.name}.{'sum' if held.partial else 'all'}")
         if held.spans is None:
-            self._ops.append(ops.AllReduce(held.value, whole))
+            self._ops.append(rank_ops.AllReduce(held.value, whole))
         else:
-            self._ops.append(ops.AllGather(held.value, whole, tuple(map(_width, held.spans))))
+            self._ops.append(rank_ops.AllGather(held.value, whole, tuple(map(_width, held.spans))))
         self._held[value] = _Held(whole)
         return whole
 
@@ -186,18 +186,22 @@ class _Sharder:
                 self._ops.append(ops.Act(self._whole(out), made, op.activation))
                 self._held[out] = _Held(made)
 
-    def _shard_GroupedLinear(self, op: ops.GroupedLinear) -> None:
+    def _shard_GroupedLinear(self, op: expert_ops.GroupedLinear) -> None:
         held, ids = self._held[op.x], self._whole(op.ids)
         if held.spans is not None and not is_split(self._wishes.get(op.out)):
             weight, bias = self._inputs(op.weight, held.spans), op.bias if self._rank == 0 else None
             self._ops.append(
-                ops.GroupedLinear(held.value, ids, self._make(op.out, partial=True), weight, bias)
+                expert_ops.GroupedLinear(
+                    held.value, ids, self._make(op.out, partial=True), weight, bias
+                )
             )
             return
         x, spans = self._whole(op.x), self._spans(op.out)
         bias = None if op.bias is None else self._rows(op.bias, spans)
         self._ops.append(
-            ops.GroupedLinear(x, ids, self._make(op.out, spans), self._rows(op.weight, spans), bias)
+            expert_ops.GroupedLinear(
+                x, ids, self._make(op.out, spans), self._rows(op.weight, spans), bias
+            )
         )
 
     def _rows(self, weight: Weight, spans: Spans | None) -> Weight:
@@ -245,7 +249,7 @@ class _Sharder:
 
     # -- attention ---------------------------------------------------------------------------------
 
-    def _shard_PlaceScores(self, op: ops.PlaceScores) -> None:
+    def _shard_PlaceScores(self, op: family_ops.PlaceScores) -> None:
         raise refused(
             f"{op.kind} makes scores of all heads", hint="leave tensor_parallel_size at 1"
         )
@@ -342,7 +346,9 @@ class _Sharder:
 
     _shard_Act = _shard_SoftCap = _shard_Clip = _shard_column_op
 
-    def _shard_whole_row_op(self, op: ops.MatchMagnitude | ops.KeepLargest | ops.Mix) -> None:
+    def _shard_whole_row_op(
+        self, op: family_ops.MatchMagnitude | family_ops.KeepLargest | family_ops.Mix
+    ) -> None:
         """Computes an op that reads whole rows on every rank."""
         whole = op.on({value: self._whole(value) for value in op.inputs})
         for out in op.outputs:
@@ -377,15 +383,15 @@ class _Sharder:
 
     # -- experts -----------------------------------------------------------------------------------
 
-    def _shard_Route(self, op: ops.Route) -> None:
+    def _shard_Route(self, op: expert_ops.Route) -> None:
         rows, ids, weights = op.outs
         outs = (self._make(rows), self._make(ids), self._make(weights))
         self._ops.append(replace(op, x=self._whole(op.x), logits=self._whole(op.logits), outs=outs))
 
-    def _shard_Dispatch(self, op: ops.Dispatch) -> None:
+    def _shard_Dispatch(self, op: rank_ops.Dispatch) -> None:
         self._ops.append(replace(op, ids=self._whole(op.ids), out=self._make(op.out)))
 
-    def _shard_Collect(self, op: ops.Collect) -> None:
+    def _shard_Collect(self, op: rank_ops.Collect) -> None:
         """Collects whatever share of the rows a rank has: the ranks that have the other experts
         have the same one.
         """
@@ -393,10 +399,12 @@ class _Sharder:
         out = self._make(op.out, held.spans, partial=held.partial)
         self._ops.append(replace(op, x=held.value, ids=ids, out=out))
 
-    def _shard_Combine(self, op: ops.Combine) -> None:
+    def _shard_Combine(self, op: expert_ops.Combine) -> None:
         held, weights = self._held[op.x], self._whole(op.weights_value)
         self._ops.append(
-            ops.Combine(held.value, weights, self._make(op.out, held.spans, partial=held.partial))
+            expert_ops.Combine(
+                held.value, weights, self._make(op.out, held.spans, partial=held.partial)
+            )
         )
 
     def _shard_ScatterRows(self, op: ops.ScatterRows) -> None:

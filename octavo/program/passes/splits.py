@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from octavo.errors import ConfigError
-from octavo.program import ops
+from octavo.program import expert_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
 
@@ -47,7 +47,7 @@ MIXERS = (ShortConv, SelectiveScan)
 """Ops that mix rows without attention, which every rank computes whole."""
 
 WHOLE_ROWS = (
-    *(ops.Embedding, ops.LayerNorm, ops.Route, ops.Dispatch, ops.ScatterRows),
+    *(ops.Embedding, ops.LayerNorm, expert_ops.Route, rank_ops.Dispatch, ops.ScatterRows),
     *MIXERS,
 )
 """Ops that need all columns of all their inputs."""
@@ -156,11 +156,11 @@ def _asked(
     op: Op, program: Program, num_ranks: int, found: dict[Value, Wish], unit_of: UnitOf
 ) -> Iterator[tuple[Value, Wish]]:
     """Yields an op's wishes for its inputs, given the wishes for its outputs."""
-    if isinstance(op, ops.Linear | ops.GroupedLinear):
+    if isinstance(op, ops.Linear | expert_ops.GroupedLinear):
         makes_columns = any(is_split(found.get(out)) for out in op.outputs)
         units = [unit_of(weight) for weight in matrices_of(op)]
         yield op.x, Whole() if makes_columns else Even(math.lcm(*units))
-        if isinstance(op, ops.GroupedLinear):
+        if isinstance(op, expert_ops.GroupedLinear):
             yield op.ids, Whole()
     elif isinstance(op, ops.Attention):
         group = program.group(op.group)
@@ -196,10 +196,10 @@ def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wi
     elif isinstance(op, ops.Mul):
         yield op.a, found.get(op.out, Whole())
         yield op.b, found.get(op.out, Whole()) if op.b.width == op.a.width else Whole()
-    elif isinstance(op, ops.Collect):
+    elif isinstance(op, rank_ops.Collect):
         yield op.x, found.get(op.out, Whole())
         yield op.ids, Whole()
-    elif isinstance(op, ops.Combine):
+    elif isinstance(op, expert_ops.Combine):
         yield op.x, found.get(op.out, Whole())
         yield op.weights_value, Whole()
     elif isinstance(op, ops.Rope):
@@ -215,5 +215,5 @@ def _asked_by_rows(op: Op, found: dict[Value, Wish]) -> Iterator[tuple[Value, Wi
         )
 
 
-def matrices_of(op: ops.Linear | ops.GroupedLinear) -> tuple[Weight, ...]:
+def matrices_of(op: ops.Linear | expert_ops.GroupedLinear) -> tuple[Weight, ...]:
     return op.weights_ if isinstance(op, ops.Linear) else (op.weight,)

@@ -22,12 +22,12 @@ from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.reference.backend import FORMULAS
 from octavo.backends.reference.kv_cache import ReferenceKvCache, layout_of
 from octavo.backends.reference.ops import Floats, ReferenceStep
+from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import (
     AlibiBias,
     Attention,
     Embedding,
     GatherRows,
-    GroupedLinear,
     original_context,
 )
 from octavo.program.program import Op, Program, Value, Weight

@@ -17,7 +17,8 @@ from octavo.backends.base import LoadWeight
 from octavo.checkpoint.writing.destination import Destination, MatrixPlan
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.ports import Checkpoint
-from octavo.program.ops import GroupedLinear, Linear
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import Linear
 from octavo.program.program import Op, Program, Value, Weight
 from octavo.progress import Bar, Report
 from octavo.quant.making.channels import awq_factors, smooth_factors

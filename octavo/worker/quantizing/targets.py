@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import (
     ActMul,
     Attention,
-    GroupedLinear,
     KvWrite,
     LayerNorm,
     Linear,
     RmsNorm,
-    Route,
 )
 from octavo.program.program import Op, Program, Value, Weight
 

@@ -14,7 +14,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.errors import BackendUnavailable, UnsupportedModel
 from octavo.models.registry import build_programs
-from octavo.program import ops
+from octavo.program import ops, rank_ops
 from octavo.program.program import CacheGroup, Program, Value, Weight
 from octavo.quant.packed import Levels, PackedWeight
 from tests.checkpoint.test_fp8 import in_fp8
@@ -50,7 +50,7 @@ def attention(**changes):
 
 
 REFUSED = [
-    (program_of(ops.AllReduce(X, Y)), "cannot run the op AllReduce on one rank (in test)"),
+    (program_of(rank_ops.AllReduce(X, Y)), "cannot run the op AllReduce on one rank (in test)"),
     (program_of(attention(mask="tree"), groups=(KV,)), "attention with the mask tree"),
     (
         program_of(attention(num_heads=17), groups=(KV,)),

@@ -5,7 +5,7 @@ from itertools import pairwise
 from octavo.backends.native.stages import body_first, stages_of
 from octavo.checkpoint.open import open_checkpoint
 from octavo.models.registry import build_programs
-from octavo.program import ops
+from octavo.program import expert_ops, ops
 from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.optimize import optimize
 from octavo.program.program import Value
@@ -47,7 +47,9 @@ def test_attentions_and_experts_are_alone_in_their_ranges():
         ranges = [stage.range for stage in stages]
         assert ranges == sorted(ranges)
         for stage in stages:
-            if isinstance(stage.ops[0], ops.Attention | ops.Route | ops.GroupedLinear):
+            if isinstance(
+                stage.ops[0], ops.Attention | expert_ops.Route | expert_ops.GroupedLinear
+            ):
                 assert ranges.count(stage.range) == 1
         assert any(ranges.count(number) > 1 for number in ranges)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from octavo.backends.batch import StepBatch
 from octavo.backends.reference.backend import FORMULAS
 from octavo.backends.reference.ops import ReferenceStep
-from octavo.program import ops
+from octavo.program import expert_ops, ops
 from octavo.program.program import Program, Value, Weight
 
 ROWS = [0, 1, 3, 17]
@@ -240,7 +240,9 @@ def test_rope(style, num_heads, head_width, rotary_dim, rotary_start):
 
 def route_op(num_experts, top_k, **options):
     outs = (Value("rows", "expert_rows", 3), value("ids", top_k, "int"), value("weights", top_k))
-    return ops.Route(value("x", 3), value("z", num_experts), outs, num_experts, top_k, **options)
+    return expert_ops.Route(
+        value("x", 3), value("z", num_experts), outs, num_experts, top_k, **options
+    )
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_top_k"])
@@ -304,7 +306,7 @@ def test_grouped_linear_and_combine():
     x, ids = rng().normal(size=(6, 4)), np.array([[2, 0], [1, 1], [0, 2]], np.int32)
     w, c, p = rng(1).normal(size=(3, 5, 4)), rng(2).normal(size=(3, 5)), rng(3).random((3, 2))
     rows = Value("x", "expert_rows", 4)
-    op = ops.GroupedLinear(
+    op = expert_ops.GroupedLinear(
         rows,
         value("ids", 2, "int"),
         Value("y", "expert_rows", 5),
@@ -313,7 +315,7 @@ def test_grouped_linear_and_combine():
     )
     y = run(op, {"x": x, "ids": ids}, {"w": w, "c": c})
     close(y, np.einsum("ri,roi->ro", x, w[ids.reshape(-1)]) + c[ids.reshape(-1)])
-    op = ops.Combine(Value("y", "expert_rows", 5), value("p", 2), value("o", 5))
+    op = expert_ops.Combine(Value("y", "expert_rows", 5), value("p", 2), value("o", 5))
     close(run(op, {"y": y, "p": p}), (y.reshape(3, 2, 5) * p[:, :, None]).sum(1))
 
 

@@ -21,7 +21,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.errors import BackendUnavailable
 from octavo.models.registry import build_programs
-from octavo.program import ops
+from octavo.program import ops, rank_ops
 from octavo.program.program import CacheGroup, Program, Value
 from octavo.quant.gguf import BLOCK_TYPES
 from octavo.quant.online import pack_fp8, pack_int4, pack_int8
@@ -180,7 +180,7 @@ def test_packed_weights_are_the_same_floats(name, packed):
 @pytest.mark.parametrize(
     ("op", "message"),
     [
-        (ops.AllReduce, "the torch backend cannot run the op AllReduce"),
+        (rank_ops.AllReduce, "the torch backend cannot run the op AllReduce"),
         (
             lambda x, y: ops.Attention(x, y, "kv", 0, 1, 1.0, "tree"),
             "cannot run attention with the mask tree",

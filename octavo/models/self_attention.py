@@ -1,0 +1,198 @@
+"""The attention that pre-norm decoders share, and the products that make its queries, keys and
+values.
+
+GQA: Ainslie et al. 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.models.decoder import DecoderShape, LayerCache
+from octavo.models.matrix_rows import Rows, linear_part
+from octavo.program.builder import Builder
+from octavo.program.ops import AlibiBias, RopeTable
+from octavo.program.program import Value, Weight
+
+Projection = Callable[[Builder, Value, str], tuple[Value, Value, Value]]
+"""Appends the products that make q, k and v of normed rows; takes the attention's module name."""
+
+
+def separate_qkv(
+    shape: DecoderShape,
+    *,
+    bias: bool = False,
+    names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+) -> Projection:
+    """Returns the projection with a module for each of q, k and v."""
+    widths = shape.qkv_widths
+
+    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
+        q, k, v = (
+            b.linear(x, f"{module}.{name}", width, bias=bias)
+            for name, width in zip(names, widths, strict=True)
+        )
+        return q, k, v
+
+    return project
+
+
+def stacked_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
+    """Returns the projection of one module whose rows are all of q, then k, then v."""
+    widths = shape.qkv_widths
+
+    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
+        q, k, v = (
+            linear_part(b, x, f"{module}.{name}", Rows(width, sum(widths), start), bias=bias)
+            for width, start in zip(widths, (0, widths[0], widths[0] + widths[1]), strict=True)
+        )
+        return q, k, v
+
+    return project
+
+
+def grouped_qkv(shape: DecoderShape, name: str, *, bias: bool = False) -> Projection:
+    """Returns the projection of one module whose rows are, for each kv head, its query heads', its
+    key and its value (GPT-NeoX, BLOOM, Falcon).
+    """
+    dim, lanes = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    step = (lanes + 2) * dim
+    total = step * shape.num_kv_heads
+
+    def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
+        q, k, v = (
+            linear_part(b, x, f"{module}.{name}", Rows(width, total, start, step, run), bias=bias)
+            for width, start, run in zip(
+                shape.qkv_widths, (0, lanes * dim, lanes * dim + dim), (lanes * dim, dim, dim),
+                strict=True,
+            )
+        )  # fmt: skip
+        return q, k, v
+
+    return project
+
+
+OwnNorms = Literal["", "shared", "one tensor", "modules"]
+"""Centered norms of the heads of q and k: none, one with a bias for all (Phi), or weights for each
+head, in one tensor (Command R+) or a module a head (StableLM 12B)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfAttention:
+    """Grouped-query attention. `ropes` has one table for each layer, None for one without rope."""
+
+    shape: DecoderShape
+    caches: Sequence[LayerCache]
+    ropes: Sequence[RopeTable | None]
+    scale: float
+    project: Projection | None = None
+    """Products that make q, k and v; None: three modules, with biases where `qkv_bias` is set."""
+    module: str = "self_attn"
+    out: str = "o_proj"
+    layers: str = "model.layers"
+    rope_style: Literal["half", "interleaved"] = "half"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    head_norms: bool = False
+    """Whether q and k are normed head by head (Qwen3, Gemma 3)."""
+    row_norms: bool = False
+    """Whether q and k are normed over all heads together (OLMo 2)."""
+    own_norms: OwnNorms = ""
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    """Modules of those norms."""
+    norm_offset: float = 0.0
+    clip: float | None = None
+    """Bound on the magnitudes of q, k and v, behind their norms (OLMo)."""
+    k_factor: float = 1.0
+    """Factor on k before it turns (Falcon-H1)."""
+    turned_norms: bool = False
+    """Whether q and k are normed without weights, head by head, once they are turned (Llama 4)."""
+    sinks: bool = False
+    sees_ahead: bool = False
+    """Whether the step may let rows see later ones (Gemma 3's images)."""
+    softcap: float | None = None
+    bias: AlibiBias | None = None
+    gated: bool = False
+    """Whether what a head reads is multiplied with the sigmoid of a gate, whose rows lie behind the
+    head's in the module of q (Qwen3-Next)."""
+
+    def __call__(self, b: Builder, x: Value, layer: int) -> Value:
+        return self.of_module(b, x, f"{self.layers}.{layer}.{self.module}", layer)
+
+    def of_module(self, b: Builder, x: Value, name: str, layer: int) -> Value:
+        """Appends the attention of a layer whose module has that name."""
+        shape = self.shape
+        cache = self.caches[layer]
+        rope = self.ropes[layer]
+        project = self.project or separate_qkv(shape, bias=self.qkv_bias)
+        if self.gated:
+            (q, gate), (k, v) = self._with_gate(b, x, name), self._keys(b, x, name)
+        else:
+            q, k, v = project(b, x, name)
+        if self.head_norms or self.row_norms or self.own_norms:
+            q, k = (
+                self._normed(b, x, f"{name}.{norm}")
+                for x, norm in zip((q, k), self.norm_names, strict=True)
+            )
+        q, k, v = (b.clip(part, self.clip) for part in (q, k, v))
+        k = b.scale(k, self.k_factor)
+        if rope is not None:
+            q = b.rope(q, shape.num_heads, rope, style=self.rope_style)
+            k = b.rope(k, shape.num_kv_heads, rope, style=self.rope_style)
+            if self.turned_norms:
+                q, k = self._scaled(b, q, f"{name}.q"), self._scaled(b, k, f"{name}.k")
+        b.kv_write(cache.group, cache.layer, (k,), v)
+        out = b.attention(
+            q,
+            cache.group,
+            cache.layer,
+            num_heads=shape.num_heads,
+            scale=self.scale,
+            mask=cache.mask,
+            softcap=self.softcap,
+            sinks=Weight(f"{name}.sinks", (shape.num_heads,)) if self.sinks else None,
+            bias=self.bias,
+            sees_ahead=self.sees_ahead,
+        )
+        if self.gated:
+            out = b.act_mul(gate, out, "sigmoid")
+        return b.linear(out, f"{name}.{self.out}", shape.hidden_size, bias=self.out_bias)
+
+    def _with_gate(self, b: Builder, x: Value, name: str) -> list[Value]:
+        """Appends the products that make q and its gate."""
+        dim, width = self.shape.head_dim, self.shape.qkv_widths[0]
+        return [
+            linear_part(
+                b,
+                x,
+                f"{name}.q_proj",
+                Rows(width, 2 * width, start, 2 * dim, dim),
+                bias=self.qkv_bias,
+            )
+            for start in (0, dim)
+        ]
+
+    def _keys(self, b: Builder, x: Value, name: str) -> list[Value]:
+        """Appends the products that make k and v."""
+        return [
+            b.linear(x, f"{name}.{part}", self.shape.qkv_widths[1], bias=self.qkv_bias)
+            for part in ("k_proj", "v_proj")
+        ]
+
+    def _scaled(self, b: Builder, x: Value, name: str) -> Value:
+        return b.rms_norm(
+            x, name, self.shape.norm_eps, has_weight=False, group_width=self.shape.head_dim
+        )
+
+    def _normed(self, b: Builder, x: Value, name: str) -> Value:
+        eps, dim = self.shape.norm_eps, self.shape.head_dim
+        if self.own_norms == "shared":
+            return b.layer_norm(x, name, eps, group_width=dim)
+        if self.own_norms:
+            return b.head_norm(x, name, eps, head_dim=dim, is_apart=self.own_norms == "modules")
+        width = 0 if self.row_norms else self.shape.head_dim
+        return b.rms_norm(
+            x, name, self.shape.norm_eps, weight_offset=self.norm_offset, group_width=width
+        )

@@ -1,0 +1,64 @@
+"""The kinds of op that one family alone has so far, in the alphabet of `ops.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.program.ops import PreNorm
+from octavo.program.program import Op, Value, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class MatchMagnitude(Op):
+    """Row as large as another one: out = x * sqrt(mean(like^2) / max(mean(x^2), least)) (Gemma 3n).
+
+    `x [T, W]`, `like [T, W]`.
+    """
+
+    x: Value
+    like: Value
+    out: Value
+    least: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLargest(Op):
+    """Excess over a cutoff by the row's own spread: out = max(x - mean - deviations * std, 0), with
+    the biased deviation. A fixed share of normally distributed numbers is kept (Gemma 3n).
+    """
+
+    x: Value
+    out: Value
+    deviations: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mix(Op):
+    """Sums weighted row by row: outs[i] = bases[i] + sum over k of (coefs[:, i * K + k] + offset) *
+    xs[k], with K of `xs`, all `[T, W]`, and `coefs [T, I * K]`. AltUp: Baykal et al. 2023.
+    """
+
+    xs: tuple[Value, ...]
+    bases: tuple[Value, ...]
+    coefs: Value
+    outs: tuple[Value, ...]
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceScores(Op):
+    """Products of each head's columns with the rows of a table of places, which goes through a norm
+    and a linear first: out[t, h, r] = x[t, h] . (W[h] norm(table[r]) + b[h]).
+
+    `x [T, H * D]`, `table [R, W]`, `weight [H * D, W]`, `bias [H * D]`, `out [T, H * R]`. He et al.
+    2021, section 3.1.
+    """
+
+    x: Value
+    out: Value
+    table: Weight
+    weight: Weight
+    bias: Weight
+    num_heads: int
+    norm: PreNorm | None = None
+    """Layer norm of the table's rows; None: they are taken as they are."""
