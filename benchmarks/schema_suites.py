@@ -27,7 +27,7 @@ from llguidance import LLMatcher
 
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import InvalidRequest
-from octavo.ports import Matcher
+from octavo.prompt_ports import Matcher
 from octavo.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.text.grammar.compiler import GrammarError
 from octavo.text.grammar.lazy import LazyGrammars

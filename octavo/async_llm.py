@@ -1,7 +1,6 @@
 """AsyncLLM: an engine for many concurrent streams, from one asyncio event loop.
 
-A thread reads the core's outputs and hands them to the loop, where everything else happens. Owns
-the streams and the limit of the queue; all that it shares with LLM is its `Front`'s.
+What runs its requests' streams is `RequestStreams`; all that it shares with LLM is its `Front`'s.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -27,13 +25,14 @@ from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Or
 from octavo.engine.front.pooling_jobs import PoolingJobs, PoolingPrompts, Texts
 from octavo.engine.front.prompt_inputs import Truncation
 from octavo.engine.front.request_stream import RequestStream
+from octavo.engine.front.request_streams import RequestStreams, StreamEvents
 from octavo.engine.front.transcriptions import SpeechOptions
 from octavo.engine.front.transfers import Transfers
 from octavo.engine.kv.pin import COMPUTE
 from octavo.engine.live.feed import EngineFeed, FeedReader
 from octavo.engine.live.requests import LiveRequest
 from octavo.engine.stats import EngineStats
-from octavo.errors import EngineDead, InvalidRequest, Unavailable
+from octavo.errors import EngineDead, Unavailable
 from octavo.lora_request import LoRARequest
 from octavo.outputs import RequestOutput
 from octavo.pooling_outputs import (
@@ -42,8 +41,8 @@ from octavo.pooling_outputs import (
     ScoringRequestOutput,
 )
 from octavo.pooling_params import PoolingParams, PoolingTask, RequestParams
-from octavo.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.progress import Report, quiet
+from octavo.prompt_ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.step import AdapterRef
 from octavo.text.unicode import is_long
@@ -65,8 +64,6 @@ class AsyncLLM:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._streams: dict[str, RequestStream] = {}
-        """Streams whose final output has not come, by request id; touched in the loop's thread."""
         self._request_ids = itertools.count()
         self.limits = AdmissionLimits(front.config)
         """Limits of what it takes in."""
@@ -78,11 +75,9 @@ class AsyncLLM:
             compute_here=front.compute_here,
         )
         self._feed = EngineFeed(front.client.watch, front.outputs.name_of)
-        self._dead: EngineDead | None = None
-        """Error that ended the engine, once it has ended; set by any thread."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """Event loop in which all streams are read; None before the first request."""
-        self._reader: threading.Thread | None = None
+        self._streams = RequestStreams(
+            front, StreamEvents(self._take, self._transfers.ended, self._feed.fail)
+        )
 
     @staticmethod
     def from_options(
@@ -126,16 +121,7 @@ class AsyncLLM:
         """Listens to the core from now on, in this event loop, so that its death is known even
         while no request runs. InvalidRequest where another loop, still open, does.
         """
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._loop is not None and not self._loop.is_closed():
-                raise InvalidRequest(
-                    "this AsyncLLM is used by another event loop", hint="give each loop its own"
-                )
-            self._loop = loop
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read, name="octavo-reader", daemon=True)
-            self._reader.start()
+        if self._streams.start():
             self._transfers.start()
 
     def submit(
@@ -158,7 +144,7 @@ class AsyncLLM:
         text holds up the event loop while it is tokenized, and a new form while it is compiled:
         `tokenize` and `check_form` first.
         """
-        self._check_alive()
+        self._streams.check_alive()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
         request_id = request_id or self._next_id()
@@ -170,11 +156,11 @@ class AsyncLLM:
         """Compiles the form of a request's answer for `submit`: one that is not known in a thread,
         while the event loop goes on. InvalidRequest where it cannot be kept.
         """
-        if not isinstance(params, SamplingParams) or self._front.inputs.knows_form(params):
+        if not isinstance(params, SamplingParams) or self._front.knows_form(params):
             return
-        self._check_alive()
+        self._streams.check_alive()
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
-        await asyncio.to_thread(self._front.inputs.check_form, params)
+        await asyncio.to_thread(self._front.check_form, params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
         """Returns the adapter that a request names, for `submit`: its files are read and checked,
@@ -192,7 +178,7 @@ class AsyncLLM:
         """Checks and tokenizes a request for `submit_prepared`: a long text in a thread while the
         event loop goes on.
         """
-        self._check_alive()
+        self._streams.check_alive()
         if is_long(text_of(prompt)):
             return await asyncio.to_thread(self._front.prepare, request_id, prompt, params, origin)
         await asyncio.sleep(0)  # which lets others go on between the texts of a long list
@@ -228,18 +214,12 @@ class AsyncLLM:
     @property
     def pools(self) -> PoolingTask | None:
         """Task of a model that pools; None for one that generates."""
-        pooling = self._front.pooling
-        return None if pooling is None else pooling.pools.task
+        return self._front.task
 
     @property
     def media(self) -> frozenset[str]:
         """Kinds of media that the model reads beside text: "image", "audio"."""
-        front = self._front
-        reads = {
-            "image": front.inputs.prompts.images.is_read,
-            "audio": front.transcriptions is not None,
-        }
-        return frozenset(kind for kind, is_read in reads.items() if is_read)
+        return self._front.media
 
     async def transcribe(
         self,
@@ -252,7 +232,7 @@ class AsyncLLM:
         """Returns the text of a WAV file; cancelling it aborts what is computed of it. `compute`
         runs its requests in place of the engine's own way, so that they can be counted.
         """
-        self._check_alive()
+        self._streams.check_alive()
         return await self._jobs.transcribe(data, options, origin, compute)
 
     def submit_prepared(
@@ -266,9 +246,7 @@ class AsyncLLM:
         self._transfers.place(request)
         self._front.submit(request)
         self.limits.sent(request)
-        stream = RequestStream(self._front, request.request_id, self._drop, deltas=deltas)
-        self._streams[request.request_id] = stream
-        return stream
+        return self._streams.open(request.request_id, deltas=deltas)
 
     async def generate(
         self,
@@ -352,7 +330,7 @@ class AsyncLLM:
         """Returns the requests that wait or run, and why; with `recent` also those that have just
         finished.
         """
-        self._check_alive()
+        self._streams.check_alive()
         view = None
         if self.num_unfinished:
             self.start()
@@ -382,7 +360,7 @@ class AsyncLLM:
 
     def prepare_fork(self, parent_id: str, fork: Fork) -> FrontRequest:
         """Checks a fork and returns it for `submit_prepared`; nothing runs yet."""
-        self._check_alive()
+        self._streams.check_alive()
         return self._front.fork(parent_id, fork)
 
     async def watch(self) -> FeedReader:
@@ -403,7 +381,7 @@ class AsyncLLM:
 
     def check_health(self) -> None:
         """Raises EngineDead once the core has ended for good, Unavailable while one is replaced."""
-        self._check_alive()
+        self._streams.check_alive()
         self._front.check_trouble()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -441,21 +419,17 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Ends the core; streams that still run get EngineDead at once. Any thread may call it."""
-        self._end(EngineDead("the engine was closed"))
-        if self._loop is None or self._loop.is_closed():
-            self._transfers.close()
-        else:
-            self._call(self._transfers.close)
+        self._streams.end(EngineDead("the engine was closed"))
+        self._streams.call(self._transfers.close)
         self._front.close()
-        if self._reader is not None:
-            self._reader.join()
+        self._streams.join()
 
     def _next_id(self) -> str:
         return f"request-{next(self._request_ids)}"
 
     def _compute_for_peer(self, asked: Prefill) -> Awaitable[RequestOutput]:
         """Queues a prompt whose blocks another engine fetches."""
-        self._check_alive()
+        self._streams.check_alive()
         is_ranked = self.config.scheduler.scheduling_policy == "priority"
         request = self._front.prepare(
             f"prefill-{next(self._request_ids)}",
@@ -466,70 +440,9 @@ class AsyncLLM:
         request.samples[0] = msgspec.structs.replace(request.samples[0], sends_kv=True)
         return self.submit_prepared(request, deltas=False).final_or_abandoned()
 
-    # -- from the core -----------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        """Hands each step's outputs to the event loop; runs in a thread until the engine ends."""
-
-        def hand_over(step: CoreOutputs) -> bool:
-            self._call(self._take, step)
-            return True
-
-        while self._dead is None:
-            try:
-                step = self._front.client.receive(take_early=hand_over)
-            except EngineDead as error:
-                self._end(error)
-            except Exception as error:
-                self._end(EngineDead(f"the engine has failed: {type(error).__name__}: {error}"))
-            else:
-                if step is not None:
-                    hand_over(step)
-
-    def _end(self, error: EngineDead) -> None:
-        """Refuses new requests and ends the streams; called in any thread."""
-        self._dead = self._dead or error
-        self._call(self._end_streams)
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the event loop's thread, after those handed over before it; what is
-        left over when the loop has ended has no reader.
-        """
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(function, *arguments)
-
     def _take(self, step: CoreOutputs) -> None:
-        """Wakes the streams of the requests to which a step gave something."""
+        """Takes in what a step says of the engine, before the streams get its outputs."""
         self.limits.take(step)
         self._transfers.note_blocks(step.block_events)
         if step.view is not None:
             self._feed.offer(step.view, step.stats)
-        for request_id in self._front.take(step):
-            # Streams that were ended with the engine may still get what was on its way.
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.wake()
-                if self._front.is_finished(request_id):
-                    del self._streams[request_id]
-                    self._transfers.ended(request_id)
-
-    def _end_streams(self) -> None:
-        """Wakes every stream with the error that ended the engine."""
-        for stream in self._streams.values():
-            stream.wake(self._dead)
-        self._streams.clear()
-        if self._dead is not None:
-            self._feed.fail(self._dead)
-
-    # -- from the streams --------------------------------------------------------------------------
-
-    def _drop(self, request_id: str) -> None:
-        """Aborts and forgets a request whose stream was abandoned."""
-        self._streams.pop(request_id, None)
-        self._transfers.ended(request_id)
-        self._front.drop(request_id)
-
-    def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDead(self._dead.message, hint=self._dead.hint)

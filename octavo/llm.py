@@ -47,8 +47,9 @@ from octavo.pooling_outputs import (
     ScoringRequestOutput,
 )
 from octavo.pooling_params import PoolingParams
-from octavo.ports import Profiler, Rendering, Tokenizer
+from octavo.ports import Profiler
 from octavo.progress import Bar, Report, to_stderr
+from octavo.prompt_ports import Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.transcription import Transcription
 from octavo.wiring.engine import build_in_process
@@ -422,7 +423,7 @@ class LLM:
         self._is_stepping = True
         self._turn.release()
         try:
-            step = self.front.client.receive(take_early=None if at_once else self._take_early)
+            step = self.front.receive(take_early=None if at_once else self._take_early)
         finally:
             self._turn.acquire()
             self._is_stepping = False

@@ -14,7 +14,7 @@ FORMATS = {"bfloat16": "BF16", "float16": "F16"}
 
 
 class ConfigFile:
-    """Implements `ports.ModelHeader`."""
+    """Implements `checkpoint_ports.ModelHeader`."""
 
     has_config_file = True
 

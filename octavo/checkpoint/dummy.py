@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
+from octavo.checkpoint_ports import ModelHeader, StoredTensor, TokenizerSource
 from octavo.errors import UnsupportedModel
-from octavo.ports import ModelHeader, StoredTensor, TokenizerSource
 from octavo.program.program import Weight
 from octavo.quant.online import E4M3_TOP, GROUP
 from octavo.quant.packed import Code, Levels, PackedWeight
@@ -41,7 +41,7 @@ FORMATS = (*FLOATS, *CODES_OF_8, "Q4_1")
 
 
 class DummyCheckpoint:
-    """A checkpoint of random weights: implements `ports.Checkpoint` and reads no tensor."""
+    """A checkpoint of random weights. Implements `checkpoint_ports.Checkpoint`; reads no tensor."""
 
     output_major = True
     weight_files: Sequence[Path] = ()

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from octavo.checkpoint.gguf import read_gguf_model
 from octavo.checkpoint.gguf_families import FAMILIES
 from octavo.checkpoint.gguf_family import Family, Header
+from octavo.checkpoint_ports import StoredTensor, TokenizerSource, Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import StoredTensor, TokenizerSource, Vocabulary
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.packed import PackedWeight
 
@@ -52,7 +52,7 @@ class TensorPlace(NamedTuple):
 
 
 class GgufCheckpoint:
-    """One `.gguf` file, or several of one model. Implements `ports.Checkpoint`."""
+    """One `.gguf` file, or several of one model. Implements `checkpoint_ports.Checkpoint`."""
 
     output_major = True
     has_config_file = False

@@ -18,8 +18,8 @@ from octavo.checkpoint.sentencepiece_model import (
     chatglm_tokens,
     read_vocabulary,
 )
+from octavo.checkpoint_ports import TokenizerSource, Vocabulary
 from octavo.errors import WeightMismatch
-from octavo.ports import TokenizerSource, Vocabulary
 
 SPECIAL_NAMES = (
     "bos_token",

@@ -9,8 +9,8 @@ from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.gguf import PART_NAME
 from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.safetensors import SafetensorsCheckpoint
+from octavo.checkpoint_ports import Checkpoint, ModelHeader
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import Checkpoint, ModelHeader
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

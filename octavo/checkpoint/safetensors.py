@@ -29,8 +29,8 @@ from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.sentence_modules import with_pooling
 from octavo.checkpoint.tied_head import OWN_HEAD, has_own_head, other_names
+from octavo.checkpoint_ports import StoredTensor, TokenizerSource
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import StoredTensor, TokenizerSource
 from octavo.quant.fp8 import FP8
 from octavo.quant.packed import PackedWeight
 
@@ -130,7 +130,10 @@ class _Quantized:
 
 
 class SafetensorsCheckpoint:
-    """A directory with config.json and `*.safetensors`. Implements `ports.Checkpoint`."""
+    """A directory with config.json and `*.safetensors`.
+
+    Implements `checkpoint_ports.Checkpoint`.
+    """
 
     output_major = False
     has_config_file = True

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint_ports import Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import Vocabulary
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types of protobuf."""

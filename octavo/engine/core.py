@@ -37,7 +37,12 @@ from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.errors import EngineDead
-from octavo.ports import AsyncExecutor, Between, Executor, Launched
+from octavo.ports import (
+    AsyncExecutor,
+    Between,
+    Executor,
+    Launched,
+)
 from octavo.step import RowResult, StepPlan, StepResult
 from octavo.transfer.block_events import BlockEvent
 

@@ -14,7 +14,7 @@ from octavo.media.decode import as_image, decoded, need_pillow
 from octavo.media.limits import ImageLimits
 from octavo.media.rules import ImageRules
 from octavo.media.sources import read_file, read_source
-from octavo.ports import ReadImage
+from octavo.prompt_ports import ReadImage
 from octavo.step import MediaPixels
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PillowReader:
-    """Implements `ports.ImageReader`."""
+    """Implements `prompt_ports.ImageReader`."""
 
     rules: ImageRules
     limits: ImageLimits

@@ -17,7 +17,7 @@ from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.outputs import RequestOutput
 from octavo.pooling_params import RequestParams
-from octavo.ports import DEFAULT_RENDERING, Rendering
+from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
 from octavo.server.images import has_images
 from octavo.server.state.served_model import ServedModel
 from octavo.text.unicode import LONG_TEXT_CHARACTERS

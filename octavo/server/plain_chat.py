@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from octavo.errors import InvalidRequest, shown
-from octavo.ports import Rendering
+from octavo.prompt_ports import Rendering
 from octavo.server.body import Body
 from octavo.server.state.served_model import ServedModel
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from octavo.answer_marks import AnswerMarks
-from octavo.ports import Rendering, Tokenizer
+from octavo.prompt_ports import Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.tool_use import ToolUse

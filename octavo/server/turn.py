@@ -20,7 +20,7 @@ from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
 from octavo.engine.front.prompt_inputs import Truncation
 from octavo.errors import ClientError, InvalidRequest
 from octavo.outputs import RequestOutput
-from octavo.ports import DEFAULT_RENDERING, Rendering
+from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.connection import unless_gone
 from octavo.server.deltas import Cursor, Delta

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.text.reasoning_watch import ReasoningWatch
 from octavo.text.stop_search import StopSearch

@@ -15,8 +15,8 @@ from typing import Any
 
 import tokenizers
 
+from octavo.checkpoint_ports import Vocabulary
 from octavo.errors import OctavoError, UnsupportedModel
-from octavo.ports import Vocabulary
 from octavo.text.vocabulary import (
     CONTROL,
     NORMAL,

@@ -14,10 +14,11 @@ from typing import Any
 
 import tokenizers
 
+from octavo.checkpoint_ports import TokenizerSource
 from octavo.config.paths import is_there, user_path
 from octavo.errors import ConfigError, InvalidRequest, WeightMismatch
 from octavo.pooling_params import PairIds, TextPair
-from octavo.ports import DEFAULT_RENDERING, Rendering, TokenizerSource
+from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.encoding import encode_text, without_special_tokens
 from octavo.text.infill import InfillFormat, infill_format_of
@@ -54,7 +55,7 @@ def load_tokenizer(source: TokenizerSource, *, chat_template: str | None = None)
 class TextTokenizer:
     """A model's tokenizer and chat template; any thread may call it at any time.
 
-    Implements `ports.Tokenizer`.
+    Implements `prompt_ports.Tokenizer`.
     """
 
     def __init__(

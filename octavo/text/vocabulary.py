@@ -26,8 +26,8 @@ from tokenizers import (
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
+from octavo.checkpoint_ports import Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 

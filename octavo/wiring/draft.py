@@ -11,9 +11,9 @@ from octavo.backends.base import Footprint
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.original_context import ONE_CONTEXT
-from octavo.ports import Tokenizer
 from octavo.program.ops import original_context
 from octavo.program.program import Program
+from octavo.prompt_ports import Tokenizer
 
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:

@@ -17,10 +17,10 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.safetensors import read_integers
 from octavo.checkpoint.tensor_check import check_weights
 from octavo.checkpoint.weights import WeightReader, loaded_formats
+from octavo.checkpoint_ports import Checkpoint
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError, WeightMismatch
 from octavo.models.draft_heads import DraftHead, eagle3_head, mtp_head
-from octavo.ports import Checkpoint
 from octavo.program.passes.draft_groups import PREFIX, beside
 from octavo.program.passes.features import FEATURES, with_features
 from octavo.program.program import Program, Weight

@@ -39,9 +39,10 @@ from octavo.engine.recording.recorder import (
 )
 from octavo.engine.scheduling.build import build_scheduler, prompt_limits
 from octavo.errors import ConfigError
-from octavo.ports import Executor, Profiler, Tokenizer
+from octavo.ports import Executor, Profiler
 from octavo.program.ops import original_context
 from octavo.progress import Report
+from octavo.prompt_ports import Tokenizer
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.transfer.kv_wire import logged_only
 from octavo.version import __version__

@@ -15,9 +15,9 @@ from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.writing.gguf_keys import KeyValue
 from octavo.checkpoint.writing.gguf_outline import SPECIAL_KEYS, GgufOutline
+from octavo.checkpoint_ports import Checkpoint, TokenizerSource, Vocabulary
 from octavo.errors import UnsupportedModel
 from octavo.models.registry import build_programs
-from octavo.ports import Checkpoint, TokenizerSource, Vocabulary
 from octavo.program.program import Program
 from octavo.text.json_vocabulary import json_vocabulary
 

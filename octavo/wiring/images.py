@@ -14,6 +14,7 @@ from octavo.backends.kv import BLOCK_SIZE
 from octavo.checkpoint.dummy import DummyWeights
 from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.weights import WeightReader, loaded_formats
+from octavo.checkpoint_ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import is_there, user_path
 from octavo.errors import ConfigError
@@ -22,8 +23,8 @@ from octavo.media.reader import PillowReader
 from octavo.media.rules import ImageRules, image_rules, rules_file
 from octavo.models.registry import build_programs, image_layout
 from octavo.models.vision import TOWER, ImageLayout
-from octavo.ports import Checkpoint, ImageReader, ModelHeader, Tokenizer
 from octavo.program.program import Program
+from octavo.prompt_ports import ImageReader, Tokenizer
 from octavo.wiring.draft import footprint_of_both
 from octavo.worker.image_tower import ImageTower
 from octavo.worker.patches import PixelScale

@@ -31,6 +31,7 @@ from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
+from octavo.checkpoint_ports import Checkpoint, ModelHeader
 from octavo.config.backend_options import BackendChoice
 from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.derive import derive
@@ -43,7 +44,6 @@ from octavo.engine.front.pooling_inputs import Pools
 from octavo.errors import ConfigError
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
-from octavo.ports import Checkpoint, Grammars, ModelHeader, Tokenizer
 from octavo.program.passes.draft_groups import PREFIX, beside
 from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.features import FEATURES
@@ -51,6 +51,7 @@ from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
 from octavo.program.program import Program, Weight
 from octavo.progress import Report
+from octavo.prompt_ports import Grammars, Tokenizer
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.version import __version__
 from octavo.wiring.adapters import adapter_store, for_adapters

@@ -20,9 +20,9 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, sensitive_weights
 from octavo.checkpoint.writing.destination import Destination, GgufDirectory, HfDirectory
+from octavo.checkpoint_ports import Checkpoint, TokenizerSource
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.registry import build_programs
-from octavo.ports import Checkpoint, TokenizerSource
 from octavo.program.program import Program, Weight
 from octavo.progress import Report
 from octavo.quant.making.recipe import Recipe

@@ -6,10 +6,10 @@ The loader finds the same in modules.json, where sentence-transformers has saved
 
 from __future__ import annotations
 
+from octavo.checkpoint_ports import Checkpoint, ModelHeader
 from octavo.config.model_options import ModelOptions
 from octavo.errors import ConfigError
 from octavo.models.hf_config import HfConfig
-from octavo.ports import Checkpoint, ModelHeader
 from octavo.wiring.tokenizer_files import tokenizer_source_of
 
 

@@ -5,11 +5,11 @@ Binds the file to the weights that it was made of; `calibrate.py` makes it.
 
 from __future__ import annotations
 
+from octavo.checkpoint_ports import Checkpoint
 from octavo.config.backend_options import SparsityOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import open_state_home, user_path
 from octavo.errors import ConfigError
-from octavo.ports import Checkpoint
 from octavo.program.activation_curves import read_calibration, thresholds_of
 from octavo.program.ops import ActMul
 from octavo.program.passes.sparsify import Thresholds, gate_of, sparsify

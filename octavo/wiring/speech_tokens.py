@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from octavo.checkpoint_ports import ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.front.transcriptions import TIMESTAMPS, SpeechTokens
 from octavo.models.hf_config import HfConfig
-from octavo.ports import ModelHeader
 
 
 def speech_tokens(values: Mapping[str, Any]) -> SpeechTokens:

@@ -16,11 +16,11 @@ from octavo.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
 from octavo.checkpoint.open import open_header
 from octavo.checkpoint.safetensors import DTYPES
 from octavo.checkpoint.tensor_check import check_tensors
+from octavo.checkpoint_ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable, ConfigError, OctavoError
 from octavo.models.hf_config import ModelInfo
 from octavo.models.registry import FAMILIES, ModelFamily
-from octavo.ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.program.program import Program
 from octavo.quant.gguf import BLOCK_TYPES
 from octavo.wiring.model import (

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
+from octavo.checkpoint_ports import Checkpoint
 from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers
 from octavo.errors import ConfigError
-from octavo.ports import Checkpoint, ConnectorWorker
+from octavo.ports import ConnectorWorker
 from octavo.program.ops import original_context
 from octavo.progress import Report
 from octavo.transfer.address import TransferEnds, check_address, endpoint, parse_address

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint_ports import Checkpoint, TokenizerSource
 from octavo.config.model_options import ModelOptions
 from octavo.config.paths import is_there, user_path
 from octavo.errors import ConfigError
-from octavo.ports import Checkpoint, TokenizerSource
 
 
 def tokenizer_source_of(options: ModelOptions, checkpoint: Checkpoint) -> TokenizerSource:

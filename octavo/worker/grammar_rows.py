@@ -3,7 +3,7 @@ and one matcher for each row.
 
 The worker takes in tokens itself, so what a row may draw crosses no boundary: a row that returns
 after a preemption, or in another process, has its matcher rebuilt from its tokens. Owns no logits
-and knows no sampling option; how grammars are read is behind `ports.Grammars`.
+and knows no sampling option; how grammars are read is behind `prompt_ports.Grammars`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.backends.batch import Bits, mask_words
-from octavo.ports import Grammars, Matcher
+from octavo.prompt_ports import Grammars, Matcher
 from octavo.step import NewRow
 from octavo.structured_outputs import GrammarSpec
 

@@ -20,10 +20,11 @@ from octavo.backends.base import (
 from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.ports import ConnectorWorker, Grammars
+from octavo.ports import ConnectorWorker
 from octavo.program.ops import num_position_axes
 from octavo.program.program import Program
 from octavo.progress import Report
+from octavo.prompt_ports import Grammars
 from octavo.step import StepPlan
 from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.block_places import (

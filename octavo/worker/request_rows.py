@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.pooling_params import PoolingParams
-from octavo.ports import Grammars
+from octavo.prompt_ports import Grammars
 from octavo.step import EncoderInput, MediaItem, NewRow, ScheduledRow
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.grammar_rows import GrammarRows

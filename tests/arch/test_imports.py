@@ -20,6 +20,8 @@ LEAVES = {
     "original_context",
     "step",
     "ports",
+    "prompt_ports",
+    "checkpoint_ports",
     "config",
     "sampling_limits",
     "sampling_params",

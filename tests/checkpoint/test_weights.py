@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from octavo.checkpoint.weights import Quantization, WeightReader, packing_plan
+from octavo.checkpoint_ports import StoredTensor
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
-from octavo.ports import StoredTensor
 from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import Embedding, Linear
 from octavo.program.program import Program, Value, Weight

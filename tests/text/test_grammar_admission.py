@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from octavo.checkpoint_ports import TokenizerSource
 from octavo.errors import InvalidRequest
-from octavo.ports import TokenizerSource
 from octavo.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.text.grammar.compiler import GrammarCompiler, GrammarError
 from octavo.text.grammar.lazy import AdmittedForms, GrammarSetup, LazyGrammars, digest_of

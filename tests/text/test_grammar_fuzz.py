@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.checkpoint_ports import TokenizerSource
 from octavo.errors import InvalidRequest
-from octavo.ports import Matcher, TokenizerSource
+from octavo.prompt_ports import Matcher
 from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar.admission import admit
 from octavo.text.grammar.compiler import LEAST_BYTES

@@ -17,8 +17,8 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint_ports import Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import Vocabulary
 from octavo.text.tokenizer import load_tokenizer
 from octavo.text.vocabulary import PRE_TOKENIZATIONS
 from tests.support.tiers import examples

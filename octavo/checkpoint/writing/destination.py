@@ -19,7 +19,7 @@ from octavo.checkpoint.writing.safetensors_file import (
     SafetensorsWriter,
     TensorSpec,
 )
-from octavo.ports import Checkpoint
+from octavo.checkpoint_ports import Checkpoint
 from octavo.quant.gguf import BlockType
 from octavo.quant.making.gguf_blocks import block_bytes, fit_blocks, type_for
 from octavo.quant.making.gptq import FitGrid, fitted, nearest

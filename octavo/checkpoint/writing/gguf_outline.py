@@ -22,8 +22,8 @@ from octavo.checkpoint.gguf_families import FAMILIES
 from octavo.checkpoint.gguf_family import YARN_KEYS, Family
 from octavo.checkpoint.writing.gguf_file import TYPE_NUMBERS, tensor_entry
 from octavo.checkpoint.writing.gguf_keys import KeyValue, metadata_bytes
+from octavo.checkpoint_ports import Checkpoint, Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import Checkpoint, Vocabulary
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
 
 UNUSED = 5

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.ports import AsyncExecutor, Between, Executor, Launched
+from octavo.ports import (
+    AsyncExecutor,
+    Between,
+    Executor,
+    Launched,
+)
 from octavo.step import StepPlan, StepResult
 
 PAGE_BYTES = 1 << 16

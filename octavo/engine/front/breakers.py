@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from octavo.errors import InvalidRequest
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.text.unicode import check_unicode
 
 NAME = "dry_sequence_breakers"

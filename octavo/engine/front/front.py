@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
-from octavo.engine.core import CoreOutputs
+from octavo.engine.core import CoreOutputs, TakeEarly
 from octavo.engine.front.adapter_names import AdapterNames
 from octavo.engine.front.arguments import Messages, PoolingPrompt, Prompt
 from octavo.engine.front.changes import Fork, RequestUpdate, changed, forked
@@ -41,7 +41,8 @@ from octavo.errors import InvalidRequest, RequestNotFound, Unavailable
 from octavo.lora_request import LoRARequest
 from octavo.outputs import RequestOutput
 from octavo.pooling_params import PoolingParams, PoolingTask, RequestParams, TextPair
-from octavo.ports import DEFAULT_RENDERING, Profiler, Rendering, Tokenizer
+from octavo.ports import Profiler
+from octavo.prompt_ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.step import AdapterRef
 from octavo.transfer.block_events import BlockEvent
@@ -110,6 +111,20 @@ class Front:
         return self.inputs.tokenizer
 
     @property
+    def task(self) -> PoolingTask | None:
+        """Task of a model that pools; None for one that generates."""
+        return None if self.pooling is None else self.pooling.pools.task
+
+    @property
+    def media(self) -> frozenset[str]:
+        """Kinds of media that the model reads beside text: "image", "audio"."""
+        reads = {
+            "image": self.inputs.prompts.images.is_read,
+            "audio": self.transcriptions is not None,
+        }
+        return frozenset(kind for kind, is_read in reads.items() if is_read)
+
+    @property
     def pooling_jobs(self) -> PoolingJobs:
         """Maker of what may be asked of a model that pools."""
         return PoolingJobs(self.pools)
@@ -151,6 +166,16 @@ class Front:
                 param="prompt",
             )
         return self.inputs.process(request_id, prompt, params, origin, adapter=adapter)
+
+    def knows_form(self, params: SamplingParams) -> bool:
+        """Returns whether the form of a request's answer is none, or is compiled already."""
+        return self.inputs.knows_form(params)
+
+    def check_form(self, params: SamplingParams) -> None:
+        """Compiles the form of a request's answer; InvalidRequest where it cannot be kept. Any
+        thread may call it at any time.
+        """
+        self.inputs.check_form(params)
 
     def adapter(self, request: LoRARequest) -> AdapterRef:
         """Returns the adapter that a request names, once its files are read and checked;
@@ -215,6 +240,12 @@ class Front:
         except BaseException:
             self.outputs.forget(request.request_id)
             raise
+
+    def receive(self, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
+        """Waits for the outputs of the core's next step, as its client does; `take` takes them in.
+        A thread of its own may call it.
+        """
+        return self.client.receive(take_early=take_early)
 
     def take(self, step: CoreOutputs) -> list[str]:
         """Takes in a step's outputs, aborts samples that a stop string has ended, and returns the

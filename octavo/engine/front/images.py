@@ -1,7 +1,7 @@
 """The images of prompts and conversations: taken out of what users send, read, and put among the
 tokens.
 
-Knows no format of images; `ports.ImageReader` reads them.
+Knows no format of images; `prompt_ports.ImageReader` reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from octavo.engine.front.arguments import Messages
 from octavo.errors import InvalidRequest, shown
-from octavo.ports import ImageReader, ReadImage
+from octavo.prompt_ports import ImageReader, ReadImage
 from octavo.step import MediaItem, MediaPixels
 
 KEY = "multi_modal_data"

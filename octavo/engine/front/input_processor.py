@@ -27,7 +27,7 @@ from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, shown
 from octavo.lora_request import LoRARequest
 from octavo.pooling_params import RequestParams
-from octavo.ports import ImageReader, Tokenizer
+from octavo.prompt_ports import ImageReader, Tokenizer
 from octavo.sampling_limits import MAX_BIAS
 from octavo.sampling_params import SamplingParams, whole_number
 from octavo.step import AdapterRef, EncoderInput

@@ -25,7 +25,7 @@ from octavo.outputs import (
     Timings,
 )
 from octavo.pooling_params import RequestParams
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.step import TokenLogprobs
 from octavo.text.detokenizer import Detokenizer

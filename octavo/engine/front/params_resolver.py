@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.engine.front.breakers import Breakers
 from octavo.errors import InvalidRequest, shown
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.text.unicode import check_unicode
 

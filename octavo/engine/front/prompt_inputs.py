@@ -16,7 +16,7 @@ from octavo.engine.front.images import KEY, ImageInputs, images_of, taken_out
 from octavo.engine.front.params_resolver import need_tokenizer
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
-from octavo.ports import Rendering, Tokenizer
+from octavo.prompt_ports import Rendering, Tokenizer
 from octavo.sampling_params import whole_number
 from octavo.text.unicode import check_unicode, is_long
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from octavo.engine.requests.beam_search import StopTexts
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import skipped_ids
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.server.deltas import Delta
 from octavo.server.errors import fault_of
 from octavo.server.openai.logprobs import FLOOR

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.outputs import Logprob
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.server.openai.protocol import (
     ChatLogprob,
     ChatLogprobs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.errors import InvalidRequest
-from octavo.ports import Rendering
+from octavo.prompt_ports import Rendering
 from octavo.server.openai.bodies import ConversationBody
 from octavo.server.settings import ServerSettings
 from octavo.server.state.served_model import ServedModel

@@ -13,7 +13,7 @@ from octavo.async_llm import AsyncLLM
 from octavo.engine.front.arguments import Prompt as EnginePrompt
 from octavo.engine.stats import EngineStats
 from octavo.errors import InvalidRequest
-from octavo.ports import Rendering
+from octavo.prompt_ports import Rendering
 from octavo.server.auth import require_operator
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Query, Response
 
 from octavo.engine.front.prompt_inputs import Truncation
 from octavo.errors import InvalidRequest
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.sampling_limits import INT32_MAX
 from octavo.server.body import Body, body_of
 from octavo.server.fields import field, needed

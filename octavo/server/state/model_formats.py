@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from octavo.async_llm import AsyncLLM
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.text.parsers.choice import AnswerFormats, formats_of
 from octavo.text.parsers.formats import (
     DEFAULT_TOOL_FORMAT,

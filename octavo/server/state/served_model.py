@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.async_llm import AsyncLLM
-from octavo.ports import Tokenizer
+from octavo.prompt_ports import Tokenizer
 from octavo.server.request_limits import RequestLimits
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics

@@ -17,7 +17,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from octavo.errors import InvalidRequest
-from octavo.ports import Matcher, Tokenizer
+from octavo.prompt_ports import Matcher, Tokenizer
 from octavo.structured_outputs import GrammarSpec
 from octavo.text.grammar import lark
 from octavo.text.grammar.closing import JSON_ORDER, LAST_ORDER, closing
@@ -69,7 +69,7 @@ class VocabularyAdapter:
 
 
 class TokenMatcher:
-    """One answer's way through a grammar. Implements `ports.Matcher`."""
+    """One answer's way through a grammar. Implements `prompt_ports.Matcher`."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """The grammars of one engine, made ready when the first is asked for: reading the vocabulary takes
-some tenths of a second, and llguidance is not loaded before. Implements `ports.Grammars`.
+some tenths of a second, and llguidance is not loaded before. Implements `prompt_ports.Grammars`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.ports import Matcher, Tokenizer
+from octavo.prompt_ports import Matcher, Tokenizer
 from octavo.structured_outputs import GrammarSpec, StructuredOutputs
 
 if TYPE_CHECKING:

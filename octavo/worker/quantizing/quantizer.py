@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import LoadWeight
 from octavo.checkpoint.writing.destination import Destination, MatrixPlan
+from octavo.checkpoint_ports import Checkpoint
 from octavo.errors import UnsupportedModel, WeightMismatch
-from octavo.ports import Checkpoint
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Linear
 from octavo.program.program import Op, Program, Value, Weight

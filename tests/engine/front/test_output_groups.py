@@ -20,7 +20,7 @@ TIMINGS = Timings(0.0, 0.0, 0.0, 0.0, 1, 1.0, 1, waits={}, num_preemptions=2)
 
 
 class Letters:
-    """A vocabulary of a few letters, with as much of `ports.Tokenizer` as answers need."""
+    """A vocabulary of a few letters, with as much of `prompt_ports.Tokenizer` as answers need."""
 
     special_token_ids = frozenset({END})
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from octavo.backends.torch.triton.numbers import rounded
 from octavo.backends.torch.triton.splits import (
     SPLIT_KEYS,
+    AttendedKeys,
     attend_keys,
     finished,
     load_lanes,
@@ -88,23 +89,15 @@ def prefill_kernel(
     first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)
     last_key = tl.max(lanes.high, axis=0)
     table = kv.block_tables + request.to(tl.int64) * kv.table_width
+    keys = AttendedKeys(table, kv_head, kv, scoring, widths)
     state = no_keys(BLOCK_M, widths.V_TILE)
     if BY_SPLIT:
         for split in range(first_key // SPLIT_KEYS, (last_key + SPLIT_KEYS - 1) // SPLIT_KEYS):
-            next_state = attend_keys(
-                state=no_keys(BLOCK_M, widths.V_TILE),
-                lanes=lanes,
-                first_key=tl.maximum(first_key, split * SPLIT_KEYS),
-                last_key=tl.minimum(last_key, (split + 1) * SPLIT_KEYS),
-                table=table,
-                kv_head=kv_head,
-                kv=kv,
-                scoring=scoring,
-                widths=widths,
-                BLOCK_N=BLOCK_N,
-                MASKED=True,
-            )
-            state = merged(state, next_state)
+            begin = tl.maximum(first_key, split * SPLIT_KEYS)
+            end = tl.minimum(last_key, (split + 1) * SPLIT_KEYS)
+            own = no_keys(BLOCK_M, widths.V_TILE)
+            own = attend_keys(own, lanes, keys, begin, end, BLOCK_N, MASKED=True)
+            state = merged(state, own)
     else:
         # Three parts: keys before those that all rows see, these, and the keys behind them.
         top_low = tl.max(tl.where(valid, lanes.low, 0), axis=0)
@@ -114,19 +107,7 @@ def prefill_kernel(
         for part in tl.static_range(0 if mask.WINDOW > 0 else 1, 3):
             begin = first_key if part == 0 else all_from if part == 1 else all_to
             end = tl.minimum(all_from, last_key) if part == 0 else all_to if part == 1 else last_key
-            state = attend_keys(
-                state=state,
-                lanes=lanes,
-                first_key=begin,
-                last_key=end,
-                table=table,
-                kv_head=kv_head,
-                kv=kv,
-                scoring=scoring,
-                widths=widths,
-                BLOCK_N=BLOCK_N,
-                MASKED=part != 1,
-            )
+            state = attend_keys(state, lanes, keys, begin, end, BLOCK_N, MASKED=part != 1)
     values = finished(state, sinks, head, valid)
     column = tl.arange(0, widths.V_TILE)
     to = (row.to(tl.int64) * heads.HEADS + head)[:, None] * widths.V + column[None, :]

@@ -14,6 +14,8 @@ cache: the bytes are the same. int8 has one bf16 scale for each token and head, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,74 @@ from torch import Tensor
 from octavo.backends.torch.rope_write import RopeWriteCall
 from octavo.backends.torch.triton.numbers import TYPES, nearest_integer, rounded
 from octavo.backends.torch.triton.tuning import tuned
+
+
+class StridedRows(NamedTuple):
+    """Rows of heads side by side, at any stride."""
+
+    numbers: Tensor
+    row_stride: int
+
+    @staticmethod
+    def of(heads: Tensor) -> StridedRows:
+        return StridedRows(heads, heads.stride(0))
+
+
+class CacheSlots(NamedTuple):
+    """Keys and values of one layer as `KvTensor` has them, and each row's slot, `[T]`."""
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    slots: Tensor
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of each row's angles, `[T, PAIRS] fp32`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class HeadWidths(NamedTuple):
+    """Numbers of heads, and columns of each."""
+
+    HEADS: tl.constexpr
+    KV_HEADS: tl.constexpr
+    K: tl.constexpr
+    V: tl.constexpr
+    V_TILE: tl.constexpr
+
+    @staticmethod
+    def of(call: RopeWriteCall) -> HeadWidths:
+        (_, num_heads, k_width), (_, num_kv_heads, v_width) = call.q.shape, call.v.shape
+        sizes = (num_heads, num_kv_heads, k_width, v_width, triton.next_power_of_2(v_width))
+        return HeadWidths(*map(tl.constexpr, sizes))
+
+
+class TurnedPairs(NamedTuple):
+    """The columns of a head that turn in pairs, and those that stay."""
+
+    START: tl.constexpr
+    """First column that turns."""
+    PAIRS: tl.constexpr
+    STEP: tl.constexpr
+    """Columns from one pair's first to the next one's: pair i begins at START + i * STEP."""
+    APART: tl.constexpr
+    """Columns from a pair's first to its second."""
+    PAIR_TILE: tl.constexpr
+    REST_TILE: tl.constexpr
+    """Columns of the tile of those that do not turn; 0 where all do."""
+
+    @staticmethod
+    def of(call: RopeWriteCall) -> TurnedPairs:
+        op = call.op
+        pairs, rest = op.rotary_dim // 2, call.q.shape[-1] - op.rotary_dim
+        step, apart = (1, pairs) if op.style == "half" else (2, 1)
+        rest_tile = triton.next_power_of_2(rest) if rest else 0
+        sizes = (op.rotary_start, pairs, step, apart, triton.next_power_of_2(pairs), rest_tile)
+        return TurnedPairs(*map(tl.constexpr, sizes))
 
 
 @triton.jit
@@ -59,150 +129,116 @@ def put(numbers, at, x, scale, inside):
 @triton.jit
 def rope_write_kernel(
     q_out,
-    k_numbers,
-    v_numbers,
-    k_scales,
-    v_scales,
     q,
     k,
     v,
-    cos,
-    sin,
-    slots,
+    cache,
+    angles,
     num_rows,
-    q_row,
-    k_row,
-    v_row,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    START: tl.constexpr,
-    PAIRS: tl.constexpr,
-    STEP: tl.constexpr,
-    APART: tl.constexpr,
-    PAIR_TILE: tl.constexpr,
-    REST_TILE: tl.constexpr,
-    V_TILE: tl.constexpr,
+    heads,
+    pairs,
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rotates and stores `ROWS` rows of one head. Pair i of a head is the column START + i * STEP
-    and the one APART behind it; `REST_TILE` columns (0: none) hold those that do not turn.
+    """Rotates and stores `ROWS` rows of one head. The arguments are bundles: `q`, `k` and `v` are
+    `StridedRows`, then `CacheSlots`, `Angles`, `HeadWidths` and `TurnedPairs`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_query = tl.program_id(1) < HEADS
-    head = tl.where(is_query, tl.program_id(1), tl.program_id(1) - HEADS)
-    source = k
-    stride = k_row
+    is_query = tl.program_id(1) < heads.HEADS
+    head = tl.where(is_query, tl.program_id(1), tl.program_id(1) - heads.HEADS)
+    source = k.numbers
+    stride = k.row_stride
     if is_query:
-        source = q
-        stride = q_row
+        source = q.numbers
+        stride = q.row_stride
     live = row < num_rows
-    start = row.to(tl.int64)[:, None] * stride + head * K_WIDTH
-    pair = tl.arange(0, PAIR_TILE)
-    turns = live[:, None] & (pair < PAIRS)[None, :]
-    one = START + pair * STEP
+    start = row.to(tl.int64)[:, None] * stride + head * heads.K
+    pair = tl.arange(0, pairs.PAIR_TILE)
+    turns = live[:, None] & (pair < pairs.PAIRS)[None, :]
+    one = pairs.START + pair * pairs.STEP
     a = tl.load(source + start + one[None, :], mask=turns, other=0.0).to(tl.float32)
-    b = tl.load(source + start + one[None, :] + APART, mask=turns, other=0.0).to(tl.float32)
-    angle = row.to(tl.int64)[:, None] * PAIRS + pair[None, :]
-    c = tl.load(cos + angle, mask=turns, other=0.0)
-    s = tl.load(sin + angle, mask=turns, other=0.0)
+    b = tl.load(source + start + one[None, :] + pairs.APART, mask=turns, other=0.0).to(tl.float32)
+    angle = row.to(tl.int64)[:, None] * pairs.PAIRS + pair[None, :]
+    c = tl.load(angles.cos + angle, mask=turns, other=0.0)
+    s = tl.load(angles.sin + angle, mask=turns, other=0.0)
     first = rounded(a * c - b * s, DTYPE)
     second = rounded(b * c + a * s, DTYPE)
-    column = tl.arange(0, REST_TILE if REST_TILE > 0 else 1)
-    column = tl.where(column < START, column, column + 2 * PAIRS)
-    stays = live[:, None] & (column < K_WIDTH)[None, :]
+    column = tl.arange(0, pairs.REST_TILE if pairs.REST_TILE > 0 else 1)
+    column = tl.where(column < pairs.START, column, column + 2 * pairs.PAIRS)
+    stays = live[:, None] & (column < heads.K)[None, :]
     rest = tl.load(source + start + column[None, :], mask=stays, other=0.0)
     if is_query:
-        to = (row.to(tl.int64) * HEADS + head)[:, None] * K_WIDTH
+        to = (row.to(tl.int64) * heads.HEADS + head)[:, None] * heads.K
         tl.store(q_out + to + one[None, :], first, mask=turns)
-        tl.store(q_out + to + one[None, :] + APART, second, mask=turns)
-        if REST_TILE > 0:
+        tl.store(q_out + to + one[None, :] + pairs.APART, second, mask=turns)
+        if pairs.REST_TILE > 0:
             tl.store(q_out + to + column[None, :], rest, mask=stays)
     else:
-        slot = tl.load(slots + row, mask=live, other=-1)
-        place = tl.where(slot >= 0, slot, 0) * KV_HEADS + head
+        slot = tl.load(cache.slots + row, mask=live, other=-1)
+        place = tl.where(slot >= 0, slot, 0) * heads.KV_HEADS + head
         written = (slot >= 0)[:, None]
         k_first = first.to(tl.float32)
         k_second = second.to(tl.float32)
         k_rest = rest.to(tl.float32)
-        v_column = tl.arange(0, V_TILE)
-        v_inside = written & (v_column < V_WIDTH)[None, :]
-        v_at = row.to(tl.int64)[:, None] * v_row + head * V_WIDTH + v_column[None, :]
-        values = tl.load(v + v_at, mask=live[:, None] & v_inside, other=0.0).to(tl.float32)
+        v_column = tl.arange(0, heads.V_TILE)
+        v_inside = written & (v_column < heads.V)[None, :]
+        v_at = row.to(tl.int64)[:, None] * v.row_stride + head * heads.V + v_column[None, :]
+        values = tl.load(v.numbers + v_at, mask=live[:, None] & v_inside, other=0.0).to(tl.float32)
         k_scale = None
         v_scale = None
-        if k_scales is not None:
+        if cache.k_scales is not None:
             top, finite = largest(k_first)
             other_top, other_finite = largest(k_second)
             top = tl.maximum(top, other_top)
             finite = tl.minimum(finite, other_finite)
-            if REST_TILE > 0:
+            if pairs.REST_TILE > 0:
                 other_top, other_finite = largest(k_rest)
                 top = tl.maximum(top, other_top)
                 finite = tl.minimum(finite, other_finite)
             k_scale = scale_of(top, finite)
             top, finite = largest(values)
             v_scale = scale_of(top, finite)
-            tl.store(k_scales + place, rounded(k_scale, tl.bfloat16), mask=slot >= 0)
-            tl.store(v_scales + place, rounded(v_scale, tl.bfloat16), mask=slot >= 0)
-        put(k_numbers, place[:, None] * K_WIDTH + one[None, :], k_first, k_scale, written & turns)
+            tl.store(cache.k_scales + place, rounded(k_scale, tl.bfloat16), mask=slot >= 0)
+            tl.store(cache.v_scales + place, rounded(v_scale, tl.bfloat16), mask=slot >= 0)
+        put(cache.k, place[:, None] * heads.K + one[None, :], k_first, k_scale, written & turns)
         put(
-            k_numbers,
-            place[:, None] * K_WIDTH + one[None, :] + APART,
+            cache.k,
+            place[:, None] * heads.K + one[None, :] + pairs.APART,
             k_second,
             k_scale,
             written & turns,
         )
-        if REST_TILE > 0:
+        if pairs.REST_TILE > 0:
             put(
-                k_numbers,
-                place[:, None] * K_WIDTH + column[None, :],
+                cache.k,
+                place[:, None] * heads.K + column[None, :],
                 k_rest,
                 k_scale,
                 written & stays,
             )
-        put(v_numbers, place[:, None] * V_WIDTH + v_column[None, :], values, v_scale, v_inside)
+        put(cache.v, place[:, None] * heads.V + v_column[None, :], values, v_scale, v_inside)
 
 
 def rope_write(call: RopeWriteCall, device: str) -> Tensor:
     """Writes keys and values, and returns the rotated queries `[T, H, Dk]`."""
-    op, stored = call.op, call.k_stored
+    k_stored, v_stored = call.k_stored, call.v_stored
     out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
-    (num_rows, num_heads, k_width), (_, num_kv_heads, v_width) = call.q.shape, call.v.shape
+    (num_rows, num_heads, k_width), num_kv_heads = call.q.shape, call.v.shape[1]
     if not num_rows:
         return out
-    pairs, rest = op.rotary_dim // 2, k_width - op.rotary_dim
-    half = op.style == "half"
     tile = tuned("rope_write", device, width=k_width)
     rope_write_kernel[(-(-num_rows // tile["ROWS"]), num_heads + num_kv_heads)](
         q_out=out,
-        k_numbers=stored.numbers,
-        v_numbers=call.v_stored.numbers,
-        k_scales=stored.scales,
-        v_scales=call.v_stored.scales,
-        q=call.q,
-        k=call.k,
-        v=call.v,
-        cos=call.cos,
-        sin=call.sin,
-        slots=call.slots,
+        q=StridedRows.of(call.q),
+        k=StridedRows.of(call.k),
+        v=StridedRows.of(call.v),
+        cache=CacheSlots(
+            k_stored.numbers, v_stored.numbers, k_stored.scales, v_stored.scales, call.slots
+        ),
+        angles=Angles(call.cos, call.sin),
         num_rows=num_rows,
-        q_row=call.q.stride(0),
-        k_row=call.k.stride(0),
-        v_row=call.v.stride(0),
-        HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        K_WIDTH=k_width,
-        V_WIDTH=v_width,
-        START=op.rotary_start,
-        PAIRS=pairs,
-        STEP=1 if half else 2,
-        APART=pairs if half else 1,
-        PAIR_TILE=triton.next_power_of_2(pairs),
-        REST_TILE=triton.next_power_of_2(rest) if rest else 0,
-        V_TILE=triton.next_power_of_2(v_width),
+        heads=HeadWidths.of(call),
+        pairs=TurnedPairs.of(call),
         DTYPE=TYPES[call.q.dtype],
         **tile,
     )

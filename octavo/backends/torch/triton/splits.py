@@ -56,6 +56,21 @@ class State(NamedTuple):
     acc: Any
 
 
+class AttendedKeys(NamedTuple):
+    """The keys that a tile attends to: where they lie, and how they are scored."""
+
+    table: Any
+    """Block table of the request, a pointer."""
+    head: Any
+    """KV head."""
+    kv: Any
+    """`PagedKv`."""
+    scoring: Any
+    """`Scoring`."""
+    widths: Any
+    """`Widths`."""
+
+
 @triton.jit
 def no_keys(BLOCK_M: tl.constexpr, V_TILE: tl.constexpr):
     """Returns the state of no keys."""
@@ -121,24 +136,17 @@ def capped(x):
 
 @triton.jit
 def attend_keys(
-    state,
-    lanes,
-    first_key,
-    last_key,
-    table,
-    kv_head,
-    kv,
-    scoring,
-    widths,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
+    state, lanes, keys_of, first_key, last_key, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Takes the keys first_key .. last_key - 1 into a state, BLOCK_N at a time; no other key is
-    read. `table` points at the request's block table.
+    """Takes the keys first_key .. last_key - 1 of `keys_of` (`AttendedKeys`) into a state, BLOCK_N
+    at a time; no other key is read.
 
     Without MASKED every lane must see all of these keys, and they must begin and end with a block
     of BLOCK_N: then nothing is compared.
     """
+    kv = keys_of.kv
+    scoring = keys_of.scoring
+    widths = keys_of.widths
     m, l, acc = state
     column = tl.arange(0, widths.K_FIRST)
     v_column = tl.arange(0, widths.V_TILE)
@@ -147,8 +155,8 @@ def attend_keys(
         inside = tl.full([BLOCK_N], 1, tl.int1)
         if MASKED:
             inside = (at >= first_key) & (at < last_key)
-        block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0)
-        slot = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * kv.HEADS + kv_head
+        block = tl.load(keys_of.table + at // BLOCK_SIZE, mask=inside, other=0)
+        slot = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * kv.HEADS + keys_of.head
         key = kv.k + slot[None, :] * kv.K_STRIDE
         keys = tl.load(
             key + column[:, None], mask=inside[None, :] & (column < widths.K)[:, None], other=0.0

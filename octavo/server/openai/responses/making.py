@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from octavo.engine.front.input_processor import Origin
 from octavo.errors import ContextTooLong
 from octavo.outputs import RequestOutput
-from octavo.ports import Rendering
+from octavo.prompt_ports import Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.generation import Generation
 from octavo.server.openai.answer import usage_of

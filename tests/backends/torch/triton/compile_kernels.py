@@ -24,7 +24,14 @@ from octavo.backends.torch.triton.norm import norm_kernel
 from octavo.backends.torch.triton.packed_linear import packed_linear_kernel, sum_splits_kernel
 from octavo.backends.torch.triton.pick import pick_kernel
 from octavo.backends.torch.triton.prefill import prefill_kernel
-from octavo.backends.torch.triton.rope_write import rope_write_kernel
+from octavo.backends.torch.triton.rope_write import (
+    Angles,
+    CacheSlots,
+    HeadWidths,
+    StridedRows,
+    TurnedPairs,
+    rope_write_kernel,
+)
 from octavo.backends.torch.triton.splits import BY_DISTANCE, NO_BIAS, SLOPES
 from octavo.backends.torch.triton.tuning import tuned
 from octavo.backends.torch.triton.unpack import unpack_kernel
@@ -228,16 +235,17 @@ def heads_of(num_heads, share, launch):
 
 def writes(dtype, *, everything):
     tl_dtype = {"*bf16": tl.bfloat16, "*fp32": tl.float32, "*fp16": tl.float16}[dtype]
-    shape = {"HEADS": 32, "KV_HEADS": 8, "K_WIDTH": 128, "V_WIDTH": 128, "V_TILE": 128}
-    whole = {"PAIRS": 64, "STEP": 1, "APART": 64, "PAIR_TILE": 64, "REST_TILE": 0}
-    part = {"PAIRS": 16, "STEP": 2, "APART": 1, "PAIR_TILE": 16, "REST_TILE": 128}
+    heads = HeadWidths(*constants(32, 8, 128, 128, 128))
+    whole = TurnedPairs(*constants(0, 64, 1, 64, 64, 0))
+    part = TurnedPairs(*constants(0, 16, 2, 1, 16, 128))
     for kv in ("*bf16", "*i8", "*fp32") if everything else ("*i8",):
-        types = dict.fromkeys(("q_out", "q", "k", "v"), dtype)
-        types |= {"k_numbers": kv, "v_numbers": kv, "cos": "*fp32", "sin": "*fp32"}
-        types |= dict.fromkeys(("k_scales", "v_scales"), "*bf16" if kv == "*i8" else None)
-        for own in (whole, part):
-            launch = shape | own | {"START": 0, "DTYPE": tl_dtype} | tuned("rope_write", "*")
-            compile_for_h100(rope_write_kernel, types | {"slots": "*i64"}, launch)
+        scales = "*bf16" if kv == "*i8" else None
+        types = dict.fromkeys("qkv", StridedRows(dtype, "i32")) | {"q_out": dtype, "heads": heads}
+        types["cache"] = CacheSlots(kv, kv, scales, scales, "*i64")
+        types["angles"] = Angles("*fp32", "*fp32")
+        for pairs in (whole, part):
+            launch = {"DTYPE": tl_dtype} | tuned("rope_write", "*")
+            compile_for_h100(rope_write_kernel, types | {"pairs": pairs}, launch)
 
 
 def draws():

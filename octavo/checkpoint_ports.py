@@ -1,0 +1,115 @@
+"""The protocols of a model on disk, and its tokenizer as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A vocabulary as GGUF headers hold it: the index is the token id, texts are in UTF-8 as in the
+    file.
+
+    `model` is "gpt2" (byte-level BPE with `merges`, texts cut first as `pre` names) or "llama"
+    (SentencePiece's BPE by `scores`). `types` are 1 normal, 2 unknown, 3 control, 4 user-defined, 5
+    unused, 6 byte.
+    """
+
+    model: str
+    pre: str
+    tokens: Sequence[bytes]
+    types: Sequence[int]
+    merges: Sequence[bytes] = ()
+    scores: Sequence[float] = ()
+    add_space_prefix: bool = True
+    prefix: tuple[str, ...] = ()
+    """Tokens that go before every text, in place of the bos token (ChatGLM)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """The tokenizer of a checkpoint as plain data: the path of a tokenizer.json, or a
+    vocabulary.
+    """
+
+    origin: Path
+    """File that the data come from, for messages."""
+    json: Path | None = None
+    vocabulary: Vocabulary | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """Special tokens that chat templates know by name: bos_token, eos_token, ..."""
+    eos_token_ids: tuple[int, ...] = ()
+    add_bos_token: bool | None = None
+    """Whether a text begins with bos_token; None leaves it to tokenizer.json's own
+    post-processor.
+    """
+    has_type_ids: bool = True
+    """Whether the model is told which of two texts a token belongs to."""
+    chat_template: str | None = None
+
+
+class ModelHeader(Protocol):
+    """The description of a model on disk, known before any weight is read."""
+
+    path: Path
+
+    config: dict[str, Any]
+    """Contents of config.json, or of a GGUF header in the same words."""
+    has_config_file: bool
+    """Whether `config` was read from config.json, so that each of its keys was meant."""
+    generation_config: dict[str, Any]
+
+    def format_of(self, name: str) -> str:
+        """Returns how a tensor is stored, by GGUF's names: F32, BF16, Q4_K ..."""
+        ...
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as a file holds it."""
+
+    name: str
+    """Name among `Checkpoint.names()`."""
+    shape: tuple[int, ...]
+    file: Path
+    num_stacked: int = 0
+    """Number of experts in the tensor where this is a matrix of one of them."""
+    is_quantized: bool = False
+    """Whether a quantised format holds it, whose matrices are `[out, in]` in every family."""
+
+
+@runtime_checkable
+class Checkpoint(ModelHeader, Protocol):
+    """A model on disk, read lazily. Tensors have the family's safetensors names and row orders in
+    every file format.
+    """
+
+    output_major: bool
+    """Whether every matrix is `[out, in]`, those too that the family's safetensors keep as `[in,
+    out]` (Weight.transposed).
+    """
+
+    weight_files: Sequence[Path]
+    """Files that together hold every tensor."""
+
+    def names(self) -> Collection[str]: ...
+
+    def stored(self, name: str) -> StoredTensor:
+        """Returns where a tensor is and its shape; raises WeightMismatch where it is missing."""
+        ...
+
+    def tokenizer_source(self) -> TokenizerSource | None:
+        """Returns the tokenizer as plain data; None where the checkpoint holds none."""
+        ...
+
+    def tensor(self, name: str) -> Any:
+        """Returns a `quant.blocks.StoredWeight`, mapped from the file where its layout allows."""
+        ...
+
+    def release(self) -> None:
+        """Gives back memory that shows the files' bytes until they are read again; it would count
+        as this process's.
+        """
+        ...
