@@ -41,7 +41,8 @@ from safetensors.numpy import save_file
 
 from octavo import LLM, AsyncLLM, LoRARequest, SamplingParams
 from octavo.config.engine_config import EngineConfig
-from octavo.wiring.model import build_backend, open_model
+from octavo.wiring.backend import build_backend
+from octavo.wiring.model import open_model
 
 QWEN2_HALF_BILLION = {
     "architectures": ["Qwen2ForCausalLM"],

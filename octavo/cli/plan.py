@@ -364,7 +364,7 @@ def _memory(text: str | None, num_ranks: int) -> int:
 def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
     """Returns the machine's limits: as given, else measured."""
     from octavo.backends.base import Ceilings
-    from octavo.wiring.model import build_backend
+    from octavo.wiring.backend import build_backend
 
     given = {}
     if bandwidth is not None:

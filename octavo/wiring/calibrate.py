@@ -25,7 +25,13 @@ from octavo.program.ops import original_context
 from octavo.program.program import Program, Weight
 from octavo.progress import Report
 from octavo.quant.blocks import StoredWeight
-from octavo.wiring.model import Model, build_backend, build_tokenizer, formats_of, open_model
+from octavo.wiring.backend import build_backend
+from octavo.wiring.model import (
+    Model,
+    build_tokenizer,
+    formats_of,
+    open_model,
+)
 from octavo.wiring.sparsity import weights_name
 from octavo.worker.activation_meter import ActivationMeter
 from octavo.worker.calibration import whole_text

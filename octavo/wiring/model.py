@@ -9,35 +9,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from octavo.backends.base import (
     Backend,
-    BackendOptions,
     Footprint,
     FormatOf,
-    NeuronCacheOptions,
     OnDemandBackend,
     Runnable,
-    WeightsOffDevice,
 )
-from octavo.backends.devices import choose_device, default_backend
-from octavo.backends.ranks import Ranks
+from octavo.backends.devices import default_backend
 from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
 from octavo.checkpoint_ports import Checkpoint, ModelHeader
-from octavo.config.backend_options import BackendChoice
 from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
 from octavo.config.model_kinds import check_states, for_encoder, for_whole_texts
-from octavo.config.paths import open_state_home, user_path
+from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.clients.client import ModelFacts
 from octavo.engine.front.pooling_inputs import Pools
@@ -55,6 +50,7 @@ from octavo.prompt_ports import Grammars, Tokenizer
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.version import __version__
 from octavo.wiring.adapters import adapter_store, for_adapters
+from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.draft import (
     check_draft_program,
     check_same_tokens,
@@ -84,10 +80,6 @@ from octavo.worker.loaded_model import (
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
 from octavo.worker.stages.stage_link import stage_of
-
-if TYPE_CHECKING:
-    from octavo.backends.native.ranks import SharedMemoryRanks
-    from octavo.backends.torch.ranks import TorchRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,82 +322,6 @@ def formats_of(config: EngineConfig, header: ModelHeader, whole: Program) -> For
     return loaded_formats(header, config.model.dtype, config.model.quantization, whole)
 
 
-def build_backend(
-    config: EngineConfig,
-    ranks: Ranks[Any] | None = None,
-    *,
-    weights_key: str = "",
-    hot: Mapping[str, Sequence[int]] | None = None,
-) -> Backend:
-    """Makes the backend that the options name; BackendUnavailable where it cannot run here.
-
-    `weights_key` binds files of streamed weights to the model's; `hot` are the neurons that stay in
-    memory for good.
-    """
-    options = replace(_backend_options(config), offload=_off_device(config, weights_key, hot))
-    return backend_with(options, config, ranks)
-
-
-def backend_with(
-    options: BackendOptions, config: EngineConfig, ranks: Ranks[Any] | None
-) -> Backend:
-    """Makes the backend that the config names, with these options."""
-    if config.backend.backend == "reference":
-        from octavo.backends.reference.backend import ReferenceBackend
-
-        return ReferenceBackend(options)
-    if config.backend.backend == "torch":
-        return _torch_backend(options, config.backend, cast("TorchRanks | None", ranks))
-    from octavo.backends.native.backend import NativeBackend
-
-    level = config.backend.cpu_level
-    return NativeBackend(
-        options,
-        level=None if level == "auto" else level,
-        ranks=cast("SharedMemoryRanks | None", ranks),
-    )
-
-
-def _backend_options(config: EngineConfig) -> BackendOptions:
-    assert config.model.max_model_len is not None, "derive() has set it"
-    return BackendOptions(
-        dtype=config.model.dtype,
-        kv_cache_dtype=config.cache.kv_cache_dtype,
-        shared_prefix_attention=config.cache.shared_prefix_attention,
-        num_threads=config.backend.threads,
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        max_requests=config.scheduler.max_num_seqs,
-        max_context=config.model.max_model_len,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        attention_backend=config.backend.attention_backend,
-        torch_kernels=config.backend.torch_kernels,
-        enforce_eager=config.backend.enforce_eager,
-        batch_invariant=config.backend.batch_invariant,
-        skips_zeros=config.sparsity.ffn_sparsity == "exact",
-    )
-
-
-def _off_device(
-    config: EngineConfig, weights_key: str, hot: Mapping[str, Sequence[int]] | None
-) -> WeightsOffDevice | None:
-    options = config.offload
-    if options.weights_memory_bytes is None:
-        return None
-    assert options.weights_dir is not None, "derive() has checked it"
-    neurons = (
-        None
-        if options.neuron_cache_bytes is None
-        else NeuronCacheOptions(options.neuron_cache_bytes, options.neuron_window, hot)
-    )
-    return WeightsOffDevice(
-        options.weights_memory_bytes,
-        user_path(options.weights_dir),
-        options.weights_schedule,
-        weights_key,
-        neurons,
-    )
-
-
 def _weights_key(model: Model) -> str:
     """Returns the fingerprint of the weights and of how they are packed; "" where all of them are
     in memory.
@@ -421,18 +337,6 @@ def _weights_key(model: Model) -> str:
         "options": [config.dtype, config.quantization, config.load_format],
     }
     return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()
-
-
-def _torch_backend(
-    options: BackendOptions, choice: BackendChoice, ranks: TorchRanks | None
-) -> Backend:
-    """Makes the torch backend, after `choose_device` has found PyTorch: it is imported nowhere
-    before.
-    """
-    device = choose_device(choice.device)
-    from octavo.backends.torch.backend import TorchBackend
-
-    return TorchBackend(options, device if ranks is None else str(ranks.device), ranks)
 
 
 def _check_cache(

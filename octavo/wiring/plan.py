@@ -15,11 +15,10 @@ from octavo.config.engine_config import EngineConfig
 from octavo.models.hf_config import ModelInfo
 from octavo.program.passes.gather_early import gather_early
 from octavo.program.work import Work, work_of
+from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.draft import footprint_of_both
 from octavo.wiring.images import tower_programs, with_tower
 from octavo.wiring.model import (
-    backend_with,
-    build_backend,
     derive_from,
     formats_of,
     part_of,

@@ -23,8 +23,8 @@ from octavo.models.hf_config import ModelInfo
 from octavo.models.registry import FAMILIES, ModelFamily
 from octavo.program.program import Program
 from octavo.quant.gguf import BLOCK_TYPES
+from octavo.wiring.backend import build_backend
 from octavo.wiring.model import (
-    build_backend,
     derive_from,
     formats_by_weight,
     formats_of,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.config.engine_config import EngineConfig
-from octavo.wiring.model import build_backend, formats_of, open_model
+from octavo.wiring.backend import build_backend
+from octavo.wiring.model import formats_of, open_model
 
 
 def weight_bytes(options: dict[str, Any]) -> int:

@@ -21,7 +21,7 @@ from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.reference.backend import FORMULAS, ReferenceBackend
 from octavo.backends.reference.kv_cache import layout_of
-from octavo.backends.reference.ops import Floats, ReferenceStep
+from octavo.backends.reference.step import Floats, ReferenceStep
 from octavo.backends.sampling import philox
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Embedding, Linear, original_context

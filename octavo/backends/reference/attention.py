@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
-from octavo.backends.reference.ops import Floats, Made, ReferenceStep, matvecs
+from octavo.backends.reference.step import (
+    Floats,
+    Made,
+    ReferenceStep,
+    matvecs,
+)
 from octavo.program import ops
 from octavo.program.place_tables import place_buckets
 from octavo.program.program import Op

@@ -31,7 +31,13 @@ from octavo.backends.reference.adapters import ReferenceAdapters
 from octavo.backends.reference.attention import ATTENTION_FORMULAS
 from octavo.backends.reference.kv_cache import ReferenceKvCache, layout_of
 from octavo.backends.reference.mixers import MIXER_FORMULAS
-from octavo.backends.reference.ops import ROW_FORMULAS, Exchange, Floats, ReferenceStep, alone
+from octavo.backends.reference.ops import ROW_FORMULAS
+from octavo.backends.reference.step import (
+    Exchange,
+    Floats,
+    ReferenceStep,
+    alone,
+)
 from octavo.backends.sampling import masked, replaced, row_candidates, sample
 from octavo.errors import BackendUnavailable, ConfigError, WeightMismatch
 from octavo.outputs import Profile

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, KvLayout
 from octavo.backends.reference.on_demand import OnDemandArrays
-from octavo.backends.reference.ops import Floats, GroupArrays, as_is
+from octavo.backends.reference.step import Floats, GroupArrays, as_is
 from octavo.program.program import CacheGroup
 
 KV_TYPES: dict[str, np.dtype] = {

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.reference.ops import (
-    ACTIVATIONS,
+from octavo.backends.reference.ops import ACTIVATIONS
+from octavo.backends.reference.step import (
     Floats,
     GroupArrays,
     Made,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from numpy.typing import NDArray
 
-from octavo.backends.reference.ops import Exchange
+from octavo.backends.reference.step import Exchange
 
 
 class RanksInThreads:

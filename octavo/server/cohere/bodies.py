@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from octavo.server.body import Body
 from octavo.server.fields import field, needed, sampling, taken
-from octavo.server.openai.bodies import ToolBody, ToolCall
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
+from octavo.server.openai.message_bodies import ToolBody, ToolCall
 from octavo.server.plain_chat import TextBlock
 
 NAMES = {

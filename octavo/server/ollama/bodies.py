@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from octavo.server.body import Body
 from octavo.server.fields import field, needed, taken
-from octavo.server.openai.bodies import ToolBody
+from octavo.server.openai.message_bodies import ToolBody
 
 NAMES = {
     "temperature": "temperature",

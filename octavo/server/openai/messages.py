@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest, shown
 from octavo.server.images import Content, content_of, image_part, text_part, url_source
-from octavo.server.openai.bodies import ContentPart, Message, ToolCall
+from octavo.server.openai.message_bodies import ContentPart, Message, ToolCall
 from octavo.server.tool_use import check_role
 
 

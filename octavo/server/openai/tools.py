@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.server.openai.bodies import (
-    AllowedToolsChoice,
-    ChatBody,
-    NamedTool,
-    OfferedFunctionBody,
-)
+from octavo.server.openai.bodies import ChatBody
+from octavo.server.openai.message_bodies import AllowedToolsChoice, NamedTool, OfferedFunctionBody
 from octavo.server.request_limits import RequestLimits
 from octavo.server.tool_use import Choice, OfferedFunction, ToolUse, tool_use_of
 

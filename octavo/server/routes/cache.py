@@ -18,7 +18,8 @@ from octavo.server.auth import require_operator
 from octavo.server.body import Body, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.generation import chat_prompt_of, prompt_of
-from octavo.server.openai.bodies import Message, TokenId
+from octavo.server.openai.bodies import TokenId
+from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
 from octavo.server.state.service import Service, service_of
 

@@ -20,7 +20,8 @@ from octavo.sampling_limits import INT32_MAX
 from octavo.server.body import Body, body_of
 from octavo.server.fields import field, needed
 from octavo.server.generation import chat_prompt_of
-from octavo.server.openai.bodies import FLAG, ConversationBody, Message, TokenId
+from octavo.server.openai.bodies import FLAG, ConversationBody, TokenId
+from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
 from octavo.server.openai.rendering import rendering_of
 from octavo.server.state.served_model import ServedModel

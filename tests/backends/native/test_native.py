@@ -20,7 +20,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Value, Weight
-from octavo.wiring.model import build_backend
+from octavo.wiring.backend import build_backend
 from tests.support.native_harness import NUM_ROWS, Case, check_rows, normal, plain, require_native
 
 WIDTHS = (1, 7, 16, 37, 100, 576)

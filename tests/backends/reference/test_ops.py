@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from octavo.backends.batch import StepBatch
 from octavo.backends.reference.backend import FORMULAS
-from octavo.backends.reference.ops import ReferenceStep
+from octavo.backends.reference.step import ReferenceStep
 from octavo.program import expert_ops, ops
 from octavo.program.program import Program, Value, Weight
 

@@ -1,0 +1,111 @@
+"""Makes the backend that an engine's options name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from octavo.backends.base import (
+    Backend,
+    BackendOptions,
+    NeuronCacheOptions,
+    WeightsOffDevice,
+)
+from octavo.backends.devices import choose_device
+from octavo.backends.ranks import Ranks
+from octavo.config.backend_options import BackendChoice
+from octavo.config.engine_config import EngineConfig
+from octavo.config.paths import user_path
+
+if TYPE_CHECKING:
+    from octavo.backends.native.ranks import SharedMemoryRanks
+    from octavo.backends.torch.ranks import TorchRanks
+
+
+def build_backend(
+    config: EngineConfig,
+    ranks: Ranks[Any] | None = None,
+    *,
+    weights_key: str = "",
+    hot: Mapping[str, Sequence[int]] | None = None,
+) -> Backend:
+    """Makes the backend that the options name; BackendUnavailable where it cannot run here.
+
+    `weights_key` binds files of streamed weights to the model's; `hot` are the neurons that stay in
+    memory for good.
+    """
+    options = replace(_backend_options(config), offload=_off_device(config, weights_key, hot))
+    return backend_with(options, config, ranks)
+
+
+def backend_with(
+    options: BackendOptions, config: EngineConfig, ranks: Ranks[Any] | None
+) -> Backend:
+    """Makes the backend that the config names, with these options."""
+    if config.backend.backend == "reference":
+        from octavo.backends.reference.backend import ReferenceBackend
+
+        return ReferenceBackend(options)
+    if config.backend.backend == "torch":
+        return _torch_backend(options, config.backend, cast("TorchRanks | None", ranks))
+    from octavo.backends.native.backend import NativeBackend
+
+    level = config.backend.cpu_level
+    return NativeBackend(
+        options,
+        level=None if level == "auto" else level,
+        ranks=cast("SharedMemoryRanks | None", ranks),
+    )
+
+
+def _backend_options(config: EngineConfig) -> BackendOptions:
+    assert config.model.max_model_len is not None, "derive() has set it"
+    return BackendOptions(
+        dtype=config.model.dtype,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        shared_prefix_attention=config.cache.shared_prefix_attention,
+        num_threads=config.backend.threads,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_requests=config.scheduler.max_num_seqs,
+        max_context=config.model.max_model_len,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        attention_backend=config.backend.attention_backend,
+        torch_kernels=config.backend.torch_kernels,
+        enforce_eager=config.backend.enforce_eager,
+        batch_invariant=config.backend.batch_invariant,
+        skips_zeros=config.sparsity.ffn_sparsity == "exact",
+    )
+
+
+def _off_device(
+    config: EngineConfig, weights_key: str, hot: Mapping[str, Sequence[int]] | None
+) -> WeightsOffDevice | None:
+    options = config.offload
+    if options.weights_memory_bytes is None:
+        return None
+    assert options.weights_dir is not None, "derive() has checked it"
+    neurons = (
+        None
+        if options.neuron_cache_bytes is None
+        else NeuronCacheOptions(options.neuron_cache_bytes, options.neuron_window, hot)
+    )
+    return WeightsOffDevice(
+        options.weights_memory_bytes,
+        user_path(options.weights_dir),
+        options.weights_schedule,
+        weights_key,
+        neurons,
+    )
+
+
+def _torch_backend(
+    options: BackendOptions, choice: BackendChoice, ranks: TorchRanks | None
+) -> Backend:
+    """Makes the torch backend, after `choose_device` has found PyTorch: it is imported nowhere
+    before.
+    """
+    device = choose_device(choice.device)
+    from octavo.backends.torch.backend import TorchBackend
+
+    return TorchBackend(options, device if ranks is None else str(ranks.device), ranks)
