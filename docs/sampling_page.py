@@ -4,6 +4,7 @@ which the steps of a draw follow one another (`octavo/backends/sampling.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -11,9 +12,10 @@ from tables import table
 
 from octavo.backends import sampling as draw
 from octavo.sampling_limits import DRAWS_ONLY, NUMBERS, SEARCH_VALUES, WHOLE_NUMBERS
-from octavo.sampling_params import MASKED_FILTERS, SamplingParams
+from octavo.sampling_params import CUTS, MASKED_FILTERS, SamplingParams
 from octavo.server.fields import described
 from octavo.server.openai.bodies import ChatBody, CompletionBody
+from octavo.worker import dry
 
 STEPS = {
     "Logits are changed": (
@@ -86,23 +88,62 @@ def sampling() -> str:
     parts = [
         "# Sampling",
         "The fields of `SamplingParams`, in the order in which they take effect; most are fields of"
-        " requests over HTTP too ([HTTP](http.md)). A value outside its range is refused by name.",
+        " requests over HTTP too ([HTTP](http.md)). A field whose default is empty is not set, and"
+        " does nothing then. A value outside its range is refused by name, and so is a pair of"
+        ' fields of which one is "not with" the other. Everything else goes together, under'
+        " speculation too.",
     ]
     for title, names in STEPS.items():
         rows = [(f"`{name}`", _shown(getattr(defaults, name)), *_row(name)) for name in names]
         head = ("field", "default", "allowed", "what it does", "not with")
         parts += [f"## {title}", table(head, rows)]
-    masked = ", ".join(f"`{name}`" for name in MASKED_FILTERS)
+    cuts = _listed(CUTS)
+    others = _listed([name for name in MASKED_FILTERS if name not in CUTS])
     parts += [
-        "Beside an answer's form (`structured_outputs`) everything but a beam search and"
-        f" `ignore_eos` is honoured. With one of {masked} the form's mask is made before the draw;"
-        " without them the drawn token is checked ([draw first](../concepts/draw-first.md)). Both"
-        " give the same tokens.",
+        "## Beside a form",
+        "A draw under `structured_outputs` is the draw among the tokens that the form allows,"
+        " whatever else is set. Where no filter is on, a token is drawn and then checked; with"
+        f" {cuts} too, where a few other legal tokens show that the filter would have kept it. With"
+        f" one of {others}, and where those tokens do not show it, a mask of the form is made first"
+        " ([draw first](../concepts/draw-first.md)). Both ways give the same tokens. `ignore_eos`"
+        " and a form exclude each other.",
+        "## What is added to logits",
+        "The bias of step 3 below is the sum of what these give:",
+        table(("field", "token", "added to its logit"), ADDED),
+        "## DRY",
+        "As `octavo/worker/dry.py` says it.",
+        _text(dry.__doc__),
         "## Formulas and sources",
-        "As `octavo/backends/sampling.py` says them; every backend follows this text.",
-        "```text\n" + (draw.__doc__ or "").strip() + "\n```",
+        "As `octavo/backends/sampling.py` says them; every backend follows this text. A row is one"
+        " draw; z are its V logits, one for each token of the vocabulary, and p the probabilities"
+        " that softmax makes of z / T, with the temperature T. (z down, id up) is the order by"
+        " falling logit, equal ones by rising token id.",
+        _text(draw.__doc__),
     ]
     return "\n\n".join(parts)
+
+
+ADDED = [
+    ("`logit_bias`", "each that it names", "the number given, where -100 is no ban but near one"),
+    (
+        "`bad_words`",
+        "the last one of a text, at the start of the answer and behind a space, where the answer"
+        " ends with those before it",
+        "-inf",
+    ),
+    ("`min_tokens`", "those that end an answer, as long as it is shorter", "-inf"),
+    ("`dry_multiplier`", "those that would go on with a repetition", "minus the penalty below"),
+]
+"""What the bias of a draw is made of: field, tokens, number."""
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = (f"`{name}`" for name in names)
+    return f"{', '.join(first)} or {last}"
+
+
+def _text(doc: str | None) -> str:
+    return "```text\n" + (doc or "").strip() + "\n```"
 
 
 def _row(name: str) -> tuple[str, str, str]:

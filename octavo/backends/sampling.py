@@ -5,12 +5,14 @@ The other backends follow this text for a row of float32 logits z[0..V):
 1. With a NaN among the logits the row has failed. Logprobs, where wanted, are of these raw logits:
    z - (max + ln sum exp(z - max)). A token's rank is its place in the order (logit down, id up),
    from 1, and the top list is the beginning of that order.
-2. With `target_id` >= 0 nothing is drawn: the target is the row's token. A request's
-   logits_processors make new logits of z, one after another.
-3. z += bias for each bias entry (-inf bans); z = -inf outside the allowed mask. Then for each
-   history entry, with count c of the generated tokens: z = z / r where z > 0, else z * r, with the
-   repetition penalty r; z -= frequency * c; z -= presence where c > 0. If no finite maximum is left
-   (everything is banned, or something is infinite), the row has failed.
+2. A row with `target_id` >= 0 is of a token that is known, and whose logprob is wanted: nothing is
+   drawn, the target is the row's token. A request's logits_processors make new logits of z, one
+   after another.
+3. z += bias, where a token has one (-inf bans it); z = -inf outside the tokens that
+   allowed_token_ids and the grammar allow. Then for each token of prompt and answer, which the
+   answer has c times: z = z / r where z > 0, else z * r, with the repetition penalty r;
+   z -= frequency * c; z -= presence where c > 0. If no finite maximum is left (everything is
+   banned, or something is infinite), the row has failed.
 4. At temperature 0 the token is the one with the largest z, the lowest id among equals.
 5. Otherwise tokens are filtered, in the order of steps 5 to 9. Each filter sees what the ones
    before it left as a distribution of its own; the order of tokens is always (z down, id up).
@@ -45,16 +47,18 @@ these come first; temperature before min_p, top_k and top_p is vLLM's and transf
 XTC removes choices among tokens that are good enough, so it follows what says which these are, as
 in llama.cpp; mirostat steers the surprise of the draw itself, and nothing may change it behind.
 llama.cpp takes top_k before typical_p, min_p behind top_p and temperature last, and with mirostat
-no other filter; here all combine. DRY and penalties reach step 3 as entries of their own.
+no other filter; here all combine. DRY reaches step 3 as a bias, before the penalties.
 
 Noise belongs to a token and not to its place among the kept ones, so the best score among the
 tokens that some mask allows is the masked draw. g lies between -3.13 and 22.88: a token whose d is
 further below the best score cannot win.
 
-A failed row's token is 0. Philox: Salmon et al. 2011; Gumbel-max: Maddison et al. 2014; min_p:
-Nguyen et al. 2024; top_p: Holtzman et al. 2020; typical_p: Meister et al. 2022; top_n_sigma: Tang
-et al. 2024; mirostat: Basu et al. 2021 (the surprise of the truncated distribution, as in
-llama.cpp); XTC and DRY: P. E. Weidmann 2024; dynamic temperature: kalomaze 2023.
+A failed row ends its request with an error, and no other one; its token is 0.
+
+Sources. Philox: Salmon et al. 2011; Gumbel-max: Maddison et al. 2014; min_p: Nguyen et al. 2024;
+top_p: Holtzman et al. 2020; typical_p: Meister et al. 2022; top_n_sigma: Tang et al. 2024;
+mirostat: Basu et al. 2021 (the surprise of the truncated distribution, as in llama.cpp); XTC and
+DRY: P. E. Weidmann 2024; dynamic temperature: kalomaze 2023.
 """
 
 from __future__ import annotations

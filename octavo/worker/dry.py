@@ -1,8 +1,9 @@
 """DRY: penalises tokens that would go on with a repetition, by how long it is already.
 
-For each place i of the last `penalty_last_n` tokens, let n be the length of the longest text that
-ends at i and at the end of the tokens alike, without a sequence breaker. Where n >= allowed_length,
-the token after i loses multiplier * base^(n - allowed_length), by its longest n. Source: P. E.
+For each place i of the last `penalty_last_n` tokens, let n be the number of tokens, the one at i
+the last, that stand at the end of all tokens too, none of them a sequence breaker. Where
+n >= allowed_length, the logit of the token after i loses multiplier * base^(n - allowed_length), by
+its longest n; a sequence breaker loses nothing. Prompt and answer count alike. Source: P. E.
 Weidmann, text-generation-webui 5677, 2024.
 
 The lengths of one step follow from those of the step before in one pass; only after a return or a

@@ -45,7 +45,9 @@ class FilterBody(Body):
         "dry_penalty_last_n", "tokens among which repetitions are looked for"
     )
     dry_sequence_breakers: list[str] | None = field(
-        "a list of at most 64 texts of 64 characters", "texts that end a repetition"
+        "a list of at most 64 texts of 64 characters; default a newline, a colon, a double quote"
+        " and an asterisk",
+        "texts that end a repetition",
     )
     stop_regex: str | list[str] | None = field(
         f"a regular expression in RE2's notation, of at most {MAX_PATTERN} characters, or a list"

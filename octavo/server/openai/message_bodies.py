@@ -1,4 +1,4 @@
-"""What a conversation is made of: messages, the calls in them, and the functions that are offered."""
+"""What a conversation is made of: messages, the calls in them, and the functions on offer."""
 
 from __future__ import annotations
 
