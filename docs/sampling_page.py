@@ -88,9 +88,9 @@ def sampling() -> str:
     parts = [
         "# Sampling",
         "The fields of `SamplingParams`, in the order in which they take effect; most are fields of"
-        " requests over HTTP too ([HTTP](http.md)). A field whose default is empty is not set, and"
-        " does nothing then. A value outside its range is refused by name, and so is a pair of"
-        ' fields of which one is "not with" the other. Everything else goes together, under'
+        " requests over HTTP too ([HTTP](http.md)). A field with an empty default is not set, and"
+        " does nothing then unless its row says so. A value outside its range is refused by name,"
+        ' and so are fields that are "not with" each other. Everything else goes together, under'
         " speculation too.",
     ]
     for title, names in STEPS.items():
@@ -127,8 +127,8 @@ ADDED = [
     ("`logit_bias`", "each that it names", "the number given, where -100 is no ban but near one"),
     (
         "`bad_words`",
-        "the last one of a text, at the start of the answer and behind a space, where the answer"
-        " ends with those before it",
+        "the last of a word's tokens, of those that spell it alone and of those that spell it"
+        " behind a space, where the answer ends with the ones before it",
         "-inf",
     ),
     ("`min_tokens`", "those that end an answer, as long as it is shorter", "-inf"),
