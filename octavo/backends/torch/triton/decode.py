@@ -24,7 +24,7 @@ import triton.language as tl
 
 from octavo.backends.torch.triton.splits import (
     SPLIT_KEYS,
-    AttendedKeys,
+    KeyRange,
     attend_keys,
     load_lanes,
     no_keys,
@@ -84,13 +84,13 @@ def decode_kernel(
         last_split = tl.load(runs.splits + run)
     elif runs.own_splits is not None:
         first_split = tl.maximum(first_split, tl.load(runs.own_splits + leader))
-    keys = AttendedKeys(table, kv_head, kv, scoring, widths)
     column = tl.arange(0, widths.V_TILE)
     for split in range(first_split + tl.program_id(2), last_split, tl.num_programs(2)):
         begin = tl.maximum(first_key, split * SPLIT_KEYS)
         end = tl.minimum(last_key, (split + 1) * SPLIT_KEYS)
         state = no_keys(BLOCK_M, widths.V_TILE)
-        state = attend_keys(state, lanes, keys, begin, end, BLOCK_N, MASKED=True)
+        keys = KeyRange(table, kv_head, begin, end)
+        state = attend_keys(state, lanes, keys, kv, scoring, widths, BLOCK_N=BLOCK_N, MASKED=True)
         state_row = (slot - slots.first).to(tl.int64) * heads.HEADS + head
         at = state_row * states.num_splits + split
         tl.store(states.sums + 2 * at, state.m, mask=valid)

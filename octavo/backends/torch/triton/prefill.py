@@ -20,7 +20,7 @@ import triton.language as tl
 from octavo.backends.torch.triton.numbers import rounded
 from octavo.backends.torch.triton.splits import (
     SPLIT_KEYS,
-    AttendedKeys,
+    KeyRange,
     attend_keys,
     finished,
     load_lanes,
@@ -89,14 +89,14 @@ def prefill_kernel(
     first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)
     last_key = tl.max(lanes.high, axis=0)
     table = kv.block_tables + request.to(tl.int64) * kv.table_width
-    keys = AttendedKeys(table, kv_head, kv, scoring, widths)
     state = no_keys(BLOCK_M, widths.V_TILE)
     if BY_SPLIT:
         for split in range(first_key // SPLIT_KEYS, (last_key + SPLIT_KEYS - 1) // SPLIT_KEYS):
             begin = tl.maximum(first_key, split * SPLIT_KEYS)
             end = tl.minimum(last_key, (split + 1) * SPLIT_KEYS)
             own = no_keys(BLOCK_M, widths.V_TILE)
-            own = attend_keys(own, lanes, keys, begin, end, BLOCK_N, MASKED=True)
+            keys = KeyRange(table, kv_head, begin, end)
+            own = attend_keys(own, lanes, keys, kv, scoring, widths, BLOCK_N=BLOCK_N, MASKED=True)
             state = merged(state, own)
     else:
         # Three parts: keys before those that all rows see, these, and the keys behind them.
@@ -107,7 +107,10 @@ def prefill_kernel(
         for part in tl.static_range(0 if mask.WINDOW > 0 else 1, 3):
             begin = first_key if part == 0 else all_from if part == 1 else all_to
             end = tl.minimum(all_from, last_key) if part == 0 else all_to if part == 1 else last_key
-            state = attend_keys(state, lanes, keys, begin, end, BLOCK_N, MASKED=part != 1)
+            keys = KeyRange(table, kv_head, begin, end)
+            state = attend_keys(
+                state, lanes, keys, kv, scoring, widths, BLOCK_N=BLOCK_N, MASKED=part != 1
+            )
     values = finished(state, sinks, head, valid)
     column = tl.arange(0, widths.V_TILE)
     to = (row.to(tl.int64) * heads.HEADS + head)[:, None] * widths.V + column[None, :]

@@ -56,19 +56,17 @@ class State(NamedTuple):
     acc: Any
 
 
-class AttendedKeys(NamedTuple):
-    """The keys that a tile attends to: where they lie, and how they are scored."""
+class KeyRange(NamedTuple):
+    """Some keys of one request, as one KV head has them."""
 
     table: Any
     """Block table of the request, a pointer."""
     head: Any
     """KV head."""
-    kv: Any
-    """`PagedKv`."""
-    scoring: Any
-    """`Scoring`."""
-    widths: Any
-    """`Widths`."""
+    first: Any
+    """Index of the first key."""
+    end: Any
+    """One past the last key."""
 
 
 @triton.jit
@@ -136,27 +134,23 @@ def capped(x):
 
 @triton.jit
 def attend_keys(
-    state, lanes, keys_of, first_key, last_key, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
+    state, lanes, some, kv, scoring, widths, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Takes the keys first_key .. last_key - 1 of `keys_of` (`AttendedKeys`) into a state, BLOCK_N
-    at a time; no other key is read.
+    """Takes the keys of `some` (`KeyRange`) into a state, BLOCK_N at a time; no other key is read.
 
     Without MASKED every lane must see all of these keys, and they must begin and end with a block
     of BLOCK_N: then nothing is compared.
     """
-    kv = keys_of.kv
-    scoring = keys_of.scoring
-    widths = keys_of.widths
     m, l, acc = state
     column = tl.arange(0, widths.K_FIRST)
     v_column = tl.arange(0, widths.V_TILE)
-    for start in range(first_key // BLOCK_N * BLOCK_N, last_key, BLOCK_N):
+    for start in range(some.first // BLOCK_N * BLOCK_N, some.end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = tl.full([BLOCK_N], 1, tl.int1)
         if MASKED:
-            inside = (at >= first_key) & (at < last_key)
-        block = tl.load(keys_of.table + at // BLOCK_SIZE, mask=inside, other=0)
-        slot = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * kv.HEADS + keys_of.head
+            inside = (at >= some.first) & (at < some.end)
+        block = tl.load(some.table + at // BLOCK_SIZE, mask=inside, other=0)
+        slot = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * kv.HEADS + some.head
         key = kv.k + slot[None, :] * kv.K_STRIDE
         keys = tl.load(
             key + column[:, None], mask=inside[None, :] & (column < widths.K)[:, None], other=0.0
