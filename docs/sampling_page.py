@@ -134,15 +134,17 @@ ADDED = [
     ("`min_tokens`", "those that end an answer, as long as it is shorter", "-inf"),
     ("`dry_multiplier`", "those that would go on with a repetition", "minus the penalty below"),
 ]
-"""What the bias of a draw is made of: field, tokens, number."""
+"""Parts of a draw's bias: field, tokens, number."""
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Returns names as a sentence lists them."""
     *first, last = (f"`{name}`" for name in names)
     return f"{', '.join(first)} or {last}"
 
 
 def _text(doc: str | None) -> str:
+    """Returns a module's docstring as it stands."""
     return "```text\n" + (doc or "").strip() + "\n```"
 
 
