@@ -446,8 +446,11 @@ struct Builder {
         const int num_steps = nb::cast<int>(steps.attr("num_steps"));
         const Batch first = read_batch(batch, output, num_steps);
         DecodeBatch decoding(first, kv->num_groups(), num_steps, read_end_tokens(steps, first.num_requests));
+        const bool follows_tokens = nb::cast<bool>(steps.attr("follows_tokens"));
         for (int done = 0;; done++) {
             try {
+                if (done > 0 && follows_tokens)
+                    decoding.follow(read_sampling(batch.attr("sampling"), (size_t)first.num_samples));
                 run_and_check(decoding.batch(), *kv, check, done);
             } catch (const nb::python_error& error) {
                 if (done == 0 || error.matches(PyExc_KeyboardInterrupt)) throw;

@@ -64,6 +64,13 @@ bool DecodeBatch::advance() {
     return true;
 }
 
+void DecodeBatch::follow(const SampleArgs& sampling) {
+    batch_.sampling.bias_starts = sampling.bias_starts;
+    batch_.sampling.bias_ids = sampling.bias_ids;
+    batch_.sampling.bias_values = sampling.bias_values;
+    for (int r = 0; r < batch_.num_requests; r++) records_[r].mirostat_mu = sampling.records[r].mirostat_mu;
+}
+
 bool DecodeBatch::any_ended() const {
     for (int r = 0; r < batch_.num_requests; r++) {
         const int32_t *first = ends_.ids + ends_.starts[r], *last = ends_.ids + ends_.starts[r + 1];
@@ -108,6 +115,7 @@ void DecodeBatch::next_results() {
     const int num = batch_.num_requests;
     s.out_ids += num;
     s.out_failed += num;
+    if (s.out_surprises) s.out_surprises += num;
     if (s.out_witnesses) s.out_witnesses += (int64_t)num * kMostWitnesses;
     if (!s.out_logprobs) return;
     s.out_logprobs += num;

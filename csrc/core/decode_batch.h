@@ -2,7 +2,8 @@
 // is its next one.
 //
 // It owns copies of what changes between steps (tokens, places, positions, slots, contexts, sampling records,
-// the history that penalties count). Block tables reach beyond the last step, and the rest stays as it is.
+// the history that penalties count). Block tables reach beyond the last step, and the rest stays as it is, but
+// for what follows from the tokens by rules that only Python knows (`follow`).
 #pragma once
 
 #include <vector>
@@ -28,6 +29,9 @@ class DecodeBatch {
     const Batch& batch() const { return batch_; }
     // Advances to the next step. Returns false, and does nothing, where a request has ended or failed.
     bool advance();
+    // Takes over what is added to logits, and the bounds of mirostat, for the step to which it has advanced.
+    // The arrays must live until that step is computed.
+    void follow(const SampleArgs& sampling);
 
   private:
     bool any_ended() const;

@@ -79,19 +79,6 @@ const SamplingRecord* records_of(const nb::object& sampling, size_t num_draws) {
     return (const SamplingRecord*)array.data();
 }
 
-SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
-    SampleArgs a{};
-    a.records = records_of(sampling, num_draws);
-    a.history_starts = numbers<int32_t>(sampling, "history_starts");
-    a.history_ids = numbers<int32_t>(sampling, "history_ids");
-    a.history_counts = numbers<int32_t>(sampling, "history_counts");
-    a.bias_starts = numbers<int32_t>(sampling, "bias_starts");
-    a.bias_ids = numbers<int32_t>(sampling, "bias_ids");
-    a.bias_values = numbers<float>(sampling, "bias_values");
-    a.allowed_masks = numbers<uint32_t>(sampling, "allowed_masks");
-    return a;
-}
-
 // Requests own rows of the step, which padding may follow.
 void check_rows(const Ints& query_starts, size_t num_tokens) {
     expect(query_starts.size() > 0, "query_starts: empty, one start and the end are the least");
@@ -116,6 +103,19 @@ void read_given(Batch& b, const nb::object& batch) {
 }
 
 }  // namespace
+
+SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
+    SampleArgs a{};
+    a.records = records_of(sampling, num_draws);
+    a.history_starts = numbers<int32_t>(sampling, "history_starts");
+    a.history_ids = numbers<int32_t>(sampling, "history_ids");
+    a.history_counts = numbers<int32_t>(sampling, "history_counts");
+    a.bias_starts = numbers<int32_t>(sampling, "bias_starts");
+    a.bias_ids = numbers<int32_t>(sampling, "bias_ids");
+    a.bias_values = numbers<float>(sampling, "bias_values");
+    a.allowed_masks = numbers<uint32_t>(sampling, "allowed_masks");
+    return a;
+}
 
 Batch read_batch(const nb::object& batch, const nb::object& output, int num_steps) {
     const auto token_ids = array_of<Ints>(batch, "token_ids");

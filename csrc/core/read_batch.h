@@ -15,6 +15,9 @@ namespace octavo {
 // ValueError one whose length or rows are not those of the step.
 Batch read_batch(const nanobind::object& batch, const nanobind::object& output, int num_steps = 1);
 
+// Reads how a SamplingBatch draws from `num_draws` rows, without where its results go.
+SampleArgs read_sampling(const nanobind::object& sampling, size_t num_draws);
+
 // Reads the tokens that end each of the `num_requests` requests of a DecodeSteps.
 EndTokens read_end_tokens(const nanobind::object& steps, int num_requests);
 

@@ -327,3 +327,6 @@ class DecodeSteps:
     """First entry of each request in `end_ids`, `[R+1]`."""
     end_ids: NDArray[np.int32]
     """Tokens that end a request, those of all requests end to end."""
+    follows_tokens: bool = False
+    """Whether GoesOn sets, in the batch's sampling, what is added to logits and the bounds of
+    mirostat for the next step, since these follow from the tokens that were drawn."""

@@ -6,10 +6,8 @@ Knows rows and arrays; knows nothing of queues, blocks' owners or text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +15,6 @@ from numpy.typing import NDArray
 from octavo.backends.base import (
     AsyncRunnable,
     CheckingRunnable,
-    Computing,
     DecodingRunnable,
     Runnable,
 )
@@ -36,67 +33,12 @@ from octavo.worker.checked_draws import CheckedDraws, Texts
 from octavo.worker.checked_shares import checked_shares
 from octavo.worker.guessed_draws import draws_of, kept_draws
 from octavo.worker.logprobs_reader import LogprobsReader
+from octavo.worker.prepared_step import DecodedRows, LaunchedRows, Layout, PreparedStep
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets
 from octavo.worker.stages.hand_over import HiddenReceiver
 from octavo.worker.step_arrays import Spans, gather
 from octavo.worker.step_media import StepMedia
-
-
-@dataclass(slots=True)
-class Layout:
-    """The order of a step's rows: `R` requests with `T` tokens, end to end."""
-
-    rows: NDArray[np.intp]
-    """Permanent row of each request, `[R]`."""
-    ends: NDArray[np.int32]
-    """Number of tokens of each request once this step's are computed, `[R]`."""
-    query_starts: NDArray[np.int32]
-    """First token of each request within the step, `[R+1]`."""
-    draws: list[int]
-    """Index in R of each draw; a request with guesses draws once more after each of them."""
-    draw_ends: NDArray[np.int32]
-    """Number of tokens before each draw."""
-    draw_places: NDArray[np.int32]
-    """Token of the step after which each draw is made."""
-    targets: list[tuple[int, int, int]]
-    """Runs of tokens whose successors in the prompt want a logprob: index in R, first token, one
-    past the last.
-    """
-    listed: list[tuple[int, NDArray[np.int32]]]
-    """Tokens whose logprobs draws want besides: index of the draw, ids."""
-    max_num_tokens: list[int]
-    """Most tokens that each request with a grammar may come to, `[R]`; 0 of others."""
-    searches: list[bool]
-    """Whether each request is a row of a beam search, `[R]`."""
-
-
-class DecodedRows(NamedTuple):
-    """The results of several decode steps in one call."""
-
-    rows: list[RowResult]
-    num_steps: int
-    """Decode steps computed; each row has a token from every one of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """A step's arrays, ready to be run or launched."""
-
-    scheduled: Sequence[ScheduledRow]
-    batch: StepBatch
-    layout: Layout
-    sampling: SamplingBatch
-    checks: CheckedDraws | None
-    """Draws that are checked once they are made."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedRows:
-    """A step that the device computes, and how to read its results."""
-
-    step: PreparedStep
-    computing: Computing
 
 
 class ModelRunner:
@@ -186,35 +128,41 @@ class ModelRunner:
         Ends early as `StepPlan.num_steps` says.
         """
         assert isinstance(self.runnable, DecodingRunnable)
+        layout, rows = step.layout, self._rows
+        follows_tokens = rows.sampling.follows_tokens(layout.rows)
         done: list[list[RowResult]] = []
 
         def take(samples: SampleResult) -> list[RowResult]:
             done.append(self._results(step, samples))
-            step.layout.ends += 1
-            step.layout.draw_ends += 1
+            layout.ends += 1
+            layout.draw_ends += 1
             return done[-1]
 
         def goes_on(samples: SampleResult) -> bool:
             results = take(samples)
-            return between is None or between(results)
+            if not (between is None or between(results)):
+                return False
+            if follows_tokens:
+                rows.sampling.follow(step.sampling, layout.rows, rows.token_ids, layout.draw_ends)
+            return True
 
-        end_ids, end_starts = self._rows.end_tokens(step.layout.rows)
+        end_ids, end_starts = rows.end_tokens(layout.rows)
         steps = self.runnable.decode(
             step.batch,
             self._kv,
-            DecodeSteps(num_steps, end_starts, end_ids),
+            DecodeSteps(num_steps, end_starts, end_ids, follows_tokens),
             goes_on,
             step.checks,
         )
         for samples in steps[len(done) :]:
             take(samples)
-        self._rows.grammars.take_back()  # what a step was to draw that did not end
-        self._append_forced(step.layout.rows, step.layout.ends, done[-1])
+        rows.grammars.take_back()  # what a step was to draw that did not end
+        self._append_forced(layout.rows, layout.ends, done[-1])
         return DecodedRows([_joined(results) for results in zip(*done, strict=True)], len(done))
 
     def can_decode(self, step: PreparedStep) -> bool:
-        """Returns whether several decode steps may begin with this one: nothing of how its rows are
-        drawn changes with their tokens.
+        """Returns whether several decode steps may begin with this one: its rows need no mask that
+        changes with their tokens.
         """
         if step.batch.given is not None or step.batch.limits is not None:
             return False
@@ -409,7 +357,7 @@ class ModelRunner:
         if samples.logprobs is not None:
             reader = LogprobsReader(sampling.records["num_logprobs"], samples)
             _add_logprobs(results, layout, kept, reader)
-            for index, entries in _target_entries(layout):
+            for index, entries in layout.target_entries():
                 if any(failed[entry] for entry in entries):
                     failure = "the model's logits within the prompt are not numbers (NaN)"
                     results[index].failure = failure
@@ -425,7 +373,7 @@ class ModelRunner:
             return f"nothing can be drawn after {num_tokens} tokens: {fault}"
         if fault := self._rows.grammars.fault(int(step.layout.rows[index])):
             return f"the grammar cannot be followed after {num_tokens} tokens: {fault}"
-        if not _is_restricted(step, entry):
+        if not step.is_restricted(entry):
             return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"
         bans = (
             "the grammar, logits_processors, allowed_token_ids, logit_bias, bad_words and"
@@ -435,16 +383,6 @@ class ModelRunner:
             f"no token can be drawn after {num_tokens} tokens: {bans} leave none, or the model's"
             " logits are not numbers (NaN)"
         )
-
-
-def _is_restricted(step: PreparedStep, entry: int) -> bool:
-    """Returns whether something bans tokens of a sampled row."""
-    sampling = step.sampling
-    return bool(
-        sampling.records["allowed_mask"][entry] >= 0
-        or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
-        or (step.checks is not None and entry in step.checks)
-    )
 
 
 def _last_tokens(
@@ -476,16 +414,9 @@ def _joined(steps: Sequence[RowResult]) -> RowResult:
         logprobs,
         failure=failure,
         num_kept=num_kept,
+        mirostat_mu=steps[-1].mirostat_mu,
         draft_ids=steps[-1].draft_ids,
     )
-
-
-def _target_entries(layout: Layout) -> Iterator[tuple[int, range]]:
-    """Yields the index in R and the entries in S of each request with targets."""
-    first = len(layout.draws)
-    for index, start, end in layout.targets:
-        yield index, range(first, first + end - start)
-        first += end - start
 
 
 def _add_logprobs(
@@ -498,17 +429,9 @@ def _add_logprobs(
             found[entry] = reader.read(entry)
             result = results[layout.draws[entry]]
             result.logprobs = [*(result.logprobs or []), found[entry]]
-    for draw, entries in _listed_entries(layout):
+    for draw, entries in layout.listed_entries():
         if draw in found:
             for entry in entries:
                 reader.add(found[draw], entry)
-    for index, entries in _target_entries(layout):
+    for index, entries in layout.target_entries():
         results[index].prompt_logprobs = [reader.read(entry) for entry in entries]
-
-
-def _listed_entries(layout: Layout) -> Iterator[tuple[int, range]]:
-    """Yields the draws that want tokens' logprobs, each with the entries in S of these."""
-    first = len(layout.draws) + sum(end - start for _, start, end in layout.targets)
-    for draw, ids in layout.listed:
-        yield draw, range(first, first + len(ids))
-        first += len(ids)

@@ -14,8 +14,9 @@ from octavo.backends.base import Runnable, StreamingRunnable
 from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, WeightArrivals
 from octavo.worker.encoder_runner import EncoderRunner, EncodingStep, Failures
-from octavo.worker.model_runner import DecodedRows, ModelRunner, PreparedStep
+from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PooledStep, PoolingRunner
+from octavo.worker.prepared_step import DecodedRows, PreparedStep
 from octavo.worker.stages.stage_runner import StageRunner, StageStep
 
 TakeIn = Callable[[], list[RowResult]]

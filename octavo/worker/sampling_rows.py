@@ -28,67 +28,11 @@ from octavo.worker.draws_in_turn import DrawsInTurn, MirostatRule
 from octavo.worker.dry import DryMatches, dry_matches
 from octavo.worker.grammar_rows import GrammarRows
 from octavo.worker.logits_processors import LogitsProcessors
+from octavo.worker.row_extras import RowExtras
 from octavo.worker.token_counts import TokenCounts
 
-MINUS_INFINITY = float("-inf")
 NO_IDS = np.zeros(0, np.int32)
 NO_VALUES = np.zeros(0, np.float32)
-
-
-@dataclass(slots=True)
-class RowExtras:
-    """One request's sampling options that most requests do not have."""
-
-    logit_bias: dict[int, float]
-    end_token_ids: list[int]
-    num_prompt_tokens: int
-    min_num_tokens: int
-    """Number of tokens, prompt included, below which `end_token_ids` are banned."""
-    bad_words: list[list[int]]
-    counts: TokenCounts | None
-    """Tokens that penalties apply to; None without a penalty."""
-    allowed_mask: Bits | None
-    """[ceil(V / 32)]; None allows all."""
-    dry: DryMatches | None
-    """Repetitions that DRY penalises; None without it."""
-    processors: list[str]
-    """Names of the processors that change its logits."""
-    check: CheckedDraw | None = None
-    """Check of the draws that follow no guess and come near no close; None: they have none."""
-
-    def may_bias(self, num_tokens: int) -> bool:
-        """Returns whether anything may be added to the logits of the token that follows."""
-        has_bias = self.logit_bias or self.bad_words or self.dry is not None
-        return bool(has_bias) or num_tokens < self.min_num_tokens
-
-    def bias(
-        self, token_ids: NDArray[np.int32], dry: DryMatches | None, *, must_end: bool
-    ) -> dict[int, float]:
-        """Returns what is added to the logits of the token after `token_ids [num_tokens]`, where
-        `dry` follows them. Where the text `must_end`, its end is not banned.
-        """
-        bias = self._bias(token_ids, must_end=must_end)
-        if dry is None:
-            return bias
-        penalties = dry.penalties(token_ids)
-        return bias | {id_: bias.get(id_, 0.0) - lost for id_, lost in penalties.items()}
-
-    def _bias(self, token_ids: NDArray[np.int32], *, must_end: bool) -> dict[int, float]:
-        ends_banned = len(token_ids) < self.min_num_tokens and not must_end
-        if not ends_banned and not self.bad_words:
-            return self.logit_bias
-        bias = dict(self.logit_bias)
-        if ends_banned:
-            bias.update(dict.fromkeys(self.end_token_ids, MINUS_INFINITY))
-        output_ids = token_ids[self.num_prompt_tokens :]
-        for word in self.bad_words:
-            prefix = word[:-1]
-            if (
-                len(prefix) <= len(output_ids)
-                and output_ids[len(output_ids) - len(prefix) :].tolist() == prefix
-            ):
-                bias[word[-1]] = MINUS_INFINITY
-        return bias
 
 
 @dataclass(slots=True)
@@ -371,6 +315,30 @@ class SamplingRows:
             batch.late, batch.uncut = checks.late(len(rows)), checks.uncut(len(rows))
         return batch
 
+    def follows_tokens(self, rows: NDArray[np.intp]) -> bool:
+        """Returns whether what is added to the logits of some of `rows [S]`, or a bound of
+        mirostat, changes with their tokens.
+        """
+        if not (self._extras or self._mirostats):
+            return False
+        extras = [self._extras[row] for row in rows.tolist() if row in self._extras]
+        return any(each.follows_tokens for each in extras) or not self._mirostats.keys().isdisjoint(
+            rows.tolist()
+        )
+
+    def follow(
+        self,
+        batch: SamplingBatch,
+        rows: NDArray[np.intp],
+        token_ids: NDArray[np.int32],
+        ends: NDArray[np.int32],
+    ) -> None:
+        """Sets in a batch of `rows [S]`, which it was gathered from, what follows from the tokens
+        that these have by now, `ends [S]` of them.
+        """
+        batch.records["mirostat_mu"] = self._records["mirostat_mu"][rows]
+        self._add_bias(batch, rows.tolist(), token_ids, ends.tolist())
+
     def _add_extras(
         self,
         batch: SamplingBatch,
@@ -379,24 +347,15 @@ class SamplingRows:
         ends: list[int],
         checks: CheckedDraws | None,
     ) -> None:
-        bias, history = Csr(), Csr()
-        masks = Masks()
+        self._add_bias(batch, rows, token_ids, ends)
+        history, masks = Csr(), Masks()
         known: dict[int, int] = {}
-        dries: dict[int, DryMatches] = {}
         self._grammars.make_masks(self._masked_rows(rows, checks))
         for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
             extras = self._extras.get(row)
             if extras is None:
                 continue
             num_guesses = end - known.setdefault(row, end)
-            if extras.may_bias(end):
-                if num_guesses == 1 and extras.dry is not None:
-                    dries[row] = extras.dry.copy()
-                must_end = self._grammars.is_complete(row, num_guesses=num_guesses)
-                dry = dries.get(row, extras.dry)
-                if added := extras.bias(token_ids[row, :end], dry, must_end=must_end):
-                    ids = np.fromiter(added.keys(), np.int32)
-                    bias.add(entry, ids, np.fromiter(added.values(), np.float32))
             if extras.counts is not None:
                 guesses = token_ids[row, end - num_guesses : end]
                 history.add(entry, *extras.counts.arrays_after(guesses.tolist()))
@@ -404,16 +363,34 @@ class SamplingRows:
             mask = extras.allowed_mask if is_checked else self._mask(row, extras, num_guesses)
             if mask is not None:
                 batch.records["allowed_mask"][entry] = masks.place(mask)
-        if bias.ids:
-            batch.bias_starts = bias.starts(len(rows))
-            batch.bias_ids = np.concatenate(bias.ids)
-            batch.bias_values = np.concatenate(bias.values)
         if history.ids:
             batch.history_starts = history.starts(len(rows))
             batch.history_ids = np.concatenate(history.ids)
             batch.history_counts = np.concatenate(history.values)
         if masks.arrays:
             batch.allowed_masks = np.stack(masks.arrays)
+
+    def _add_bias(
+        self, batch: SamplingBatch, rows: list[int], token_ids: NDArray[np.int32], ends: list[int]
+    ) -> None:
+        """Sets what is added to the logits of the rows, each after its first tokens."""
+        bias, known = Csr(), dict[int, int]()
+        dries: dict[int, DryMatches] = {}
+        for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            extras = self._extras.get(row)
+            num_guesses = end - known.setdefault(row, end)
+            if extras is None or not extras.may_bias(end):
+                continue
+            if num_guesses == 1 and extras.dry is not None:
+                dries[row] = extras.dry.copy()
+            must_end = self._grammars.is_complete(row, num_guesses=num_guesses)
+            dry = dries.get(row, extras.dry)
+            if added := extras.bias(token_ids[row, :end], dry, must_end=must_end):
+                ids = np.fromiter(added.keys(), np.int32)
+                bias.add(entry, ids, np.fromiter(added.values(), np.float32))
+        batch.bias_starts = bias.starts(len(rows))
+        batch.bias_ids = np.concatenate([NO_IDS, *bias.ids])
+        batch.bias_values = np.concatenate([NO_VALUES, *bias.values])
 
     def _masked_rows(self, rows: list[int], checks: CheckedDraws | None) -> list[int]:
         """Returns the rows whose first draws have the masks of their grammars."""

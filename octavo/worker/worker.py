@@ -30,7 +30,7 @@ from octavo.step import (
 from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.draft_model import DraftModel
-from octavo.worker.model_runner import DecodedRows
+from octavo.worker.prepared_step import DecodedRows
 from octavo.worker.program_runners import LaunchedParts, ProgramRunners
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.row_faults import PreparedRows, RowFaults, describe

@@ -47,6 +47,13 @@ KINDS: list[dict[str, Any]] = [
         "bad_words_token_ids": [[5], [6, 7]],
         "allowed_token_ids": list(range(4, 12)),
     },
+    {
+        "temperature": 1.0,
+        "dry_multiplier": 2.0,
+        "dry_allowed_length": 1,
+        "allowed_token_ids": list(range(4, 12)),
+    },
+    {"temperature": 0.8, "mirostat_mode": 2, "mirostat_tau": 3.0, "logprobs": 1},
     {"temperature": 1.1, "n": 2},
     {"temperature": 0, "prompt_logprobs": 1},
 ]
@@ -179,6 +186,36 @@ def test_many_steps_in_a_call_are_single_steps(family, seed):
                 assert tokens == expected[: len(tokens)]
         else:
             assert output == wanted[request_id]
+
+
+FOLLOWING: dict[str, dict[str, Any]] = {
+    "bad words": {"bad_words_token_ids": [[a, b] for a in range(4, 12) for b in range(4, 9)]},
+    "DRY": {"dry_multiplier": 3.0, "dry_allowed_length": 1},
+    "mirostat": {"mirostat_mode": 2, "mirostat_tau": 1.0},
+}
+"""Options by which a draw follows from the tokens before it, by rules that only Python knows."""
+
+
+@pytest.mark.parametrize("kind", FOLLOWING)
+def test_draws_that_follow_from_tokens_are_made_in_one_call(kind, tmp_path):
+    """Such rows take many steps in a call, alone and beside others, and draw what they would one by
+    one.
+    """
+    prompts, common = prompts_of(5, 9), {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0}
+    common["allowed_token_ids"] = list(range(4, 12))
+    plain = SamplingParams(**common, seed=3)
+    wanted = [SamplingParams(**common, **FOLLOWING[kind], seed=3), plain]
+    with llm_of("llama", 1) as llm:
+        single = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+        (without,) = llm.generate(prompts[0], plain)
+    path = tmp_path / "log"
+    with llm_of("llama", 8, record=str(path)) as llm:
+        together = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+        (alone,) = llm.generate(prompts[0], wanted[0])
+    assert together == single and fingerprint(alone) == single[0] != fingerprint(without)
+    _, events = read_log(path)
+    steps = [event.result.num_steps for event in events if isinstance(event, StepComputed)]
+    assert sum(num == 8 for num in steps) >= 6, "two calls of 40 tokens each"
 
 
 def test_a_stream_gets_each_token_when_it_is_made():

@@ -72,10 +72,7 @@ class PlainGeneration:
         self._watched = (
             rules.one_token
             or rules.repetition is not None
-            or bool(params.bad_words_token_ids)
-            or params.mirostat_mode > 0
             or params.logprob_token_ids is not None
-            or params.dry_multiplier > 0
             or (has_grammar and params.min_tokens > 0)
         )
         """Whether something has to be done for each of its tokens."""
