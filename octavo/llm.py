@@ -29,9 +29,9 @@ from octavo.engine.front.arguments import (
     prompt_list,
 )
 from octavo.engine.front.input_processor import FrontRequest, Origin
+from octavo.engine.front.listening import Listening, next_windows
 from octavo.engine.front.pooling_jobs import OutputT, PoolingJob, PoolingPrompts, Texts
 from octavo.engine.front.transcriptions import (
-    MOST_WINDOWS,
     Sound,
     SpeechOptions,
     SpeechTask,
@@ -172,43 +172,45 @@ class LLM:
         language: str | None = None,
         task: SpeechTask = "transcribe",
         temperature: float = 0.0,
-        timestamps: bool = False,
+        timestamps: bool | None = False,
+        prompt: str | None = None,
+        seed: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Transcription]:
         """Turns the sounds of WAV files, given as bytes or paths, into text, in their order.
 
         `language` is a code such as "en"; without it a multilingual model finds it. `translate` as
         the `task` gives English. With `timestamps` segments begin and end where the model hears
-        them; else each is a window of 30 seconds.
+        them, and a window begins where the last one's text ends; else each segment is a window of
+        30 seconds. `prompt` is a text that goes before, in whose spelling and style it goes on.
         """
         hearing = self.front.hearing
-        options = SpeechOptions(language, task, temperature, timestamps=timestamps)
-        hearing.check(options)
+        given = SpeechOptions(
+            language, task, temperature, timestamps=timestamps, prompt=prompt, seed=seed
+        )
+        options = hearing.checked(given)
         files = [sounds] if isinstance(sounds, bytes | str | Path) else list(sounds)
-        heard = [hearing.windows(one) for one in map(sound_bytes, files)]
+        heard = [hearing.hearing.sound(one) for one in map(sound_bytes, files)]
         asked = [options] * len(files)
         if hearing.asks_language(options):
             first = [
-                hearing.language_request(str(next(self._request_ids)), windows[0])
-                for windows in heard
+                hearing.language_request(str(next(self._request_ids)), sound.window(0.0))
+                for sound in heard
             ]
             found = self._finals("languages", first, use_tqdm=False)
             asked = [replace(options, language=hearing.language_of(one)) for one in found]
-        parts = [
-            (window, own) for windows, own in zip(heard, asked, strict=True) for window in windows
+        listenings = [
+            Listening(hearing, sound, own) for sound, own in zip(heard, asked, strict=True)
         ]
-        finals: list[RequestOutput] = []
-        for start in range(0, len(parts), MOST_WINDOWS):
+        while parts := next_windows(listenings):
             requests = [
-                hearing.request(str(next(self._request_ids)), window, own)
-                for window, own in parts[start : start + MOST_WINDOWS]
+                hearing.request(str(next(self._request_ids)), window, one.options)
+                for one, window in parts
             ]
-            finals += self._finals("windows", requests, use_tqdm=use_tqdm)
-        outputs = iter(finals)
-        return [
-            hearing.joined(windows, [next(outputs) for _ in windows], own)
-            for windows, own in zip(heard, asked, strict=True)
-        ]
+            finals = self._finals("windows", requests, use_tqdm=use_tqdm)
+            for (one, window), output in zip(parts, finals, strict=True):
+                one.take(window, output)
+        return [one.result() for one in listenings]
 
     def _pool(self, job: PoolingJob[OutputT], *, use_tqdm: bool) -> list[OutputT]:
         requests = [

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A window of a sound, and its text."""
+    """A part of a sound, and its text."""
 
     id: int
     start_s: float
     end_s: float
     text: str
     token_ids: list[int]
+    seek_s: float = 0.0
+    """Start of the window in which it was heard, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,16 +50,17 @@ class Ear:
         """Length of a whole window, in seconds."""
         return self.log_mel.num_samples / RATE
 
-    def hear(self, data: bytes) -> list[HeardWindow]:
-        """Returns a WAV file's sound in windows; InvalidRequest where it is none."""
+    def hear(self, data: bytes) -> NDArray[np.float32]:
+        """Returns a WAV file's samples, 16,000 a second; InvalidRequest where it is none."""
         sound = read_wav(data, max_seconds=self.max_seconds)
-        samples = resample(sound.samples, sound.rate, RATE)
-        size = self.log_mel.num_samples
-        return [
-            HeardWindow(part, first / RATE, (first + len(part)) / RATE)
-            for first in range(0, len(samples), size)
-            for part in [samples[first : first + size]]
-        ]
+        samples: NDArray[np.float32] = resample(sound.samples, sound.rate, RATE)
+        return samples
+
+    def window(self, samples: NDArray[np.float32], start_s: float) -> HeardWindow:
+        """Returns the window of a sound that begins there."""
+        first = round(start_s * RATE)
+        part = samples[first : first + self.log_mel.num_samples]
+        return HeardWindow(part, first / RATE, (first + len(part)) / RATE)
 
     def rows(self, window: HeardWindow) -> HeardRows:
         """Returns what the encoder takes of a window."""

@@ -7,10 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.audio.hearing import Ear, HeardWindow
-from octavo.audio.log_mel import LogMel
+from octavo.audio.log_mel import RATE, LogMel
 from octavo.engine.front.input_processor import InputProcessor
 from octavo.engine.front.transcriptions import (
+    HeardSound,
     Hearing,
     SoundWindow,
     Transcriptions,
@@ -32,11 +36,24 @@ class ModelHearing(Hearing):
     def window_s(self) -> float:
         return self.ear.window_s
 
-    def windows(self, data: bytes) -> list[SoundWindow]:
-        return [
-            SoundWindow(partial(self._input, heard), heard.start_s, heard.end_s)
-            for heard in self.ear.hear(data)
-        ]
+    def sound(self, data: bytes) -> HeardSound:
+        return ModelSound(self.ear, self.ear.hear(data))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelSound(HeardSound):
+    """A sound, and the ear that hears it."""
+
+    ear: Ear
+    samples: NDArray[np.float32]
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.samples) / RATE
+
+    def window(self, start_s: float) -> SoundWindow:
+        heard = self.ear.window(self.samples, start_s)
+        return SoundWindow(partial(self._input, heard), heard.start_s, heard.end_s)
 
     def _input(self, window: HeardWindow) -> EncoderInput:
         heard = self.ear.rows(window)

@@ -30,6 +30,8 @@ def speech_tokens(values: Mapping[str, Any]) -> SpeechTokens:
         ),
         num_timestamps=_num_timestamps(given),
         max_tokens=given.integer("max_target_positions", 448, low=1) // 2,
+        previous=given.optional_integer("prev_sot_token_id"),
+        ends=given.integers("eos_token_id"),
     )
 
 
@@ -49,6 +51,7 @@ def with_timestamps(config: EngineConfig, header: ModelHeader) -> EngineConfig:
         return config
     most = given.optional_integer("max_initial_timestamp_index")
     numbers = (
+        tokens.start,
         tokens.prompt_tokens,
         given.integers("eos_token_id")[0],
         tokens.no_timestamps,

@@ -17,12 +17,19 @@ class TimestampRules:
     """The rules of one model."""
 
     def __init__(
-        self, prompt_tokens: int, end: int, no_timestamps: int, most_initial: int, *banned: int
+        self,
+        start: int,
+        prompt_tokens: int,
+        end: int,
+        no_timestamps: int,
+        most_initial: int,
+        *banned: int,
     ) -> None:
-        """Takes the length of the prompt, the token that ends a text, the one that asks for no
-        timestamps, whose next is 0 s, the most steps at which a text may begin (-1: any), and the
-        tokens that are never drawn.
+        """Takes the token that begins the last part of a prompt, the length of that part, the token
+        that ends a text, the one that asks for no timestamps, whose next is 0 s, the most steps at
+        which a text may begin (-1: any), and the tokens that are never drawn.
         """
+        self._start = start
         self._prompt_tokens = prompt_tokens
         self._end = end
         self._no_timestamps = no_timestamps
@@ -32,7 +39,8 @@ class TimestampRules:
 
     def __call__(self, token_ids: NDArray[np.int32], logits: NDArray[np.float32]) -> None:
         """Takes out of the logits `[V]` what may not come next, in place."""
-        first, drawn = self._first, token_ids[self._prompt_tokens :]
+        first, behind = self._first, int(np.argmax(token_ids == self._start))
+        drawn = token_ids[behind + self._prompt_tokens :]
         logits[[self._no_timestamps, *self._banned]] = NEVER
         if not len(drawn):
             logits[:first] = NEVER

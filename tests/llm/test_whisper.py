@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import WhisperForConditionalGeneration
 from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -104,15 +105,17 @@ def heard(tiny, samples):
     return logits
 
 
-def expected_of(tiny, samples, task, language, *, timestamps):
-    """Returns the language and the tokens that transformers draws greedily with its processors."""
+def expected_of(tiny, samples, task, language, *, timestamps, before=()):
+    """Returns the language and the tokens that transformers draws greedily with its processors,
+    behind the tokens of a text `before`.
+    """
     known, logits = MULTILINGUAL, heard(tiny, samples)
     start, end = known["decoder_start_token_id"], known["eos_token_id"]
     codes = known["lang_to_id"]
     if language is None:
         first = logits([start])[0]
         language = max(codes, key=lambda code: first[codes[code]])[2:-2]
-    ids = [start, codes[f"<|{language}|>"], known["task_to_id"][task]]
+    ids = [*before, start, codes[f"<|{language}|>"], known["task_to_id"][task]]
     rules = [
         SuppressTokensAtBeginLogitsProcessor([8, end], len(ids) + (not timestamps)),
         SuppressTokensLogitsProcessor(known["suppress_tokens"]),
@@ -122,7 +125,7 @@ def expected_of(tiny, samples, task, language, *, timestamps):
     else:
         ids.append(known["no_timestamps_token_id"])
     first = len(ids)
-    for _ in range(NUM_TOKENS):
+    for _ in range(min(NUM_TOKENS, 2 * NUM_TOKENS - first)):
         scores = logits(ids)
         for rule in rules:
             scores = rule(torch.tensor([ids]), scores)
@@ -158,13 +161,77 @@ def test_languages_tasks_and_times_are_those_of_transformers(tiny, backend, aske
         if not timestamps:
             assert found == wanted[1]
             continue
-        first = MULTILINGUAL["no_timestamps_token_id"] + 1
-        assert found == [token for token in wanted[1] if token < first and token != 100]
-        times = [min((token - first) * 0.02, text.duration_s) for token in wanted[1]]
-        times = {round(time, 3) for time in times if time >= 0} | {text.duration_s}
-        for segment in text.segments:
-            assert {segment.start_s, segment.end_s} <= times
-            assert segment.start_s <= segment.end_s <= text.duration_s
+        times = [(one.start_s, one.end_s, one.token_ids) for one in text.segments]
+        assert times == expected_segments(tiny, samples, task, text.language)
+
+
+def expected_segments(tiny, samples, task="transcribe", language="en", *, before=()):
+    """Returns the segments of a sound by transformers' way from window to window."""
+    first, end = MULTILINGUAL["no_timestamps_token_id"] + 1, MULTILINGUAL["eos_token_id"]
+    found, seek, num_frames = [], 0, len(samples) // 160
+    while seek < num_frames:
+        size = min(200, num_frames - seek)
+        _, drawn = expected_of(
+            tiny,
+            samples[160 * seek : 160 * (seek + 200)],
+            task,
+            language,
+            timestamps=True,
+            before=() if seek else before,
+        )
+        tokens = torch.tensor([token for token in drawn if token != end])
+        segments, offset = WhisperForConditionalGeneration._retrieve_segment(
+            seek_sequence=tokens,
+            seek_outputs=[{}],
+            time_offset=[torch.tensor(seek * 0.01, dtype=torch.float64)],
+            timestamp_begin=first,
+            seek_num_frames=[size],
+            time_precision=0.02,
+            time_precision_features=0.01,
+            input_stride=2,
+            prev_idx=0,
+            idx=0,
+            return_token_timestamps=False,
+            decoder_input_ids=torch.tensor([[]]),
+        )
+        for one in segments:
+            words = [int(token) for token in one["tokens"] if token < first]
+            end_s = min(float(one["end"]), (seek + size) * 0.01)
+            if words and end_s > float(one["start"]):
+                found.append((round(float(one["start"]), 3), round(end_s, 3), words))
+        seek += int(offset)
+    return found
+
+
+@pytest.mark.parametrize("seed", [4, 6])
+def test_windows_of_a_long_sound_move_by_its_timestamps(tiny, seed):
+    samples, data = noise(seed, 7.3)
+    with make_llm(model_path=tiny_multilingual_whisper(), backend="native", **OPTIONS) as llm:
+        (text,) = llm.transcribe(data, language="en", timestamps=True, use_tqdm=False)
+        beside = llm.transcribe(
+            [noise(1)[1], data], language="en", timestamps=True, use_tqdm=False
+        )[1]
+    found = [(one.start_s, one.end_s, one.token_ids) for one in text.segments]
+    assert found == expected_segments(tiny, samples)
+    assert beside == text
+    assert len({one.seek_s for one in text.segments} - {0.0, 2.0, 4.0, 6.0}) > 0
+
+
+def test_a_text_goes_before_the_first_window(tiny):
+    samples, data = noise(4, 3.1)
+    with make_llm(model_path=tiny_multilingual_whisper(), backend="native", **OPTIONS) as llm:
+        ids = llm.get_tokenizer().encode(" a b", add_special_tokens=False)
+        (text,) = llm.transcribe(
+            data, language="en", timestamps=True, prompt="a b ", use_tqdm=False
+        )
+    found = [(one.start_s, one.end_s, one.token_ids) for one in text.segments]
+    before = (MULTILINGUAL["prev_sot_token_id"], *ids)
+    assert found == expected_segments(tiny, samples, before=before)
+    with (
+        make_llm(model_path=tiny_whisper(), backend="native", **OPTIONS) as llm,
+        pytest.raises(InvalidRequest, match="prompt: the model has no token for a text"),
+    ):
+        llm.transcribe(data, prompt="a", use_tqdm=False)
 
 
 def test_a_model_without_times_refuses_them():

@@ -33,27 +33,35 @@ def ear() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> Transcription:
+def wanted() -> tuple[Transcription, Transcription]:
+    """Returns the text of whole windows, and that with the segments' times."""
     with LLM(str(tiny_whisper()), report=quiet, threads=1) as llm:
-        return llm.transcribe(SOUND, use_tqdm=False)[0]
+        (whole,) = llm.transcribe(SOUND, use_tqdm=False)
+        (timed,) = llm.transcribe(SOUND, timestamps=True, use_tqdm=False)
+        return whole, timed
 
 
-def test_openais_client_gets_the_text_of_transcribe(ear: LiveServer, wanted: Transcription) -> None:
+def test_openais_client_gets_the_text_of_transcribe(
+    ear: LiveServer, wanted: tuple[Transcription, Transcription]
+) -> None:
+    whole, timed = wanted
     with ear.openai() as client:
 
         def made(**more: Any) -> Any:
             file = ("speech.wav", SOUND)
             return client.audio.transcriptions.create(model="ear", file=file, **more)
 
-        assert made().text == wanted.text
-        assert made(response_format="text").strip() == wanted.text.strip()
-        assert made(response_format="srt") == wanted.srt()
-        assert made(response_format="vtt") == wanted.vtt()
-        verbose = made(response_format="verbose_json", language="en")
-        assert (verbose.text, float(verbose.duration)) == (wanted.text, 3.0)
-        assert [one.tokens for one in verbose.segments] == [
-            one.token_ids for one in wanted.segments
-        ]
+        assert made().text == whole.text
+        assert made(response_format="text").strip() == whole.text.strip()
+        assert made(response_format="srt") == timed.srt()
+        assert made(response_format="vtt") == timed.vtt()
+        for more in ({}, {"timestamp_granularities": ["segment"]}):
+            verbose = made(response_format="verbose_json", language="en", **more)
+            assert (verbose.text, float(verbose.duration)) == (timed.text, 3.0)
+            assert [(one.tokens, one.start, one.end, one.seek) for one in verbose.segments] == [
+                (one.token_ids, one.start_s, one.end_s, round(100 * one.seek_s))
+                for one in timed.segments
+            ]
 
 
 BAD: dict[str, tuple[bytes | None, dict[str, str], str]] = {
@@ -64,7 +72,9 @@ BAD: dict[str, tuple[bytes | None, dict[str, str], str]] = {
     "format": (SOUND, {"response_format": "xml"}, "response_format: got 'xml'"),
     "temperature": (SOUND, {"temperature": "hot"}, "temperature: got 'hot'"),
     "language": (SOUND, {"language": "xx"}, "language: got 'xx', allowed are en"),
-    "unknown field": (SOUND, {"prompt": "x"}, "prompt: not supported here"),
+    "unknown field": (SOUND, {"include[]": "x"}, "include[]: not supported here"),
+    "prompt": (SOUND, {"prompt": "x"}, "prompt: the model has no token for a text"),
+    "words": (SOUND, {"timestamp_granularities[]": "word"}, "times of words are not known"),
 }
 
 

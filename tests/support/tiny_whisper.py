@@ -21,6 +21,7 @@ MULTILINGUAL = {
     "decoder_start_token_id": 101,
     "eos_token_id": 100,
     "no_timestamps_token_id": 160,
+    "prev_sot_token_id": 106,
     "suppress_tokens": [30, 31, 101, 102, 103, 104, 105, 160],
     "begin_suppress_tokens": [100, 8],
     "is_multilingual": True,

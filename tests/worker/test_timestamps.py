@@ -33,7 +33,7 @@ def test_what_is_left_is_what_transformers_leaves(most: int | None) -> None:
     named = {"no_timestamps_token_id": NO_TIMESTAMPS, "eos_token_id": END}
     known = SimpleNamespace(**named, max_initial_timestamp_index=most)
     theirs = WhisperTimeStampLogitsProcessor(known, len(PROMPT))
-    rules = TimestampRules(len(PROMPT), END, NO_TIMESTAMPS, -1 if most is None else most)
+    rules = TimestampRules(PROMPT[0], len(PROMPT), END, NO_TIMESTAMPS, -1 if most is None else most)
     for seed in range(examples(200)):
         ids = sequences(seed)
         logits = np.random.default_rng(seed).normal(0, 3, VOCABULARY).astype(np.float32)
@@ -42,8 +42,20 @@ def test_what_is_left_is_what_transformers_leaves(most: int | None) -> None:
         np.testing.assert_array_equal(logits, wanted, str(ids))
 
 
+def test_a_text_before_counts_for_nothing() -> None:
+    """Whatever goes before the token that begins the prompt's last part."""
+    rules = TimestampRules(PROMPT[0], len(PROMPT), END, NO_TIMESTAMPS, 5)
+    for seed in range(20):
+        ids = sequences(seed)
+        logits = np.random.default_rng(seed).normal(0, 3, VOCABULARY).astype(np.float32)
+        behind = logits.copy()
+        rules(np.array(ids, np.int32), logits)
+        rules(np.array([44, 3, 60, 4, *ids], np.int32), behind)
+        np.testing.assert_array_equal(behind, logits)
+
+
 def test_a_banned_token_counts_for_nothing() -> None:
-    rules = TimestampRules(1, END, NO_TIMESTAMPS, -1, 7)
+    rules = TimestampRules(PROMPT[0], 1, END, NO_TIMESTAMPS, -1, 7)
     logits = np.zeros(VOCABULARY, np.float32)
     logits[7] = 99
     rules(np.array([41, 60, 3], np.int32), logits)
@@ -51,8 +63,8 @@ def test_a_banned_token_counts_for_nothing() -> None:
 
 
 def test_a_processor_may_be_made_of_numbers() -> None:
-    (entry,) = processor_entries(["times=octavo.worker.timestamps:TimestampRules(3,40,50,-1)"])
-    assert entry.numbers == (3, 40, 50, -1)
+    (entry,) = processor_entries(["times=octavo.worker.timestamps:TimestampRules(2,3,40,50,-1)"])
+    assert entry.numbers == (2, 3, 40, 50, -1)
     assert isinstance(load_processors([entry])["times"], TimestampRules)
     wrong = processor_entries(["times=octavo.worker.timestamps:TimestampRules(3)"])
     with pytest.raises(ConfigError, match="TimestampRules cannot be imported: TypeError"):

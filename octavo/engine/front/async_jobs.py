@@ -15,9 +15,10 @@ from typing import Protocol
 from octavo.engine.front.arguments import PoolingPrompt
 from octavo.engine.front.front import Front
 from octavo.engine.front.input_processor import FrontRequest, Origin
+from octavo.engine.front.listening import Listening, next_windows
 from octavo.engine.front.pooling_jobs import OutputT, PoolingJob
 from octavo.engine.front.request_stream import RequestStream
-from octavo.engine.front.transcriptions import MOST_WINDOWS, SoundWindow, SpeechOptions
+from octavo.engine.front.transcriptions import SoundWindow, SpeechOptions
 from octavo.outputs import RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.transcription import Transcription
@@ -66,18 +67,19 @@ class AsyncJobs:
     ) -> Transcription:
         """Returns the text of a WAV file, whose windows `compute` runs, `all` where it is None."""
         hearing, compute = self.front.hearing, compute or self.all
-        hearing.check(options)
-        windows = await asyncio.to_thread(hearing.windows, data)
+        options = hearing.checked(options)
+        sound = await asyncio.to_thread(hearing.hearing.sound, data)
         if hearing.asks_language(options):
-            first = hearing.language_request(self.next_id(), windows[0], origin)
+            first = hearing.language_request(self.next_id(), sound.window(0.0), origin)
             (found,) = await compute([first])
             options = replace(options, language=hearing.language_of(found))
-        outputs: list[RequestOutput] = []
-        for start in range(0, len(windows), MOST_WINDOWS):
-            some = windows[start : start + MOST_WINDOWS]
-            made = partial(self._sound_requests, some, options, origin)
-            outputs += await compute(await asyncio.to_thread(made))
-        return hearing.joined(windows, outputs, options)
+        listening = Listening(hearing, sound, options)
+        while windows := [window for _, window in next_windows([listening])]:
+            made = partial(self._sound_requests, windows, options, origin)
+            outputs = await compute(await asyncio.to_thread(made))
+            for window, output in zip(windows, outputs, strict=True):
+                listening.take(window, output)
+        return listening.result()
 
     def _sound_requests(
         self, windows: Sequence[SoundWindow], options: SpeechOptions, origin: Origin

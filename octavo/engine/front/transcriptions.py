@@ -1,15 +1,16 @@
-"""Speech turned into text: windows of a sound as requests, and their answers as one text.
+"""Speech turned into text: windows of a sound as requests.
 
 Owns what the tokens of a model that hears mean. The sound itself is read by a `Hearing`; every
-window is a request of its own, so that the windows of a file are computed together.
+window is a request of its own. Which windows a sound has, and what becomes of their answers, is a
+`Listening`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from octavo.engine.front.input_processor import (
     DEFAULT_ORIGIN,
@@ -22,14 +23,11 @@ from octavo.errors import InvalidRequest, did_you_mean, shown
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.step import EncoderInput
-from octavo.transcription import Segment, Transcription
 
 SpeechTask = Literal["transcribe", "translate"]
 
 TIMESTAMPS = "octavo-timestamps"
 """Name of the logits processor that draws timestamps."""
-MOST_WINDOWS = 16
-"""Windows that are computed together: their inputs are in memory at once."""
 
 
 Sound = bytes | str | Path
@@ -68,15 +66,22 @@ class SpeechTokens:
     num_timestamps: int = 0
     """Number of tokens behind `no_timestamps` that stand for times; 0: the model has none."""
     max_tokens: int = 224
-    """Most tokens of a window's text."""
+    """Most tokens of a window's text; a decoder's context is twice as long."""
+    previous: int | None = None
+    """Token before a text that goes before a sound's; None where the model has none."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text."""
 
     @property
     def prompt_tokens(self) -> int:
         """Length of a prompt that asks for timestamps."""
         return 3 if self.languages else 1
 
-    def is_timestamp(self, token: int) -> bool:
-        return self.no_timestamps is not None and token > self.no_timestamps
+    @property
+    def first_timestamp(self) -> int:
+        """Token that stands for the beginning of a window."""
+        assert self.no_timestamps is not None, "it has timestamps"
+        return self.no_timestamps + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +102,20 @@ class Hearing(Protocol):
         """Length of a whole window, in seconds."""
         ...
 
-    def windows(self, data: bytes) -> list[SoundWindow]:
-        """Returns a file's sound in windows; InvalidRequest where it is none."""
+    def sound(self, data: bytes) -> HeardSound:
+        """Returns a file's sound; InvalidRequest where it is none."""
         ...
 
 
-class HeardText(NamedTuple):
-    """A part of a sound with its text, before it has a number."""
+class HeardSound(Protocol):
+    """A sound that has been read."""
 
-    start_s: float
-    end_s: float
-    text: str
-    token_ids: list[int]
+    @property
+    def duration_s(self) -> float: ...
+
+    def window(self, start_s: float) -> SoundWindow:
+        """Returns the window that begins there, as long as a window is or the sound goes on."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +127,12 @@ class SpeechOptions:
     task: SpeechTask = "transcribe"
     temperature: float = 0.0
     seed: int | None = None
-    timestamps: bool = False
-    """Whether segments begin and end where the model hears them; else each is a window."""
+    timestamps: bool | None = False
+    """Whether segments begin and end where the model hears them; else each is a window. None: they
+    do where the model draws times.
+    """
+    prompt: str | None = None
+    """Text that goes before the first window's, whose spelling and style the model goes on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +143,10 @@ class Transcriptions:
     tokens: SpeechTokens
     inputs: InputProcessor
 
-    def windows(self, data: bytes) -> list[SoundWindow]:
-        """Returns a file's sound in windows; InvalidRequest where it is none."""
-        return self.hearing.windows(data)
-
-    def check(self, options: SpeechOptions) -> None:
-        """Raises InvalidRequest where the model cannot do what is asked."""
+    def checked(self, options: SpeechOptions) -> SpeechOptions:
+        """Returns the options with none left open but the language; InvalidRequest where the model
+        cannot do what is asked.
+        """
         languages, language = self.tokens.languages, options.language
         known = sorted(languages) or ["en"]
         if language is not None and language not in known:
@@ -163,6 +172,16 @@ class Transcriptions:
                 hint="leave it out, or take the native backend and a model with timestamps",
                 param="timestamps",
             )
+        if options.prompt and (self.tokens.previous is None or self.inputs.tokenizer is None):
+            raise InvalidRequest(
+                "prompt: the model has no token for a text that goes before",
+                hint="leave it out",
+                param="prompt",
+            )
+        times = options.timestamps
+        return replace(
+            options, timestamps=bool(self.tokens.num_timestamps) if times is None else times
+        )
 
     def asks_language(self, options: SpeechOptions) -> bool:
         """Returns whether the language has to be found first."""
@@ -195,7 +214,7 @@ class Transcriptions:
     ) -> FrontRequest:
         """Returns the request of a window's text."""
         tokens = self.tokens
-        prompt = [tokens.start]
+        prompt = [*self._before(window, options), tokens.start]
         if tokens.languages:
             prompt.append(tokens.languages[options.language or "en"])
             prompt.append(tokens.tasks[options.task])
@@ -204,7 +223,7 @@ class Transcriptions:
         params = SamplingParams(
             temperature=options.temperature,
             seed=options.seed,
-            max_tokens=tokens.max_tokens,
+            max_tokens=min(tokens.max_tokens, 2 * tokens.max_tokens - len(prompt)),
             min_tokens=1,
             logit_bias=dict.fromkeys(tokens.banned_at_start, -100.0) or None,
             logits_processors=[TIMESTAMPS] if options.timestamps else None,
@@ -222,50 +241,17 @@ class Transcriptions:
         read = ReadInput(None, [], prompt, encoder_input=window.encoder_input())
         return self.inputs.prepare(request_id, read, params, origin)
 
-    def joined(
-        self,
-        windows: Sequence[SoundWindow],
-        outputs: Sequence[RequestOutput],
-        options: SpeechOptions,
-    ) -> Transcription:
-        """Returns the text of a sound, with an error where one of its windows has failed."""
-        failed: Any = next((output.error for output in outputs if output.error), None)
-        pairs = zip(windows, outputs, strict=True)
-        spans = [span for pair in pairs for span in self._spans(*pair, options)]
-        segments = [Segment(index, *span) for index, span in enumerate(spans)]
-        return Transcription(
-            text=" ".join(segment.text for segment in segments if segment.text),
-            segments=segments,
-            language=options.language or "en",
-            duration_s=windows[-1].end_s,
-            task=options.task,
-            error=failed,
-        )
+    def _before(self, window: SoundWindow, options: SpeechOptions) -> list[int]:
+        """Returns the tokens of the text before a sound's first window, the last ones of a long
+        text.
+        """
+        tokenizer, previous = self.inputs.tokenizer, self.tokens.previous
+        if window.start_s or not options.prompt or tokenizer is None or previous is None:
+            return []
+        ids = tokenizer.encode(f" {options.prompt.strip()}", add_special_tokens=False)
+        return [previous, *ids[1 - self.tokens.max_tokens :]]
 
-    def _spans(
-        self, window: SoundWindow, output: RequestOutput, options: SpeechOptions
-    ) -> list[HeardText]:
-        """Returns the segments of a window."""
-        answer = output.outputs[0]
-        if not options.timestamps or output.error is not None:
-            text = answer.text.strip()
-            return [HeardText(window.start_s, window.end_s, text, list(answer.token_ids))]
-        step_s = self.hearing.window_s / (self.tokens.num_timestamps - 1)
-        assert self.tokens.no_timestamps is not None, "it has timestamps"
-        first, end_s = self.tokens.no_timestamps + 1, window.end_s
-        found: list[HeardText] = []
-        start_s, words = window.start_s, list[int]()
-        for token in answer.token_ids:
-            if not self.tokens.is_timestamp(token):
-                words.append(token)
-                continue
-            time_s = min(window.start_s + (token - first) * step_s, end_s)
-            if words:
-                found.append(self._span(start_s, time_s, words))
-            start_s, words = time_s, []
-        return [*found, self._span(start_s, end_s, words)] if words else found
-
-    def _span(self, start_s: float, end_s: float, words: list[int]) -> HeardText:
+    def text_of(self, token_ids: list[int]) -> str:
+        """Returns the text of tokens; "" without a tokenizer."""
         tokenizer = self.inputs.tokenizer
-        text = "" if tokenizer is None else tokenizer.decode(words).strip()
-        return HeardText(round(start_s, 3), round(end_s, 3), text, words)
+        return "" if tokenizer is None else tokenizer.decode(token_ids).strip()

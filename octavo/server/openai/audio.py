@@ -26,7 +26,14 @@ MAX_BYTES = 512 << 20
 """Largest file: two hours of stereo of 16 bits at 16 kHz, with room to spare."""
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
 GRANULARITIES = "timestamp_granularities[]"
-FIELDS = ("model", "language", "response_format", "temperature", "stream", GRANULARITIES)
+FIELDS = (
+    *("model", "language", "prompt", "response_format", "temperature", "stream"),
+    GRANULARITIES,
+)
+FRAMES_A_SECOND = 100
+"""Frames of sound a second, in which OpenAI's segments say where their windows begin."""
+WITH_SEGMENTS = ("verbose_json", "srt", "vtt")
+"""Forms that tell a sound's segments, which the model times where it can."""
 FORM = {
     "required": True,
     "content": {
@@ -37,6 +44,7 @@ FORM = {
                     FILE_FIELD: {"type": "string", "format": "binary"},
                     "model": {"type": "string"},
                     "language": {"type": "string"},
+                    "prompt": {"type": "string"},
                     "response_format": {"type": "string", "enum": list(FORMATS)},
                     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
                     GRANULARITIES: {"type": "string", "enum": ["segment"]},
@@ -90,7 +98,8 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         language=form.fields.get("language") or None,
         task=task,
         temperature=_temperature(form.fields.get("temperature", "0")),
-        timestamps=_timestamps(form.fields.get(GRANULARITIES)),
+        timestamps=_timestamps(form.fields.get(GRANULARITIES), answer_format),
+        prompt=form.fields.get("prompt") or None,
     )
     heard = _heard(model, bytes(file.data), options, origin_of(request, None, None))
     return _written(await unless_gone(request.receive, heard), answer_format)
@@ -141,14 +150,17 @@ def _checked(form: UploadForm) -> str:
     return wanted
 
 
-def _timestamps(granularity: str | None) -> bool:
+def _timestamps(granularity: str | None, answer_format: str) -> bool | None:
+    """Returns whether the model has to time the segments; None: it does where it can."""
     if granularity not in (None, "segment"):
         raise InvalidRequest(
             f"{GRANULARITIES}: got {shown(granularity)}, allowed is segment",
             hint="times of words are not known",
             param=GRANULARITIES,
         )
-    return granularity is not None
+    if granularity is None:
+        return None if answer_format in WITH_SEGMENTS else False
+    return True
 
 
 def _temperature(text: str) -> float:
@@ -179,6 +191,7 @@ def _written(made: Transcription, answer_format: str) -> Response:
             "segments": [
                 {
                     "id": segment.id,
+                    "seek": round(segment.seek_s * FRAMES_A_SECOND),
                     "start": segment.start_s,
                     "end": segment.end_s,
                     "text": segment.text,
