@@ -13,9 +13,10 @@ class Vocabulary:
     """A vocabulary as GGUF headers hold it: the index is the token id, texts are in UTF-8 as in the
     file.
 
-    `model` is "gpt2" (byte-level BPE with `merges`, texts cut first as `pre` names) or "llama"
-    (SentencePiece's BPE by `scores`). `types` are 1 normal, 2 unknown, 3 control, 4 user-defined, 5
-    unused, 6 byte.
+    `model` is "gpt2" (byte-level BPE with `merges`, texts cut first as `pre` names), "llama"
+    (SentencePiece's BPE by `scores`), "t5" (its unigram model) or "bert" (WordPiece, whose words
+    begin with a space). `types` are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6
+    byte.
     """
 
     model: str
@@ -26,7 +27,13 @@ class Vocabulary:
     scores: Sequence[float] = ()
     add_space_prefix: bool = True
     prefix: tuple[str, ...] = ()
-    """Tokens that go before every text, in place of the bos token (ChatGLM)."""
+    """Tokens that go before every text, in place of the bos token (ChatGLM, BERT)."""
+    suffix: tuple[str, ...] = ()
+    """Tokens that go behind every text."""
+    charsmap: bytes = b""
+    """Normalisation of a unigram model, as SentencePiece compiles it."""
+    removes_spaces: bool = True
+    """Whether runs of spaces are one for a unigram model."""
 
 
 @dataclass(frozen=True, slots=True)

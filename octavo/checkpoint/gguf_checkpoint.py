@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.gguf import read_gguf_model
+from octavo.checkpoint.gguf_encoders import pooling_config
 from octavo.checkpoint.gguf_families import FAMILIES
-from octavo.checkpoint.gguf_family import Family, Header
+from octavo.checkpoint.gguf_family import Family, Header, Joined, RowOrder
 from octavo.checkpoint_ports import StoredTensor, TokenizerSource, Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.blocks import StoredWeight
@@ -45,10 +47,12 @@ SAMPLING_KEYS = {
 
 
 class TensorPlace(NamedTuple):
-    """A tensor of the file, or one of the matrices stacked in it."""
+    """A tensor of the file, one of the matrices stacked in it, or several tensors."""
 
     tensor: str
     expert: int | None = None
+    joined: tuple[str, ...] = ()
+    """Tensors that make it, where it lies in several; `tensor` is the first."""
 
 
 class GgufCheckpoint:
@@ -79,31 +83,58 @@ class GgufCheckpoint:
         return self._gguf_names.keys()
 
     def format_of(self, name: str) -> str:
-        return self.file.tensors[self.place(name).tensor].kind.form
+        place = self.place(name)
+        found = {self.file.tensors[each].kind for each in place.joined or (place.tensor,)}
+        kind = next(iter(found))
+        return kind.form if not place.joined or (len(found) == 1 and kind.dtype) else "F32"
 
     def tensor(self, name: str) -> StoredWeight:
-        source, expert = self.place(name)
+        source, expert, parts = self.place(name)
+        if parts:
+            return self._joined_tensor(name, parts)
         packed = self.file.tensor(source, expert)
         if expert is not None:
             return packed
         stem = _stem(source)
+        if stem in self._family.row_orders:
+            packed = packed.rows(self._row_order(stem, packed.shape[0]))
+        if stem in self._family.column_orders:
+            order = self._order(self._family.column_orders[stem], stem, packed.shape[-1])
+            packed = _with_inputs(packed, order)
         if stem in self._family.restored:
             shape, numbers = self._family.restored[stem]
             restored = numbers(packed.dequantize()).reshape(shape(packed.shape))
             return PackedWeight.plain(restored)
-        if stem in self._family.row_orders:
-            packed = packed.rows(self._row_order(stem, packed.shape[0]))
-        if self._family.norm_offset and source.endswith("norm.weight"):
+        if self.is_moved(name):
             packed = PackedWeight.plain(packed.dequantize() - np.float32(self._family.norm_offset))
         return packed
 
+    def _joined_tensor(self, name: str, parts: Sequence[str]) -> PackedWeight:
+        """Returns a tensor that lies in several, in their common precision or in float32."""
+        found = [self.file.tensor(part) for part in parts]
+        arrays = [each.packed().codes if each.is_float else each.dequantize() for each in found]
+        if len({array.dtype for array in arrays}) > 1:
+            arrays = [array.astype(np.float32) for array in arrays]
+        return PackedWeight.plain(np.ascontiguousarray(self._joined(name).numbers(*arrays)))
+
+    def _joined(self, name: str) -> Joined:
+        """Returns how a tensor that lies in several is put together."""
+        return next(each for own, each in self._family.joined.items() if name.endswith(own))
+
     def stored(self, name: str) -> StoredTensor:
-        source, expert = self.place(name)
+        source, expert, parts = self.place(name)
         shape = self.file.tensors[source].shape
-        if (restored := self._family.restored.get(_stem(source))) is not None:
+        if parts:
+            shape = self._joined(name).shape(*(self.file.tensors[part].shape for part in parts))
+        elif (restored := self._family.restored.get(_stem(source))) is not None:
             shape = restored.shape(shape)
         part = self.file.files[self.file.tensors[source].part]
         return StoredTensor(name, shape if expert is None else shape[1:], part.path)
+
+    def is_rewritable(self, name: str) -> bool:
+        """Whether a matrix lies in one tensor of the file, its inputs in their own order."""
+        place = self.place(name)
+        return not place.joined and _stem(place.tensor) not in self._family.column_orders
 
     def release(self) -> None:
         for part in self.file.files:
@@ -123,7 +154,12 @@ class GgufCheckpoint:
 
     def is_moved(self, name: str) -> bool:
         """Whether a tensor's numbers in the file are others than the family's."""
-        return bool(self._family.norm_offset) and self.place(name).tensor.endswith("norm.weight")
+        source = self.place(name).tensor
+        return (
+            bool(self._family.norm_offset)
+            and source.endswith("norm.weight")
+            and _stem(source) not in self._family.plain_norms
+        )
 
     def names_in(self, tensor: str) -> list[str]:
         """Returns the names of what a tensor of the file holds: its own, or those of its experts'
@@ -142,6 +178,7 @@ class GgufCheckpoint:
         tokens = self._get("tokenizer.ggml.tokens", list, [])
         if not tokens:
             return None
+        prefix, suffix = self._affixes(tokens)
         vocabulary = Vocabulary(
             model=self._get("tokenizer.ggml.model", str, ""),
             pre=self._get("tokenizer.ggml.pre", str, "default"),
@@ -150,15 +187,46 @@ class GgufCheckpoint:
             merges=self._get("tokenizer.ggml.merges", list, ()),
             scores=self._numbers("tokenizer.ggml.scores"),
             add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, True),
+            charsmap=bytes(self._charsmap()),
+            removes_spaces=self._get("tokenizer.ggml.remove_extra_whitespaces", bool, True),
+            prefix=prefix,
+            suffix=suffix,
         )
         return TokenizerSource(
             origin=self.path,
             vocabulary=vocabulary,
             special_tokens=self._special_tokens(tokens),
             eos_token_ids=self._eos_ids,
-            add_bos_token=self._get("tokenizer.ggml.add_bos_token", bool, None),
+            add_bos_token=None
+            if self._family.affixes
+            else self._get("tokenizer.ggml.add_bos_token", bool, None),
+            has_type_ids=vocabulary.model == "bert",
             chat_template=self._get("tokenizer.chat_template", str, None),
         )
+
+    def _charsmap(self) -> NDArray[np.uint8]:
+        """Returns the compiled normalisation of a unigram model, empty where there is none."""
+        key = "tokenizer.ggml.precompiled_charsmap"
+        found: NDArray = self._get(key, np.ndarray, np.empty(0, np.uint8))
+        return found.astype(np.uint8)
+
+    def _affixes(self, tokens: list[bytes]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the special tokens that go before and behind a text."""
+        where = self._family.affixes
+        if where == "around":
+            first = self._special_token(tokens, ("cls", "bos"))
+            return first, self._special_token(tokens, ("seperator", "eos"))
+        may_end = where == "behind" or "pooling" in self.config
+        ends = self._get("tokenizer.ggml.add_eos_token", bool, where == "behind")
+        return (), self._special_token(tokens, ("eos",)) if may_end and ends else ()
+
+    def _special_token(self, tokens: list[bytes], kinds: Sequence[str]) -> tuple[str, ...]:
+        """Returns the special token of the first kind that the header has; () without one."""
+        for kind in kinds:
+            token_id = self._get(f"tokenizer.ggml.{kind}_token_id", int, None)
+            if token_id is not None and 0 <= token_id < len(tokens):
+                return (tokens[token_id].decode(errors="replace"),)
+        return ()
 
     def _names(self) -> dict[str, TensorPlace]:
         """Maps safetensors names to tensors of the file; refuses one that the family does not know,
@@ -167,6 +235,9 @@ class GgufCheckpoint:
         found: dict[str, TensorPlace] = {}
         for source, entry in self.file.tensors.items():
             if source in IGNORED_TENSORS:
+                continue
+            if (whole := self._family.joined_name(source)) is not None:
+                found[whole] = self._joined_place(whole, source)
                 continue
             name = self._family.name(source)
             if name is None:
@@ -180,10 +251,22 @@ class GgufCheckpoint:
                 found[name.replace(".{}", "")] = TensorPlace(source)
         return found
 
+    def _joined_place(self, name: str, source: str) -> TensorPlace:
+        """Returns the tensors of the file that make one, of which `source` is any."""
+        stem = _stem(source)
+        parts = tuple(source.replace(stem, each) for each in self._joined(name).stems)
+        missing = [part for part in parts if part not in self.file.tensors]
+        if missing:
+            raise WeightMismatch(f"{self.path}: the tensor {missing[0]} is missing")
+        return TensorPlace(parts[0], joined=parts)
+
     def _row_order(self, stem: str, num_rows: int) -> NDArray[np.intp]:
         """Returns for each row in the family's order the row of the file that holds it."""
+        return self._order(self._family.row_orders[stem], stem, num_rows)
+
+    def _order(self, order: RowOrder, stem: str, num_rows: int) -> NDArray[np.intp]:
         try:
-            return self._family.row_orders[stem](self.config, num_rows)
+            return order(self.config, num_rows)
         except WeightMismatch as fault:
             raise WeightMismatch(f"{self.path}: {stem} has {fault}") from None
 
@@ -193,6 +276,7 @@ class GgufCheckpoint:
             raise WeightMismatch(f"{self.path}: the tensor token_embd.weight is missing")
         return {
             "model_type": self._family.model_type,
+            **pooling_config(self._header),
             **self._family.config(self._header),
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "tie_word_embeddings": "output.weight" not in tensors,
@@ -269,6 +353,16 @@ class GgufCheckpoint:
             for name, i in ids.items()
             if isinstance(i, int) and 0 <= i < len(tokens)
         }
+
+
+def _with_inputs(packed: StoredWeight, order: NDArray[np.intp]) -> PackedWeight:
+    """Returns a matrix with its inputs in another order: the i-th is the file's order[i]-th."""
+    whole = packed.packed()
+    if whole.is_float:
+        return PackedWeight.plain(np.ascontiguousarray(whole.codes[..., order]))
+    if (order == np.arange(len(order))).all():
+        return whole
+    return replace(whole, input_permutation=np.argsort(order).astype(np.int32))
 
 
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

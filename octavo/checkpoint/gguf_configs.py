@@ -7,7 +7,13 @@ out).
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
+
+import numpy as np
+
 from octavo.checkpoint.gguf_experts import (
+    CORRECTION,
     experts_config,
     shared_experts_config,
     widths,
@@ -19,14 +25,23 @@ from octavo.checkpoint.gguf_family import (
     rms_config,
     windows_by_pattern,
 )
+from octavo.errors import WeightMismatch
 
 GEMMA3_LOCAL_ROPE_THETA = 10000.0
 GEMMA3_PERIOD = 6
 GEMMA3_27B_LAYERS = 62
+GEMMA3N_PERIOD = 5
 GEMMA2_27B_LAYERS = 46
 """Numbers of layers of the two models whose queries are scaled by hidden_size / heads instead of
 head_dim; headers do not say so.
 """
+
+SIGMOID = 2
+"""llama.cpp's number of the sigmoid among the functions that choose experts."""
+LLAMA4_CHUNK = 8192
+"""Positions of a chunk, from which on queries grow, too."""
+LLAMA4_EXPERTS_WITHOUT_NORMS = 128
+"""Number of experts of the model whose heads are not normed (Maverick)."""
 
 
 def llama_config(header: Header) -> Config:
@@ -110,6 +125,43 @@ def gemma3_config(header: Header) -> Config:
     }
 
 
+def gemma3n_config(header: Header) -> Config:
+    num_layers = header.num_blocks()
+    feed_forward = _by_layer(header, "feed_forward_length", 0, num_layers)
+    return {
+        **rms_config(header, widths=list(map(int, feed_forward))),
+        **windows_by_pattern(header, GEMMA3N_PERIOD),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": float(header.number("rope.freq_base", 1000000.0)),
+        "rope_local_base_freq": float(header.number("rope.freq_base_swa", GEMMA3_LOCAL_ROPE_THETA)),
+        "final_logit_softcapping": header.get("final_logit_softcapping"),
+        "num_kv_shared_layers": header.number("attention.shared_kv_layers", 0),
+        "altup_num_inputs": header.count("altup.num_inputs"),
+        "altup_active_idx": header.number("altup.active_idx", 0),
+        "altup_correct_scale": header.has("blk.0.altup_correct_scale.weight"),
+        "hidden_size_per_layer_input": header.count("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": header.num_rows("per_layer_token_embd.weight"),
+        "laurel_rank": header.num_rows("blk.0.laurel_l.weight"),
+        "activation_sparsity_pattern": [
+            NormalDist().cdf(scale)
+            for scale in _by_layer(header, "activation_sparsity_scale", -math.inf, num_layers)
+        ],
+    }
+
+
+def _by_layer(header: Header, key: str, default: float, num_layers: int) -> list[float]:
+    """Returns a number for each layer, where a header may have one for all."""
+    value = header.get(key, default)
+    if not isinstance(value, np.ndarray):
+        return [header.number(key, default)] * num_layers
+    if value.shape != (num_layers,):
+        raise WeightMismatch(
+            f"{header.file.path}: {header.architecture}.{key} has {value.size} numbers, expected"
+            f" {num_layers}"
+        )
+    return [float(each) for each in value]
+
+
 def phi_config(header: Header) -> Config:
     return layer_norm_config(header) | {"hidden_act": "gelu_new"}
 
@@ -121,6 +173,22 @@ def phi3_config(header: Header) -> Config:
         "original_max_position_embeddings": header.count(
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         ),
+    }
+
+
+def phimoe_config(header: Header) -> Config:
+    config = rms_config(header, experts=True)
+    if config["rope_scaling"] is not None:
+        factor = config["rope_scaling"]["attention_factor"]
+        config["rope_scaling"] |= {"short_mscale": factor, "long_mscale": factor}
+    return config | {
+        "sliding_window": header.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": header.count(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        ),
+        "num_local_experts": header.count("expert_count"),
+        "num_experts_per_tok": header.count("expert_used_count"),
+        "lm_head_bias": header.has("output.bias"),
     }
 
 
@@ -271,6 +339,66 @@ def glm4_moe_config(header: Header) -> Config:
         "num_hidden_layers": config["num_hidden_layers"] - predictors,
         "num_nextn_predict_layers": predictors,
         "use_qk_norm": header.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def deepseek_config(header: Header) -> Config:
+    """Returns the config of DeepSeek's latent attention and experts. Headers state the key heads
+    of the absorbed form, and those of the model itself under other keys, where there are any.
+    """
+    config = {**rms_config(header, experts=True), **shared_experts_config(header)}
+    config.pop("partial_rotary_factor", None)
+    head = header.count("attention.key_length_mla", config.pop("head_dim"))
+    rotary = header.count("rope.dimension_count")
+    value = header.count("attention.value_length_mla", header.count("attention.value_length", head))
+    is_grouped = config["n_group"] > 1
+    scaling = config["rope_scaling"]
+    if scaling is not None and scaling.get("mscale") is not None:
+        # The converter writes a tenth of the factor of the logarithm.
+        factor = float(np.float32(scaling["mscale"]) / np.float32(0.1))
+        config["rope_scaling"] = scaling | {"mscale": factor, "mscale_all_dim": factor}
+    return {
+        **config,
+        "num_key_value_heads": config["num_attention_heads"],
+        "attention_bias": header.has("blk.0.attn_kv_a_mqa.bias"),
+        "qk_nope_head_dim": head - rotary,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": value,
+        "kv_lora_rank": header.count("attention.kv_lora_rank"),
+        "q_lora_rank": header.get("attention.q_lora_rank"),
+        "topk_method": "noaux_tc"
+        if is_deepseek_v3(header)
+        else "group_limited_greedy"
+        if is_grouped
+        else "greedy",
+    }
+
+
+def is_deepseek_v3(header: Header) -> bool:
+    """Whether experts are chosen by a sigmoid, with a correction."""
+    return header.get("expert_gating_func") == SIGMOID or any(
+        CORRECTION in name for name in header.file.tensors
+    )
+
+
+def llama4_config(header: Header) -> Config:
+    config = rms_config(header, experts=True)
+    num_experts = header.number("expert_count", 0)
+    has_chunks = header.get("attention.sliding_window") != 0
+    return {
+        **config,
+        "intermediate_size": header.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": header.count("interleave_moe_layer_step", 1),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": header.count("expert_used_count", 1),
+        "separate_experts": True,
+        "attention_chunk_size": LLAMA4_CHUNK if has_chunks else config["max_position_embeddings"],
+        "attn_temperature_tuning": has_chunks,
+        "floor_scale": LLAMA4_CHUNK,
+        "attn_scale": 0.1,
+        "no_rope_layer_interval": 4 if has_chunks else config["num_hidden_layers"] + 1,
+        "use_qk_norm": num_experts != LLAMA4_EXPERTS_WITHOUT_NORMS,
     }
 
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from octavo.checkpoint.gguf_configs import (
     bloom_config,
     chatglm_config,
     cohere2_config,
     cohere_config,
+    deepseek_config,
     ernie_moe_config,
     exaone4_config,
     falcon_config,
     gemma2_config,
     gemma3_config,
+    gemma3n_config,
     gemma_config,
     glm4_moe_config,
     gpt2_config,
@@ -26,6 +30,8 @@ from octavo.checkpoint.gguf_configs import (
     gpt_oss_config,
     granite_config,
     granitemoe_config,
+    is_deepseek_v3,
+    llama4_config,
     llama_config,
     ministral3_config,
     mixtral_config,
@@ -36,6 +42,7 @@ from octavo.checkpoint.gguf_configs import (
     olmoe_config,
     phi3_config,
     phi_config,
+    phimoe_config,
     qwen2_moe_config,
     qwen3_moe_config,
     qwen_config,
@@ -45,6 +52,8 @@ from octavo.checkpoint.gguf_configs import (
     starcoder2_config,
     starcoder_config,
 )
+from octavo.checkpoint.gguf_deltas import DELTA_FAMILIES
+from octavo.checkpoint.gguf_encoders import ENCODER_FAMILIES
 from octavo.checkpoint.gguf_experts import (
     CORRECTION,
     EXPERTS,
@@ -56,6 +65,7 @@ from octavo.checkpoint.gguf_experts import (
 )
 from octavo.checkpoint.gguf_family import (
     Family,
+    Joined,
     by_head,
     by_kv_head,
     halves,
@@ -152,10 +162,40 @@ _CHATGLM = Family(
 )
 
 
+_DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    deepseek_config,
+    _TOP,
+    _BLOCK
+    | EXPERTS
+    | SHARED_EXPERTS
+    | _PREDICTOR
+    | {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+    },
+    whole_names=frozenset({CORRECTION}),
+    joined={
+        "self_attn.kv_b_proj.weight": Joined(
+            ("attn_k_b", "attn_v_b"),
+            lambda keys, values: (keys[0] * (keys[2] + values[1]), keys[1]),
+            lambda keys, values: np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(
+                -1, keys.shape[1]
+            ),
+        )
+    },
+)
+"""Older files have attn_kv_b, newer ones its keys, turned, and its values."""
 _OLMO2 = Family("olmo2", rms_config, _TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER)
 
 FAMILIES: dict[str, Family] = {
     **STATE_FAMILIES,
+    **DELTA_FAMILIES,
+    **ENCODER_FAMILIES,
     "llama": replace(_LLAMA, variants=((has_experts, _MIXTRAL),)),
     "qwen2": Family("qwen2", qwen_config, _TOP, _BLOCK),
     "qwen2moe": Family("qwen2_moe", qwen2_moe_config, _TOP, _BLOCK | EXPERTS | SHARED_EXPERT),
@@ -171,6 +211,35 @@ FAMILIES: dict[str, Family] = {
         _BLOCK | _HEAD_NORMS | _NORMS_AROUND,
         norm_offset=1.0,
     ),
+    "gemma3n": Family(
+        "gemma3n_text",
+        gemma3n_config,
+        _TOP
+        | {
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "altup_proj": "model.altup_projections.{}",
+            "altup_unembd_proj": "model.altup_unembed_projections.{}",
+        },
+        _BLOCK
+        | _HEAD_NORMS
+        | _NORMS_AROUND
+        | {
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale": "altup.correct_output_scale",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        whole_names=frozenset({"altup_correct_scale"}),
+    ),
     "phi2": Family(
         "phi",
         phi_config,
@@ -180,6 +249,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         "phi3", phi3_config, _TOP, _BLOCK | {"attn_qkv": "self_attn.qkv_proj"} | _GATE_AND_UP
     ),
+    "phimoe": Family("phimoe", phimoe_config, _TOP, _BLOCK | MIXTRAL_EXPERTS),
     "chatglm": Family(
         "glm",
         rms_config,
@@ -291,6 +361,28 @@ FAMILIES: dict[str, Family] = {
         | _PREDICTOR
         | {"post_attention_norm": "post_attention_layernorm"},
         whole_names=frozenset({CORRECTION}),
+    ),
+    "deepseek2": replace(
+        _DEEPSEEK_V2,
+        variants=((is_deepseek_v3, replace(_DEEPSEEK_V2, model_type="deepseek_v3")),),
+    ),
+    "llama4": Family(
+        "llama4_text",
+        llama4_config,
+        _TOP,
+        _BLOCK
+        | {
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+            "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_exps": "feed_forward.experts.{}.gate_proj",
+            "ffn_up_exps": "feed_forward.experts.{}.up_proj",
+            "ffn_down_exps": "feed_forward.experts.{}.down_proj",
+            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+        },
     ),
     "ernie4_5-moe": Family(
         "ernie4_5_moe",

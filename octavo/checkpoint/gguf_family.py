@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,10 @@ state them, in one number.
 """
 
 Config = dict[str, Any]
+Affixes = Literal["", "around", "behind"]
 RowOrder = Callable[[Mapping[str, Any], int], NDArray[np.intp]]
-"""Returns for each row of a safetensors weight the row of the file that holds it, by the config
-and the number of rows.
+"""Returns for each row (or input) of a safetensors weight the one of the file that holds it, by the
+config and the number of rows.
 """
 
 
@@ -73,17 +74,24 @@ class Header:
             )
         return value
 
+    def num_rows(self, tensor: str) -> int:
+        """Returns the number of rows of a tensor that the file needs to have."""
+        if tensor not in self.file.tensors:
+            raise WeightMismatch(f"{self.file.path}: the tensor {tensor} is missing")
+        return self.file.tensors[tensor].shape[0]
+
     def has(self, *names: str) -> bool:
         """Returns whether the file has all of these tensors."""
         return all(name in self.file.tensors for name in names)
 
-    def num_blocks(self) -> int:
-        """Number of layers, by the tensors of the file."""
-        stated = self.count("block_count")
-        found = len({name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")})
+    def num_blocks(self, stack: str = "blk", key: str = "block_count") -> int:
+        """Number of layers, by the tensors of the file whose names begin with `stack`."""
+        stated = self.count(key)
+        names = (name for name in self.file.tensors if name.startswith(f"{stack}."))
+        found = len({name.removeprefix(f"{stack}.").split(".")[0] for name in names})
         if stated != found:
             raise WeightMismatch(
-                f"{self.file.path}: {self.architecture}.block_count is {stated}, the file has"
+                f"{self.file.path}: {self.architecture}.{key} is {stated}, the file has"
                 f" tensors of {found} blocks"
             )
         return stated
@@ -97,16 +105,29 @@ class Restored(NamedTuple):
     numbers: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda numbers: numbers
 
 
+class Joined(NamedTuple):
+    """A tensor of safetensors that the converter wrote as several."""
+
+    stems: tuple[str, ...]
+    """Layer stems of the file's tensors."""
+    shape: Callable[..., tuple[int, ...]]
+    """Shape in safetensors, by those in the file."""
+    numbers: Callable[..., NDArray]
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The mapping from one GGUF architecture to a Hugging Face checkpoint.
 
     `tensors` and `layer_tensors` map the stems of GGUF names ("output_norm", "attn_q" of
     "blk.N.attn_q") to theirs. `row_orders` names the layer stems whose rows stand in another order
-    than in safetensors. `norm_offset` is the number that the converter added to the weight of every
-    norm. `whole_names` are the layer stems whose names take no ".weight" or ".bias", `restored`
-    those with another shape or other numbers than in safetensors. `variants` are families that
-    write the same architecture, each with the mark by which its files are known.
+    than in safetensors, `column_orders` those whose inputs do. `norm_offset` is the number that the
+    converter added to the weight of every norm but the stems in `plain_norms`. `whole_names` are
+    the layer stems whose names take no ".weight" or ".bias", `restored` those with another shape or
+    other numbers than in safetensors, `joined` the layers' tensors that lie in several. `stacks`
+    are the prefixes of layers where a model has more than one stack of them. `affixes` says where
+    special tokens stand beside a text. `variants` are families that write the same architecture,
+    each with the mark by which its files are known.
     """
 
     model_type: str
@@ -115,27 +136,47 @@ class Family:
     layer_tensors: dict[str, str]
     layer_prefix: str = "model.layers"
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    column_orders: Mapping[str, RowOrder] = field(default_factory=dict)
     norm_offset: float = 0.0
+    plain_norms: frozenset[str] = frozenset()
     whole_names: frozenset[str] = frozenset()
     restored: Mapping[str, Restored] = field(default_factory=dict)
+    joined: Mapping[str, Joined] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    affixes: Affixes = ""
     variants: tuple[tuple[Callable[[Header], bool], Family], ...] = ()
 
     def of(self, header: Header) -> Family:
         """Returns the variant that the file is of, or this family."""
         return next((family for is_it, family in self.variants if is_it(header)), self)
 
+    def joined_name(self, gguf_name: str) -> str | None:
+        """Returns the name of the tensor that this one of the file is a part of, if it is one."""
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", gguf_name)
+        for name, joined in self.joined.items():
+            if layer and layer[2] in joined.stems:
+                return f"{self.layer_prefix}.{layer[1]}.{name}"
+        return None
+
     def name(self, gguf_name: str) -> str | None:
         """Returns the safetensors name, or None where the family has no such tensor."""
         stem, _, suffix = gguf_name.rpartition(".")
         if suffix in self.whole_names:
             stem = gguf_name
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+(?:\.\w+)?)", stem)
+        layer = re.fullmatch(r"((?:enc\.|dec\.)?)blk\.(\d+)\.(\w+(?:\.\w+)?)", stem)
         if layer:
-            known = self.layer_tensors.get(layer[2])
-            name = known and f"{self.layer_prefix}.{layer[1]}.{known}"
-            return name if name is None or layer[2] in self.whole_names else f"{name}.{suffix}"
+            known = self.layer_tensors.get(layer[1] + layer[3])
+            prefix = self.stacks.get(layer[1], self.layer_prefix)
+            name = known and f"{prefix}.{layer[2]}.{known}"
+            return name if name is None or layer[3] in self.whole_names else f"{name}.{suffix}"
         known = self.tensors.get(stem)
         return known and f"{known}.{suffix}"
+
+
+def log_of_negative(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns the logarithms of a state's rates, which files have as minus their exponentials."""
+    made: NDArray[np.float32] = np.log(-numbers)
+    return made
 
 
 def halves(heads_key: str) -> RowOrder:
@@ -173,16 +214,23 @@ def _heads_of(num_rows: int, heads: int) -> NDArray[np.intp]:
     return np.arange(num_rows)
 
 
-def base_config(header: Header, *, experts: bool = False, kv_heads: int | None = None) -> Config:
+def base_config(
+    header: Header,
+    *,
+    experts: bool = False,
+    kv_heads: int | None = None,
+    widths: list[int] | None = None,
+) -> Config:
     """Returns the config of a family with rotary positions and grouped heads; one without
-    `experts` has no routed ones. `kv_heads` is for headers with a number for each layer.
+    `experts` has no routed ones. `kv_heads` and the MLPs' `widths` are for headers with a number
+    for each layer.
     """
     heads = header.count("attention.head_count")
     hidden = header.count("embedding_length")
     head_dim = header.count("attention.key_length", hidden // heads)
     config = {
         "hidden_size": hidden,
-        "intermediate_size": _feed_forward_width(header),
+        "intermediate_size": widths or _feed_forward_width(header),
         "num_hidden_layers": header.num_blocks(),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or header.count("attention.head_count_kv", heads),
@@ -262,9 +310,15 @@ def _feed_forward_width(header: Header) -> int:
     return header.count("feed_forward_length")
 
 
-def rms_config(header: Header, *, experts: bool = False, kv_heads: int | None = None) -> Config:
+def rms_config(
+    header: Header,
+    *,
+    experts: bool = False,
+    kv_heads: int | None = None,
+    widths: list[int] | None = None,
+) -> Config:
     """Returns the config of a family with RMS norms."""
-    return base_config(header, experts=experts, kv_heads=kv_heads) | {
+    return base_config(header, experts=experts, kv_heads=kv_heads, widths=widths) | {
         "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
         "attention_bias": header.has("blk.0.attn_q.bias"),
     }

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.checkpoint.gguf_experts import CORRECTION, GRANITE_EXPERTS
 from octavo.checkpoint.gguf_family import (
@@ -22,6 +21,7 @@ from octavo.checkpoint.gguf_family import (
     Restored,
     base_config,
     halves,
+    log_of_negative,
 )
 from octavo.errors import UnsupportedModel
 
@@ -48,19 +48,14 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (math.prod(shape),)
 
 
-def _log_of_negative(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-    made: NDArray[np.float32] = np.log(-numbers)
-    return made
-
-
 _CONVOLUTION = Restored(lambda shape: (shape[0], 1, shape[1]) if len(shape) > 1 else shape)
 _RESTORED = {
-    "ssm_a": Restored(lambda shape: shape, _log_of_negative),
+    "ssm_a": Restored(lambda shape: shape, log_of_negative),
     "ssm_conv1d": _CONVOLUTION,
 }
 _RESTORED_2 = {
     **_RESTORED,
-    "ssm_a": Restored(_flat, _log_of_negative),
+    "ssm_a": Restored(_flat, log_of_negative),
     "ssm_d": Restored(_flat),
     "ssm_norm": Restored(_flat),
 }

@@ -38,7 +38,11 @@ class GatedDelta:
     activation: Activation
     norm_eps: float
     stacked: bool
-    """Whether two modules hold all products, by key head (Qwen3-Next); else there are four."""
+    """Whether one module holds the rows of q, k, v and gate, by key head (Qwen3-Next); else there
+    are two.
+    """
+    stacked_steps: bool
+    """Whether one module holds the betas and step widths, by key head; else there are two."""
     index: Sequence[int]
     """Index of each layer within the cache groups."""
 
@@ -57,7 +61,8 @@ class GatedDelta:
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         name, at = f"model.layers.{layer}.linear_attn", self.index[layer]
-        rows, gate, beta, dt = (self._stacked if self.stacked else self._apart)(b, x, name)
+        rows, gate = (self._stacked if self.stacked else self._apart)(b, x, name)
+        beta, dt = self._steps(b, x, name)
         q, k, v = short_conv(
             b, rows, f"{name}.conv1d", CONV, at, activation=self.activation, widths=self.widths
         )
@@ -74,18 +79,14 @@ class GatedDelta:
         eps = L2_EPS / self.k_dim
         return b.rms_norm(x, name, eps, has_weight=False, group_width=self.k_dim)
 
-    def _apart(self, b: Builder, x: Value, name: str) -> tuple[Value, ...]:
-        """Appends the products that make the convolution's rows, the gate, beta and dt."""
-        widths = (sum(self.widths), self.widths[2], self.num_v_heads, self.num_v_heads)
-        parts = ("qkv", "z", "b", "a")
-        return tuple(
-            b.linear(x, f"{name}.in_proj_{part}", width)
-            for part, width in zip(parts, widths, strict=True)
-        )
+    def _apart(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
+        """Appends the products that make the convolution's rows and the gate."""
+        qkv = b.linear(x, f"{name}.in_proj_qkv", sum(self.widths))
+        return qkv, b.linear(x, f"{name}.in_proj_z", self.widths[2])
 
-    def _stacked(self, b: Builder, x: Value, name: str) -> tuple[Value, ...]:
+    def _stacked(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
         """Appends the same products where a module has the rows of each key head one after the
-        other: its q, k, values and gates; its betas and step widths.
+        other: its q, k, values and gates.
         """
         lanes = self.num_v_heads // self.num_k_heads
         runs = (self.k_dim, self.k_dim, lanes * self.v_dim, lanes * self.v_dim)
@@ -104,21 +105,32 @@ class GatedDelta:
             )
             for rows in parts[:3]
         ]
-        ba = [
-            Rows(self.num_v_heads, 2 * self.num_v_heads, start, 2 * lanes, lanes)
+        return b.linear_of_all(x, picked, name=module), linear_part(b, x, module, parts[3])
+
+    def _steps(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
+        """Appends the products that make beta and dt."""
+        if not self.stacked_steps:
+            beta, dt = (b.linear(x, f"{name}.in_proj_{part}", self.num_v_heads) for part in "ba")
+            return beta, dt
+        lanes = self.num_v_heads // self.num_k_heads
+        beta, dt = (
+            linear_part(
+                b,
+                x,
+                f"{name}.in_proj_ba",
+                Rows(self.num_v_heads, 2 * self.num_v_heads, start, 2 * lanes, lanes),
+            )
             for start in (0, lanes)
-        ]
-        return (
-            b.linear_of_all(x, picked, name=module),
-            linear_part(b, x, module, parts[3]),
-            *(linear_part(b, x, f"{name}.in_proj_ba", rows) for rows in ba),
         )
+        return beta, dt
 
 
 def read_mixer(
     config: HfConfig, shape: DecoderShape, plan: LayerPlan, *, stacked: bool
 ) -> GatedDelta:
-    """Reads the sizes of the mixer."""
+    """Reads the sizes of the mixer; GGUF (`separate_gates`) has the gates of stacked products in a
+    tensor of their own.
+    """
     num_k, num_v = (
         config.size(f"linear_num_{part}_heads", default)
         for part, default in (("key", 16), ("value", 32))
@@ -136,7 +148,8 @@ def read_mixer(
         taps=config.integer("linear_conv_kernel_dim", 4, low=1, most=MAX_TAPS),
         activation=config.activation("hidden_act", "silu"),
         norm_eps=shape.norm_eps,
-        stacked=stacked,
+        stacked=stacked and not config.flag("separate_gates", False),
+        stacked_steps=stacked,
         index=plan.index,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from octavo.errors import UnsupportedModel
 from octavo.models.decoder import DecoderShape, build_decoder, plan_cache
 from octavo.models.hf_config import HfConfig
-from octavo.models.mlps import gated_mlp
+from octavo.models.mlps import gated_experts, gated_mlp
 from octavo.models.rope import rope_parameters
 from octavo.models.self_attention import SelfAttention
 from octavo.models.smollm3 import layers_with_rope
@@ -67,6 +67,8 @@ class Llama4Mlp:
     dense_width: int
     activation: Activation
     moe_layers: frozenset[int]
+    separate: bool
+    """Whether each expert's matrices are tensors of their own, as in GGUF."""
 
     @staticmethod
     def read(config: HfConfig, num_layers: int) -> Llama4Mlp:
@@ -80,6 +82,7 @@ class Llama4Mlp:
             dense_width=config.size("intermediate_size_mlp", 16384),
             activation=config.activation("hidden_act", "silu"),
             moe_layers=frozenset(every if given is None else config.integers("moe_layers")),
+            separate=config.flag("separate_experts", False),
         )
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
@@ -91,7 +94,13 @@ class Llama4Mlp:
 
     def _routed(self, b: Builder, x: Value, name: str) -> Value:
         logits = b.linear(x, f"{name}.router", self.num_experts)
-        rows, ids, weights = b.route(x, logits, self.top_k, score="sigmoid_top_k", scales_rows=True)
+        routed = b.route(x, logits, self.top_k, score="sigmoid_top_k", scales_rows=True)
+        if self.separate:
+            experts, num = f"{name}.experts", self.num_experts
+            return gated_experts(
+                b, routed, experts, num_experts=num, width=self.width, activation=self.activation
+            )
+        rows, ids, weights = routed
         gate, up = (
             Weight(
                 f"{name}.experts.gate_up_proj",

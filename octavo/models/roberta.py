@@ -21,7 +21,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         EncoderShape.read(config),
         names=EncoderNames(prefix=base_prefix(config, "roberta")),
         positions=Positions(
-            offset=config.integer("pad_token_id", 1) + 1,
+            offset=config.integer("pad_token_id", 1, low=-1) + 1,
             num_rows=config.integer("max_position_embeddings", 512, low=1),
             num_segments=config.integer("type_vocab_size", 2),
         ),

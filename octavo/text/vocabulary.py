@@ -1,10 +1,11 @@
 """Builds a `tokenizers` object from a GGUF vocabulary, so that its ids are those of the tokenizer
 the vocabulary came from.
 
-Two kinds: byte-level BPE ("gpt2"), whose text is first cut as `pre` names, and SentencePiece's BPE
-by scores ("llama"). Sources: the models' own tokenizer.json files (cuts, normalisers), llama.cpp's
-`llama-vocab.cpp` (the meaning of each `pre`), sentencepiece's `bpe_model.cc` (merge the neighbours
-whose concatenation has the highest score, leftmost first).
+Four kinds: byte-level BPE ("gpt2"), whose text is first cut as `pre` names, SentencePiece's BPE by
+scores ("llama"), its unigram model ("t5"), and WordPiece ("bert"). Sources: the models' own
+tokenizer.json files (cuts, normalisers), llama.cpp's `llama-vocab.cpp` (the meaning of each `pre`),
+sentencepiece's `bpe_model.cc` (merge the neighbours whose concatenation has the highest score,
+leftmost first).
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 SPACE = "\u2581"
 """Character that SentencePiece writes for a space."""
+
+CONTINUES, UNKNOWN_WORD = "##", "[UNK]"
+"""Prefix of a piece within a word, and the token of words that are unknown, in BERT's files."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
@@ -87,6 +91,8 @@ PRE_TOKENIZATIONS: dict[str, _PreTokenization] = {
     "deepseek-v3": _PreTokenization(
         (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)
     ),
+    "roberta-bpe": _PreTokenization((_GPT2,)),
+    "modern-bert": _PreTokenization((_GPT2,), normalizer=normalizers.NFC),
 }
 """Pre-tokenizations by the name that `tokenizer.ggml.pre` has for them."""
 
@@ -108,7 +114,12 @@ def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
     """Builds a tokenizer. UnsupportedModel names a kind or a `pre` that is not known,
     WeightMismatch a vocabulary that contradicts itself.
     """
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders = {
+        "gpt2": _byte_level,
+        "llama": _sentencepiece,
+        "t5": _unigram,
+        "bert": _wordpiece,
+    }
     build = builders.get(vocabulary.model)
     if build is None:
         raise UnsupportedModel(
@@ -123,16 +134,25 @@ def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
     except Exception as error:  # the builder raises bare Exceptions
         raise WeightMismatch(f"{origin}: damaged vocabulary: {error}") from error
     _add_tokens(built.tokenizer, vocabulary, tokens)
-    return _with_prefix(built, vocabulary.prefix) if vocabulary.prefix else built
+    return _with_affixes(built, vocabulary)
 
 
-def _with_prefix(built: BuiltTokenizer, prefix: tuple[str, ...]) -> BuiltTokenizer:
-    """Lets the tokenizer put special tokens before every text."""
-    ids = [(token, built.tokenizer.token_to_id(token)) for token in prefix]
+def _with_affixes(built: BuiltTokenizer, vocabulary: Vocabulary) -> BuiltTokenizer:
+    """Lets the tokenizer put special tokens before and behind every text, and two between texts of
+    a pair, of which only BERT's second has segments of its own.
+    """
+    prefix, suffix = vocabulary.prefix, vocabulary.suffix
+    if not prefix and not suffix:
+        return built
+    second = ":1" if vocabulary.model == "bert" else ""
+    middle = [*suffix] if second else [*suffix, *suffix]
+    pair = [*prefix, "$A", *middle, f"$B{second}", *(f"{token}{second}" for token in suffix)]
     built.tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*prefix, "$A"], special_tokens=ids
+        single=[*prefix, "$A", *suffix],
+        pair=pair if suffix else None,
+        special_tokens=[(each, built.tokenizer.token_to_id(each)) for each in {*prefix, *suffix}],
     )
-    return replace(built, adds_bos=None)
+    return replace(built, adds_bos=None) if prefix else built
 
 
 def _byte_level(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
@@ -201,6 +221,44 @@ def _sentencepiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> B
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return BuiltTokenizer(tokenizer, space_prefix=vocabulary.add_space_prefix, adds_bos=True)
+
+
+def _unigram(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
+    if len(vocabulary.scores) != len(tokens):
+        raise WeightMismatch(f"{origin}: {len(vocabulary.scores)} scores for {len(tokens)} tokens")
+    unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
+    pieces = list(zip(tokens, map(float, vocabulary.scores), strict=True))
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=False))
+    if vocabulary.charsmap:
+        tokenizer.normalizer = normalizers.Precompiled(vocabulary.charsmap)
+    scheme = "always" if vocabulary.add_space_prefix else "never"
+    cuts: list[PreTokenizer] = [pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)]
+    if vocabulary.removes_spaces:
+        cuts.insert(0, pre_tokenizers.WhitespaceSplit())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme=scheme)
+    return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=False)
+
+
+def _wordpiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
+    """Builds BERT's tokenizer, of texts in lower case as llama.cpp has them. A header's words begin
+    with a space; what begins with none goes on with a word.
+    """
+    words = [
+        token
+        if kind in (CONTROL, UNKNOWN)
+        else token.removeprefix(SPACE)
+        if token.startswith(SPACE)
+        else f"{CONTINUES}{token}"
+        for token, kind in zip(tokens, vocabulary.types, strict=True)
+    ]
+    if UNKNOWN_WORD not in words:
+        raise WeightMismatch(f"{origin}: the vocabulary has no token {UNKNOWN_WORD}")
+    tokenizer = Tokenizer(models.WordPiece(_ids(words), unk_token=UNKNOWN_WORD))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=None)
 
 
 def _merges_by_score(vocabulary: Vocabulary, tokens: list[str]) -> list[tuple[str, str]]:

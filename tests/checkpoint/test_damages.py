@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from octavo.models.registry import build_programs
 from octavo.progress import quiet
 from octavo.quant.making.recipe import Recipe
 from octavo.wiring.quantize import quantize_checkpoint
+from tests.support.gguf_conversion import convert
 from tests.support.tiers import examples
 from tests.support.tiny_gguf import tiny_model as gguf_model
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -36,6 +38,31 @@ QUANTIZED = {
     "packed-sym": {"output_format": "compressed-tensors", "symmetric": True},
 }
 """Recipes of quantised models, by name."""
+
+
+CONVERTED = {
+    "gguf-latents": ("deepseek_v3", {"num_hidden_layers": 2}),
+    "gguf-deltas": ("qwen3_5_text", {}),
+    "gguf-streams": ("gemma3n_text", {"vocab_size": 320}),
+    "gguf-stacks": ("t5", {"num_layers": 2, "num_decoder_layers": 2}),
+}
+"""Families whose GGUF files need more than names, and their options, by name."""
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Returns a directory with the GGUF file of a family, made once."""
+
+    @cache
+    def make(name):
+        folder = tmp_path_factory.mktemp(name)
+        family, options = CONVERTED[name]
+        source = tiny_model(family, **options).path
+        (folder / "whole").mkdir()
+        convert(source, folder).rename(folder / "whole" / "model.gguf")
+        return folder / "whole"
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +147,21 @@ def _damage_json(file, draw):
     "stored", ["safetensors", "experts", "sharded", "gguf", "parts", *QUANTIZED]
 )
 def test_a_damaged_model_loads_or_is_refused(whole, stored, tmp_path):
-    load(whole[stored])
+    check_damages(whole[stored], stored, tmp_path, examples(200))
+
+
+@pytest.mark.parametrize("stored", CONVERTED)
+def test_a_damaged_file_of_any_family_loads_or_is_refused(converted, stored, tmp_path):
+    check_damages(converted(stored), stored, tmp_path, examples(20))
+
+
+def check_damages(model, stored, tmp_path, count):
+    """Damages a model `count` times, each time from its whole files."""
+    load(model)
     refused = 0
-    for seed in range(examples(200)):
+    for seed in range(count):
         folder = tmp_path / str(seed)
-        shutil.copytree(whole[stored], folder)
+        shutil.copytree(model, folder)
         file, done = damage(folder, random.Random(seed))
         try:
             load(folder)
@@ -135,4 +172,4 @@ def test_a_damaged_model_loads_or_is_refused(whole, stored, tmp_path):
             raise AssertionError(f"{stored} {seed}: {file.name} {done}") from error
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
-    assert refused > examples(200) // 4
+    assert refused > count // 4

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import logging
 import shutil
-import sys
-import types
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +17,17 @@ import gguf
 import torch
 
 
-def convert(source: Path, folder: Path, *, without: tuple[str, ...] = (), **written: Any) -> Path:
-    """Converts a Hugging Face directory to GGUF in float32 within `folder` and returns the file.
+def convert(
+    source: Path,
+    folder: Path,
+    *,
+    without: tuple[str, ...] = (),
+    kind: gguf.LlamaFileType = gguf.LlamaFileType.ALL_F32,
+    add_vocabulary: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    **written: Any,
+) -> Path:
+    """Converts a Hugging Face directory to GGUF within `folder` and returns the file. Its matrices
+    are of the `kind`; `add_vocabulary` is given the writer of the header.
 
     `written` are keys of config.json that the converter reads and transformers 5 no longer writes,
     `without` those that transformers 5 writes for models that do not have them.
@@ -27,42 +38,50 @@ def convert(source: Path, folder: Path, *, without: tuple[str, ...] = (), **writ
     shutil.copytree(source, copy)
     config = json.loads((copy / "config.json").read_text()) | written
     config = {name: value for name, value in config.items() if name not in without}
-    vocabulary = {"model": {"vocab": list(range(config["vocab_size"]))}, "added_tokens": []}
+    words = {"type": "WordPiece", "vocab": list(range(config["vocab_size"]))}
+    vocabulary = {"model": words, "added_tokens": []}
     (copy / "tokenizer.json").write_text(json.dumps(vocabulary))
     out = folder / "model.gguf"
-    with mock.patch.dict(sys.modules, {"conversion.deepseek": _no_deepseek()}):
-        logging.disable(logging.CRITICAL)
-        try:
-            _write(copy, config, out)
-        finally:
-            logging.disable(logging.NOTSET)
+    _import_deepseek()
+    logging.disable(logging.CRITICAL)
+    try:
+        with _written_to(out, copy, config, kind) as model:
+            add_vocabulary(model.gguf_writer)
+    finally:
+        logging.disable(logging.NOTSET)
     return out
 
 
-def _write(source: Path, config: dict[str, Any], out: Path) -> None:
+@contextlib.contextmanager
+def _written_to(
+    out: Path, source: Path, config: dict[str, Any], kind: gguf.LlamaFileType
+) -> Iterator[Any]:
+    """Yields the converter's model, which is written at the end."""
     from conversion import get_model_class
     from conversion.base import ModelBase
 
     known = mock.patch.object(ModelBase, "load_hparams", lambda *_, **__: dict(config))
-    with torch.inference_mode(), known:
+    plain = mock.patch.object(ModelBase, "no_mtp", new=True)
+    with torch.inference_mode(), known, plain:
         model = get_model_class(config["architectures"][0])(
-            source, gguf.LlamaFileType.ALL_F32, out, eager=True, hparams=config
+            source, kind, out, eager=True, hparams=config
         )
         for each in (model, getattr(model, "impl", model)):
             each.set_vocab = lambda: None
+        yield model
         model.write()
 
 
-def _no_deepseek() -> types.ModuleType:
-    """Returns a stand-in for the converter's module of DeepSeek, which names tensors that the gguf
+@cache
+def _import_deepseek() -> None:
+    """Imports the converter's module of DeepSeek, other classes of which name tensors that the gguf
     package released with it lacks; other families' modules import it.
     """
-    from conversion.base import TextModel
+    real = gguf.MODEL_TENSOR
 
-    module = types.ModuleType("conversion.deepseek")
+    class Named:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name, None)
 
-    class DeepseekV2Model(TextModel):
-        model_arch = gguf.MODEL_ARCH.DEEPSEEK2
-
-    module.DeepseekV2Model = DeepseekV2Model
-    return module
+    with mock.patch.object(gguf, "MODEL_TENSOR", Named()):
+        importlib.import_module("conversion.deepseek")

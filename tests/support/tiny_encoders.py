@@ -15,35 +15,7 @@ import transformers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from tests.support.tiny_models import double_precision
-
-SHAPE = {
-    "vocab_size": 130,
-    "hidden_size": 72,
-    "intermediate_size": 90,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 400,
-}
-ENCODERS: dict[str, dict[str, Any]] = {
-    "bert": {},
-    "distilbert": {"dim": 72, "n_layers": 3, "n_heads": 4, "hidden_dim": 90},
-    "roberta": {},
-    "xlm-roberta": {},
-    "mpnet": {},
-    "nomic_bert": {},
-    "deberta-v2": {
-        "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_buckets": 12,
-        "max_relative_positions": 60,
-        "norm_rel_ebd": "layer_norm",
-        "share_att_key": True,
-        "position_biased_input": False,
-        "type_vocab_size": 0,
-        "pooler_hidden_size": 72,
-    },
-    "modernbert": {"local_attention": 20, "pad_token_id": 0, "num_hidden_layers": 4},
-}
+from tests.support.tiny_other_shapes import ENCODERS, SHAPE
 
 
 def encoder_config(family: str) -> dict[str, Any]:
@@ -105,6 +77,17 @@ def save_word_tokenizer(path: Path, *, segments: bool = True) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
     named = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep")}
     (path / "tokenizer_config.json").write_text(json.dumps(named))
+
+
+def header_words(path: Path) -> list[str]:
+    """Returns the words of such a tokenizer as llama.cpp's converter writes them: those that begin
+    a word behind a space, special ones as they are.
+    """
+    known = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
+    return [
+        word if word.startswith("[") else f"\u2581{word}".removeprefix("\u2581##")
+        for word in sorted(known, key=known.__getitem__)
+    ]
 
 
 def save_encoder(

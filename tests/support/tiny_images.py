@@ -15,11 +15,11 @@ import PIL.Image
 from tokenizers import AddedToken, Tokenizer
 
 from tests.support.tiny_models import TinyModel, tiny_model
+from tests.support.tiny_other_shapes import CONFIGS, IMAGE_ID
 from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
-FAMILIES = ("gemma3", "qwen2_vl", "qwen2_5_vl")
+FAMILIES = tuple(CONFIGS)
 
-IMAGE_ID, BEGIN_ID, END_ID = 300, 301, 302
 WORDS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     "qwen2_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
@@ -27,61 +27,6 @@ WORDS = {
 }
 """Texts of the tokens of an image's rows, of its beginning and of its end."""
 
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-TEXT = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
-QWEN_TEXT = {**TEXT, "num_hidden_layers": 2, "rope_parameters": MROPE}
-QWEN_TOKENS = {"image_token_id": IMAGE_ID, "vision_start_token_id": BEGIN_ID}
-QWEN_TOKENS |= {"vision_end_token_id": END_ID, "video_token_id": 303}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "text_config": {
-            **TEXT,
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 4,
-        },
-        "mm_tokens_per_image": 16,
-        "image_token_index": IMAGE_ID,
-        "boi_token_index": BEGIN_ID,
-        "eoi_token_index": END_ID,
-    },
-    "qwen2_vl": {
-        "text_config": QWEN_TEXT,
-        "vision_config": {
-            "depth": 3,
-            "embed_dim": 32,
-            "hidden_size": 64,
-            "num_heads": 2,
-            "patch_size": 4,
-            "mlp_ratio": 2,
-        },
-        **QWEN_TOKENS,
-    },
-    "qwen2_5_vl": {
-        "text_config": QWEN_TEXT,
-        "vision_config": {
-            "depth": 4,
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1, 3],
-        },
-        **QWEN_TOKENS,
-    },
-}
 COLOURS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
 RULES: dict[str, dict[str, Any]] = {
     "gemma3": {"size": {"height": 32, "width": 32}, "resample": 2}

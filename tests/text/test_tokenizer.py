@@ -84,11 +84,15 @@ def test_bpe_ids_are_the_originals(pre: str) -> None:
     check()
 
 
+NORMALIZED = ("qwen2", "modern-bert")
+"""Ways to cut texts that normalise them first."""
+
+
 @pytest.mark.parametrize("pre", PRE_TOKENIZATIONS)
 def test_every_cut_gives_the_text_back(pre: str) -> None:
     tokenizer = load_tokenizer(bpe_source(pre))
     for text in SAMPLES:
-        whole = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
+        whole = normalizers.NFC().normalize_str(text) if pre in NORMALIZED else text
         assert tokenizer.decode(tokenizer.encode(text)) == whole
 
 
@@ -198,9 +202,9 @@ def test_unknown_kinds_are_named(tmp_path: Path) -> None:
         UnsupportedModel, match="pre-tokenizer 'wild', supported are default, gpt-2, smollm"
     ):
         load_tokenizer(bpe_source("wild"))
-    vocabulary = Vocabulary("bert", "default", [b"a"], [1])
+    vocabulary = Vocabulary("rwkv", "default", [b"a"], [1])
     with pytest.raises(
-        UnsupportedModel, match="tokenizer model 'bert', supported in GGUF are gpt2, llama"
+        UnsupportedModel, match="tokenizer model 'rwkv', supported in GGUF are gpt2, llama"
     ):
         load_tokenizer(bpe_source("smollm", vocabulary=vocabulary))
     for damaged in (

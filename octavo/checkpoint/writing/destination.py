@@ -184,8 +184,9 @@ class GgufDirectory:
         self._source = source
 
     def takes(self, name: str, shape: tuple[int, ...], bits: int) -> bool:
-        symmetric = self._recipe.symmetric
-        return len(shape) == 2 and type_for(shape[1], bits, symmetric=symmetric) is not None
+        if len(shape) != 2 or not self._checkpoint.is_rewritable(name):
+            return False
+        return type_for(shape[1], bits, symmetric=self._recipe.symmetric) is not None
 
     def begin(self, matrices: Sequence[MatrixPlan], folder: Path, *, keeps: bool) -> None:
         self._folder = folder

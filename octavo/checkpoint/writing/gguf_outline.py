@@ -103,6 +103,11 @@ class GgufOutline:
         family = FAMILIES[architecture]
         every = (family, *(variant for _, variant in family.variants))
         self._family = next((one for one in every if one.model_type == model_type), family)
+        if self._family.joined or self._family.column_orders or self._family.stacks:
+            raise UnsupportedModel(
+                f"format gguf: tensors of {model_type} are put together otherwise in GGUF",
+                hint="convert it with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first",
+            )
         self._factors = self._llama3_factors()
         self.tensors = dict(self._tensors())
         self._keys = {

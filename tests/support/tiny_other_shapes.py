@@ -1,0 +1,95 @@
+"""Sizes of the tiny encoders and of the tiny models that read images, in the words of their
+transformers configs.
+
+Plain tables, as in `tiny_shapes.py`; `tiny_encoders.py` and `tiny_images.py` build the models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHAPE = {
+    "vocab_size": 130,
+    "hidden_size": 72,
+    "intermediate_size": 90,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 400,
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "distilbert": {"dim": 72, "n_layers": 3, "n_heads": 4, "hidden_dim": 90},
+    "roberta": {},
+    "xlm-roberta": {},
+    "mpnet": {},
+    "nomic_bert": {},
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 12,
+        "max_relative_positions": 60,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+        "pooler_hidden_size": 72,
+    },
+    "modernbert": {"local_attention": 20, "pad_token_id": 0, "num_hidden_layers": 4},
+}
+
+IMAGE_ID, BEGIN_ID, END_ID = 300, 301, 302
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+TEXT = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
+QWEN_TEXT = {**TEXT, "num_hidden_layers": 2, "rope_parameters": MROPE}
+QWEN_TOKENS = {"image_token_id": IMAGE_ID, "vision_start_token_id": BEGIN_ID}
+QWEN_TOKENS |= {"vision_end_token_id": END_ID, "video_token_id": 303}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {
+            **TEXT,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 4,
+        },
+        "mm_tokens_per_image": 16,
+        "image_token_index": IMAGE_ID,
+        "boi_token_index": BEGIN_ID,
+        "eoi_token_index": END_ID,
+    },
+    "qwen2_vl": {
+        "text_config": QWEN_TEXT,
+        "vision_config": {
+            "depth": 3,
+            "embed_dim": 32,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "patch_size": 4,
+            "mlp_ratio": 2,
+        },
+        **QWEN_TOKENS,
+    },
+    "qwen2_5_vl": {
+        "text_config": QWEN_TEXT,
+        "vision_config": {
+            "depth": 4,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1, 3],
+        },
+        **QWEN_TOKENS,
+    },
+}
