@@ -82,6 +82,19 @@ def left_over(names: Iterable[str], read: set[str], config: dict[str, object]) -
         yield name
 
 
+def drafting_tensors(names: Iterable[str], config: dict[str, object]) -> list[str]:
+    """Returns the tensors of layers behind a model's last one, which draft tokens."""
+    num_layers = config.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        return []
+    found = ((name, re.search(r"(?:^|\.)layers\.(\d+)\.", name)) for name in names)
+    return [
+        name
+        for name, layer in found
+        if name.startswith("mtp.") or (layer and int(layer[1]) >= num_layers)
+    ]
+
+
 def _reads_others_keys(config: dict[str, object], layer: int) -> bool:
     """Returns whether a layer reads the keys of one before it, so that its own have no effect."""
     num_layers, num_shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")

@@ -15,12 +15,12 @@ from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.dummy import DummyWeights
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.safetensors import read_integers
-from octavo.checkpoint.tensor_check import check_weights
+from octavo.checkpoint.tensor_check import check_weights, drafting_tensors
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.checkpoint_ports import Checkpoint
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError, WeightMismatch
-from octavo.models.draft_heads import DraftHead, eagle3_head, mtp_head
+from octavo.models.draft_heads import MTP_FAMILIES, DraftHead, eagle3_head, mtp_head
 from octavo.program.passes.draft_groups import PREFIX, beside
 from octavo.program.passes.features import FEATURES, with_features
 from octavo.program.program import Program, Weight
@@ -134,6 +134,20 @@ def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> Ope
         )
     opened = OpenedHead(config, head, target, own)
     return replace(opened, offsets=_offsets(own, head)) if head.id_offsets else opened
+
+
+def describe_unread(method: str | None, target: Checkpoint) -> str:
+    """Returns what a start says of a head in the checkpoint that drafts and that nothing reads; ""
+    without one.
+    """
+    if method == "mtp":
+        return ""
+    unread = drafting_tensors(target.names(), target.config)
+    if not unread:
+        return ""
+    known = target.config.get("model_type") in MTP_FAMILIES
+    way = "; --spec-method mtp drafts with it" if known else ""
+    return f"a layer that drafts is left out, {len(unread)} tensors such as {unread[0]}{way}"
 
 
 def _offsets(own: Checkpoint, head: DraftHead) -> NDArray[np.int64]:

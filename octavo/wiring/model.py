@@ -57,7 +57,7 @@ from octavo.wiring.draft import (
     draft_config,
     footprint_of_both,
 )
-from octavo.wiring.draft_head import OpenedHead, Reader, open_head
+from octavo.wiring.draft_head import OpenedHead, Reader, describe_unread, open_head
 from octavo.wiring.images import load_tower, tower_programs, with_tower
 from octavo.wiring.place import RankPlace, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
@@ -376,8 +376,9 @@ def _check_fits(
             " memory has not"
         )
     approximate = describe(config.sparsity)
-    if approximate:
-        report(approximate)
+    unread = describe_unread(config.scheduler.spec_method, model.checkpoint)
+    for line in filter(None, (approximate, unread)):
+        report(line)
     report(
         f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}"
         f"{streamed}"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from octavo import SamplingParams
+from octavo import LLM, SamplingParams
 from octavo.engine.speculation import speculation
 from octavo.errors import ConfigError, UnsupportedModel, WeightMismatch
 from octavo.worker.draft_model import DraftModel
@@ -173,6 +173,17 @@ def test_options_that_contradict_each_other_are_refused(options, message):
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(UnsupportedModel, match="mtp needs a layer that predicts"):
         make_llm(spec_method="mtp")
+
+
+@pytest.mark.parametrize("method", [None, "mtp"])
+def test_a_head_that_nothing_reads_is_told(heads, method):
+    lines = []
+    options = {"max_model_len": 64, "threads": 1, "skip_tokenizer_init": True}
+    options |= {"spec_method": method} if method else {}
+    LLM(str(heads["deepseek_v3"].path), report=lines.append, **options).close()
+    told = [line for line in lines if "a layer that drafts is left out" in line]
+    assert len(told) == (method is None)
+    assert all("--spec-method mtp drafts with it" in line for line in told)
 
 
 def test_a_model_that_is_no_head_is_refused():
