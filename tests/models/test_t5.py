@@ -47,8 +47,8 @@ def start(runner, encoder_ids=ENCODER_IDS, decoder_ids=DECODER_IDS):
     return request
 
 
-def logits(runner, chunk=40):
-    request = start(runner)
+def logits(runner, chunk=40, encoder_ids=ENCODER_IDS, decoder_ids=DECODER_IDS):
+    request = start(runner, encoder_ids, decoder_ids)
     return np.concatenate(
         [runner.step([(request, i, min(i + chunk, 40))])["logits"] for i in range(0, 40, chunk)]
     )

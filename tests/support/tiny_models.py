@@ -74,10 +74,8 @@ def _build(model_type: str, seed: int, overrides: str) -> TinyModel:
         config, attn_implementation="eager", experts_implementation="eager"
     )
     _draw_weights(model, seed)
-    path = (
-        Path(_session_directory().name)
-        / f"{model_type}-{len(list(Path(_session_directory().name).iterdir()))}"
-    )
+    folder = session_directory()
+    path = folder / f"{model_type}-{len(list(folder.iterdir()))}"
     with _quiet():
         model.save_pretrained(path)
     return TinyModel(json.loads((path / "config.json").read_text()), path, model.eval())
@@ -157,6 +155,11 @@ def _draw_weights(model: Any, seed: int) -> None:
             else:
                 tensor.copy_(1.2 * noise / min(tensor.shape[-2:]) ** 0.5)
     model.tie_weights()
+
+
+def session_directory() -> Path:
+    """Returns a directory that is removed when Python ends."""
+    return Path(_session_directory().name)
 
 
 @cache

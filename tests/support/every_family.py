@@ -1,0 +1,68 @@
+"""The tiny model of every family in the registry that transformers has, whatever it computes: as
+`tiny_models.py` has it, and encoders and models that see beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.dump_older_configs import MISTRAL
+from tests.support.tiny_encoders import encoder, save_encoder
+from tests.support.tiny_models import (
+    DISTINCT,
+    FAMILIES,
+    TinyModel,
+    session_directory,
+    tiny_model,
+)
+from tests.support.tiny_other_shapes import CONFIGS, ENCODERS
+from tests.support.tiny_shapes import ENCODER_DECODERS
+
+EVERY_FAMILY = tuple(sorted({*FAMILIES, *ENCODERS, *ENCODER_DECODERS, *CONFIGS, "mistral"}))
+WITHOUT_ORACLE = ("chatglm",)
+"""Families that transformers does not have."""
+MODULES = ("modules.json", "1_Pooling", "sentence_bert_config.json")
+"""What says how an encoder pools, beside its config."""
+OLDER: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data" / "older_configs.json").read_text()
+)
+"""Configs of the tiny models as transformers 4.57 writes them (`dump_older_configs.py`)."""
+
+
+def each_family_of_all() -> list[Any]:
+    """Returns all families for `pytest.mark.parametrize`; those that add nothing are slow tests."""
+    fast = (*DISTINCT, "bert", "t5", "qwen2_vl")
+    return [
+        family if family in fast else pytest.param(family, marks=pytest.mark.slow)
+        for family in EVERY_FAMILY
+    ]
+
+
+@cache
+def tiny_of(family: str) -> TinyModel:
+    """Returns the tiny model of a family; an encoder pools the mean."""
+    if family in ENCODERS:
+        path = save_encoder(session_directory() / f"tiny-{family}", family)
+        return TinyModel(json.loads((path / "config.json").read_text()), path, encoder(family))
+    options = CONFIGS.get(family, MISTRAL if family == "mistral" else {})
+    return tiny_model(family, **options)
+
+
+def copy_modules(source: Path, target: Path) -> None:
+    """Copies what says how an encoder pools."""
+    for name in MODULES:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name)
+        elif (source / name).exists():
+            shutil.copy(source / name, target / name)
+
+
+def newer_configs() -> dict[str, dict[str, Any]]:
+    """Returns each family's config as transformers 5 saves it."""
+    return {family: tiny_of(family).config for family in EVERY_FAMILY}
