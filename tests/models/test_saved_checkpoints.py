@@ -55,6 +55,7 @@ def save(family: str, folder: Path, *, older: bool) -> None:
 def wanted(family: str, folder: Path) -> NDArray[np.float64]:
     """Returns what transformers computes of the files."""
     read = type(tiny_of(family).model).from_pretrained(folder, dtype=torch.float32)
+    read.config.dtype = torch.float64  # also of what the twin computes by itself
     twin = in_float64(read, attention="sdpa" if family == "falcon" else "eager")
     ids = torch.tensor(IDS)[None]
     with double_precision():
