@@ -1,13 +1,31 @@
 """`octavo models` lists what can be run, and says from headers what a model is."""
 
 import json
+import time
+from math import prod
 
 import pytest
 
 from octavo.checkpoint import catalogue
-from octavo.models.registry import FAMILIES
+from octavo.models.registry import FAMILIES, build_programs
 from octavo.wiring.survey import report_on
+from tests.support.slowness import slowness
 from tests.support.tiny_models import tiny_model
+
+LARGE = {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 40_960,
+}
+"""Sizes of Qwen3-30B-A3B."""
 
 
 def test_the_list_names_every_family_format_and_short_name(octavo):
@@ -35,6 +53,41 @@ def test_a_model_is_described_from_its_headers(octavo):
     assert done.code == 0
     assert done.out.startswith("smollm2: llama, 134.5 M parameters, 93.8 MiB\n")
     assert "  native        runs it\n" in done.out
+
+
+@pytest.mark.alone
+def test_headers_of_a_large_model_are_read_within_a_second(tmp_path):
+    """48 layers of 128 experts, 18,867 tensors in eight files, of which no byte of a weight is
+    there.
+    """
+    config = tiny_model("qwen3_moe").config | LARGE
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_headers(tmp_path, build_programs(config).values(), num_files=8)
+    began = time.process_time()
+    report = report_on(str(tmp_path))
+    took = time.process_time() - began
+    assert report.num_parameters > 30e9 and report.formats.keys() == {"BF16"}
+    assert took < slowness()
+
+
+def save_headers(folder, programs, num_files):
+    """Writes safetensors files of bf16 that are holes but for their headers."""
+    shapes = {
+        name: weight.shape[1:] if weight.sources else weight.shape
+        for program in programs
+        for weight in program.weights
+        for name in weight.tensor_names
+    }
+    names = list(shapes)
+    for index in range(num_files):
+        entries, end = {}, 0
+        for name in names[index::num_files]:
+            start, end = end, end + 2 * prod(shapes[name])
+            entries[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [start, end]}
+        header = json.dumps(entries).encode()
+        with (folder / f"model-{index + 1:05}-of-{num_files:05}.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + end)
 
 
 def test_a_backend_that_refuses_says_why(tmp_path):

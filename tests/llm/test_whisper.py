@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import WhisperForConditionalGeneration
 from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -31,6 +30,7 @@ from tests.support.tiny_whisper import (
     tiny_multilingual_whisper,
     tiny_whisper,
 )
+from tests.support.whisper_oracle import oracle_cut
 
 NUM_TOKENS = 32
 OPTIONS = {"skip_tokenizer_init": False, "max_model_len": 2 * NUM_TOKENS}
@@ -179,27 +179,13 @@ def expected_segments(tiny, samples, task="transcribe", language="en", *, before
             timestamps=True,
             before=() if seek else before,
         )
-        tokens = torch.tensor([token for token in drawn if token != end])
-        segments, offset = WhisperForConditionalGeneration._retrieve_segment(
-            seek_sequence=tokens,
-            seek_outputs=[{}],
-            time_offset=[torch.tensor(seek * 0.01, dtype=torch.float64)],
-            timestamp_begin=first,
-            seek_num_frames=[size],
-            time_precision=0.02,
-            time_precision_features=0.01,
-            input_stride=2,
-            prev_idx=0,
-            idx=0,
-            return_token_timestamps=False,
-            decoder_input_ids=torch.tensor([[]]),
-        )
-        for one in segments:
-            words = [int(token) for token in one["tokens"] if token < first]
-            end_s = min(float(one["end"]), (seek + size) * 0.01)
-            if words and end_s > float(one["start"]):
-                found.append((round(float(one["start"]), 3), round(end_s, 3), words))
-        seek += int(offset)
+        tokens = [token for token in drawn if token != end]
+        cut = oracle_cut(tokens, first=first, frames=size, start_s=seek * 0.01)
+        for start_s, end_s, words in cut.segments:
+            end_s = min(end_s, (seek + size) * 0.01)
+            if words and end_s > start_s:
+                found.append((round(start_s, 3), round(end_s, 3), words))
+        seek += cut.num_frames
     return found
 
 

@@ -28,7 +28,7 @@ EVERY_FAMILY = tuple(sorted({*FAMILIES, *ENCODERS, *ENCODER_DECODERS, *CONFIGS, 
 WITHOUT_ORACLE = ("chatglm",)
 """Families that transformers does not have."""
 MODULES = ("modules.json", "1_Pooling", "sentence_bert_config.json")
-"""What says how an encoder pools, beside its config."""
+"""Files and folders beside an encoder's config that say how it pools."""
 OLDER: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data" / "older_configs.json").read_text()
 )
@@ -55,7 +55,7 @@ def tiny_of(family: str) -> TinyModel:
 
 
 def copy_modules(source: Path, target: Path) -> None:
-    """Copies what says how an encoder pools."""
+    """Copies the files that say how an encoder pools."""
     for name in MODULES:
         if (source / name).is_dir():
             shutil.copytree(source / name, target / name)

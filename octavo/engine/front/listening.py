@@ -31,7 +31,7 @@ each other without a gap, so that a text that barely moves on ends.
 """
 
 
-class Cut(NamedTuple):
+class CutAnswer(NamedTuple):
     """The answer to a window, cut at its timestamps, in steps from the window's beginning."""
 
     spans: list[tuple[int, int, list[int]]]
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
     """Steps from the window's beginning to the next one's."""
 
 
-def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> Cut:
+def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> CutAnswer:
     """Cuts a window's tokens at its timestamps, of which `first` stands for step 0; the window is
     `num_steps` long.
 
@@ -54,7 +54,7 @@ def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> Cut:
     if not cuts:
         times = [token - first for token in token_ids if token >= first]
         last = times[-1] if times and times[-1] else num_steps
-        return Cut([(0, last, [t for t in token_ids if t < first])], num_steps)
+        return CutAnswer([(0, last, [t for t in token_ids if t < first])], num_steps)
     if ends_alone:
         cuts.append(len(token_ids))
     spans = [
@@ -62,7 +62,7 @@ def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> Cut:
         for start, end in zip([0, *cuts], cuts, strict=False)
         for piece in [token_ids[start:end]]
     ]
-    return Cut(spans, num_steps if ends_alone else token_ids[cuts[-1] - 1] - first)
+    return CutAnswer(spans, num_steps if ends_alone else token_ids[cuts[-1] - 1] - first)
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Listening:
         return self.speech.hearing.window_s / self._steps_a_window
 
     def windows(self, most: int) -> list[SoundWindow]:
-        """Returns the windows that can be computed now, at most so many; none at the end."""
+        """Returns up to `most` windows that can be computed now; none at the end."""
         if self._error is not None:
             return []
         left_s = self.sound.duration_s - self._step * self._step_s
@@ -118,7 +118,7 @@ class Listening:
                 self._add(window, (start_s, end_s), words, self.speech.text_of(words))
         self._step += cut.num_steps if self._may_overlap(cut) else self._steps_a_window
 
-    def _may_overlap(self, cut: Cut) -> bool:
+    def _may_overlap(self, cut: CutAnswer) -> bool:
         """Whether the next window may begin before this one's end."""
         lengths = math.ceil(self.sound.duration_s / self.speech.hearing.window_s)
         return cut.num_steps > 0 and self._num_windows < WINDOWS_A_LENGTH * lengths + SPARE_WINDOWS

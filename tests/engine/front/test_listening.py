@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from transformers import WhisperForConditionalGeneration
 
 from octavo.engine.front.listening import cut_at_times
+from tests.support.whisper_oracle import oracle_cut
 
 FIRST, NUM_STEPS = 50, 100
 
@@ -26,30 +25,10 @@ def drawn(seed: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_cuts_are_those_of_transformers(seed: int) -> None:
     tokens = drawn(seed)
-    segments, offset = WhisperForConditionalGeneration._retrieve_segment(
-        seek_sequence=torch.tensor(tokens),
-        seek_outputs=[{}],
-        time_offset=[torch.tensor(0.0, dtype=torch.float64)],
-        timestamp_begin=FIRST,
-        seek_num_frames=[2 * NUM_STEPS],
-        time_precision=1.0,
-        time_precision_features=0.5,
-        input_stride=2,
-        prev_idx=0,
-        idx=0,
-        return_token_timestamps=False,
-        decoder_input_ids=torch.tensor([[]]),
-    )
+    wanted = oracle_cut(tokens, first=FIRST, frames=2 * NUM_STEPS, step_s=1.0)
     cut = cut_at_times(tokens, FIRST, NUM_STEPS)
-    assert cut.num_steps == int(offset) / 2
-    assert cut.spans == [
-        (
-            round(float(one["start"])),
-            round(float(one["end"])),
-            [int(token) for token in one["tokens"] if token < FIRST],
-        )
-        for one in segments
-    ]
+    assert cut.num_steps == wanted.num_frames / 2
+    assert cut.spans == [(round(start), round(end), words) for start, end, words in wanted.segments]
 
 
 @pytest.mark.parametrize(
