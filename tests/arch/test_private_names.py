@@ -15,6 +15,7 @@ FOREIGN = {
     "_exit",  # of os, documented
     "_from_config",  # of transformers
     "_model_mapping",  # of transformers
+    "_retrieve_segment",  # of transformers
     "_relative_position_bucket",  # of transformers
     "_init_args_hst",  # of Triton's interpreter
 }
