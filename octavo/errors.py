@@ -10,6 +10,7 @@
     |  `- Overloaded          429, with retry_after_s
     |- ServerError            our fault, or the machine's, while serving
     |  |- EngineDead          the engine process is gone
+    |  |  `- PeerEngineDead   another one is gone with which it shared its experts
     |  |- OutOfBlocks         no KV block is free; the scheduler answers it by preempting
     |  |- WorkerFailed        a step failed for one request
     |  `- Unavailable         loading or draining; HTTP 503
@@ -141,6 +142,10 @@ class ServerError(OctavoError):
 
 class EngineDead(ServerError):
     """The engine core has ended; nothing more can be computed by it."""
+
+
+class PeerEngineDead(EngineDead):
+    """Another engine has ended without which this one can compute nothing."""
 
 
 class OutOfBlocks(ServerError):

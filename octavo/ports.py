@@ -80,6 +80,24 @@ class Losable(Protocol):
         ...
 
 
+@runtime_checkable
+class StepSharer(Protocol):
+    """An executor whose steps other engines compute too. `worker/joined_executor.py` implements
+    it.
+    """
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether another engine has begun a step that this one has not: a plan without rows takes
+        part in it.
+        """
+        ...
+
+    def when_called(self, on_call: Callable[[], None]) -> None:
+        """Calls `on_call`, from another thread, whenever this engine has fallen behind."""
+        ...
+
+
 class Profiler(Protocol):
     """Times the ops of steps. `worker/worker.py` implements it."""
 

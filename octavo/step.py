@@ -292,6 +292,10 @@ class StoredBytes(msgspec.Struct, frozen=True):
     num_expired_leases: int = 0
     """Number of leases of other engines that ended by the clock, their blocks not fetched or not
     read to the end."""
+    link_bytes: int = 0
+    """Bytes that came from other engines while the link, not the other engine, set the pace."""
+    link_s: float = 0.0
+    """Seconds in which these came."""
 
 
 class ConnectorStats(msgspec.Struct):
@@ -341,6 +345,9 @@ class StepPlan(msgspec.Struct):
     """Images that are encoded before the step's rows, which read some of them, are computed."""
     dropped_media: list[bytes] = []
     """Digests of the images whose rows are dropped, before others are encoded."""
+    joins: bool = False
+    """Whether a plan without rows computes a step all the same, whose experts compute the rows of
+    other engines."""
 
     @property
     def num_tokens(self) -> int:

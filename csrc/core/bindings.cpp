@@ -506,6 +506,10 @@ NB_MODULE(_native, m) {
         .def("all_gather", &Builder::all_gather, "x"_a, "out"_a, "widths"_a)
         .def("dispatch", &Builder::dispatch, "route"_a, "first"_a, "last"_a,
              "Lets this rank compute the rows of the experts `first` to `last - 1` of a choice alone.")
+        .def("meet_engines", &Builder::meet_engines, "ranks"_a, "num_engines"_a,
+             "Lets it be one of several engines' that share their experts and have tokens of their own.")
+        .def("dispatch_rows", &Builder::dispatch_rows, "x"_a, "weights"_a, "route"_a,
+             "Makes the experts' rows from here on those of all engines' tokens.")
         .def("collect", &Builder::collect, "x"_a, "out"_a, "route"_a, "firsts"_a)
         .def("await_chunk", &Builder::await_chunk, "chunk"_a, "The next product waits for it.")
         .def("begin_stage", &Builder::begin_stage, "axis"_a, "range"_a,

@@ -63,6 +63,13 @@ struct Builder {
         executor.add_collective(CollectiveSpec{place_of(x), place_of(out), widths});
     }
     void dispatch(int route, int first, int last) { executor.own_experts(route, first, last); }
+    // Lets this executor be one of several engines' that share their experts. ranks: those of all engines.
+    void meet_engines(std::shared_ptr<SharedRanks> ranks, int num_engines) {
+        executor.meet_engines(std::move(ranks), num_engines);
+    }
+    void dispatch_rows(const PlaceTuple& x, const PlaceTuple& weights, int route) {
+        executor.add_dispatch(place_of(x), place_of(weights), route);
+    }
     // firsts: the first expert of each rank.
     void collect(const PlaceTuple& x, const PlaceTuple& out, int route, const std::vector<int>& firsts) {
         executor.add_collect(CollectSpec{place_of(x), place_of(out), executor.expert_plan(route), firsts});

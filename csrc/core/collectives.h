@@ -1,5 +1,5 @@
 // Stages in which a rank meets the others (shared_ranks.h): the sum of their rows, their columns side by side,
-// or the rows of their experts.
+// the tokens of other engines, or the rows of all ranks' experts.
 #pragma once
 
 #include <algorithm>
@@ -77,13 +77,117 @@ struct CollectiveStage : Stage {
     }
 };
 
-// Two stages as above: this rank's experts' rows go into its slot, by the choice that they are of; then those
-// of the other ranks come from theirs.
+// Three stages, where several engines have tokens of their own and share their experts. Each puts its tokens
+// into its slot: their number, then for each its experts, their weights and its x. One piece waits for the
+// others and puts all tokens' choices in order; then the rows that this rank's experts want are converted.
+struct DispatchSlot {
+    static constexpr size_t kHeader = 64;
+    size_t top_k, width;
+    explicit DispatchSlot(const DispatchSpec& spec)
+        : top_k((size_t)spec.plan->top_k), width((size_t)spec.x.width) {}
+    size_t row_bytes() const { return top_k * (sizeof(int32_t) + sizeof(float)) + width * sizeof(float); }
+    size_t bytes(int tokens) const { return kHeader + (size_t)tokens * row_bytes(); }
+    int32_t* ids(uint8_t* slot, int64_t token) const {
+        return (int32_t*)(slot + kHeader + (size_t)token * row_bytes());
+    }
+    float* weights(uint8_t* slot, int64_t token) const { return (float*)(ids(slot, token) + top_k); }
+    float* x(uint8_t* slot, int64_t token) const { return weights(slot, token) + top_k; }
+};
+
+struct DispatchStage : Stage {
+    DispatchSpec spec;
+    SharedRanks& ranks;
+    const int index, num_engines;
+    DispatchStage(const DispatchSpec& s, SharedRanks& r, int i, int engines)
+        : spec(s), ranks(r), index(i), num_engines(engines) {}
+    bool on_samples() const override { return false; }
+    bool depends_on_data() const override { return true; }
+    // The ranks of an engine have the same tokens: the first of its expert places gives them.
+    int places_an_engine() const { return ranks.num_experts() / num_engines; }
+    bool gives() const { return ranks.expert_place() % places_an_engine() == 0; }
+};
+
+struct DispatchGivesStage : DispatchStage {
+    static constexpr int kTokensAPiece = 4;
+    using DispatchStage::DispatchStage;
+    std::string name() const override { return "tokens give"; }
+    int pieces(const View& view) const override {
+        return gives() ? (view.batch.num_tokens + kTokensAPiece - 1) / kTokensAPiece : 0;
+    }
+    void run(const View& view, int piece, ThreadState&, int) const override {
+        uint8_t* own = ranks.own_slot(view.executor.expert_exchange(index, view));
+        const DispatchSlot at(spec);
+        const int64_t k = spec.plan->top_k;
+        const int last = std::min(view.batch.num_tokens, (piece + 1) * kTokensAPiece);
+        for (int64_t token = piece * kTokensAPiece; token < last; token++) {
+            std::copy_n(spec.plan->ids.data() + token * k, k, at.ids(own, token));
+            std::copy_n(view.at(spec.weights, token), k, at.weights(own, token));
+            std::copy_n(view.at(spec.x, token), spec.x.width, at.x(own, token));
+        }
+    }
+};
+
+struct DispatchMeetsStage : DispatchStage {
+    using DispatchStage::DispatchStage;
+    std::string name() const override { return "tokens of all engines"; }
+    int pieces(const View&) const override { return 1; }
+    void run(const View& view, int, ThreadState&, int) const override {
+        ExpertPlan& plan = *spec.plan;
+        plan.num_tokens = 0;
+        plan.blocks.clear();
+        const uint32_t number = view.executor.expert_exchange(index, view);
+        if (gives()) *(int32_t*)ranks.own_slot(number) = view.batch.num_tokens;
+        if (!ranks.exchange(number)) return;  // the step fails when it is done
+        for (int engine = 0; engine < num_engines; engine++) {
+            if (engine == ranks.expert_place() / places_an_engine()) plan.first_token = plan.num_tokens;
+            take(plan, ranks.slot(ranks.expert_rank(engine * places_an_engine()), number),
+                 view.executor.max_tokens());
+        }
+        plan.order(plan.num_tokens);
+    }
+    void take(ExpertPlan& plan, uint8_t* slot, int most) const {
+        const DispatchSlot at(spec);
+        const int64_t k = plan.top_k;
+        const int count = std::clamp(*(const int32_t*)slot, 0, most);
+        for (int64_t token = 0; token < count; token++, plan.num_tokens++) {
+            std::copy_n(at.ids(slot, token), k, plan.ids.data() + plan.num_tokens * k);
+            std::copy_n(at.weights(slot, token), k, plan.weights.data() + plan.num_tokens * k);
+            plan.token_rows[plan.num_tokens] = at.x(slot, token);
+        }
+    }
+};
+
+struct DispatchRowsStage : DispatchStage {
+    static constexpr int kTokensAPiece = 4;
+    PreparedRows* converts = nullptr;  // the rows that the experts' first product reads
+    using DispatchStage::DispatchStage;
+    std::string name() const override { return "rows of all engines"; }
+    int pieces(const View&) const override {
+        return converts ? (spec.plan->num_tokens + kTokensAPiece - 1) / kTokensAPiece : 0;
+    }
+    void run(const View& view, int piece, ThreadState&, int) const override {
+        const int last = std::min(spec.plan->num_tokens, (piece + 1) * kTokensAPiece);
+        for (int token = piece * kTokensAPiece; token < last; token++)
+            if (is_wanted(token))
+                view.executor.kernels().prepare_row(spec.plan->token_rows[token], converts->x.width,
+                                                    converts->norm, converts->rows, token);
+    }
+    bool is_wanted(int64_t token) const {
+        const ExpertPlan& plan = *spec.plan;
+        const int32_t* ids = plan.ids.data() + token * plan.top_k;
+        return std::any_of(ids, ids + plan.top_k,
+                           [&](int32_t id) { return id >= plan.first_expert && id < plan.last_expert; });
+    }
+};
+
+// Two stages as those of a sum: this rank's experts' rows go into its slot, by the choice that they are of;
+// then those of the other ranks come from theirs. Behind a dispatch the choices given are those of all engines'
+// tokens, and those taken this engine's own.
 struct CollectStage : Stage {
     static constexpr int kTokensAPiece = 4;
     CollectSpec spec;
     SharedRanks& ranks;
-    int index;  // among the collectives of the body
+    int index;  // among the exchanges of the body
     bool reads;  // the second of the two stages
 
     CollectStage(CollectSpec s, SharedRanks& r, int i, bool second)
@@ -92,17 +196,27 @@ struct CollectStage : Stage {
     std::string name() const override { return reads ? "experts' rows" : "experts' rows give"; }
     bool on_samples() const override { return false; }
     bool depends_on_data() const override { return true; }
+    int tokens(const View& view) const {
+        return spec.plan->gathers && !reads ? spec.plan->num_tokens : view.batch.num_tokens;
+    }
+    // Whether the second stage's pieces give what they take.
+    bool is_one(const View& view) const {
+        return !spec.plan->gathers && view.batch.num_tokens <= kTokensAPiece;
+    }
+    // An engine without tokens meets the others too.
     int pieces(const View& view) const override {
-        const int tokens = view.batch.num_tokens;
-        return !reads && tokens <= kTokensAPiece ? 0 : (tokens + kTokensAPiece - 1) / kTokensAPiece;
+        const int least = reads && spec.plan->gathers ? 1 : 0;
+        return !reads && is_one(view) ? 0
+                                      : std::max(least, (tokens(view) + kTokensAPiece - 1) / kTokensAPiece);
     }
 
     void run(const View& view, int piece, ThreadState&, int) const override {
-        const uint32_t number = view.executor.collective(index, view);
-        const int k = spec.plan->top_k, tokens = view.batch.num_tokens;
-        const int first = piece * kTokensAPiece * k, end = std::min(tokens, (piece + 1) * kTokensAPiece) * k;
+        const uint32_t number = view.executor.expert_exchange(index, view);
+        const int k = spec.plan->top_k, before = reads ? spec.plan->first_token : 0;
+        const int first = (before + piece * kTokensAPiece) * k;
+        const int end = (before + std::min(tokens(view), (piece + 1) * kTokensAPiece)) * k;
         if (!reads) return give(view, number, first, end);
-        if (tokens <= kTokensAPiece) give(view, number, first, end);
+        if (is_one(view)) give(view, number, first, end);
         if (!ranks.exchange(number)) return;  // the step fails when it is done
         for (int choice = first; choice < end; choice++) take(view, number, choice);
     }

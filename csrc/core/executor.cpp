@@ -214,8 +214,8 @@ void Executor::add_attention(const AttentionSpec& spec) {
 int Executor::add_route(const RouteSpec& spec) {
     require(open_.is_empty, "a choice of experts in a stage with other ops");
     const int experts = spec.num_experts();
-    expert_plans_.push_back(std::make_unique<ExpertPlan>(experts, spec.top_k, max_tokens_));
-    expert_rows_ = std::max(expert_rows_, ExpertPlan::most_rows(experts, spec.top_k, max_tokens_));
+    expert_plans_.push_back(std::make_unique<ExpertPlan>(experts, spec.top_k, most_expert_tokens()));
+    expert_rows_ = std::max(expert_rows_, ExpertPlan::most_rows(experts, spec.top_k, most_expert_tokens()));
     num_scores_ = std::max(num_scores_, (size_t)4 * experts);
     ExpertPlan& plan = *expert_plans_.back();
     plan.scales_rows = spec.scales_rows;
@@ -227,6 +227,10 @@ int Executor::add_route(const RouteSpec& spec) {
 
 PreparedRows* Executor::convert_in_route(const Place& x, const Tiles& w) {
     Stages& list = open_list();
+    if (auto* dispatch = list.empty() ? nullptr : dynamic_cast<DispatchRowsStage*>(list.back().get())) {
+        require(!dispatch->converts, "rows of all engines that are converted twice");
+        return dispatch->converts = new_rows(w, x, RowArea::attended);
+    }
     auto* route = list.size() < 2 ? nullptr : dynamic_cast<RouteStage*>(list[list.size() - 2].get());
     require(route && !route->converts, "rows for experts that the stage before does not choose");
     return route->converts = new_rows(w, x, RowArea::attended);
@@ -302,16 +306,47 @@ void Executor::own_experts(int route, int first, int last) {
     plan.last_expert = last;
 }
 
+void Executor::meet_engines(std::shared_ptr<SharedRanks> ranks, int num_engines) {
+    require(expert_plans_.empty(), "engines met behind a choice of experts");
+    require(num_engines > 0 && ranks->num_experts() % num_engines == 0, "experts of no whole engines");
+    engines_ = std::move(ranks);
+    num_engines_ = num_engines;
+}
+
+void Executor::count_expert_exchange(size_t slot_bytes) {
+    size_t& most = engines_ ? engine_slot_bytes_ : slot_bytes_;
+    most = std::max(most, slot_bytes);
+    (engines_ ? num_engine_exchanges_ : num_collectives_[0])++;
+}
+
+void Executor::add_dispatch(const Place& x, const Place& weights, int route) {
+    require(engines_ != nullptr, "tokens of a single engine");
+    require(open_.is_empty && !open_.samples, "tokens dispatched in a stage with other ops");
+    ExpertPlan& plan = *expert_plans_.at(route);
+    require(weights.width == plan.top_k, "weights of other choices");
+    plan.gathers = true;
+    plan.weights.resize(plan.ids.size());
+    plan.token_rows.resize((size_t)most_expert_tokens());
+    const DispatchSpec spec{x, weights, &plan};
+    const int index = num_engine_exchanges_;
+    count_expert_exchange(DispatchSlot(spec).bytes(max_tokens_));
+    push(std::make_unique<DispatchGivesStage>(spec, *engines_, index, num_engines_));
+    push(std::make_unique<DispatchMeetsStage>(spec, *engines_, index, num_engines_));
+    push(std::make_unique<DispatchRowsStage>(spec, *engines_, index, num_engines_));
+}
+
 void Executor::add_collect(CollectSpec spec) {
-    require(ranks_ != nullptr && (int)spec.firsts.size() == ranks_->num_experts(),
+    SharedRanks* ranks = engines_ ? engines_.get() : ranks_.get();
+    require(ranks && (int)spec.firsts.size() == ranks->num_experts(),
             "experts of other ranks than there are");
     require(open_.is_empty && !open_.samples, "experts' rows collected in a stage with other ops");
     require(spec.x.width == spec.out.width, "experts' rows of another width");
-    const size_t rows = (size_t)max_tokens_ * spec.plan->top_k;
-    slot_bytes_ = std::max(slot_bytes_, sizeof(float) * (size_t)spec.x.width * rows);
-    const int index = num_collectives_[0]++;
-    push(std::make_unique<CollectStage>(spec, *ranks_, index, false));
-    push(std::make_unique<CollectStage>(std::move(spec), *ranks_, index, true));
+    require(spec.plan->gathers == (engines_ != nullptr), "experts' rows of tokens that no engine dispatched");
+    const int index = engines_ ? num_engine_exchanges_ : num_collectives_[0];
+    count_expert_exchange(sizeof(float) * (size_t)spec.x.width * (size_t)most_expert_tokens() *
+                          (size_t)spec.plan->top_k);
+    push(std::make_unique<CollectStage>(spec, *ranks, index, false));
+    push(std::make_unique<CollectStage>(std::move(spec), *ranks, index, true));
 }
 
 uint32_t Executor::collective(int index, const View& view) const {
@@ -397,6 +432,7 @@ void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample
         arenas_[axis] = std::make_unique<Memory>(row_floats_[axis] * rows[axis] * sizeof(float));
     }
     if (ranks_) ranks_->reserve(slot_bytes_);
+    if (engines_) engines_->reserve(engine_slot_bytes_);
     place_rows();
     group_stages();
     order_chunks();
@@ -406,7 +442,8 @@ void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample
 // The converted rows of all products share the areas: no two products' are alive at a time in one of them.
 void Executor::place_rows() {
     const size_t prepared = whole_blocks(std::max(pool_.num_threads() * kernels_.row_block, kSampleChunk));
-    const size_t rows_of[kNumRowAreas] = {prepared, prepared, whole_blocks(max_tokens_), expert_rows_};
+    const size_t attended = whole_blocks(most_expert_tokens());
+    const size_t rows_of[kNumRowAreas] = {prepared, prepared, attended, expert_rows_};
     for (int area = 0; area < kNumRowAreas; area++) {
         row_bytes_[area] = (size_t)odd_lines((int64_t)row_bytes_[area], 1);
         areas_[area] = std::make_unique<Memory>(rows_of[area] * (row_bytes_[area] + groups_[area] * 16));
@@ -594,11 +631,16 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
     kernels_.begin_step();
     if (neurons_) neurons_->begin_step();
     if (ranks_) first_collective_ = ranks_->next();
+    if (engines_) first_engine_exchange_ = engines_->next();
     Walk walk(*this, batch, kv);
     pool_.walk(walk);
     if (ranks_) {
         ranks_->advance(count_collectives(batch));
         if (ranks_->aborted()) throw RanksAborted();
+    }
+    if (engines_) {
+        engines_->advance(num_engine_exchanges_);
+        if (engines_->aborted()) throw RanksAborted();
     }
     end_reads();
 }

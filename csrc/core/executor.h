@@ -275,6 +275,12 @@ struct ExpertPlan {
     // first of these.
     int first_expert = 0, last_expert;
     bool scales_rows = false;  // whether the weights are in the rows, and none in their sum
+    // Whether its tokens are those of all engines that share the experts, side by side in the engines' order;
+    // this engine's own begin at `first_token`. Set by a dispatch of rows, which fills in what follows.
+    bool gathers = false;
+    int num_tokens = 0, first_token = 0;
+    std::vector<float> weights{};  // [T * k], of all engines' choices
+    std::vector<const float*> token_rows{};  // [T]: each token's x, until the rows are collected
     std::vector<int32_t> ids;  // [T * k]: the expert of choice t * k + j
     std::vector<int32_t> rows;  // [T * k]: the row that the choice has
     std::vector<int32_t> tokens;  // by row: the token that chose it
@@ -282,8 +288,12 @@ struct ExpertPlan {
     std::vector<Block> blocks;
 
     ExpertPlan(int num_experts, int top_k, int max_tokens);
-    // Gives each choice of the first `num_tokens` tokens its row.
-    void order(int num_tokens);
+    // Gives each choice of the first `count` tokens its row.
+    void order(int count);
+    // Returns the rows of choices of one of this engine's own tokens, [k].
+    const int32_t* rows_of(int64_t token) const { return rows.data() + (first_token + token) * top_k; }
+    // Returns the blocks of a step with this number of own tokens.
+    int num_blocks(int own_tokens) const { return gathers || own_tokens ? (int)blocks.size() : 0; }
     // Returns the rows that any choices of `max_tokens` tokens need.
     static size_t most_rows(int num_experts, int top_k, int max_tokens);
 };
@@ -317,6 +327,12 @@ struct NeuronsSpec {
 struct CollectiveSpec {
     Place x, out;
     std::vector<int> widths{};
+};
+
+// Gives every engine that shares the experts the rows of all engines' tokens.
+struct DispatchSpec {
+    Place x, weights;  // of this engine's tokens
+    ExpertPlan* plan = nullptr;
 };
 
 // Brings the experts' rows of the other ranks to their places among this one's.
@@ -363,14 +379,21 @@ class Executor {
     void add_stage(std::unique_ptr<Stage> stage) { push(std::move(stage)); }
     // Lets this executor be one of several ranks', before the first collective.
     void meet(std::shared_ptr<SharedRanks> ranks) { ranks_ = std::move(ranks); }
+    // Lets it be one of several engines' that share their experts and have tokens of their own, before the
+    // first choice of experts. `ranks`: those of all engines, engine by engine. From now on experts' rows are
+    // exchanged there.
+    void meet_engines(std::shared_ptr<SharedRanks> ranks, int num_engines);
     // Two stages, which have a range of their own.
     void add_collective(const CollectiveSpec& spec);
     void add_collect(CollectSpec spec);
+    // Three stages: the experts' rows from here on are those of all engines' tokens.
+    void add_dispatch(const Place& x, const Place& weights, int route);
     // Lets this rank compute the rows of some neighbouring experts alone.
     void own_experts(int route, int first, int last);
     // Chooses experts; two stages. Returns the index of the choice.
     int add_route(const RouteSpec& spec);
-    // Lets the last stage, a choice of experts, write the tokens' rows x for the experts' product of `w`.
+    // Lets the last stage, a choice of experts or a dispatch of its rows, write the tokens' rows x for the
+    // experts' product of `w`.
     PreparedRows* convert_in_route(const Place& x, const Tiles& w);
     // A stage: converts experts' rows for their next product, which reads them as `w` does. With `by`, the
     // weights of a choice that scales rows, x is the tokens', and each choice's row its product with a weight.
@@ -452,6 +475,10 @@ class Executor {
     Best best(int sample) const;
     // The number that a collective has in the running step; `index`: among those of the body or the head.
     uint32_t collective(int index, const View& view) const;
+    // The number that an exchange of experts' rows has in the running step.
+    uint32_t expert_exchange(int index, const View& view) const {
+        return engines_ ? first_engine_exchange_ + (uint32_t)index : collective(index, view);
+    }
     float* partials() const { return (float*)partials_->data(); }
 
   private:
@@ -469,6 +496,8 @@ class Executor {
     void push(std::unique_ptr<Stage> stage);
     PreparedRows* new_rows(const Tiles& w, const Place& x, RowArea area);
     int plan_of(const AttentionSpec& spec);
+    int most_expert_tokens() const { return max_tokens_ * num_engines_; }
+    void count_expert_exchange(size_t slot_bytes);
     void place_rows();
     void group_stages();
     void size_thread_states();
@@ -501,6 +530,10 @@ class Executor {
     size_t gathered_bytes_ = 0;  // of the tiles that a thread puts together from neurons' rows
     std::vector<int> released_;  // by stage of the body: the streamed chunks that are done with after it
     std::shared_ptr<SharedRanks> ranks_;  // null where this is the only one
+    std::shared_ptr<SharedRanks> engines_;  // null where the experts are this engine's alone
+    int num_engines_ = 1, num_engine_exchanges_ = 0;
+    size_t engine_slot_bytes_ = 0;  // that the largest exchange among engines needs
+    uint32_t first_engine_exchange_ = 0;  // the number of the step's first one
     int num_collectives_[2] = {};  // of the body and the head
     size_t slot_bytes_ = 0;  // that the largest collective needs
     uint32_t first_collective_ = 0;  // the number of the step's first one

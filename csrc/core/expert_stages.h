@@ -25,7 +25,9 @@ struct RouteStage : Stage {
     std::string name() const override { return "experts chosen"; }
     bool on_samples() const override { return false; }
     // A single piece gives the rows their order as well, which saves a barrier.
-    static bool orders(const View& view) { return view.batch.num_tokens <= kRowsAPiece; }
+    static bool orders(const View& view, const ExpertPlan& plan) {
+        return !plan.gathers && view.batch.num_tokens <= kRowsAPiece;
+    }
     int pieces(const View& view) const override {
         return (view.batch.num_tokens + kRowsAPiece - 1) / kRowsAPiece;
     }
@@ -38,7 +40,7 @@ struct RouteStage : Stage {
                 view.executor.kernels().prepare_row(view.at(converts->x, row), converts->x.width,
                                                     converts->norm, converts->rows, row);
         }
-        if (orders(view)) plan.order(view.batch.num_tokens);
+        if (orders(view, plan)) plan.order(view.batch.num_tokens);
     }
 
     // Writes a row's experts and their weights, best first. Numbers that are not numbers choose something
@@ -131,7 +133,9 @@ struct OrderStage : Stage {
     explicit OrderStage(ExpertPlan& p) : plan(p) {}
     std::string name() const override { return "experts ordered"; }
     bool on_samples() const override { return false; }
-    int pieces(const View& view) const override { return RouteStage::orders(view) ? 0 : 1; }
+    int pieces(const View& view) const override {
+        return plan.gathers || RouteStage::orders(view, plan) ? 0 : 1;
+    }
     void run(const View& view, int, ThreadState&, int) const override { plan.order(view.batch.num_tokens); }
 };
 
@@ -146,9 +150,7 @@ struct ExpertRowsStage : Stage {
     std::string name() const override { return "rows of experts"; }
     bool on_samples() const override { return false; }
     bool depends_on_data() const override { return true; }
-    int pieces(const View& view) const override {
-        return view.batch.num_tokens ? (int)plan.blocks.size() : 0;
-    }
+    int pieces(const View& view) const override { return plan.num_blocks(view.batch.num_tokens); }
     void run(const View& view, int piece, ThreadState& thread, int) const override {
         const ExpertPlan::Block& block = plan.blocks[piece];
         for (int row = block.row0; row < block.row0 + block.num_rows; row++) {
@@ -160,8 +162,10 @@ struct ExpertRowsStage : Stage {
     const float* scaled(const View& view, int row, float* out) const {
         const int token = plan.tokens[row];
         const int32_t* choices = plan.rows.data() + (size_t)token * plan.top_k;
-        const float weight = view.at(by, token)[std::find(choices, choices + plan.top_k, row) - choices];
-        const float* x = view.at(rows.x, token);
+        const auto choice = std::find(choices, choices + plan.top_k, row) - choices;
+        const float weight = plan.gathers ? plan.weights[(size_t)token * plan.top_k + (size_t)choice]
+                                          : view.at(by, token)[choice];
+        const float* x = plan.gathers ? plan.token_rows[token] : view.at(rows.x, token);
         for (int i = 0; i < rows.x.width; i++) out[i] = x[i] * weight;
         return out;
     }
@@ -223,7 +227,7 @@ struct ExpertsStage : Stage {
         return (num_tiles() + chunk - 1) / chunk;
     }
     int pieces(const View& view) const override {
-        return view.batch.num_tokens ? (int)spec.plan->blocks.size() * chunks(view) : 0;
+        return spec.plan->num_blocks(view.batch.num_tokens) * chunks(view);
     }
 
     void run(const View& view, int piece, ThreadState& thread, int stage) const override {

@@ -22,19 +22,19 @@ size_t ExpertPlan::most_rows(int experts, int k, int max_tokens) {
     return (chosen + std::min((size_t)experts, chosen) * (kTile - 1) + kTile - 1) / kTile * kTile;
 }
 
-void ExpertPlan::order(int num_tokens) {
-    const int chosen = num_tokens * top_k;
+void ExpertPlan::order(int count) {
+    const int chosen = count * top_k;
     std::fill(next.begin(), next.end(), 0);
     for (int i = 0; i < chosen; i++) next[ids[i]]++;
     blocks.clear();
     int row = 0;
     for (int e = 0; e < num_experts; e++) {
-        const int count = next[e];
+        const int rows_of_it = next[e];
         const bool is_own = e >= first_expert && e < last_expert;
-        for (int first = 0; is_own && first < count; first += kExpertRows)
-            blocks.push_back({e - first_expert, row + first, std::min(kExpertRows, count - first)});
+        for (int first = 0; is_own && first < rows_of_it; first += kExpertRows)
+            blocks.push_back({e - first_expert, row + first, std::min(kExpertRows, rows_of_it - first)});
         next[e] = row;
-        row += (count + kTile - 1) / kTile * kTile;
+        row += (rows_of_it + kTile - 1) / kTile * kTile;
     }
     for (int i = 0; i < chosen; i++) {
         rows[i] = next[ids[i]]++;

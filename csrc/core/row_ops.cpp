@@ -290,7 +290,7 @@ struct CombineOp : RowOp {
     const ExpertPlan& plan;
     CombineOp(Place x, Place w, Place o, const ExpertPlan& p) : x(x), weights(w), out(o), plan(p) {}
     void run(const View& view, int64_t row) const override {
-        const int32_t* rows = plan.rows.data() + row * plan.top_k;
+        const int32_t* rows = plan.rows_of(row);
         float* to = view.at(out, row);
         for (int j = 0; j < plan.top_k; j++) {
             const float* from = view.at(x, rows[j]);

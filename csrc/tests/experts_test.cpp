@@ -1,8 +1,11 @@
 // Routed experts on the executor: what they make of each row is what plain loops in double make, and bitwise
-// the same alone or in a batch, on any number of threads, and beside rows that are not numbers.
+// the same alone or in a batch, on any number of threads, beside rows that are not numbers, and where several
+// engines with rows of their own share the experts.
 #include "../core/executor.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <thread>
 
 #include "matrices.h"
 
@@ -134,22 +137,32 @@ Row plain(const Experts& experts, const RouteSpec& spec, int token) {
 
 // -- the executor --
 
+// The engines that share the experts, and this one's part of them.
+struct Sharing {
+    std::shared_ptr<SharedRanks> ranks;  // null: all experts are this engine's
+    std::vector<int> firsts{};  // the first expert of each engine
+    int first = 0, last = kExperts;
+};
+
+void add_weights(const Executor& e, int route, const std::vector<TestMatrix>& from, ExpertsSpec& spec,
+                 std::vector<Tiles>& to) {
+    const ExpertPlan& plan = *e.expert_plan(route);
+    for (int expert = plan.first_expert; expert < plan.last_expert; expert++) {
+        to.push_back(from[expert].packed.tiles);
+        spec.owners.push_back(from[expert].packed.memory);
+    }
+}
+
 ExpertsSpec product_of(Executor& e, int route, const PreparedRows* rows,
                        const std::vector<TestMatrix>& weights, const Place& out) {
     ExpertsSpec spec{.rows = rows, .plan = e.expert_plan(route), .out = out};
-    for (const TestMatrix& m : weights) {
-        spec.weights.push_back(m.packed.tiles);
-        spec.owners.push_back(m.packed.memory);
-    }
+    add_weights(e, route, weights, spec, spec.weights);
     return spec;
 }
 
 void add_gated(Executor& e, int route, const PreparedRows* rows, const Experts& experts, const Place& inner) {
     ExpertsSpec spec = product_of(e, route, rows, experts.gates, inner);
-    for (const TestMatrix& m : experts.ups) {
-        spec.ups.push_back(m.packed.tiles);
-        spec.owners.push_back(m.packed.memory);
-    }
+    add_weights(e, route, experts.ups, spec, spec.ups);
     spec.epilogue.gated = true;
     spec.epilogue.activation = 0;
     e.add_experts(std::move(spec));
@@ -169,12 +182,14 @@ const PreparedRows* inner_rows(Executor& e, const KernelTable& kernels, int rout
     return e.add_expert_conversion(inner, route, down);
 }
 
-void build(Executor& e, const KernelTable& kernels, const Experts& experts, RouteSpec spec) {
+void build(Executor& e, const KernelTable& kernels, const Experts& experts, RouteSpec spec,
+           const Sharing& sharing) {
     Arena tokens{Axis::tokens}, rows{Axis::experts}, samples{Axis::samples};
     const Place x = tokens.place(kHidden), out = tokens.place(kHidden), inner = rows.place(kInner),
                 down = rows.place(kHidden), sampled = samples.place(kHidden);
     spec.logits = tokens.place(kExperts);
     spec.weights = tokens.place(kChosen);
+    if (sharing.ranks) e.meet_engines(sharing.ranks, (int)sharing.firsts.size());
     e.begin_stage(false, 0);
     e.add_row_op(make_embedding({experts.packed.tiles, experts.packed.memory, x}));
     const PreparedRows* converted = e.add_conversion(x, {}, experts.router.packed.tiles);
@@ -182,6 +197,11 @@ void build(Executor& e, const KernelTable& kernels, const Experts& experts, Rout
     e.add_linear(LinearSpec{.rows = converted, .parts = {part(experts.router, spec.logits)}});
     e.begin_stage(false, 1);
     const int route = e.add_route(spec);
+    e.own_experts(route, sharing.first, sharing.last);
+    if (sharing.ranks) {
+        e.begin_stage(false, 1);
+        e.add_dispatch(x, spec.weights, route);
+    }
     const Tiles& gate = experts.gates[0].packed.tiles;
     if (!spec.scales_rows) converted = e.convert_in_route(x, gate);
     e.begin_stage(false, 1);
@@ -189,8 +209,12 @@ void build(Executor& e, const KernelTable& kernels, const Experts& experts, Rout
     add_gated(e, route, converted, experts, inner);
     converted = inner_rows(e, kernels, route, experts.downs[0].packed.tiles, inner);
     ExpertsSpec second = product_of(e, route, converted, experts.downs, down);
-    second.bias = experts.bias.data();
+    second.bias = experts.bias.data() + (size_t)sharing.first * kHidden;
     e.add_experts(std::move(second));
+    if (sharing.ranks) {
+        e.begin_stage(false, 1);
+        e.add_collect(CollectSpec{down, down, e.expert_plan(route), sharing.firsts});
+    }
     e.begin_stage(false, 2);
     e.add_row_op(make_combine(down, spec.weights, out, *e.expert_plan(route)));
     e.begin_stage(true, 3);
@@ -205,11 +229,12 @@ struct Runner {
     Executor executor;
     KvMemory kv;
 
-    Runner(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, int threads)
+    Runner(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, int threads,
+           const Sharing& sharing = {})
         : pool(threads),
           executor(pool, kernels, kMostRows, kHidden),
           kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}}) {
-        build(executor, kernels, experts, spec);
+        build(executor, kernels, experts, spec, sharing);
     }
     Floats run(const std::vector<int32_t>& ids) {
         const int count = (int)ids.size();
@@ -275,6 +300,33 @@ void test_format(const KernelTable& kernels, const Experts& experts, const Route
               kFormatNames[(int)format], row);
 }
 
+// Three engines share the experts and have rows of their own, some of them none.
+void test_sharing(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, Format format) {
+    const std::vector<int32_t> ids = some_tokens(kMostRows);
+    const std::vector<int> firsts = {0, 3, 6}, lasts = {3, 6, kExperts};
+    const std::vector<std::vector<int>> steps = {{9, 4, 1}, {0, 0, 5}, {kMostRows, 1, 0}, {3, 130, 70}};
+    Runner whole(kernels, experts, spec, 1);
+    const Floats wanted = whole.run(ids);
+    FILE* memory = std::tmpfile();
+    std::vector<std::thread> engines;
+    std::vector<Floats> found[3];
+    for (int engine = 0; engine < 3; engine++)
+        engines.emplace_back([&, engine] {
+            const auto ranks = std::make_shared<SharedRanks>(fileno(memory), engine, 3, 1);
+            Runner own(kernels, experts, spec, 2, Sharing{ranks, firsts, firsts[engine], lasts[engine]});
+            for (const auto& counts : steps)
+                found[engine].push_back(own.run({ids.begin(), ids.begin() + counts[engine]}));
+        });
+    for (auto& engine : engines) engine.join();
+    std::fclose(memory);
+    for (int engine = 0; engine < 3; engine++)
+        for (size_t step = 0; step < steps.size(); step++) {
+            const size_t count = (size_t)steps[step][engine] * kHidden;
+            CHECK(same_bits(found[engine][step], Floats(wanted.begin(), wanted.begin() + (int64_t)count)),
+                  "%s, engine %d in step %zu", kFormatNames[(int)format], engine, step);
+        }
+}
+
 }  // namespace
 
 void test_experts(const KernelTable& kernels) {
@@ -285,6 +337,8 @@ void test_experts(const KernelTable& kernels) {
         RouteSpec scaled = route_of(Score::sigmoid_top_k, 1, GroupRank::two_best);
         scaled.scales_rows = true;
         test_format(kernels, experts, scaled, format);
+        test_sharing(kernels, experts, route_of(Score::softmax, 1, GroupRank::two_best), format);
+        test_sharing(kernels, experts, scaled, format);
         if (format != Format::fp32) continue;
         RouteSpec corrected = route_of(Score::sigmoid, 4, GroupRank::two_best);
         corrected.bias = experts.correction.data();

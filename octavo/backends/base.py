@@ -256,6 +256,15 @@ class AdapterRunnable(Protocol):
 
 
 @runtime_checkable
+class JoiningRunnable(Protocol):
+    """A Runnable that may be one of several engines' that share their experts."""
+
+    def join(self, kv: KvCache) -> None:
+        """Computes a step of no rows, whose experts compute those of other engines."""
+        ...
+
+
+@runtime_checkable
 class CheckingRunnable(Protocol):
     """A Runnable that has its draws checked, and draws again what does not hold."""
 

@@ -260,6 +260,22 @@ class StepBatch:
     here."""
 
 
+def empty_batch(num_groups: int, num_axes: int, hidden_width: int | None) -> StepBatch:
+    """Returns a step without rows, for a Program whose input is "hidden" where that has a width."""
+    none = np.zeros(0, np.int32)
+    return StepBatch(
+        token_ids=none,
+        places=none,
+        positions=np.zeros((num_axes, 0), np.int32),
+        query_starts=np.zeros(1, np.int32),
+        context_lens=np.zeros((num_groups, 0), np.int32),
+        slots=np.zeros((num_groups, 0), np.int32),
+        block_tables=np.zeros((num_groups, 0, 0), np.int32),
+        sample_rows=none,
+        hidden=None if hidden_width is None else np.zeros((0, hidden_width), np.float32),
+    )
+
+
 @dataclass(slots=True)
 class StepOutput:
     """Result of one step."""

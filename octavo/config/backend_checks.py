@@ -216,7 +216,14 @@ def _check_fleet(config: EngineConfig) -> None:
                 " engines",
                 hint="set data_parallel_size above 1, or leave routing_policy out",
             )
+        if config.fleet.enable_expert_parallel:
+            raise ConfigError(
+                "enable_expert_parallel: allowed only with several engines",
+                hint="set data_parallel_size above 1; expert_parallel_size shares out one engine's",
+            )
         return
+    if config.fleet.enable_expert_parallel:
+        _check_shared_experts(config)
     got = f"data_parallel_size: got {num_engines}"
     if num_engines > MAX_ENGINES:
         raise ConfigError(f"{got}, allowed is at most {MAX_ENGINES}")
@@ -235,6 +242,33 @@ def _check_fleet(config: EngineConfig) -> None:
             f"{got} on the torch backend without kv_cache_memory_bytes",
             hint="say how much memory each engine's KV cache takes",
         )
+
+
+def _check_shared_experts(config: EngineConfig) -> None:
+    """Raises ConfigError for options that engines which share their experts cannot keep to."""
+    if config.backend.backend != "native":
+        raise ConfigError(
+            "enable_expert_parallel: allowed only with the native backend, got"
+            f" {config.backend.backend!r}",
+            hint="set backend to native, or leave enable_expert_parallel out",
+        )
+    usual = EngineConfig()
+    for part, name in (
+        ("scheduler", "spec_model"),
+        ("lora", "enable_lora"),
+        ("offload", "weights_memory_bytes"),
+        ("cache", "prefix_cache_dir"),
+        ("cache", "kv_offloading_size"),
+        ("cache", "kv_pool"),
+        ("sparsity", "ffn_sparsity"),
+        ("sparsity", "activation_sparsity"),
+    ):
+        given = getattr(getattr(config, part), name)
+        if given != getattr(getattr(usual, part), name):
+            raise ConfigError(
+                f"enable_expert_parallel: not allowed beside {name} {given}",
+                hint=f"leave {name} out, or give each engine all experts",
+            )
 
 
 def _check_transfer(config: EngineConfig) -> None:

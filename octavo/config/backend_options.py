@@ -101,12 +101,22 @@ class FleetOptions:
         low=1,
         short="-dp",
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "native, with data_parallel_size: each expert is in one of the engines alone, and computes"
+        " the rows of all of them; they step together, those without work too",
+    )
     routing_policy: Literal["kv", "least_tokens", "round_robin", "sticky"] = option(
         "kv",
         "which engine computes a request: kv, the soonest by queue, cached blocks and measured"
         " rate; the one with the fewest tokens; each in turn; or one for each tenant and beginning"
         " of a prompt",
     )
+
+    @property
+    def num_sharing(self) -> int:
+        """Engines that share their experts; 1 where each has all of them."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
 
 
 @dataclass(frozen=True, slots=True)

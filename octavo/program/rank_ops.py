@@ -36,6 +36,9 @@ class Dispatch(Op):
     """Choice of the expert rows that this rank computes, those of the experts that it has: out[t,
     j] = ids[t, j] - first where first <= ids[t, j] < last, else -1. A product of experts leaves a
     row of -1 undefined. Lepikhin et al. 2020 (GShard), section 3.2.
+
+    Where several engines have tokens of their own (`num_engines`), t counts those of all of them,
+    engine by engine, and the `rows` of a Route [T*k, W] become those of all tokens.
     """
 
     ids: Value
@@ -43,13 +46,17 @@ class Dispatch(Op):
     first: int
     last: int
     """One past the last expert."""
+    rows: Value | None = None
+    outs: tuple[Value, ...] = ()
+    """Expert rows of all engines' tokens; () where there is one engine."""
+    num_engines: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Collect(Op):
     """Expert rows of all ranks, each as the rank that has its expert made it: out[r] is row r of
     the rank with expert `ids of r`, bit for bit, so that `Combine` sums in the order of one
-    process.
+    process. Where x is of several engines' tokens, out has the rows of this engine's own.
     """
 
     x: Value
@@ -57,6 +64,7 @@ class Collect(Op):
     out: Value
     num_experts: tuple[int, ...]
     """Experts of each rank, in the order of the experts."""
+    num_engines: int = 1
 
     @property
     def firsts(self) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ class Target:
     """Name that stays the same when others come and go."""
     cached: CachedNames = field(default_factory=CachedNames)
     """Names of the blocks that it holds, as far as is known."""
+    pool: str = ""
+    """Name of the store that it shares its blocks in with others; "" where it has none."""
     queued_tokens: int = 0
     """Uncached prompt tokens of the requests that have yielded nothing yet."""
     held_tokens: int = 0

@@ -19,13 +19,14 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import user_path
 
 if TYPE_CHECKING:
-    from octavo.backends.native.ranks import SharedMemoryRanks
+    from octavo.backends.native.ranks import EngineRanks, SharedMemoryRanks
     from octavo.backends.torch.ranks import TorchRanks
 
 
 def build_backend(
     config: EngineConfig,
     ranks: Ranks[Any] | None = None,
+    engines: EngineRanks | None = None,
     *,
     weights_key: str = "",
     hot: Mapping[str, Sequence[int]] | None = None,
@@ -36,11 +37,14 @@ def build_backend(
     memory for good.
     """
     options = replace(_backend_options(config), offload=_off_device(config, weights_key, hot))
-    return backend_with(options, config, ranks)
+    return backend_with(options, config, ranks, engines)
 
 
 def backend_with(
-    options: BackendOptions, config: EngineConfig, ranks: Ranks[Any] | None
+    options: BackendOptions,
+    config: EngineConfig,
+    ranks: Ranks[Any] | None,
+    engines: EngineRanks | None = None,
 ) -> Backend:
     """Makes the backend that the config names, with these options."""
     if config.backend.backend == "reference":
@@ -56,6 +60,7 @@ def backend_with(
         options,
         level=None if level == "auto" else level,
         ranks=cast("SharedMemoryRanks | None", ranks),
+        engines=engines,
     )
 
 

@@ -8,7 +8,7 @@ executor of a recording (`octavo replay`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -38,7 +38,7 @@ from octavo.engine.recording.recorder import (
     check_writable,
 )
 from octavo.engine.scheduling.build import build_scheduler, prompt_limits
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDead
 from octavo.ports import Executor, Profiler
 from octavo.program.ops import original_context
 from octavo.progress import Report
@@ -50,6 +50,7 @@ from octavo.wiring.adapters import adapter_names
 from octavo.wiring.events import open_publishers
 from octavo.wiring.hearing import hears, transcriptions_of
 from octavo.wiring.images import reader_of
+from octavo.wiring.meeting import among_engines
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
@@ -68,10 +69,16 @@ from octavo.worker.ranks.start import common_budget, common_worker, end_ranks
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
+    from octavo.wiring.engine_meetings import EnginePlace
+    from octavo.worker.engine_links import EngineLinks
+    from octavo.worker.joined_executor import JoinedExecutor
     from octavo.worker.ranks.other_ranks import OtherRanks
     from octavo.worker.ranks.ranked_worker import RankedWorker
     from octavo.worker.stages.pipelined_worker import PipelinedWorker
 
+
+AnyWorker: TypeAlias = "Worker | RankedWorker | PipelinedWorker | JoinedExecutor"
+"""Executor of a core's plans, by its layout."""
 
 WhenStarted: TypeAlias = Callable[[Callable[[], None]], None]
 """Function that is told how to end a process that is loading a model."""
@@ -91,7 +98,7 @@ class BuiltCore:
 
     core: EngineCore
     info: EngineInfo
-    worker: Worker | RankedWorker | PipelinedWorker
+    worker: AnyWorker
 
 
 # -- fronts ----------------------------------------------------------------------------------------
@@ -210,11 +217,34 @@ def _build_front(
 # -- cores -----------------------------------------------------------------------------------------
 
 
-def build_core_of_options(options: dict[str, Any], report: Report) -> tuple[EngineCore, EngineInfo]:
-    """Builds a core from flat options: the entry point of the core's own process."""
+def build_core_of_options(
+    options: dict[str, Any], report: Report, place: Sequence[int] = ()
+) -> tuple[EngineCore, EngineInfo]:
+    """Builds a core from flat options: the entry point of the core's own process. `place` is that
+    among engines which share their experts.
+    """
+    engine, links = _among_engines(place)
     model = open_model(EngineConfig.from_options(**options))
-    built = build_core(model, report, core_texts(model, lambda: build_tokenizer(model)))
+    texts = core_texts(model, lambda: build_tokenizer(model))
+    try:
+        built = build_core(model, report, texts, engine, links)
+    except EngineDead as error:
+        lost = None if links is None else links.await_loss()
+        raise lost or error from None
     return built.core, built.info
+
+
+def _among_engines(place: Sequence[int]) -> tuple[EnginePlace | None, EngineLinks | None]:
+    """Returns this engine's place among those that share their experts, and its connections to
+    them; None where they do not.
+    """
+    if not place:
+        return None, None
+    from octavo.wiring import engine_meetings
+    from octavo.worker import engine_links
+
+    engine = engine_meetings.EnginePlace.of_numbers(place)
+    return engine, engine_links.EngineLinks(engine.index, engine.links)
 
 
 def core_texts(model: Model, read: Callable[[], Tokenizer | None]) -> CoreTexts:
@@ -223,17 +253,27 @@ def core_texts(model: Model, read: Callable[[], Tokenizer | None]) -> CoreTexts:
     return CoreTexts(LazyStopTexts(read_once), lazy_grammars(model, read_once))
 
 
-def build_core(model: Model, report: Report, texts: CoreTexts) -> BuiltCore:
+def build_core(
+    model: Model,
+    report: Report,
+    texts: CoreTexts,
+    engine: EnginePlace | None = None,
+    links: EngineLinks | None = None,
+) -> BuiltCore:
     """Packs the weights, allocates the KV cache and puts a scheduler in front; starts the other
-    ranks first, where there are any.
+    ranks first, where there are any. `engine` and `links` are the place among engines that share
+    their experts and the connections to the others.
     """
     if model.config.observe.record is not None:
         check_writable(Path(model.config.observe.record))
     if model.config.backend.num_ranks == 1:
-        return _build_core(model, report, texts)
-    place, others = start_other_ranks(model)
+        place = RankPlace()
+        if engine is not None:
+            place = among_engines(model.config, place, engine.index, engine.rooms[0])
+        return _build_core(model, report, texts, place, links=links)
+    place, others = start_other_ranks(model, engine)
     try:
-        return _build_core(model, report, texts, place, others)
+        return _build_core(model, report, texts, place, others, links=links)
     except BaseException as error:
         raise end_ranks(others, error) from None
 
@@ -244,8 +284,13 @@ def _build_core(
     texts: CoreTexts,
     place: RankPlace | None = None,
     others: OtherRanks | None = None,
+    *,
+    links: EngineLinks | None = None,
 ) -> BuiltCore:
     config = model.config
+    if links is not None and place is not None:
+        abort = place.abort
+        links.when_lost(lambda error: abort())
     loaded = load_model(model, report, texts.grammars, place)
     budget = common_budget(loaded, others)
     if (memory := device_memory(loaded.backend)) is not None:
@@ -255,9 +300,14 @@ def _build_core(
     off_device = build_tiers(model.checkpoint, loaded, report)
     num_blocks = [group.num_blocks for group in groups]
     num_host_blocks = [group.num_host_blocks for group in groups]
-    worker = common_worker(
+    own = common_worker(
         loaded, others, num_blocks, num_host_blocks, connector=off_device.worker, report=report
     )
+    worker: AnyWorker = own
+    if links is not None:
+        from octavo.worker.joined_executor import JoinedExecutor
+
+        worker = JoinedExecutor(own, links)
     max_model_len = budget.demand.max_model_len
     scheduler = build_scheduler(
         config.scheduler,

@@ -8,29 +8,36 @@ these are inherited.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.backends.devices import choose_device
 from octavo.backends.rank_grid import RankGrid
 from octavo.backends.ranks import Ranks
 from octavo.config.engine_config import EngineConfig
-from octavo.wiring.place import RankPlace, grid_of
+from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.worker.stages.stage_link import StagePipes, joined
 
 if TYPE_CHECKING:
     from octavo.backends.native.ranks import SharedMemory
     from octavo.backends.torch.ranks import Rendezvous
+    from octavo.wiring.engine_meetings import EnginePlace
 
 NUM_PIPES = 2
 """Numbers of an address that stand for pipes: from the stage before, and to the stage behind."""
+NUM_OF_ENGINE = 2
+"""Numbers of an address that stand for the engine: its number among those that share their experts,
+and the memory in which they meet."""
 
 
 class ModelMeeting:
     """Implements `ranks.Meeting`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, engine: EnginePlace | None = None) -> None:
+        """`engine` is the place of the engine among those that share their experts."""
         options = config.backend
         self._config = config
+        self._engine = engine
         self._num_stages = options.pipeline_parallel_size
         self._num_ranks = options.num_stage_ranks
         """Ranks of one stage."""
@@ -47,11 +54,15 @@ class ModelMeeting:
     def address_of(self, rank: int) -> list[int]:
         block, within = divmod(rank, self._num_ranks)
         room = self._rooms[block].address_of(within) if self._rooms else []
+        if self._engine is not None:
+            room = [*room, self._engine.index, self._engine.rooms[block]]
         return room + (self._pipes[within].address_of(block) if self._pipes else [])
 
     def inherited_by(self, rank: int) -> tuple[int, ...]:
         block, within = divmod(rank, self._num_ranks)
         room = self._rooms[block].inherited_by(within) if self._rooms else ()
+        if self._engine is not None:
+            room = (*room, self._engine.rooms[block])
         return room + (self._pipes[within].inherited_by(block) if self._pipes else ())
 
     def join(self) -> RankPlace:
@@ -59,12 +70,15 @@ class ModelMeeting:
         ranks = None
         if self._rooms:
             ranks = _joined_ranks(self._config, grid_of(self._config, 0), self._rooms[0])
+        place = RankPlace(ranks=ranks)
+        if self._engine is not None:
+            place = among_engines(self._config, place, self._engine.index, self._engine.rooms[0])
         if not self._pipes:
-            return RankPlace(ranks=ranks)
+            return place
         own, *others = self._pipes
         for pipes in others:
             pipes.close()
-        return RankPlace(ranks=ranks, link=own.join())
+        return replace(place, link=own.join())
 
     def close(self) -> None:
         """Closes what only the others need, or all of it where this process has not joined."""
@@ -83,18 +97,33 @@ def joining(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable
     """
     options = config.backend
     num_stages = options.pipeline_parallel_size
-    room, pipes = list(address), list[int]()
+    room = list(address)
+    pipes, of_engine = list[int](), list[int]()
     if num_stages > 1:
         room, pipes = room[:-NUM_PIPES], room[-NUM_PIPES:]
+    if config.fleet.num_sharing > 1:
+        room, of_engine = room[:-NUM_OF_ENGINE], room[-NUM_OF_ENGINE:]
     join_ranks = _joining_ranks(config, grid_of(config, rank), room[0]) if room else None
     block = rank // options.num_stage_ranks
 
     def join() -> RankPlace:
         ranks = None if join_ranks is None else join_ranks()
         link = joined(block, num_stages, pipes) if pipes else None
-        return RankPlace(rank, ranks, link)
+        place = RankPlace(rank, ranks, link)
+        return among_engines(config, place, *of_engine) if of_engine else place
 
     return join
+
+
+def among_engines(config: EngineConfig, place: RankPlace, engine: int, room: int) -> RankPlace:
+    """Returns the place of a rank that meets those of other engines as well, number `engine` of
+    them, in the memory whose descriptor is `room`.
+    """
+    from octavo.backends.native.ranks import EngineRanks, SharedMemoryRanks
+
+    grid = grid_among_engines(config, place.rank, engine)
+    ranks = SharedMemoryRanks(grid, room)
+    return replace(place, engines=EngineRanks(ranks, config.fleet.num_sharing), engine=engine)
 
 
 def _room_of(config: EngineConfig) -> SharedMemory | Rendezvous:

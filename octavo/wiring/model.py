@@ -59,7 +59,7 @@ from octavo.wiring.draft import (
 )
 from octavo.wiring.draft_head import OpenedHead, Reader, describe_unread, open_head
 from octavo.wiring.images import load_tower, tower_programs, with_tower
-from octavo.wiring.place import RankPlace, grid_of
+from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.sparsity import describe, for_sparsity, hot_neurons
@@ -178,10 +178,10 @@ def load_model(
     config, (whole, *encoders) = model.config, model.programs()
     place = place or RankPlace()
     link, ranks = place.link, place.ranks
-    own = part_of(config, model.checkpoint, whole, place.rank)
+    own = part_of(config, model.checkpoint, whole, place.rank, place.engine)
     own = for_sparsity(config, model.checkpoint, for_adapters(config, own))
     key, hot = _weights_key(model), hot_neurons(config, model.checkpoint)
-    backend = build_backend(config, ranks, weights_key=key, hot=hot)
+    backend = build_backend(config, ranks, place.engines, weights_key=key, hot=hot)
     # Everything that can be refused is refused before the first weight is read.
     if config.model.load_format != "dummy":
         check_tensors(model.checkpoint, [whole, *encoders, *tower_programs(model.checkpoint)])
@@ -304,15 +304,20 @@ def formats_by_weight(
         seen.update(program.weights)
 
 
-def part_of(config: EngineConfig, header: ModelHeader, whole: Program, rank: int) -> Program:
-    """Returns what one rank computes of a Program; ConfigError where it cannot be split over as
-    many as the options name.
+def part_of(
+    config: EngineConfig, header: ModelHeader, whole: Program, rank: int, engine: int = 0
+) -> Program:
+    """Returns what one rank computes of a Program, in one of the engines that may share their
+    experts; ConfigError where it cannot be split over as many as the options name.
     """
     options, grid = config.backend, grid_of(config, rank)
     check_experts(whole, options.expert_parallel_size)
+    num_engines, of_engines = config.fleet.num_sharing, grid_among_engines(config, rank, engine)
+    if num_engines > 1:
+        check_experts(whole, of_engines.num_experts, "enable_expert_parallel")
     num_stages = options.pipeline_parallel_size
     own = stages(whole, num_stages)[stage_of(rank // grid.num_ranks, num_stages)]
-    own = share_experts(own, grid.expert_place, grid.num_experts)
+    own = share_experts(own, of_engines.expert_place, of_engines.num_experts, num_engines)
     units = input_units(formats_of(config, header, whole))
     return shard(own, grid.tensor_place, grid.num_tensor, units)
 

@@ -8,12 +8,15 @@ states to the rank at its own place in the stage behind.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.backends.rank_grid import RankGrid
 from octavo.backends.ranks import Ranks
 from octavo.config.engine_config import EngineConfig
 from octavo.worker.stages.stage_link import StageLink
+
+if TYPE_CHECKING:
+    from octavo.backends.native.ranks import EngineRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +28,17 @@ class RankPlace:
     """The ranks of its stage; None where there is one."""
     link: StageLink | None = None
     """The stages before and behind; None where there is one stage."""
+    engines: EngineRanks | None = None
+    """The ranks of its stage in all engines that share their experts; None where none do."""
+    engine: int = 0
+    """Number of its engine among these."""
 
     def abort(self) -> None:
         """Ends a wait for a rank that has ended; the pipe of a stage breaks by itself."""
         if self.ranks is not None:
             self.ranks.abort()
+        if self.engines is not None:
+            self.engines.abort()
 
 
 def grid_of(config: EngineConfig, rank: int) -> RankGrid:
@@ -37,4 +46,16 @@ def grid_of(config: EngineConfig, rank: int) -> RankGrid:
     options = config.backend
     return RankGrid(
         rank % options.num_stage_ranks, options.tensor_parallel_size, options.expert_parallel_size
+    )
+
+
+def grid_among_engines(config: EngineConfig, rank: int, engine: int) -> RankGrid:
+    """Returns the place of an engine's rank among those of its stage in all engines that share
+    their experts.
+    """
+    own = grid_of(config, rank)
+    return RankGrid(
+        engine * own.num_ranks + own.rank,
+        own.num_tensor,
+        config.fleet.num_sharing * own.num_experts,
     )

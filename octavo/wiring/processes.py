@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.engine.clients.fleet import FleetClient
     from octavo.engine.clients.process import ProcessClient
     from octavo.engine.clients.supervised import SupervisedClient
+    from octavo.wiring.engine_meetings import EngineMeetings
 
 BUILD = "octavo.wiring.engine:build_core_of_options"
 
@@ -33,12 +34,15 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
     from octavo.engine.clients.fleet import FleetClient
 
     options = _shared_out(model, num_engines)
-    targets = [Target(f"engine {index}") for index in range(num_engines)]
+    pool = model.config.cache.kv_pool or ""
+    targets = [Target(f"engine {index}", pool=pool) for index in range(num_engines)]
     router = Router(ROUTING_POLICIES[model.config.fleet.routing_policy](), targets)
     clients: list[SupervisedClient] = []
+    meetings = _meetings(model)
     try:
         for index in range(num_engines):
-            clients.append(_start_core(model, options | _own(model, index), report))
+            own = options | _own(model, index)
+            clients.append(_start_core(model, own, report, meetings, index))
     except BaseException:
         for client in clients:
             client.close()
@@ -46,7 +50,24 @@ def start_processes(model: Model, report: Report) -> SupervisedClient | FleetCli
     return FleetClient(clients, router, BLOCK_SIZE)
 
 
-def _start_core(model: Model, options: dict[str, Any], report: Report) -> SupervisedClient:
+def _meetings(model: Model) -> EngineMeetings | None:
+    """Makes the meetings of engines that share their experts; None where each has all of them."""
+    if model.config.fleet.num_sharing == 1:
+        return None
+    from octavo.wiring.engine_meetings import EngineMeetings
+
+    options = model.config.backend
+    return EngineMeetings(model.config.fleet.num_sharing, options.pipeline_parallel_size)
+
+
+def _start_core(
+    model: Model,
+    options: dict[str, Any],
+    report: Report,
+    meetings: EngineMeetings | None = None,
+    index: int = 0,
+) -> SupervisedClient:
+    """Starts core `index` of those that meet, or one that meets no other."""
     from octavo.engine.clients.process import ProcessClient
     from octavo.engine.clients.supervised import SupervisedClient
 
@@ -55,10 +76,19 @@ def _start_core(model: Model, options: dict[str, Any], report: Report) -> Superv
         record = options["record"]
         if record is not None and num_before:
             record = f"{record}.{num_before}"
-        return ProcessClient(BUILD, options | {"record": record})
+        own = options | {"record": record}
+        if meetings is None:
+            return ProcessClient(BUILD, own)
+        with meetings.place(index, num_before) as place:
+            files = place.descriptors
+            return ProcessClient(BUILD, own, place=place.to_numbers(), inherited=files)
 
-    stall_timeout_s = model.config.observe.stall_timeout
-    return SupervisedClient(start, stall_timeout_s=stall_timeout_s, report=report)
+    return SupervisedClient(
+        start,
+        stall_timeout_s=model.config.observe.stall_timeout,
+        report=report,
+        shares_steps=meetings is not None,
+    )
 
 
 def _own(model: Model, index: int) -> dict[str, Any]:
@@ -69,7 +99,9 @@ def _own(model: Model, index: int) -> dict[str, Any]:
 
 def _shared_out(model: Model, num_engines: int) -> dict[str, Any]:
     """Returns the options of each engine; ConfigError where the memory does not hold them all."""
-    options = model.options() | {"data_parallel_size": 1, "routing_policy": "kv"}
+    options = model.options() | {"routing_policy": "kv"}
+    if model.config.fleet.num_sharing == 1:
+        options["data_parallel_size"] = 1
     if model.config.fleet.routing_policy == "kv" and model.config.cache.kv_events_config is None:
         options["kv_events_config"] = LOGGED_ONLY
     available_bytes = Machine().available_bytes()

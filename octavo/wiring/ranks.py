@@ -26,18 +26,23 @@ from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.start import start_ranks
 
 if TYPE_CHECKING:
+    from octavo.wiring.engine_meetings import EnginePlace
     from octavo.worker.ranks.other_ranks import OtherRanks
 
 LOAD = "octavo.wiring.ranks:load_rank"
 
 
-def start_other_ranks(model: Model) -> tuple[RankPlace, OtherRanks]:
-    """Starts the processes of the other ranks and meets them."""
+def start_other_ranks(
+    model: Model, engine: EnginePlace | None = None
+) -> tuple[RankPlace, OtherRanks]:
+    """Starts the processes of the other ranks and meets them; `engine` is the place of the engine
+    among those that share their experts.
+    """
     config = model.config
     # A model that cannot be split is refused before any process is started.
     part_of(config, model.checkpoint, model.program(), 0)
     options = model.options() | {"record": None}
-    meeting = ModelMeeting(config)
+    meeting = ModelMeeting(config, engine)
     try:
         return start_ranks(LOAD, options, config.backend.num_ranks, meeting, meeting.join)
     except BaseException:

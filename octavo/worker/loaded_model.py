@@ -144,7 +144,8 @@ class LoadedModel:
         ]
         media = self._media()
         encoder = self.encoder
-        is_alone = self.config.backend.num_ranks == 1
+        shares_steps = self.config.fleet.num_sharing > 1
+        is_alone = self.config.backend.num_ranks == 1 and not shares_steps
         return Worker(
             ProgramRunners(
                 {name: self._runner(name, kv, media) for name in self.programs if name != encoder},
@@ -154,6 +155,7 @@ class LoadedModel:
             self.rows,
             close=self.backend.close,
             is_alone=is_alone,
+            shares_steps=shares_steps,
             adapters=self.adapters,
             draft=self._draft_model(kv),
             media=media,
@@ -196,7 +198,8 @@ class LoadedModel:
             return StageRunner(runnable, kv, self.rows, self.link)
         if "pooled" not in program.outputs:
             before = None if self.link is None else self.link.before
-            return ModelRunner(runnable, kv, self.rows, media, before)
+            in_one_part = self.config.fleet.num_sharing > 1
+            return ModelRunner(runnable, kv, self.rows, media, before, in_one_part=in_one_part)
         num_axes = num_position_axes(program)
         return PoolingRunner(runnable, kv, self.rows, num_position_axes=num_axes)
 

@@ -16,6 +16,7 @@ from octavo.backends.base import (
     AsyncRunnable,
     CheckingRunnable,
     DecodingRunnable,
+    JoiningRunnable,
     Runnable,
 )
 from octavo.backends.batch import (
@@ -51,15 +52,19 @@ class ModelRunner:
         rows: RequestRows,
         media: StepMedia | None = None,
         before: HiddenReceiver | None = None,
+        *,
+        in_one_part: bool = False,
     ) -> None:
         """Takes the images of its steps, where the Program reads any; `before` has the hidden
-        states that the stage before has made, where there is one.
+        states that the stage before has made, where there is one. With `in_one_part` each step is
+        one run of the Program, as other engines count on that share its experts.
         """
         self.runnable = runnable
         self._media = media
         self._before = before
         self._asynchronous = runnable if isinstance(runnable, AsyncRunnable) else None
         self._checking = runnable if isinstance(runnable, CheckingRunnable) else None
+        self._in_one_part = in_one_part
         self._kv = kv
         self._rows = rows
 
@@ -82,8 +87,15 @@ class ModelRunner:
         """Splits a step's rows where more of them are sampled than the backend has checked at once,
         and some have to be checked.
         """
+        if self._in_one_part:
+            return [scheduled]
         most = 0 if self._checking is None else self._checking.max_checked
         return checked_shares(scheduled, self._rows, most)
+
+    def join(self) -> None:
+        """Computes a step of no rows, whose experts compute those of other engines."""
+        assert isinstance(self.runnable, JoiningRunnable), "other backends are refused"
+        self.runnable.join(self._kv)
 
     def run(self, step: PreparedStep) -> list[RowResult]:
         """Computes a step; returns one result for each row, in order.

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import AsyncRunnable, Runnable
+from octavo.backends.base import AsyncRunnable, JoiningRunnable, Runnable
 from octavo.backends.batch import StepBatch, StepOutput
 from octavo.backends.kv import KvCache
 from octavo.pooling_params import PoolingParams
@@ -66,6 +66,11 @@ class PoolingRunner:
         """Returns 1 for tokens of the second text of a pair, else 0, `[T]`."""
         counts = batch.query_starts[1:] - batch.query_starts[:-1]
         return (batch.places >= self._rows.second_starts[rows].repeat(counts)).astype(np.int32)
+
+    def join(self) -> None:
+        """Computes a step of no rows, whose experts compute those of other engines."""
+        assert isinstance(self.runnable, JoiningRunnable), "other backends are refused"
+        self.runnable.join(self._kv)
 
     def run(self, step: PooledStep) -> list[RowResult]:
         """Computes a step; returns one result for each row, in order."""

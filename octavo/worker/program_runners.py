@@ -154,6 +154,11 @@ class ProgramRunners:
             for part in runner.shares(scheduled)
         ]
 
+    def join(self) -> None:
+        """Computes a step of no rows, whose experts compute those of other engines."""
+        for runner in self._runners.values():
+            runner.join()
+
     def run(self, step: PreparedParts) -> list[RowResult]:
         """Computes a step; returns one result for each row, in order."""
         failures = NO_FAILURES

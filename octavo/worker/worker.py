@@ -80,11 +80,14 @@ class Worker:
         *,
         close: Callable[[], None],
         is_alone: bool = True,
+        shares_steps: bool = False,
         adapters: AdapterStore | None = None,
         draft: DraftModel | None = None,
         media: StepMedia | None = None,
     ) -> None:
-        """`is_alone`: there are no other ranks, which would not know of a step taken apart."""
+        """`is_alone`: there are no other ranks, which would not know of a step taken apart;
+        `shares_steps`: there are other engines, whose experts compute its rows, and its own theirs.
+        """
         self._runner = runners
         self._rows = rows
         self.cache_engine = cache_engine
@@ -95,6 +98,7 @@ class Worker:
         """Time at which the device had computed the last step taken in."""
         self._close = close
         self._is_alone = is_alone
+        self._shares_steps = shares_steps
         self._adapters = adapters
         self._draft = draft
         self._media = media
@@ -106,6 +110,8 @@ class Worker:
         began = time.perf_counter()
         moved_s = max(self._apply(plan), self.cache_engine.settle(plan.moves))
         self._begin_connector(plan)
+        if plan.joins:
+            self._runner.join()
         results, num_steps = self._compute(plan, between) if plan.rows else DecodedRows([], 1)
         if self._draft is not None and plan.rows:
             self._draft.follow(plan.rows, results)
@@ -175,6 +181,8 @@ class Worker:
 
     def _run_now(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
         prepared = self._faults.prepare(rows, self._runner.prepare)
+        if prepared.step is None and self._shares_steps:
+            self._runner.join()
         return prepared.in_order([] if prepared.step is None else self._runner.run(prepared.step))
 
     def _take_in(self, step: LaunchedStep) -> StepResult:

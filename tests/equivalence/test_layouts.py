@@ -20,6 +20,8 @@ from tests.support.tiny_models import tiny_model
 
 TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 EXPERTS, ENGINES = {"expert_parallel_size": 2}, {"data_parallel_size": 2}
+SHARED = ENGINES | {"enable_expert_parallel": True, "routing_policy": "round_robin"}
+"""Engines with tokens of their own, each with half of the experts."""
 LENGTHS = (5, 40, 33, 16, 70)
 LAYERS = {"num_hidden_layers": 4}
 
@@ -29,7 +31,7 @@ def path_of(family: str) -> Path:
     return tiny_model(family, **LAYERS).path
 
 
-def laid_out(layout: dict[str, int], family: str = "qwen3_moe", **options: Any) -> LLM:
+def laid_out(layout: dict[str, Any], family: str = "qwen3_moe", **options: Any) -> LLM:
     usual = {"backend": "native", "dtype": "float32", "max_num_batched_tokens": 24}
     if "data_parallel_size" in layout:
         usual["kv_cache_memory_bytes"] = 8 << 20
@@ -60,6 +62,7 @@ def of_one_process(num_tensor: int, family: str = "qwen3_moe") -> list[list]:
         EXPERTS,
         {"expert_parallel_size": 3},
         TENSOR | EXPERTS,
+        SHARED,
         *(
             pytest.param(layout, marks=pytest.mark.slow)
             for layout in (
@@ -69,12 +72,16 @@ def of_one_process(num_tensor: int, family: str = "qwen3_moe") -> list[list]:
                 ENGINES | TENSOR,
                 ENGINES | STAGES,
                 TENSOR | STAGES | EXPERTS,
+                SHARED | {"data_parallel_size": 3},
+                SHARED | TENSOR,
+                SHARED | STAGES,
+                SHARED | EXPERTS,
             )
         ),
     ],
     ids=lambda layout: "-".join(f"{name.split('_')[0]}{size}" for name, size in layout.items()),
 )
-def test_a_layout_gives_the_bits_of_one_process(layout: dict[str, int]) -> None:
+def test_a_layout_gives_the_bits_of_one_process(layout: dict[str, Any]) -> None:
     with laid_out(layout) as llm:
         found = outputs_of(llm)
     assert found == of_one_process(layout.get("tensor_parallel_size", 1))
@@ -86,6 +93,26 @@ def test_experts_of_other_families(family: str) -> None:
     with laid_out(EXPERTS, family) as llm:
         found = outputs_of(llm)
     assert found == of_one_process(1, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "llama4_text"])
+def test_shared_experts_of_other_families(family: str) -> None:
+    with laid_out(SHARED, family) as llm:
+        found = outputs_of(llm)
+    assert found == of_one_process(1, family)
+
+
+def test_an_engine_without_work_takes_empty_steps() -> None:
+    """A request alone: every step is the other engine's too, which has no rows."""
+    params = msgspec.structs.replace(SAMPLED, max_tokens=8)
+    with laid_out({}) as llm:
+        wanted = fingerprint(llm.generate(prompts_of(40), params)[0])
+    with laid_out(SHARED) as llm:
+        found = [fingerprint(llm.generate(prompts_of(40), params)[0]) for _ in range(3)]
+        steps = [engine.num_steps for engine in llm.front.stats.engines]
+    assert found == [wanted] * 3
+    assert all(steps)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +150,25 @@ def test_what_experts_cannot_do_is_refused_before_anything_starts(
     family = options.pop("family", "qwen3_moe")
     with pytest.raises(ConfigError, match=message):
         laid_out(EXPERTS | options, family)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": "llama"}, "enable_expert_parallel: got 2, but decoder has no experts"),
+        ({"data_parallel_size": 1}, "enable_expert_parallel: allowed only with several engines"),
+        ({"data_parallel_size": 4} | EXPERTS, "enable_expert_parallel: got 8, but decoder has 7"),
+        ({"backend": "torch"}, "enable_expert_parallel: allowed only with the native backend"),
+        ({"num_scheduler_steps": 4}, "got 4, allowed is 1 with enable_expert_parallel"),
+        ({"enable_lora": True}, "enable_expert_parallel: not allowed beside enable_lora"),
+    ],
+)
+def test_what_engines_that_share_experts_cannot_do_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    family = options.pop("family", "qwen3_moe")
+    layout = SHARED | options
+    if layout["data_parallel_size"] == 1:
+        layout["routing_policy"] = "kv"
+    with pytest.raises(ConfigError, match=message):
+        laid_out(layout, family)

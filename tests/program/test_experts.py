@@ -48,6 +48,23 @@ def test_ranks_together_are_the_whole_bit_by_bit(family: str, num_ranks: int) ->
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("num_places", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_that_share_experts_have_the_bits_of_one(family: str, num_places: int) -> None:
+    """Two engines with other tokens each, and other numbers of them."""
+    tiny = tiny_model(family)
+    all_ids = ids_of(tiny.config["vocab_size"])
+    own_ids = [all_ids[:19], all_ids[19:]]
+    wanted = [PagedRunner(tiny.path).logits(ids) for ids in own_ids]
+
+    def run(rank: int, backend: ReferenceBackend) -> NDArray:
+        rewrite = partial(share_experts, rank=rank, num_ranks=2 * num_places, num_engines=2)
+        return PagedRunner(tiny.path, backend, rewrite=rewrite).logits(own_ids[rank // num_places])
+
+    for rank, found in enumerate(in_threads(2 * num_places, run)):
+        np.testing.assert_array_equal(found, wanted[rank // num_places])
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_that_are_packed_at_load_have_the_same_bits(quantization: str) -> None:
     tiny = tiny_model("qwen2_moe", **WIDTHS_OF_32["qwen2_moe"])

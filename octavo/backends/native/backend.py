@@ -33,6 +33,7 @@ from octavo.backends.batch import (
     SamplingBatch,
     StepBatch,
     StepOutput,
+    empty_batch,
 )
 from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
 from octavo.backends.native.adapters import NativeAdapters
@@ -44,14 +45,14 @@ from octavo.backends.native.hidden import with_hidden
 from octavo.backends.native.lower import Lowering
 from octavo.backends.native.neurons import split_neurons
 from octavo.backends.native.offload import OffloadedProgram, StreamedWeights, offload
-from octavo.backends.native.ranks import SharedMemoryRanks
+from octavo.backends.native.ranks import EngineRanks, SharedMemoryRanks
 from octavo.backends.native.states import StateBlocks
 from octavo.backends.native.weights import NativeWeights
 from octavo.backends.rank_grid import ALONE
 from octavo.errors import BackendUnavailable, ConfigError, EngineDead
 from octavo.outputs import OpProfile, Profile
 from octavo.program.low_rank import Site
-from octavo.program.ops import Linear
+from octavo.program.ops import Linear, num_position_axes
 from octavo.program.passes.adapters import tables_of
 from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.fuse import fuse
@@ -101,10 +102,15 @@ class NativeBackend:
         *,
         level: str | None = None,
         ranks: SharedMemoryRanks | None = None,
+        engines: EngineRanks | None = None,
     ) -> None:
-        """`ranks` are given where several processes share the model."""
+        """`ranks` are given where several processes share the model, `engines` where several
+        engines share its experts.
+        """
         self._ranks = ranks
-        self._grid = ALONE if ranks is None else ranks.grid
+        self._engines = engines
+        met = ranks if engines is None else engines.ranks
+        self._grid = ALONE if met is None else met.grid
         if options.kv_cache_dtype not in KV_DTYPES:
             got = (
                 f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got"
@@ -167,6 +173,8 @@ class NativeBackend:
         executor.share_prefixes(self.options.shared_prefix_attention)
         if self._ranks is not None:
             executor.meet(self._ranks.shared)
+        if self._engines is not None:
+            executor.meet_engines(self._engines.ranks.shared, self._engines.num_engines)
         streamed = None if self.options.offload is None else self._streamed(program)
         if streamed is not None:
             streamed.open(load, self.options.dtype, weights)
@@ -174,7 +182,8 @@ class NativeBackend:
         chunk_of = _in_memory if streamed is None else streamed.chunk_of
         neurons = None if streamed is None else streamed.neurons
         lowering = Lowering(optimized, executor, weights, chunk_of, observed, neurons=neurons)
-        lowering.run()
+        with _fatal_as_engine_dead():
+            lowering.run()
         weights.pack()
         products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
         computes_fp32 = all(weights.reads_fp32(op) for op in products)
@@ -303,6 +312,9 @@ class NativeProgram:
         self._executor = executor
         self._vocab_size = program.vocab_size
         self._kept_rows = NativeRows(executor, program.vocab_size)
+        self._num_axes = num_position_axes(program)
+        hidden = program.inputs.get("hidden")
+        self._in_width = None if hidden is None else hidden.width
         ((self._output, value),) = program.outputs.items()
         self._output_axis, self._out_width = value.axis, value.width
         self._weight_bytes = weight_bytes
@@ -351,6 +363,10 @@ class NativeProgram:
 
     def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
         return self._run(batch, kv, check)
+
+    def join(self, kv: KvCache) -> None:
+        num_groups = len(self.kv_layouts)
+        self._run(empty_batch(num_groups, self._num_axes, self._in_width), kv, None)
 
     def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
         if self._output_axis == "requests":

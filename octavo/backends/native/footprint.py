@@ -17,6 +17,7 @@ from octavo.backends.native.stages import body_first, plan_arena, stages_of
 from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import HeadLinear, Linear
 from octavo.program.program import Program, Weight
+from octavo.program.rank_ops import Dispatch
 
 FP32_CODES = ("fp32", "fp16")
 """Codes whose products read fp32 rows."""
@@ -76,6 +77,10 @@ def _step_bytes(optimized: Program, max_tokens: int) -> int:
 
 
 def _expert_rows(program: Program, max_tokens: int) -> int:
-    """Returns the rows that experts have in the largest step: each begins on a multiple of 16."""
+    """Returns the rows that experts have in the largest step, of all engines that share them: each
+    expert's begin on a multiple of 16.
+    """
     routes = [op for op in program.ops if isinstance(op, Route)]
-    return max((max_tokens * op.top_k + 16 * op.num_experts for op in routes), default=0)
+    engines = max((op.num_engines for op in program.ops if isinstance(op, Dispatch)), default=1)
+    most = engines * max_tokens
+    return max((most * op.top_k + 16 * op.num_experts for op in routes), default=0)

@@ -18,6 +18,8 @@ class ExpertLowering:
         self._weights, self._builder, self._span = emitter.weights, emitter.builder, emitter.span
         self._routes: dict[Value, tuple[int, expert_ops.Route]] = {}
         """The executor's choice of experts that makes a Value, and its op."""
+        self._chosen_rows: set[Value] = set()
+        """Rows of tokens, for the first product of the experts that they chose."""
 
     def lower_Route(self, op: expert_ops.Route) -> None:
         self._emitter.begin()
@@ -27,6 +29,7 @@ class ExpertLowering:
             **route_parameters(op, self._weights.floats),
         )
         self._routes |= dict.fromkeys(op.outs, (index, op))
+        self._chosen_rows.add(op.outs[0])
 
     def lower_GroupedLinear(self, op: expert_ops.GroupedLinear) -> None:
         route, _ = self._routes[op.ids]
@@ -53,12 +56,12 @@ class ExpertLowering:
         product before it, or a stage of their own; opens the product's stage.
         """
         route, chosen = self._routes[op.ids]
-        if op.x == chosen.outs[0] and chosen.scales_rows:
+        if op.x in self._chosen_rows and chosen.scales_rows:
             self._emitter.begin()
             rows = self._builder.expert_conversion(
                 self._span(chosen.x), route, tiles.handle, by=self._span(chosen.outs[2])
             )
-        elif op.x == chosen.outs[0]:
+        elif op.x in self._chosen_rows:
             rows = self._builder.convert_in_route(self._span(chosen.x), tiles.handle)
             self._emitter.begin()
         elif (
@@ -84,10 +87,17 @@ class ExpertLowering:
         )
 
     def lower_Dispatch(self, op: rank_ops.Dispatch) -> None:
-        """Tells the choice of experts whose rows are computed here: no stage of its own."""
+        """Tells the choice of experts whose rows are computed here: no stage of its own, unless
+        other engines have tokens too.
+        """
         index, route = self._routes[op.ids]
         self._builder.dispatch(index, op.first, op.last)
         self._routes[op.out] = (index, route)
+        if op.num_engines > 1:
+            self._emitter.begin()
+            weights = self._span(route.outs[2])
+            self._builder.dispatch_rows(self._span(route.x), weights, index)
+            self._chosen_rows.update(op.outs)
 
     def lower_Collect(self, op: rank_ops.Collect) -> None:
         index, _ = self._routes[op.ids]

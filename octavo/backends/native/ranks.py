@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,18 @@ class SharedMemoryRanks:
 
     def abort(self) -> None:
         self.shared.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRanks:
+    """This process's place among the ranks of several engines that share their experts."""
+
+    ranks: SharedMemoryRanks
+    """Ranks of all engines, engine by engine, whose expert places count through all of them."""
+    num_engines: int
+
+    def abort(self) -> None:
+        self.ranks.abort()
 
 
 def _file_in_memory() -> int:

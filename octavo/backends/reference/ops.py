@@ -349,13 +349,32 @@ def grouped_linear(op: expert_ops.GroupedLinear, step: ReferenceStep) -> Made:
 
 def dispatch(op: rank_ops.Dispatch, step: ReferenceStep) -> Made:
     ids = step.get(op.ids)
-    return (np.where((op.first <= ids) & (ids < op.last), ids - op.first, -1),)
+    others: Made = ()
+    if op.rows is not None:
+        ids = np.concatenate(_of_engines(step, ids, op.num_engines))
+        others = (np.concatenate(_of_engines(step, step.get(op.rows), op.num_engines)),)
+    return (np.where((op.first <= ids) & (ids < op.last), ids - op.first, -1), *others)
 
 
 def collect(op: rank_ops.Collect, step: ReferenceStep) -> Made:
+    own = step.get(op.ids)
+    ids = [own] if op.num_engines == 1 else _of_engines(step, own, op.num_engines)
     parts = np.stack(step.exchange(step.get(op.x)))
-    owners = np.searchsorted(op.firsts, step.get(op.ids).reshape(-1), side="right") - 1
-    return (parts[owners, np.arange(len(owners))],)
+    owners = np.searchsorted(op.firsts, np.concatenate(ids).reshape(-1), side="right") - 1
+    rows = parts[owners, np.arange(len(owners))]
+    engine = next(at for at, one in enumerate(ids) if one is own)
+    first = sum(one.size for one in ids[:engine])
+    return (rows[first : first + own.size],)
+
+
+def _of_engines(step: ReferenceStep, x: NDArray, num_engines: int) -> list[NDArray]:
+    """Returns each engine's x, which its ranks have alike; this rank's own object among them."""
+    parts = step.exchange(x)
+    ranks = len(parts) // num_engines
+    return [
+        next((part for part in parts[at : at + ranks] if part is x), parts[at])
+        for at in range(0, len(parts), ranks)
+    ]
 
 
 def combine(op: expert_ops.Combine, step: ReferenceStep) -> Made:

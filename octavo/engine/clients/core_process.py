@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import zmq
@@ -34,6 +34,7 @@ from octavo.engine.clients.heartbeat import (
     MonitoredExecutor,
 )
 from octavo.engine.clients.messages import (
+    CalledToStep,
     Connected,
     CoreReady,
     CoreSetup,
@@ -44,12 +45,12 @@ from octavo.engine.clients.messages import (
     Stepped,
 )
 from octavo.engine.core import CoreOutputs, EngineCore
-from octavo.errors import EngineDead, InvalidRequest, OctavoError
-from octavo.ports import Losable
-from octavo.progress import Report
+from octavo.errors import InvalidRequest, OctavoError
+from octavo.ports import Losable, StepSharer
 
-BuildCore: TypeAlias = Callable[[dict[str, Any], Report], tuple[EngineCore, EngineInfo]]
-"""Builds an engine core from flat options."""
+BuildCore: TypeAlias = Callable[..., tuple[EngineCore, EngineInfo]]
+"""Builds an engine core from flat options, a Report and, where the setup has one, its place among
+engines that share their experts."""
 
 OWN_COMMANDS = "inproc://own-commands"
 
@@ -90,8 +91,10 @@ class CoreLoop:
         self._commands = commands
         self._replies = replies
         self._page = page
+        self._sharer: StepSharer | None = None
+        """The executor, where other engines compute its steps too."""
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Command | ExecutorLost)
+        self._decoder = msgspec.msgpack.Decoder(Command | ExecutorLost | CalledToStep)
 
     def send(self, reply: Reply) -> None:
         self._replies.send(self._encoder.encode(reply))
@@ -102,9 +105,13 @@ class CoreLoop:
         self.send(Connected())
         module, _, function = setup.build.partition(":")
         build: BuildCore = getattr(importlib.import_module(module), function)
-        core, info = build(setup.options, lambda text: self.send(LoadProgress(text)))
+        place = [setup.place] if setup.place else []
+        core, info = build(setup.options, lambda text: self.send(LoadProgress(text)), *place)
         if isinstance(core.executor, Losable):
             core.executor.when_lost(self._note_loss)
+        if isinstance(core.executor, StepSharer):
+            self._sharer = core.executor
+            self._sharer.when_called(self._note_call)
         core.executor = MonitoredExecutor(core.executor, self._page)
         heartbeat = HeartbeatThread(core.executor, self._page)
         self.send(CoreReady(info))
@@ -112,6 +119,8 @@ class CoreLoop:
             while self._take_commands(core, heartbeat):
                 if core.has_work:
                     self.send(Stepped(core.step(self._send_early)))
+                elif self._is_called:
+                    self._take_part(core)
         finally:
             heartbeat.close()
             core.close()
@@ -128,9 +137,7 @@ class CoreLoop:
 
         Returns False when it is time to end.
         """
-        while not core.has_work or self._commands.poll(
-            math.ceil(1000 * min(core.pause_s(), HEARTBEAT_INTERVAL_S))
-        ):
+        while not (core.has_work or self._is_called) or self._commands.poll(self._pause_ms(core)):
             if not core.has_work:
                 heartbeat.rest()
             command = self._decoder.decode(self._commands.recv())
@@ -138,18 +145,42 @@ class CoreLoop:
             if isinstance(command, CloseCore):
                 return False
             if isinstance(command, ExecutorLost):
-                raise EngineDead(command.error)
+                raise command.error.error("the executor")
+            if isinstance(command, CalledToStep):
+                continue
             if isinstance(command, RunQuery):
                 self.send(_result_of(core, command))
             else:
                 apply_command(core, command)
         return True
 
+    def _pause_ms(self, core: EngineCore) -> int:
+        """Returns the milliseconds for which the next step may wait for a command."""
+        pause_s = 0.0 if self._is_called else core.pause_s()
+        return math.ceil(1000 * min(pause_s, HEARTBEAT_INTERVAL_S))
+
+    @property
+    def _is_called(self) -> bool:
+        """Whether another engine has begun a step that this one has to take part in."""
+        return self._sharer is not None and self._sharer.is_behind
+
+    def _take_part(self, core: EngineCore) -> None:
+        """Takes an empty step in a core that has no work of its own."""
+        outputs = core.step()
+        if outputs.outputs or outputs.block_events:
+            self.send(Stepped(outputs))
+
     def _note_loss(self, error: OctavoError) -> None:
+        self._tell_self(ExecutorLost(ChildFailed.of(error)))
+
+    def _note_call(self) -> None:
+        self._tell_self(CalledToStep())
+
+    def _tell_self(self, message: ExecutorLost | CalledToStep) -> None:
         """Wakes a loop that blocks for commands; called by another thread."""
         with self._commands.context.socket(zmq.PUSH) as own:
             own.connect(OWN_COMMANDS)
-            own.send(self._encoder.encode(ExecutorLost(error.message)))
+            own.send(msgspec.msgpack.encode(message))
 
 
 def _result_of(core: EngineCore, command: RunQuery) -> QueryResult:

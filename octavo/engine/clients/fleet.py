@@ -25,7 +25,13 @@ from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineRequest
 from octavo.engine.stats import EngineStats, total_stats
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
+from octavo.errors import (
+    EngineDead,
+    InvalidRequest,
+    OctavoError,
+    PeerEngineDead,
+    Unavailable,
+)
 from octavo.progress import Report
 from octavo.routing.job import RoutingJob
 from octavo.routing.router import Router
@@ -66,12 +72,14 @@ class FleetClient:
         troubles = [client.trouble for client in self._clients]
         return troubles[0] if all(troubles) else ""
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the cores."""
+        return [client.pid for client in self._clients]
+
     def wait_until_ready(self, report: Report) -> EngineInfo:
         """Passes on what the cores say of their loading, and returns when all are ready."""
-        infos = [
-            client.wait_until_ready(_prefixed(report, index))
-            for index, client in enumerate(self._clients)
-        ]
+        infos = self._infos(report)
         smallest = min(infos, key=lambda info: info.kv_capacity_tokens)
         self.info = msgspec.structs.replace(
             smallest,
@@ -85,6 +93,21 @@ class FleetClient:
                 target=self._read, args=(index,), name=f"octavo-engine-{index}", daemon=True
             ).start()
         return self.info
+
+    def _infos(self, report: Report) -> list[EngineInfo]:
+        """Returns what each core says of itself once it is ready. Where one ends because of
+        another's end, that one's reason is raised.
+        """
+        infos: list[EngineInfo] = []
+        by_peer: PeerEngineDead | None = None
+        for index, client in enumerate(self._clients):
+            try:
+                infos.append(client.wait_until_ready(_prefixed(report, index)))
+            except PeerEngineDead as error:
+                by_peer = error
+        if by_peer is not None:
+            raise by_peer
+        return infos
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -160,6 +183,8 @@ class FleetClient:
 
     def close(self) -> None:
         self._closing = True
+        for client in self._clients:
+            client.replace_no_more()  # where one ends, others may not go on without it
         for client in self._clients:
             client.close()
         self._outputs.put(None)
@@ -238,13 +263,12 @@ class FleetClient:
         """Gives to other cores what the core that is being replaced need not compute."""
         with self._lock:
             self._router.targets[index].cached.clear()
-            requests = self._clients[index].hand_over() if self._well() else []
+            well = self._well()  # one that ends now keeps its requests for its successor
+            requests = self._clients[index].hand_over() if well else []
             for request in requests:
                 self._router.ended(request.request_id)
                 job = self._job(request)
-                self._place(
-                    [request], job, self._router.choose(job, self._well(), time.monotonic())
-                )
+                self._place([request], job, self._router.choose(job, well, time.monotonic()))
 
 
 def _prefixed(report: Report, index: int) -> Callable[[str], None]:

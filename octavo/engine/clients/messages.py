@@ -23,6 +23,9 @@ class CoreSetup(msgspec.Struct):
     """Name of a `core_process.BuildCore`, "module:function"."""
     options: dict[str, Any]
     """Engine options by their flat names."""
+    place: list[int] = []
+    """Place among engines that share their experts, as the function is given it; [] where they do
+    not."""
 
 
 class Connected(msgspec.Struct, tag=True):
@@ -63,7 +66,13 @@ Reply = Connected | LoadProgress | CoreReady | ChildFailed | Stepped | QueryResu
 class ExecutorLost(msgspec.Struct, tag=True):
     """A message of the core's process to itself, from another thread: the executor has ended."""
 
-    error: str
+    error: ChildFailed
+
+
+class CalledToStep(msgspec.Struct, tag=True):
+    """A message of the core's process to itself, from another thread: another engine has begun a
+    step in which this one has to take part.
+    """
 
 
 _decoder = msgspec.msgpack.Decoder(Command)

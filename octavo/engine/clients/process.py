@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,18 @@ class ProcessClient:
     info: EngineInfo
     trouble = ""
 
-    def __init__(self, build: str, options: dict[str, Any]) -> None:
-        """`build` names the function ("module:function") that builds the core in the child."""
+    def __init__(
+        self,
+        build: str,
+        options: dict[str, Any],
+        *,
+        place: Sequence[int] = (),
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """`build` names the function ("module:function") that builds the core in the child, which
+        has the `inherited` descriptors; it is given the `place`, where there is one.
+        """
+        self._inherited = inherited
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-")
@@ -107,7 +118,7 @@ class ProcessClient:
         self._poller = zmq.Poller()
         self._poller.register(self._replies, zmq.POLLIN)
         self._poller.register(self._life.fileno(), zmq.POLLIN)
-        self._send(msgspec.msgpack.encode(CoreSetup(build, options)))
+        self._send(msgspec.msgpack.encode(CoreSetup(build, options, list(place))))
 
     @property
     def pid(self) -> int:
@@ -210,7 +221,7 @@ class ProcessClient:
 
     def _start(self, life: int, page: int) -> subprocess.Popen[bytes]:
         arguments = [self._endpoint("commands"), self._endpoint("replies"), str(page)]
-        return start_bound(MAIN, arguments, pass_fds=[life, page])
+        return start_bound(MAIN, arguments, pass_fds=[life, page, *self._inherited])
 
     def _command(self, command: Command) -> None:
         self._send(self._encoder.encode(command))

@@ -27,7 +27,7 @@ from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.stats import EngineStats
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, PeerEngineDead
 from octavo.outputs import FinishReason
 from octavo.progress import Report
 from octavo.transfer.block_events import BlocksCleared
@@ -48,6 +48,8 @@ class CoreFailure:
     reason: str
     hung: bool = False
     was_ready: bool = True
+    by_peer: bool = False
+    """Whether another engine's end was the reason, for which no request here is to blame."""
     step_requests: list[str] = field(default_factory=list)
     """Unfinished requests of the step in progress."""
 
@@ -61,8 +63,18 @@ class SupervisedClient:
 
     info: EngineInfo
 
-    def __init__(self, start: StartCore, *, stall_timeout_s: float, report: Report) -> None:
-        """`report` is told of every replacement; with `stall_timeout_s` 0 a hang is not noticed."""
+    def __init__(
+        self,
+        start: StartCore,
+        *,
+        stall_timeout_s: float,
+        report: Report,
+        shares_steps: bool = False,
+    ) -> None:
+        """`report` is told of every replacement; with `stall_timeout_s` 0 a hang is not noticed.
+        `shares_steps`: a hang may be another core's, for which this one waits.
+        """
+        self._shares_steps = shares_steps
         self.trouble = ""
         self._start = start
         self._report = report
@@ -173,10 +185,14 @@ class SupervisedClient:
                 self._suspects.ended(name)
             return [self._ledger.give_up(name) for name in names]
 
-    def close(self) -> None:
+    def replace_no_more(self) -> None:
+        """Lets the core that ends from now on be the last one."""
         with self._lock:
             self._closing = True
         self._wake.set()
+
+    def close(self) -> None:
+        self.replace_no_more()
         self._core.close()
 
     # -- a core that works -------------------------------------------------------------------------
@@ -189,7 +205,8 @@ class SupervisedClient:
             step = self._core.receive(timeout_s)
         except OctavoError as error:
             self._note_recovery()
-            return self._replace(error.message, hung=False)
+            by_peer = isinstance(error, PeerEngineDead)
+            return self._replace(error.message, hung=False, by_peer=by_peer)
         self._note_recovery()
         if step is not None:
             return self._take(step)
@@ -259,7 +276,7 @@ class SupervisedClient:
 
     # -- a core that hangs or has died -------------------------------------------------------------
 
-    def _replace(self, reason: str, *, hung: bool) -> CoreOutputs | None:
+    def _replace(self, reason: str, *, hung: bool, by_peer: bool = False) -> CoreOutputs | None:
         """Ends the core; returns what it said last, and the ends of the requests that fail.
 
         The next `receive` starts another, once the delay is over.
@@ -274,7 +291,7 @@ class SupervisedClient:
         if not self._core.is_ready and in_step:
             # It died in its first step, before its message of being ready had left.
             self._backoff.note_ready(time.monotonic())
-        failure = CoreFailure(reason, hung, was_ready, self._ledger.known(in_step))
+        failure = CoreFailure(reason, hung, was_ready, by_peer, self._ledger.known(in_step))
         return self._recover(failure, outputs)
 
     def _recover(self, failure: CoreFailure, outputs: list[EngineOutput]) -> CoreOutputs | None:
@@ -314,8 +331,8 @@ class SupervisedClient:
         for a core that dies while it loads, but none waits forever for one that never loads.
         """
         unfinished = list(self._ledger.unfinished)
-        if failure.was_ready:
-            certain = failure.hung and bool(failure.step_requests)
+        if failure.was_ready and not failure.by_peer:
+            certain = failure.hung and bool(failure.step_requests) and not self._shares_steps
             return self._suspects.accuse(failure.step_requests or unfinished, certain=certain)
         self._suspects.postpone()
         return unfinished if self._backoff.num_failed_starts >= MAX_FAILED_STARTS else []

@@ -22,7 +22,7 @@ from octavo.program.ops import (
     SoftCap,
 )
 from octavo.program.program import Op, Program, Value
-from octavo.program.rank_ops import Collect
+from octavo.program.rank_ops import Collect, Dispatch
 
 ALIGN_FLOATS = 16
 """Alignment of a buffer in floats: rows start on cache lines."""
@@ -89,13 +89,21 @@ class _Readers:
         self.op: dict[Value, int] = {}
         self.stage: dict[Value, int] = {}
         laid_out: dict[Value, Value] = {}
+        scales: set[Value] = set()
         for at, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
             crosses = any(
                 _in_body(v) and not _in_body(out) for v in op.inputs for out in op.outputs
             )
-            if isinstance(op, Route) and op.scales_rows:
+            if isinstance(op, Route):
                 laid_out[op.outs[0]] = op.x
-            for value in (*op.inputs, *(laid_out[v] for v in op.inputs if v in laid_out)):
+                scales |= {op.outs[0]} if op.scales_rows else set()
+            # Rows that are laid out as they are were converted when they were chosen.
+            again = [
+                laid_out[value]
+                for value in op.inputs
+                if value in laid_out and (isinstance(op, Dispatch) or value in scales)
+            ]
+            for value in (*op.inputs, *again):
                 self.op[value] = at
                 # Another axis reads it again for each of its chunks, so it lives to the end.
                 self.stage[value] = stages[-1] if crosses else max(stage, self.stage.get(value, 0))
@@ -135,9 +143,11 @@ def _in_body(value: Value) -> bool:
 
 
 def _placed(op: Op) -> list[Value]:
-    """Returns the outs that have a place. Rows that a Route lays out have none: they are those of
-    its x, and products read them there.
+    """Returns the outs that have a place. Rows that a Route lays out or a Dispatch brings have
+    none: they are those of its x, or lie in memory of all ranks, and products read them there.
     """
+    if isinstance(op, Dispatch):
+        return []
     outs = op.outs[1:] if isinstance(op, Route) else op.outputs
     return [value for value in outs if value.dtype == "float"]
 

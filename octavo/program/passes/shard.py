@@ -389,7 +389,10 @@ class _Sharder:
         self._ops.append(replace(op, x=self._whole(op.x), logits=self._whole(op.logits), outs=outs))
 
     def _shard_Dispatch(self, op: rank_ops.Dispatch) -> None:
-        self._ops.append(replace(op, ids=self._whole(op.ids), out=self._make(op.out)))
+        rows = None if op.rows is None else self._whole(op.rows)
+        outs = tuple(self._make(out) for out in op.outs)
+        ids = self._whole(op.ids)
+        self._ops.append(replace(op, ids=ids, out=self._make(op.out), rows=rows, outs=outs))
 
     def _shard_Collect(self, op: rank_ops.Collect) -> None:
         """Collects whatever share of the rows a rank has: the ranks that have the other experts

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from octavo.backends.base import Runnable
+from octavo.backends.base import JoiningRunnable, Runnable
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import KvCache
 from octavo.step import RowResult, ScheduledRow
@@ -49,6 +49,11 @@ class StageRunner:
         if self._link.before is not None:
             batch.hidden = self._link.before.of(scheduled)
         return StageStep(scheduled, batch)
+
+    def join(self) -> None:
+        """Computes a step of no rows, whose experts compute those of other engines."""
+        assert isinstance(self.runnable, JoiningRunnable), "other backends are refused"
+        self.runnable.join(self._kv)
 
     def run(self, step: StageStep) -> list[RowResult]:
         """Computes a step and hands its hidden states on; returns results without tokens."""

@@ -1,0 +1,106 @@
+"""An executor whose steps are those of several engines at once, since they share their experts.
+
+A plan with rows begins the next common step; a plan without takes part in one that another engine
+has begun. Any fault ends the engine: the others wait for it within the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from octavo.errors import EngineDead, OctavoError
+from octavo.outputs import Profile
+from octavo.ports import Between, Launched
+from octavo.step import StepPlan, StepResult
+from octavo.worker.engine_links import EngineLinks
+from octavo.worker.ranks.ranked_worker import RankedWorker
+from octavo.worker.stages.pipelined_worker import PipelinedWorker
+from octavo.worker.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedStep:
+    """A launched common step. Implements `ports.Launched`."""
+
+    step: Launched
+    ended_by: Callable[[Exception], EngineDead]
+
+    def result(self) -> StepResult:
+        try:
+            return self.step.result()
+        except Exception as error:
+            raise self.ended_by(error) from error
+
+
+class JoinedExecutor:
+    """Implements `ports.AsyncExecutor`, `ports.Profiler`, `ports.Losable` and
+    `ports.StepSharer`.
+    """
+
+    def __init__(
+        self, executor: Worker | RankedWorker | PipelinedWorker, links: EngineLinks
+    ) -> None:
+        self._executor = executor
+        self._links = links
+
+    @property
+    def progress(self) -> int:
+        return self._executor.progress
+
+    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+        try:
+            return self._executor.execute(self._joined(plan), between)
+        except Exception as error:
+            raise self._ended_by(error) from error
+
+    def launch(self, plan: StepPlan) -> JoinedStep:
+        assert isinstance(self._executor, PipelinedWorker), "others compute a step at a time"
+        try:
+            return JoinedStep(self._executor.launch(self._joined(plan)), self._ended_by)
+        except Exception as error:
+            raise self._ended_by(error) from error
+
+    @property
+    def is_behind(self) -> bool:
+        return self._links.is_behind
+
+    def when_called(self, on_call: Callable[[], None]) -> None:
+        self._links.when_called(on_call)
+
+    def when_lost(self, on_loss: Callable[[OctavoError], None]) -> None:
+        self._links.when_lost(on_loss)
+        if not isinstance(self._executor, Worker):
+            self._executor.when_lost(on_loss)
+
+    def start_profile(self) -> None:
+        self._executor.start_profile()
+
+    def stop_profile(self) -> Profile:
+        return self._executor.stop_profile()
+
+    def close(self) -> None:
+        self._links.close()
+        self._executor.close()
+
+    def _joined(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan as it is carried out, and begins a common step where it computes one."""
+        if not plan.rows and not self._links.is_behind:
+            return plan
+        self._links.begin()
+        return plan if plan.rows else msgspec.structs.replace(plan, joins=True)
+
+    def _ended_by(self, error: Exception) -> EngineDead:
+        """Returns the error to raise after a fault: why another engine has ended, where that was
+        the reason.
+        """
+        lost = self._links.await_loss() if isinstance(error, EngineDead) else None
+        if isinstance(lost, EngineDead):
+            return lost
+        if isinstance(error, EngineDead):
+            return error
+        return EngineDead(
+            f"a step that engines compute together has failed: {type(error).__name__}: {error}"
+        )
