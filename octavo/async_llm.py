@@ -73,6 +73,7 @@ class AsyncLLM:
             front.info.transfer,
             compute=self._compute_for_peer,
             compute_here=front.compute_here,
+            max_chunk=front.config.scheduler.max_num_batched_tokens,
         )
         self._feed = EngineFeed(front.client.watch, front.outputs.name_of)
         self._streams = RequestStreams(
@@ -444,5 +445,6 @@ class AsyncLLM:
         """Takes in what a step says of the engine, before the streams get its outputs."""
         self.limits.take(step)
         self._transfers.note_blocks(step.block_events)
+        self._transfers.note_rates(step.costs, step.stats.connector.stored)
         if step.view is not None:
             self._feed.offer(step.view, step.stats)

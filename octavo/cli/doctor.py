@@ -66,6 +66,8 @@ def findings() -> Iterator[Finding]:
     yield _native()
     yield from _torch()
     yield _mooncake()
+    yield _nixl()
+    yield _ray()
     yield Finding("default", f"--backend {default_backend()}")
 
 
@@ -136,6 +138,23 @@ def _mooncake() -> Finding:
     except BackendUnavailable as error:
         return Finding("Mooncake", error.message, ok=False, hint=error.hint)
     return Finding("Mooncake", f"transfer engine {version}")
+
+
+def _nixl() -> Finding:
+    from octavo.worker.connectors.nixl_mover import require_nixl
+
+    version = _version("nixl") or _version("nixl-cu12")
+    if version is None:
+        return Finding("NIXL", "not installed; --kv-transfer nixl needs it")
+    try:
+        require_nixl()
+    except BackendUnavailable as error:
+        return Finding("NIXL", error.message, ok=False, hint=error.hint)
+    return Finding("NIXL", version)
+
+
+def _ray() -> Finding:
+    return Finding("Ray", _version("ray") or "not installed; octavo cluster needs it")
 
 
 def _cuda(torch: Any) -> Iterator[Finding]:

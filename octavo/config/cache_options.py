@@ -93,10 +93,10 @@ class CacheOptions:
 class TransferOptions:
     """Options of KV blocks that go from one engine to another."""
 
-    kv_transfer: Literal["zmq", "mooncake"] | None = option(
+    kv_transfer: Literal["zmq", "mooncake", "nixl"] | None = option(
         None,
-        "how KV blocks go to other engines and come from them: zmq, in messages over TCP; mooncake,"
-        " read out of memory by its transfer engine; default not",
+        "how KV blocks go to other engines and come from them: zmq, in messages over TCP; mooncake"
+        " or nixl, read out of memory by its transfer engine or over UCX; default not",
     )
     role: Literal["prefill", "decode", "both"] = option(
         "both",
@@ -113,8 +113,13 @@ class TransferOptions:
     kv_transfer_secret: str | None = option(
         None, "secret that these engines share; without one they meet on this machine only"
     )
-    kv_transfer_min_tokens: int = option(
-        256, "shortest prompt that is computed elsewhere", unit="count", low=1
+    kv_transfer_min_tokens: int | None = option(
+        None,
+        "fewest uncached tokens of a prompt that is computed elsewhere; default the number from"
+        " which on computing them here takes longer than their blocks over the link, both as"
+        " measured, and 256 until they are",
+        unit="count",
+        low=1,
     )
     kv_transfer_timeout: float = option(
         30.0, "seconds for which a prompt's blocks are waited for before it is computed here", low=1

@@ -30,6 +30,8 @@ class TransferFacts(msgspec.Struct, frozen=True):
     """Tokens in a block."""
     original: OriginalContext = ONE_CONTEXT
     """Context of the model before its longer angles, which blocks are named by."""
+    token_bytes: float = 0.0
+    """Bytes of a token in the blocks of all cache groups."""
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -139,6 +141,9 @@ class BlockPart(msgspec.Struct, tag=True):
     """CRC-32 of these bytes."""
     epoch: int
     """Epoch of the ask that it answers."""
+    more: bool = False
+    """Whether another part for the same peer was waiting when this one was sent: the time until
+    that one comes is the link's."""
 
 
 class BlockAt(msgspec.Struct, tag=True):

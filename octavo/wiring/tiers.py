@@ -93,6 +93,10 @@ def check_tiers(cache: CacheOptions, transfer: TransferOptions, block_bytes: lis
         from octavo.worker.connectors.mooncake_mover import require_mooncake
 
         require_mooncake()
+    if transfer.kv_transfer == "nixl":
+        from octavo.worker.connectors.nixl_mover import require_nixl
+
+        require_nixl()
     for address in transfer.prefill_peer:
         parse_address(address, name="prefill_peer")
     host, _ = parse_address(transfer.kv_transfer_address, name="kv_transfer_address")
@@ -210,12 +214,17 @@ def _other_engines(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) 
             ends.listen,
             BLOCK_SIZE,
             original_context(loaded.program),
+            sum(block_bytes) / BLOCK_SIZE,
         ),
     )
 
 
 def _mover(options: TransferOptions) -> BlockTransport | None:
     """Makes the transport of blocks; None where messages carry them."""
+    if options.kv_transfer == "nixl":
+        from octavo.worker.connectors.nixl_mover import NixlMover
+
+        return NixlMover()
     if options.kv_transfer != "mooncake":
         return None
     from octavo.worker.connectors.mooncake_mover import MooncakeMover

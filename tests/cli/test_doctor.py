@@ -32,7 +32,7 @@ def test_this_machine(octavo):
     assert re.search(r"\d compute thread", rows["CPU"]) and re.match(
         r"[\d.]+ \wi?B free", rows["memory"]
     )
-    assert {"Triton", "FlashInfer", "driver", "default"} <= set(rows)
+    assert {"Triton", "FlashInfer", "driver", "NIXL", "Ray", "default"} <= set(rows)
 
 
 def test_as_json(octavo):

@@ -17,6 +17,7 @@ import pytest
 
 from octavo import AsyncLLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
+from octavo.engine.front import prefill_peers
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.progress import quiet
 from octavo.wiring.engine import build_with_process
@@ -47,14 +48,19 @@ def mooncake() -> None:
     pytest.importorskip("mooncake.engine", reason="mooncake is not installed", exc_type=ImportError)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "mooncake"])
+def nixl() -> None:
+    """Skips a test where NIXL is not installed."""
+    pytest.importorskip("nixl._api", reason="nixl is not installed", exc_type=ImportError)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "mooncake", "nixl"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model[0]}-{model[1]}")
 def test_answers_are_those_of_one_engine(model, transport):
     """The decoding engine computes no more than the last tokens of a long prompt, and all of a
     short one; a prompt that comes again is found in its own cache.
     """
-    if transport == "mooncake":
-        mooncake()
+    if transport != "zmq":
+        (mooncake if transport == "mooncake" else nixl)()
 
     async def run() -> None:
         await met(prefill, decode)
@@ -194,12 +200,21 @@ def test_a_peer_with_another_transport_is_not_asked(caplog):
         assert decode.prefill_peers == [] and "transport: " in caplog.text
 
 
-def test_a_package_that_is_missing_is_named_before_anything_loads(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    monkeypatch.setitem(sys.modules, "mooncake", None)
-    with pytest.raises(BackendUnavailable, match="mooncake cannot be imported") as refused:
-        make_async(role="prefill", kv_transfer="mooncake", **small_options())
-    assert "pip install mooncake-transfer-engine-non-cuda" in str(refused.value.hint)
+@pytest.mark.parametrize(
+    ("transport", "module", "package"),
+    [
+        ("mooncake", "mooncake.engine", "mooncake-transfer-engine-non-cuda"),
+        ("nixl", "nixl._api", "'octavo[nixl]'"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_before_anything_loads(
+    monkeypatch, transport, module, package
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, transport, None)
+    with pytest.raises(BackendUnavailable, match=f"{transport} cannot be imported") as refused:
+        make_async(role="prefill", kv_transfer=transport, **small_options())
+    assert f"pip install {package}" in str(refused.value.hint)
 
 
 def test_a_peer_that_ends_leaves_its_prompts_to_be_computed_here():
@@ -323,12 +338,29 @@ def test_a_secret_must_be_known(secret):
         ),
         ({"kv_transfer": "zmq", "enable_prefix_caching": False}, "prefix caching are on"),
         ({"kv_transfer": "zmq", "kv_transfer_size": 10}, "kv_transfer_size: got 10"),
-        ({"kv_transfer": "nixl"}, "kv_transfer: got 'nixl', allowed"),
+        ({"kv_transfer": "carrier"}, "kv_transfer: got 'carrier', allowed"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_llm(backend="native", **options)
+
+
+def test_a_peer_that_is_not_there_is_named_with_how_long_was_tried(caplog, monkeypatch):
+    """The engine serves all the same, and goes on trying."""
+    monkeypatch.setattr(prefill_peers, "REACH_S", 0.2)
+
+    async def run() -> None:
+        decode.start()
+        while "could not be reached" not in caplog.text:
+            await asyncio.sleep(0.01)
+
+    address = free_address()
+    with contextlib.closing(
+        make_async(role="decode", kv_transfer="zmq", prefill_peer=[address])
+    ) as decode:
+        asyncio.run(asyncio.wait_for(run(), 20))
+    assert f"prefill_peer: {address} could not be reached for 0.2 s" in caplog.text
 
 
 def test_a_port_that_is_taken_is_named():

@@ -1,5 +1,5 @@
 """Blocks that are read out of another engine's memory: by a mover within this process, and by
-Mooncake's transfer engine where it is installed.
+Mooncake's transfer engine and NIXL where they are installed.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ def mooncake() -> BlockTransport:
     from octavo.worker.connectors.mooncake_mover import MooncakeMover
 
     return MooncakeMover("127.0.0.1")
+
+
+def nixl() -> BlockTransport:
+    pytest.importorskip("nixl._api", reason="nixl is not installed", exc_type=ImportError)
+    from octavo.worker.connectors.nixl_mover import NixlMover
+
+    return NixlMover()
 
 
 def worker_of(
@@ -115,7 +122,7 @@ def pair(movers: list[LocalMover]) -> Iterator[Pair]:
     assert all(mover.closed for mover in movers)
 
 
-@pytest.mark.parametrize("make", [LocalMover, mooncake])
+@pytest.mark.parametrize("make", [LocalMover, mooncake, nixl])
 def test_blocks_are_read_whole_before_and_after_they_are_computed(make) -> None:
     pair = Pair([make(), make()])
     try:

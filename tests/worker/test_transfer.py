@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections.abc import Iterator
@@ -24,8 +25,10 @@ from octavo.transfer.messages import (
     WantedBlock,
 )
 from octavo.worker.cache_engine import HostShape
+from octavo.worker.connectors import transfer_mail
 from octavo.worker.connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
+from tests.support.slow_relay import SlowRelay
 
 NUM_BYTES = 3 << 20
 """Size of a block, which goes in three messages."""
@@ -115,6 +118,31 @@ def test_a_block_that_will_not_come_is_told(sender, fetcher):
     time.sleep(0.1)
     worker.begin(ConnectorPlan(complete=[BlockName(0, key_of(9).digest)]))
     assert reported(fetcher).not_fetched == [BlockName(0, key_of(9).digest)]
+
+
+def test_blocks_come_whole_over_a_long_way(sender, fetcher):
+    """Every message is 40 ms late; what the link's rate is, the parts behind one another tell."""
+    worker, endpoint = sender
+    with contextlib.closing(SlowRelay(int(endpoint.rpartition(":")[2]), 0.04)) as relay:
+        fetch(fetcher, f"tcp://127.0.0.1:{relay.port}", 7)
+        report = reported(fetcher)
+        assert report.fetched == [BlockName(0, key_of(7).digest)]
+        assert (fetcher.slot(0, 1) == worker.slot(0, 0)).all()
+        assert report.stored is not None
+        assert NUM_BYTES // 2 < report.stored.link_bytes < NUM_BYTES and report.stored.link_s > 0
+
+
+def test_a_way_that_falls_silent_is_given_up(sender, fetcher, monkeypatch):
+    """The connection stays open, and nothing comes: neither a block nor a sign of life."""
+    monkeypatch.setattr(transfer_mail, "SILENCE_S", 0.5)
+    _, endpoint = sender
+    with contextlib.closing(SlowRelay(int(endpoint.rpartition(":")[2]), 0.0)) as relay:
+        source = f"tcp://127.0.0.1:{relay.port}"
+        fetch(fetcher, source, 7)
+        assert reported(fetcher).fetched == [BlockName(0, key_of(7).digest)]
+        relay.fall_silent()
+        fetch(fetcher, source, 8, slot=2)
+        assert reported(fetcher).not_fetched == [BlockName(0, key_of(8).digest)]
 
 
 def test_a_fetch_that_is_cancelled_ends_at_once(sender, fetcher):

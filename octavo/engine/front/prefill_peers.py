@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from octavo.config.cache_options import TransferOptions
 from octavo.engine.front.input_processor import FrontRequest
+from octavo.engine.front.sending_point import SendingPoint
 from octavo.engine.kv.block_names import BlockNaming
 from octavo.engine.kv.known_blocks import note_events
 from octavo.routing.cached_names import CachedNames
@@ -44,6 +46,9 @@ logger = logging.getLogger(__name__)
 MAX_PROMPTS = 256
 """Most prompts that one peer has at once; others are computed here."""
 
+REACH_S = 10.0
+"""Seconds after which a peer that was not reached is told of; it is tried on and on."""
+
 ComputeHere = Callable[[str], None]
 """Has a request compute its prompt in this engine, by the request's id."""
 
@@ -58,6 +63,10 @@ class PrefillPeer:
     """Endpoint of its blocks; "" while it is not there, or has blocks of other bytes."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of the prompts that it has, by request id."""
+    was_reached: bool = False
+    """Whether it has ever answered."""
+    asked: dict[str, float] = field(default_factory=dict)
+    """When each prompt was sent that it has not answered yet."""
 
     @property
     def load(self) -> int:
@@ -68,8 +77,13 @@ class PrefillPeers:
     """Chooses who computes a prompt, and notices who cannot."""
 
     def __init__(
-        self, options: TransferOptions, facts: TransferFacts, compute_here: ComputeHere
+        self,
+        options: TransferOptions,
+        facts: TransferFacts,
+        compute_here: ComputeHere,
+        max_chunk: int,
     ) -> None:
+        """`max_chunk`: most tokens of a step of this engine."""
         self._options = options
         self._facts = facts
         self._compute_here = compute_here
@@ -80,6 +94,12 @@ class PrefillPeers:
         self._replies = msgspec.msgpack.Decoder(FrontReplyMessage)
         self._cached = CachedNames()
         """Names of the blocks in this engine's own prefix cache."""
+        self.sending_point = SendingPoint(
+            options.kv_transfer_min_tokens,
+            token_bytes=facts.token_bytes,
+            max_chunk=max_chunk,
+        )
+        """Fewest uncached tokens of a prompt that a peer computes."""
 
     def start(self) -> None:
         """Begins to meet the peers, in the running event loop; they may come and go."""
@@ -93,6 +113,7 @@ class PrefillPeers:
             self._tasks += [
                 asyncio.create_task(self._watch(peer)),
                 asyncio.create_task(self._listen(peer)),
+                asyncio.create_task(self._tell_absence(peer)),
             ]
 
     @property
@@ -117,6 +138,7 @@ class PrefillPeers:
     def withdraw(self, request_id: str) -> None:
         """Tells the peer that has a request's prompt that the request has ended."""
         for peer in self._peers:
+            peer.asked.pop(request_id, None)
             if peer.tokens.pop(request_id, None) is not None:
                 self._send(peer, Withdrawn(request_id))
 
@@ -132,13 +154,16 @@ class PrefillPeers:
             or first.media  # whose pixels it would need
             or not isinstance(request.params, SamplingParams)
         )
-        if is_own or num_tokens < self._options.kv_transfer_min_tokens:
+        now = time.monotonic()
+        fewest = self.sending_point.num_tokens(now)
+        if is_own or num_tokens < fewest:
             return
         there = [peer for peer in self._peers if peer.endpoint and len(peer.tokens) < MAX_PROMPTS]
-        if not there or self._num_uncached(request) < self._options.kv_transfer_min_tokens:
+        if not there or self._num_uncached(request) < fewest:
             return
         peer = min(there, key=lambda peer: peer.load)
         peer.tokens[request.request_id] = num_tokens
+        peer.asked[request.request_id] = now
         request.samples[0] = msgspec.structs.replace(first, kv_source=peer.endpoint)
         origin = request.origin
         self._send(
@@ -181,11 +206,24 @@ class PrefillPeers:
             else:
                 return
 
+    async def _tell_absence(self, peer: PrefillPeer) -> None:
+        """Says so where a peer has not been reached for some time after the start."""
+        await asyncio.sleep(REACH_S)
+        if not peer.was_reached:
+            logger.warning(
+                "prefill_peer: %s could not be reached for %g s; prompts are computed here, and it"
+                " is tried again and again. Is an engine with --role prefill there, with the same"
+                " kv_transfer_secret?",
+                peer.address,
+                REACH_S,
+            )
+
     def _lose(self, peer: PrefillPeer) -> None:
         if peer.endpoint:
             logger.warning("%s is gone; prompts are computed here", peer.address)
         peer.endpoint = ""
-        names, peer.tokens = list(peer.tokens), {}
+        names = list(peer.tokens)
+        peer.tokens, peer.asked = {}, {}
         for name in names:
             self._compute_here(name)
 
@@ -198,10 +236,14 @@ class PrefillPeers:
                 logger.warning("%s sent what is no message: %s", peer.address, error)
 
     def _take(self, peer: PrefillPeer, message: FrontReplyMessage) -> None:
+        peer.was_reached = True
         if isinstance(message, Welcome):
             self._meet(peer, message)
-        elif isinstance(message, Accepted):
             return
+        asked = peer.asked.pop(message.request_id, None)
+        if isinstance(message, Accepted):
+            if asked is not None:
+                self.sending_point.note_round_trip(time.monotonic() - asked)
         elif peer.tokens.pop(message.request_id, None) is not None:
             failed = isinstance(message, Declined) or message.error is not None
             if failed:

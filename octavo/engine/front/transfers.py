@@ -7,12 +7,15 @@ without kv_transfer has neither.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from octavo.config.cache_options import TransferOptions
 from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.front.prefill_peers import ComputeHere, PrefillPeers
 from octavo.engine.front.prefill_service import ComputePrompt, PrefillService
+from octavo.engine.step_costs import StepCosts
+from octavo.step import StoredBytes
 from octavo.transfer.block_events import BlockEvent
 from octavo.transfer.messages import TransferFacts
 
@@ -27,12 +30,15 @@ class Transfers:
         *,
         compute: ComputePrompt,
         compute_here: ComputeHere,
+        max_chunk: int,
     ) -> None:
-        """Takes what computes a prompt for others, and what has a request compute its own."""
+        """Takes what computes a prompt for others, what has a request compute its own, and the most
+        tokens of a step here.
+        """
         self._peers: PrefillPeers | None = None
         self._service: PrefillService | None = None
         if facts is not None and options.prefill_peer:
-            self._peers = PrefillPeers(options, facts, compute_here)
+            self._peers = PrefillPeers(options, facts, compute_here, max_chunk)
         if facts is not None and options.computes_for_others:
             self._service = PrefillService(options, facts, compute)
 
@@ -62,6 +68,11 @@ class Transfers:
         """Takes in what the engine's own prefix cache has gained and lost."""
         if self._peers is not None:
             self._peers.note_blocks(events)
+
+    def note_rates(self, costs: StepCosts | None, stored: StoredBytes) -> None:
+        """Takes in what the engine's steps cost, and how fast blocks come from others."""
+        if self._peers is not None:
+            self._peers.sending_point.note(costs, stored, time.monotonic())
 
     def close(self) -> None:
         """Ends both directions; to be called in the loop's thread, or once the loop is over."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ class BlockReader:
         self._asked: queue.SimpleQueue[OfferedBlock | None] = queue.SimpleQueue()
         self._done: deque[tuple[BlockName, bool]] = deque()
         self._num_under_way = 0
+        self._rates: deque[tuple[int, float]] = deque()
+        """Bytes of each read that has come whole, and its seconds."""
         self._thread = threading.Thread(target=self._run, name="octavo-kv-read", daemon=True)
         self._thread.start()
 
@@ -59,6 +62,11 @@ class BlockReader:
         done = [self._done.popleft() for _ in range(len(self._done))]
         self._num_under_way -= len(done)
         return done
+
+    def take_rate(self) -> tuple[int, float]:
+        """Returns the bytes read since the last call, and the seconds in which they came."""
+        reads = [self._rates.popleft() for _ in range(len(self._rates))]
+        return sum(num_bytes for num_bytes, _ in reads), sum(seconds for _, seconds in reads)
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, and gives the mover's memory back unless a read is stuck."""
@@ -87,11 +95,15 @@ class BlockReader:
 
     def _read(self, batch: Sequence[OfferedBlock]) -> list[tuple[BlockName, bool]]:
         wanted = [RemoteBytes(block.address, block.slot) for block in batch]
+        began = time.monotonic()
         try:
             has_come = self._mover.read(batch[0].session, wanted)
         except Exception:
             logger.exception("KV blocks of %s could not be read", batch[0].session)
             has_come = False
+        if has_come:
+            num_bytes = sum(len(block.slot) for block in batch)
+            self._rates.append((num_bytes, time.monotonic() - began))
         return [
             (block.name, has_come and zlib.crc32(block.slot.data) == block.checksum)
             for block in batch

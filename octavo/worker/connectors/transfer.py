@@ -98,8 +98,12 @@ class TransferWorker:
             for name, blocks in found.items():
                 getattr(self._report, name).extend(blocks)
             outbox = self._mail.outbox
+            link = self._mail.link
             self._report.stored = StoredBytes(
-                outbox.num_bytes, num_expired_leases=outbox.num_expired
+                outbox.num_bytes,
+                num_expired_leases=outbox.num_expired,
+                link_bytes=link.num_bytes,
+                link_s=link.seconds,
             )
             ended = ("fetched", "not_fetched", "kept", "not_kept")
             self._num_under_way -= sum(len(found.get(name, ())) for name in ended)

@@ -42,6 +42,7 @@ from octavo.transfer.messages import (
 from octavo.transfer.sockets import lock_client, lock_server
 from octavo.worker.connectors.block_arena import BlockArena
 from octavo.worker.connectors.block_reader import BlockReader, OfferedBlock
+from octavo.worker.connectors.link_meter import LinkMeter
 from octavo.worker.connectors.outbox import LEASE_S, Ask, BlockData, Outbox
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,8 @@ class TransferMail:
         """Messages that a peer's socket did not take yet."""
         self._epoch = 0
         """Epoch of the newest ask."""
+        self.link = LinkMeter()
+        """Rate at which blocks come from other engines."""
         self._signed_at = self._renewed_at = 0.0
         self._pause_ms = IDLE_MS
         """Milliseconds for which there is nothing to do unless a message comes."""
@@ -316,7 +319,8 @@ class TransferMail:
             return [peer, message]
         part = _view(message.data)[message.offset : message.offset + PART_BYTES]
         size, checksum = len(message.data), zlib.crc32(part)
-        head = BlockPart(message.name, size, message.offset, checksum, message.epoch)
+        has_more = len(self._leaving[peer]) > 1
+        head = BlockPart(message.name, size, message.offset, checksum, message.epoch, has_more)
         return [peer, self._encode(head), part]
 
     def _send_leaving(self) -> None:
@@ -347,7 +351,9 @@ class TransferMail:
             return
         self._heard[source] = time.monotonic()
         if isinstance(message, BlockPart):
-            self._take_part(source, message, frames[1].buffer if len(frames) == 2 else b"")
+            data = frames[1].buffer if len(frames) == 2 else b""
+            self.link.note(source, len(data), self._heard[source], has_more=message.more)
+            self._take_part(source, message, data)
         elif isinstance(message, BlockAt):
             self._take_offer(source, message)
         elif isinstance(message, NoBlocks):
@@ -410,6 +416,7 @@ class TransferMail:
         if self._reader is None:
             return
         taken: defaultdict[tuple[str, int], list[BlockName]] = defaultdict(list)
+        self.link.add(*self._reader.take_rate())
         for name, has_come in self._reader.take_done():
             arriving = self._arriving.pop(name)
             taken[arriving.block.source, arriving.epoch].append(name)
