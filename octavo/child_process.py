@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -48,29 +49,45 @@ class ChildFailed(msgspec.Struct, tag=True):
 
 
 def start_python(
-    arguments: Sequence[str], *, unset: Collection[str] = (), **options: Any
+    arguments: Sequence[str],
+    *,
+    unset: Collection[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
 ) -> subprocess.Popen[Any]:
     """Starts this interpreter once more, finding modules where this process finds them.
 
-    `unset` names environment variables that the child does not inherit; `options` are Popen's. With
-    -P modules are not looked for in the child's current directory first.
+    `unset` names environment variables that the child does not inherit, `environment` has some of
+    its own; `options` are Popen's. With -P modules are not looked for in the child's current
+    directory first.
     """
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", *arguments], env=kept | {"PYTHONPATH": path}, **options
+        [sys.executable, "-P", *arguments],
+        env=kept | {"PYTHONPATH": path, **environment},
+        **options,
     )
 
 
 def start_bound(
-    main: str, arguments: Sequence[str], *, pass_fds: Sequence[int] = ()
+    main: str,
+    arguments: Sequence[str],
+    *,
+    pass_fds: Sequence[int] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[bytes]:
     """Starts a child bound to this process, in `main` ("module:function"), which must call
     `bind_to_parent`.
     """
     module, _, function = main.partition(":")
     code = RUN_MAIN.format(module=module, function=function)
-    return start_python(["-c", code, *arguments], stdin=subprocess.PIPE, pass_fds=pass_fds)
+    return start_python(
+        ["-c", code, *arguments],
+        environment=environment,
+        stdin=subprocess.PIPE,
+        pass_fds=pass_fds,
+    )
 
 
 def bind_to_parent(clean_up: Callable[[], None] | None = None) -> None:

@@ -25,6 +25,7 @@ COMMANDS = (
     "chat",
     "serve",
     "route",
+    "cluster",
     "pull",
     "models",
     "quantize",

@@ -38,7 +38,8 @@ LEAVES = {
     "version",
 }
 BELOW = {
-    "cli": {"server", "llm"},
+    "cli": {"server", "llm", "cluster"},
+    "cluster": set(),
     "server": {"async_llm"},
     "llm": {"wiring"},
     "async_llm": {"wiring"},
@@ -56,7 +57,7 @@ BELOW = {
     "program": set(),
     "text": set(),
 }
-OPTIONAL = {"torch", "triton", "ray", "transformers", "gguf"}
+OPTIONAL = {"torch", "triton", "ray", "nixl", "mooncake", "transformers", "gguf"}
 FILES = sorted(ROOT.rglob("*.py"))
 
 

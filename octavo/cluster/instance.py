@@ -1,0 +1,145 @@
+"""One server or router of a cluster on its machine: its process, its ports, whether it answers.
+
+The body of an actor. Once its process has ended the actor ends too, so that whatever placed it
+starts both again; a server starts at the same ports where these are free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from octavo.child_process import end_process, start_bound
+
+MAIN = "octavo.cli.bound:main"
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
+"""Ports that instances have, below those that systems give out by themselves."""
+PORTS_EACH = 3
+"""Ports of an instance: of its HTTP server, of its prompts and of its blocks."""
+ANSWER_S = 2.0
+"""Seconds in which a server must say how it is."""
+
+
+class InstanceSpec(msgspec.Struct, frozen=True):
+    """The command of an instance, whole but for the address that its machine has."""
+
+    name: str
+    host: str
+    """Address to listen on; "" stands for the machine's own."""
+    words: list[str]
+    """Command and arguments of `octavo`, but for the address."""
+    port: int = 0
+    """Port of its HTTP server; 0: a free one."""
+    health: str = "/health"
+    """Path that answers 200 once it takes requests."""
+    config: dict[str, str | int | float | bool | list[str]] = {}
+    """Contents of its configuration file, where `serve` has one."""
+    environment: dict[str, str] = {}
+    """Keys and secrets, which no command line shows."""
+    transfers: bool = False
+    """Whether its engine exchanges blocks with others."""
+    peers: list[str] = []
+    """Addresses of the instances that compute prompts for it."""
+
+
+class InstanceState(msgspec.Struct, frozen=True):
+    """Address and state of an instance, as it gives them itself."""
+
+    url: str
+    kv_address: str
+    is_ready: bool
+
+
+class Instance:
+    """A running instance; `ended` is called, and must not return, once its process has ended."""
+
+    def __init__(self, spec: InstanceSpec, host: str, ended: object = None) -> None:
+        """`host` is the machine's own address."""
+        self._ended = ended if callable(ended) else lambda: os._exit(1)
+        self._spec = spec
+        self._host = spec.host or host
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-instance-")
+        first = spec.port or free_ports(self._host, spec.name)
+        self._port, self._kv_port = first, first + 1
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def state(self) -> InstanceState:
+        """Returns where it listens and whether it takes requests; ends the actor if its process
+        has ended.
+        """
+        if self._process.poll() is not None:
+            self._ended()
+        url = f"http://{self._host}:{self._port}"
+        return InstanceState(
+            url, f"{self._host}:{self._kv_port}", _answers(url + self._spec.health)
+        )
+
+    def stop(self, patience_s: float) -> None:
+        """Tells the process to finish what runs, and ends it if that takes longer."""
+        self._process.terminate()
+        end_process(self._process, patience_s)
+        self._folder.cleanup()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        spec = self._spec
+        words = [*spec.words, "--host", self._host, "--port", str(self._port)]
+        if spec.words[0] == "serve":
+            words += ["--config", self._write_config()]
+        return start_bound(MAIN, words, environment=spec.environment)
+
+    def _write_config(self) -> str:
+        """Writes the configuration file, which has the secret, for this user's eyes only."""
+        config = dict(self._spec.config)
+        if self._spec.transfers:
+            config["kv-transfer-address"] = f"{self._host}:{self._kv_port}"
+        if self._spec.peers:
+            config["prefill-peer"] = list(self._spec.peers)
+        path = Path(self._folder.name) / "config.yaml"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(config))  # YAML too
+        return str(path)
+
+
+def free_ports(host: str, name: str, taken: Sequence[int] = ()) -> int:
+    """Returns the first of PORTS_EACH neighbouring free ports: the same for a name as long as they
+    are free.
+    """
+    start = zlib.crc32(name.encode()) % (NUM_PORTS // PORTS_EACH)
+    for step in range(NUM_PORTS // PORTS_EACH):
+        at = (start + step) % (NUM_PORTS // PORTS_EACH)
+        first = FIRST_PORT + PORTS_EACH * at
+        if first not in taken and all(_is_free(host, first + i) for i in range(PORTS_EACH)):
+            return first
+    raise OSError(f"no ports are free on {host}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError, ValueError):
+        return False

@@ -1,0 +1,84 @@
+"""The port through which a cluster has its instances placed: by Ray, or in tests by nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from octavo.cluster.instance import InstanceSpec, InstanceState
+from octavo.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMachine:
+    """A machine of the cluster: its address and what it has in all."""
+
+    host: str
+    resources: Mapping[str, float]
+
+    def has(self, needs: Mapping[str, float]) -> bool:
+        return all(self.resources.get(name, 0.0) >= amount for name, amount in needs.items())
+
+
+class ClusterPlacer(Protocol):
+    """Places instances on machines, watches them and starts those again that end."""
+
+    def machines(self) -> Sequence[ClusterMachine]:
+        """Returns the machines that are there now."""
+        ...
+
+    def reserve(self, name: str, needs: Sequence[Mapping[str, float]], *, spread: bool) -> Any:
+        """Returns a place for each of some instances, or raises ConfigError where there is none."""
+        ...
+
+    def start(self, place: Any, index: int, spec: InstanceSpec) -> Any:
+        """Starts an instance at place `index` of a reservation; returns its handle at once."""
+        ...
+
+    def state_of(self, handle: Any) -> InstanceState | None:
+        """Returns what an instance says; None while it is away or is started again."""
+        ...
+
+    def stop(self, handle: Any, patience_s: float) -> None:
+        """Ends an instance for good."""
+        ...
+
+    def give_back(self, place: Any) -> None:
+        """Ends a reservation."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def check_machines(
+    name: str,
+    needs: Mapping[str, float],
+    count: int,
+    machines: Sequence[ClusterMachine],
+    *,
+    spread: bool,
+) -> None:
+    """Raises ConfigError where instances want machines that there are not."""
+    fitting = [machine for machine in machines if machine.has(needs)]
+    wanted = ", ".join(f"{amount:g} {resource}" for resource, amount in needs.items())
+    there = "; ".join(
+        f"{machine.host}: "
+        + ", ".join(f"{machine.resources.get(resource, 0.0):g} {resource}" for resource in needs)
+        for machine in machines
+    )
+    hint = (
+        "start Ray on such a machine: ray start --address=HEAD:6379, with --resources where named"
+    )
+    if not fitting:
+        raise ConfigError(
+            f"plan: {name}: an instance wants a machine with {wanted}, and Ray has none; there are"
+            f" {there or 'no machines'}",
+            hint=hint,
+        )
+    if spread and len(fitting) < count:
+        raise ConfigError(
+            f"plan: {name}: {count} instances want machines of their own with {wanted}, and Ray has"
+            f" {len(fitting)}; there are {there}",
+            hint=hint,
+        )

@@ -1,0 +1,190 @@
+"""The file of `octavo cluster`: groups of instances, what each needs of its machine, and a router.
+
+    instances:
+      - name: prompts
+        role: prefill
+        cpus: 2
+      - name: answers
+        role: decode
+        peers: prompts
+        count: 2
+        spread: true
+        options: {max-num-seqs: 64}
+    router:
+      port: 8080
+
+Knows neither Ray nor processes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from octavo.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+MAX_INSTANCES = 256
+"""Most instances of one plan, which is as many servers as a router takes."""
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+OWN_OPTIONS = frozenset(
+    (
+        *("host", "port", "config", "api_key", "role", "prefill_peer"),
+        *("kv_transfer_address", "kv_transfer_secret"),
+    )
+)
+"""Options of an instance that follow from the plan."""
+OWN_ROUTER_OPTIONS = frozenset(("host", "port", "api_key", "server_api_key"))
+Options = dict[str, str | int | float | bool | list[str]]
+
+
+class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Instances of one kind."""
+
+    name: str
+    model: str = "smollm2"
+    role: Literal["both", "prefill", "decode"] = "both"
+    count: int = 1
+    peers: str | None = None
+    """Name of the group that computes prompts for this one."""
+    cpus: float = 1
+    """Processors of each instance."""
+    resources: dict[str, float] = {}
+    """Further needs of each, by the names that Ray's machines were started with."""
+    spread: bool = False
+    """Whether each is on a machine of its own."""
+    options: Options = {}
+    """Options of `octavo serve`, by the names of its flags."""
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """Resources of each instance as Ray counts them."""
+        return {"CPU": self.cpus, **self.resources}
+
+
+class RouterPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The router before the instances."""
+
+    port: int = 8080
+    cpus: float = 1
+    resources: dict[str, float] = {}
+    options: Options = {}
+    """Options of `octavo route`, by the names of its flags."""
+
+    @property
+    def needs(self) -> dict[str, float]:
+        return {"CPU": self.cpus, **self.resources}
+
+
+class ClusterPlan(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """All that is to run."""
+
+    instances: list[InstanceGroup]
+    router: RouterPart = RouterPart()
+
+    def group(self, name: str) -> InstanceGroup:
+        return next(group for group in self.instances if group.name == name)
+
+
+def read_plan(path: Path) -> ClusterPlan:
+    """Reads and checks a file; ConfigError names what is wrong in it."""
+    import yaml
+
+    try:
+        with path.expanduser().open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"plan: {path} cannot be read: {error}") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"plan: {path} is too large: allowed are {MAX_FILE_BYTES:,} bytes")
+    try:
+        document = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"plan: {path} is not valid YAML: {' '.join(str(error).split())}"
+        ) from error
+    return plan_of(document, str(path))
+
+
+def plan_of(document: Any, where: str) -> ClusterPlan:
+    """Checks what a file holds; `where` names it in errors."""
+    try:
+        plan = msgspec.convert(document, ClusterPlan)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"plan: {where}: {error}") from error
+    _check(plan)
+    return plan
+
+
+def flag_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options by their names with underscores."""
+    return {name.replace("-", "_"): value for name, value in options.items()}
+
+
+def _check(plan: ClusterPlan) -> None:
+    if not plan.instances:
+        raise ConfigError("plan: no instances", hint="name one group at least")
+    names = [group.name for group in plan.instances]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"plan: two groups are called {twice[0]}")
+    if (total := sum(group.count for group in plan.instances)) > MAX_INSTANCES:
+        raise ConfigError(f"plan: {total} instances, allowed are {MAX_INSTANCES}")
+    for group in plan.instances:
+        _check_group(plan, group)
+    if all(group.role == "prefill" for group in plan.instances):
+        raise ConfigError(
+            "plan: all instances have the role prefill, and none answers requests",
+            hint="give a group the role decode and these as peers",
+        )
+    if not 0 < plan.router.port < 65536:
+        raise ConfigError(f"plan: router: port: got {plan.router.port}, allowed is 1 to 65535")
+    _check_needs("router", plan.router.needs)
+    _check_options("router", plan.router.options, OWN_ROUTER_OPTIONS)
+
+
+def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
+    where = group.name
+    if not NAME.fullmatch(group.name):
+        raise ConfigError(
+            f"plan: name: got {group.name!r}, allowed are up to 40 lower-case letters, digits and"
+            " dashes"
+        )
+    if group.count < 1:
+        raise ConfigError(f"plan: {where}: count: got {group.count}, allowed is at least 1")
+    _check_needs(where, group.needs)
+    _check_options(where, group.options, OWN_OPTIONS)
+    if (group.role == "decode") != (group.peers is not None):
+        raise ConfigError(
+            f"plan: {where}: role {group.role} with peers {group.peers}; the role decode and peers"
+            " belong together",
+            hint="name the group with the role prefill in peers",
+        )
+    if group.peers is None:
+        return
+    if group.peers not in (other.name for other in plan.instances):
+        raise ConfigError(f"plan: {where}: peers: there is no group {group.peers!r}")
+    peers = plan.group(group.peers)
+    if peers.role != "prefill" or peers.model != group.model:
+        raise ConfigError(
+            f"plan: {where}: peers: {peers.name} has the role {peers.role} and the model"
+            f" {peers.model}, needed are prefill and {group.model}"
+        )
+
+
+def _check_needs(where: str, needs: Mapping[str, float]) -> None:
+    for name, amount in needs.items():
+        if not 0 < amount < 1 << 20:
+            raise ConfigError(f"plan: {where}: {name}: got {amount:g}, allowed is a number above 0")
+
+
+def _check_options(where: str, options: Mapping[str, Any], own: frozenset[str]) -> None:
+    if given := sorted(own & flag_names(options).keys()):
+        raise ConfigError(
+            f"plan: {where}: options: {given[0]} follows from the plan",
+            hint="leave it out; keys and secrets come from OCTAVO_API_KEY and"
+            " OCTAVO_CLUSTER_SECRET",
+        )

@@ -1,0 +1,92 @@
+"""The file of a cluster: what it says, and what is wrong in it, by name and with a hint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cluster.plan import plan_of, read_plan
+from octavo.errors import ConfigError
+
+PROMPTS: dict[str, Any] = {"name": "prompts", "role": "prefill"}
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "instances:\n"
+        "  - {name: prompts, role: prefill, cpus: 2, resources: {big: 1}}\n"
+        "  - name: answers\n"
+        "    role: decode\n"
+        "    peers: prompts\n"
+        "    count: 2\n"
+        "    spread: true\n"
+        "    options: {max-num-seqs: 64, enable-prefix-caching: true}\n"
+        "router:\n"
+        "  port: 9000\n"
+    )
+    plan = read_plan(path)
+    assert [group.count for group in plan.instances] == [1, 2]
+    assert plan.group("prompts").needs == {"CPU": 2, "big": 1}
+    assert plan.group("answers").options["max-num-seqs"] == 64
+    assert plan.router.port == 9000
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({}, "missing required field `instances`"),
+        ({"instances": []}, "no instances"),
+        ({"instances": [{"name": "a"}], "routers": {}}, "unknown field `routers`"),
+        ({"instances": [{"name": "a", "size": 2}]}, "unknown field `size`"),
+        ({"instances": [{"name": "A"}]}, "name: got 'A', allowed are"),
+        ({"instances": [{"name": "a"}, {"name": "a"}]}, "two groups are called a"),
+        ({"instances": [{"name": "a", "count": 0}]}, "a: count: got 0, allowed is at least 1"),
+        ({"instances": [{"name": "a", "count": 999}]}, "999 instances, allowed are 256"),
+        ({"instances": [{"name": "a", "cpus": 0}]}, "a: CPU: got 0"),
+        ({"instances": [{"name": "a", "role": "decode"}]}, "role decode with peers None"),
+        ({"instances": [{"name": "a", "peers": "b"}]}, "role both with peers b"),
+        (
+            {"instances": [{"name": "a", "role": "decode", "peers": "b"}]},
+            "there is no group 'b'",
+        ),
+        (
+            {"instances": [PROMPTS, {"name": "a", "role": "decode", "peers": "a"}]},
+            "peers: a has the role decode",
+        ),
+        (
+            {
+                "instances": [
+                    PROMPTS,
+                    {"name": "a", "role": "decode", "peers": "prompts", "model": "other"},
+                ]
+            },
+            "needed are prefill and other",
+        ),
+        ({"instances": [PROMPTS]}, "all instances have the role prefill"),
+        ({"instances": [{"name": "a", "options": {"port": 1}}]}, "port follows from the plan"),
+        (
+            {"instances": [{"name": "a"}], "router": {"options": {"api-key": "x"}}},
+            "router: options: api_key follows from the plan",
+        ),
+        ({"instances": [{"name": "a"}], "router": {"port": 0}}, "router: port: got 0"),
+    ],
+)
+def test_what_is_wrong_is_named(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(document, "plan.yaml")
+
+
+@pytest.mark.parametrize("text", ["instances: [", "- a\n", "instances: &a [*a]\n"])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="plan: "):
+        read_plan(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_plan(tmp_path / "absent.yaml")
