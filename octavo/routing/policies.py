@@ -21,6 +21,11 @@ elsewhere delays others too.
 """
 
 
+COPY_WEIGHT = 0.5
+"""Weight of a token whose blocks come from a shared store, beside one that is computed. Copying
+holds up the request, and a slow link longer, but no other request's steps."""
+
+
 class RoutingPolicy(Protocol):
     """Chooses an engine for a request."""
 
@@ -68,6 +73,9 @@ class Sticky:
 class KvAware:
     """Chooses the engine that would have computed the prompt soonest: the least queued uncached
     tokens plus a weight times the prompt's own, over the measured rate.
+
+    Where engines share a store, one that is less busy takes a prefix from there that another one
+    has computed: its tokens count for less than those that are computed.
     """
 
     reads_names = True
@@ -78,9 +86,20 @@ class KvAware:
     def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
         known = [target.rate for target in targets if target.rate is not None]
         usual = sum(known) / len(known) if known else 1.0
+        cached = {
+            target.label: job.num_cached(target.cached.num_known(job.names)) for target in targets
+        }
+        stored: dict[str, int] = {}
+        """Most tokens of the prompt that any engine of a store has."""
+        for target in targets:
+            if target.pool:
+                most = max(stored.get(target.pool, 0), cached[target.label])
+                stored[target.pool] = most
 
         def cost(target: Target) -> tuple[float, int]:
-            own = job.num_tokens - job.num_cached(target.cached.num_known(job.names))
+            here = cached[target.label]
+            copied = max(0, stored.get(target.pool, 0) - here)
+            own = job.num_tokens - here - copied + COPY_WEIGHT * copied
             rate = usual if target.rate is None else target.rate
             return (target.backlog(now) + self._own_weight * own) / rate, target.sent_tokens
 

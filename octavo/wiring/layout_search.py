@@ -69,7 +69,7 @@ class RatedLayout:
 
     @property
     def per_machine(self) -> float:
-        return self.requests_per_s / self.layout.num_engines
+        return self.requests_per_s / self.layout.num_machines
 
 
 MakeRequests = Callable[[float], Sequence[SimulatedRequest]]
@@ -102,11 +102,18 @@ def engine_of(path: Path) -> SimulatedEngine:
 
 
 def layouts_of(num_machines: int) -> list[FleetLayout]:
-    """Returns the layouts of `num_machines` machines, one engine on each."""
+    """Returns the layouts of `num_machines` machines: one engine on each, some of which may compute
+    prompts for the others, or engines whose layers several machines share out.
+    """
     if not 1 <= num_machines <= MAX_MACHINES:
         raise ConfigError(f"machines: got {num_machines}, allowed are 1 to {MAX_MACHINES}")
     split = (FleetLayout(num_machines, prefill) for prefill in range(1, num_machines))
-    return [FleetLayout(num_machines), *split]
+    stages = (
+        FleetLayout(num_machines // num_stages, num_stages=num_stages)
+        for num_stages in range(2, num_machines + 1)
+        if num_machines % num_stages == 0
+    )
+    return [FleetLayout(num_machines), *split, *stages]
 
 
 def rate_layouts(

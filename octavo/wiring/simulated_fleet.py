@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from octavo.config.cache_options import CacheOptions
@@ -25,6 +25,7 @@ from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.step_costs import StepCosts
 from octavo.errors import ConfigError
+from octavo.ports import Executor
 from octavo.routing.cached_names import CachedNames
 from octavo.routing.job import RoutingJob
 from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName
@@ -32,7 +33,7 @@ from octavo.routing.router import Router
 from octavo.routing.target import Target
 from octavo.sampling_params import SamplingParams
 from octavo.step import ScheduledRow
-from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
+from octavo.worker.simulated import SimulatedClock, SimulatedExecutor, SimulatedPipeline
 
 MAX_IDLE_STEPS = 10_000
 """Steps of an engine that may compute nothing one after the other before the simulation gives up.
@@ -60,8 +61,16 @@ class FleetLayout:
     num_engines: int
     num_prefill: int = 0
     """Engines that compute prompts for the others; 0: each computes its own."""
+    num_stages: int = 1
+    """Machines of each engine, which share out its layers and have as many steps in flight."""
+
+    @property
+    def num_machines(self) -> int:
+        return self.num_engines * self.num_stages
 
     def __str__(self) -> str:
+        if self.num_stages > 1:
+            return f"{self.num_engines} x both in {self.num_stages} stages"
         if not self.num_prefill:
             return f"{self.num_engines} x both"
         return f"{self.num_prefill} x prefill + {self.num_engines - self.num_prefill} x decode"
@@ -133,6 +142,8 @@ class _Member:
     is_busy: bool = False
     link_free: float = 0.0
     """Time at which its link has carried all that it was given."""
+    busy_s: float = 0.0
+    """Seconds that its steps have taken."""
     num_idle_steps: int = 0
 
 
@@ -154,7 +165,7 @@ class SimulatedFleet:
         """Requests whose prompts were computed elsewhere."""
         self._members = [self._member() for _ in range(layout.num_engines)]
         targets = [
-            Target(f"engine {index}", CachedNames(engine.groups[0].num_blocks))
+            Target(f"engine {index}", CachedNames(self._groups[0].num_blocks))
             for index in range(layout.num_engines)
         ]
         self._router = Router(ROUTING_POLICIES[options.policy](), targets)
@@ -176,18 +187,47 @@ class SimulatedFleet:
             act(now)
         return requests
 
+    @property
+    def busy_s(self) -> list[float]:
+        """Seconds that the steps of each engine have taken."""
+        return [member.busy_s for member in self._members]
+
     def _member(self) -> _Member:
-        engine, clock = self._engine, SimulatedClock()
+        engine, num_stages = self._engine, self._layout.num_stages
+        clock = SimulatedClock()
+        options = engine.scheduler
+        if num_stages > 1:  # a stage learns of a token when the last one has drawn it
+            options = replace(options, num_scheduler_steps=1)
         scheduler = build_scheduler(
-            engine.scheduler,
+            options,
             engine.cache,
-            engine.groups,
+            self._groups,
             block_size=engine.block_size,
             max_model_len=engine.max_model_len,
+            num_lanes=num_stages,
         )
-        executor = MeasuredExecutor(clock, engine.costs, self._fetched.__contains__)
-        core = EngineCore(scheduler, executor, clock=clock, costs=engine.costs)
+        own = clock if num_stages == 1 else SimulatedClock()
+        whole = MeasuredExecutor(own, engine.costs, self._fetched.__contains__)
+        executor: Executor = whole
+        if num_stages > 1:
+            executor = SimulatedPipeline(clock, num_stages, whole=whole)
+        core = EngineCore(
+            scheduler, executor, clock=clock, costs=engine.costs, num_lanes=num_stages
+        )
         return _Member(core, clock)
+
+    @property
+    def _groups(self) -> Sequence[BlockGroup]:
+        """Cache groups of an engine: each of its machines keeps a part of every token's K and V, so
+        that together they have as many times the blocks.
+        """
+        num_stages = self._layout.num_stages
+        return [
+            BlockGroup(
+                num_stages * group.num_blocks, group.life, num_stages * group.num_host_blocks
+            )
+            for group in self._engine.groups
+        ]
 
     def _at(self, when: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when, next(self._count), act))
@@ -245,6 +285,7 @@ class SimulatedFleet:
             return
         began = member.clock.now
         outputs = member.core.step().outputs
+        member.busy_s += member.clock.now - began
         member.num_idle_steps = 0 if member.clock.now > began else member.num_idle_steps + 1
         assert member.num_idle_steps < MAX_IDLE_STEPS, "an engine has work and computes none of it"
         self._at(member.clock.now, partial(self._done, index, outputs))

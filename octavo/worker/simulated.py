@@ -141,10 +141,18 @@ class SimulatedPipeline:
     """
 
     def __init__(
-        self, clock: SimulatedClock, num_stages: int, costs: SimulatedCosts | None = None
+        self,
+        clock: SimulatedClock,
+        num_stages: int,
+        costs: SimulatedCosts | None = None,
+        *,
+        whole: SimulatedExecutor | None = None,
     ) -> None:
+        """`whole` is the executor, on a clock of its own, whose steps the stages share out; by
+        default one of these costs.
+        """
         self.clock = clock
-        self._whole = SimulatedExecutor(SimulatedClock(), costs)
+        self._whole = whole or SimulatedExecutor(SimulatedClock(), costs)
         self._free = [0.0] * num_stages
         """When each stage has computed all that it was given."""
 

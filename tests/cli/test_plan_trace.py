@@ -14,9 +14,11 @@ def test_the_command_ranks_layouts(octavo, tmp_path: Path) -> None:
     arguments = ["plan", f"--trace={trace(tmp_path / 'trace')}", "--machines=2"]
     arguments += [f"--costs={recording(tmp_path / 'log')}", "--slo=ttft=2s,tpot=80ms"]
     layouts = json.loads(octavo(*arguments, "--json").out)["layouts"]
-    assert len(layouts) == 2 and layouts[0]["requests_per_s"] >= layouts[1]["requests_per_s"] > 0
+    rates = [layout["requests_per_s"] for layout in layouts]
+    assert len(rates) == 3 and rates == sorted(rates, reverse=True) and rates[-1] > 0
     text = octavo(*arguments).out
-    assert "simulated: 20 requests" in text and "1 x prefill + 1 x decode" in text
+    assert "simulated: 20 requests" in text
+    assert "1 x prefill + 1 x decode" in text and "1 x both in 2 stages" in text
 
 
 @pytest.mark.parametrize(

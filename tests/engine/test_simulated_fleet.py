@@ -94,11 +94,38 @@ def test_goodput_grows_with_machines_and_ends_where_the_objective_does() -> None
     assert goodput(ENGINE, FleetLayout(2), make, never, FAST) == 0.0
 
 
+def test_stages_gain_by_many_requests_and_nothing_for_one() -> None:
+    """Two machines with half of the layers each, and two steps in flight."""
+    (alone,) = run(FleetLayout(1, num_stages=2), requests_of(3.0))
+    assert alone.ttft == pytest.approx(0.128) and alone.tpot == pytest.approx(0.01)
+    many = [float(at) / 1000 for at in range(12)]
+    ends = [
+        max(each.end for each in run(layout, requests_of(*many, num_prompt=300, num_output=40)))
+        for layout in (FleetLayout(1), FleetLayout(1, num_stages=2))
+    ]
+    assert ends[1] < 0.75 * ends[0]
+
+
+def test_stages_hold_requests_that_one_machine_cannot() -> None:
+    """A machine has 400 blocks, and a request of 7,000 tokens needs 438."""
+    engine = replace(ENGINE, max_model_len=8192)
+    (request,) = run(FleetLayout(1), requests_of(0.0, num_prompt=7000), engine=engine)
+    assert request.error is not None
+    (request,) = run(FleetLayout(1, num_stages=2), requests_of(0.0, num_prompt=7000), engine=engine)
+    assert request.error is None and request.num_tokens == 5
+
+
 def test_layouts_of_machines() -> None:
     assert list(map(str, layouts_of(3))) == [
         "3 x both",
         "1 x prefill + 2 x decode",
         "2 x prefill + 1 x decode",
+        "1 x both in 3 stages",
+    ]
+    assert {layout.num_machines for layout in layouts_of(4)} == {4}
+    assert [str(layout) for layout in layouts_of(4)][-2:] == [
+        "2 x both in 2 stages",
+        "1 x both in 4 stages",
     ]
     with pytest.raises(ConfigError, match="machines: got 0, allowed are 1 to 64"):
         layouts_of(0)

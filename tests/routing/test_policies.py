@@ -38,6 +38,28 @@ def test_kv_finds_what_one_cache_would_and_spreads_the_work(trace):
     assert turns.hit_share == pytest.approx(0.1306, abs=1e-4)
 
 
+def test_a_prefix_is_copied_to_a_less_busy_engine_where_they_share_a_store():
+    """The prompt's blocks are in engine 0, which has a queue: longer than half of the prompt, and
+    shorter than all of it.
+    """
+
+    def chosen(queue: int, *pools: str) -> int:
+        router = router_of("kv", 2)
+        for target, pool in zip(router.targets, pools, strict=True):
+            target.pool = pool
+        job = job_of(*map(str, range(10)))
+        router.sent("before", job, 0, 0.0)
+        router.yielded("before", 1, 0.0)
+        router.ended("before")
+        router.sent("queue", RoutingJob(queue), 0, 0.0)
+        return router.choose(job, range(2), 0.0)
+
+    assert chosen(400, "", "") == 0  # less than 4 x 160 tokens to be computed
+    assert chosen(400, "a", "b") == 0
+    assert chosen(400, "a", "a") == 1  # more than 4 x 80 to be copied
+    assert chosen(200, "a", "a") == 0
+
+
 @pytest.mark.parametrize("policy", ROUTING_POLICIES)
 def test_books_are_empty_once_all_requests_have_ended(policy):
     """Whatever the order of tokens and ends, no load is left on a target, and no rate is wrong."""

@@ -42,6 +42,7 @@ class CapabilityCard(msgspec.Struct):
 
     block_size: int | None = None
     kv_events: KvEventsCard | None = None
+    kv_pool: str = ""
 
 
 class ModelCard(msgspec.Struct):
@@ -223,6 +224,7 @@ class HealthCheck:
         member.models = frozenset(card.id for card in models.data)
         member.adapters = frozenset(card.id for card in models.data if card.parent is not None)
         member.capabilities = capabilities
+        member.target.pool = capabilities.kv_pool
         member.note_health()
 
     async def _pause(self) -> None:

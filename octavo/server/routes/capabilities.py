@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
@@ -58,6 +59,7 @@ async def capabilities(
         "max_logprobs": config.model.max_logprobs,
         "block_size": BLOCK_SIZE if config.cache.kv_cache else None,
         "kv_events": _kv_events(config),
+        "kv_pool": pool_name(config.cache.kv_pool),
         "features": _features(served, service),
         "fields": list(_fields(served)),
         "routes": _routes(request.app),
@@ -79,6 +81,11 @@ def _kv_events(config: EngineConfig) -> dict[str, Any] | None:
         "topic": events.topic,
         "is_locked": events.secret is not None,
     }
+
+
+def pool_name(address: str | None) -> str:
+    """Returns a name by which routers know servers of one pool; "" without one."""
+    return "" if address is None else blake2b(address.encode(), digest_size=8).hexdigest()
 
 
 def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
