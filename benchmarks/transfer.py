@@ -1,16 +1,21 @@
 """How fast KV blocks go from one engine's worker to another's, beside raw TCP in turns.
 
     python benchmarks/transfer.py --blocks 256 --block-kib 720 --rounds 5 [--transport mooncake]
+    PYTHONPATH=. python benchmarks/transfer.py --rate 1gbit --blocks 64
 
-Sender and receiver are two processes on this machine's loopback. A round sends the same bytes once
-over a plain TCP socket and once through two `TransferWorker`s; the last line has the medians.
+Sender and receiver are two processes on this machine's loopback, or with --rate (as root) on two
+machines, which are network namespaces with a link of that rate. A round sends the same bytes once
+over a plain TCP socket and once through two `TransferWorker`s; the last line has the medians. The
+goal is 0.8 of the socket's rate. The transports are zmq, mooncake and nixl.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import multiprocessing
+import os
 import socket
 import statistics
 import time
@@ -20,12 +25,15 @@ from multiprocessing.connection import Connection
 
 from octavo.step import BlockKey, ConnectorPlan, SlotBlock
 from octavo.transfer.address import TransferEnds
+from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.mooncake_mover import MooncakeMover
+from octavo.worker.connectors.nixl_mover import NixlMover
 from octavo.worker.connectors.transfer import TransferWorker
 
 HOST = "127.0.0.1"
 CHUNK = 1 << 20
+CLONE_NEWNET = 0x40000000
 
 
 def key_of(number: int) -> BlockKey:
@@ -43,16 +51,39 @@ def free_port() -> int:
 class SendingWay:
     """How blocks go from the sender to the receiver."""
 
+    host: str
+    """Address of the sender's machine."""
     listen: str
     secret: str | None
     transport: str
+    own_host: str = HOST
+    """Address of the receiver's machine."""
+    machine: str | None = None
+    """Network namespace of the sender; None: that of this process."""
 
 
 def worker_of(shape: HostShape, way: SendingWay, *, sends: bool) -> TransferWorker:
     listen, num_bytes = way.listen if sends else None, shape.num_blocks * shape.block_bytes
     ends = TransferEnds(bytes(32), listen, way.secret, timeout_s=60.0, max_bytes=num_bytes)
-    mover = MooncakeMover(HOST) if way.transport == "mooncake" else None
-    return TransferWorker([shape], ends, mover)
+    return TransferWorker([shape], ends, mover_of(way, way.host if sends else way.own_host))
+
+
+def mover_of(way: SendingWay, host: str) -> BlockTransport | None:
+    if way.transport == "mooncake":
+        return MooncakeMover(host)
+    return NixlMover() if way.transport == "nixl" else None
+
+
+def enter(machine: str | None) -> None:
+    """Moves this thread, and those that it starts, to a network namespace."""
+    if machine is None:
+        return
+    file = os.open(f"/var/run/netns/{machine}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(file, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(file)
 
 
 def wait_for(worker: TransferWorker, num_blocks: int, field: str) -> None:
@@ -71,6 +102,7 @@ def wait_for(worker: TransferWorker, num_blocks: int, field: str) -> None:
 
 def send_blocks(shape: HostShape, way: SendingWay, pipe: Connection) -> None:
     """Keeps all blocks and sends them to all that ask, until the pipe closes."""
+    enter(way.machine)
     worker = worker_of(shape, way, sends=True)
     for index in range(shape.num_blocks):
         worker.slot(0, index)[:] = index % 251
@@ -86,10 +118,11 @@ def send_blocks(shape: HostShape, way: SendingWay, pipe: Connection) -> None:
     worker.close()
 
 
-def send_raw(num_bytes: int, port: int, pipe: Connection) -> None:
+def send_raw(num_bytes: int, port: int, way: SendingWay, pipe: Connection) -> None:
     """Sends a number of bytes to each connection, until the pipe closes."""
+    enter(way.machine)
     data = bytes(CHUNK)
-    with socket.create_server((HOST, port)) as server:
+    with socket.create_server((way.host, port)) as server:
         pipe.send("ready")
         while pipe.recv() == "go":
             connection, _ = server.accept()
@@ -129,11 +162,11 @@ def fetch_all(shape: HostShape, way: SendingWay) -> float:
     return seconds
 
 
-def receive_raw(num_bytes: int, port: int, pipe: Connection) -> float:
+def receive_raw(num_bytes: int, port: int, way: SendingWay, pipe: Connection) -> float:
     memory = memoryview(bytearray(num_bytes))
     pipe.send("go")
     began = time.perf_counter()
-    with socket.create_connection((HOST, port)) as connection:
+    with socket.create_connection((way.host, port)) as connection:
         num_read = 0
         while num_read < num_bytes:
             num_read += connection.recv_into(memory[num_read:])
@@ -146,20 +179,37 @@ def main() -> None:
     parser.add_argument("--block-kib", type=int, default=720)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--secret", help="lock the sockets with it")
-    parser.add_argument("--transport", choices=("zmq", "mooncake"), default="zmq")
+    parser.add_argument("--transport", choices=("zmq", "mooncake", "nixl"), default="zmq")
+    parser.add_argument("--rate", help="such as 200mbit or 1gbit: of a link between two machines")
     args = parser.parse_args()
+    if args.rate is None:
+        port = free_port()
+        measure(args, SendingWay(HOST, f"tcp://{HOST}:{port}", args.secret, args.transport))
+        return
+    from tests.support.two_machines import ADDRESSES, two_machines
+
+    own, host = ADDRESSES
+    with two_machines(args.rate) as machines:
+        way = SendingWay(
+            host, f"tcp://{host}:8999", args.secret, args.transport, own, machines.names[1]
+        )
+        enter(machines.names[0])
+        measure(args, way)
+
+
+def measure(args: argparse.Namespace, way: SendingWay) -> None:
+    """Sends the bytes in turns both ways, and prints the rates."""
     shape = HostShape(args.blocks, args.block_kib << 10)
     num_bytes = shape.num_blocks * shape.block_bytes
-    port, way = free_port(), SendingWay(f"tcp://{HOST}:{free_port()}", args.secret, args.transport)
-    raw, blocks = [], []
+    port, raw, blocks = free_port(), list[float](), list[float]()
     with (
-        process(send_raw, num_bytes, port) as pipe,
+        process(send_raw, num_bytes, port, way) as pipe,
         process(send_blocks, shape, way),
     ):
         for _ in range(args.rounds):
-            raw.append(num_bytes / receive_raw(num_bytes, port, pipe) / 1e9)
+            raw.append(num_bytes / receive_raw(num_bytes, port, way, pipe) / 1e9)
             blocks.append(num_bytes / fetch_all(shape, way) / 1e9)
-            print(f"raw TCP {raw[-1]:.2f} GB/s, blocks {blocks[-1]:.2f} GB/s", flush=True)
+            print(f"raw TCP {raw[-1]:.3f} GB/s, blocks {blocks[-1]:.3f} GB/s", flush=True)
     ratio = statistics.median(two / one for one, two in zip(raw, blocks, strict=True))
     print(
         f"{num_bytes / 1e6:.0f} MB: raw TCP {statistics.median(raw):.2f}, blocks"
