@@ -54,7 +54,7 @@ Matrix matrix_or_none(const nb::object& pair) {
 Code code_of(const std::string& name) {
     for (int i = 0; i < kNumCodes; i++)
         if (name == kCodeNames[i]) return (Code)i;
-    throw std::invalid_argument("code " + name + ": allowed are u4, u8, l4, i8, bf16, fp16, fp32");
+    throw std::invalid_argument("code " + name + ": allowed are u4, u8, l4, i8, bf16, fp16, fp32, f4, e4m3");
 }
 
 ScaleType scale_type_of(const std::string& name) {
@@ -107,16 +107,7 @@ class ArrayPacker {
                                        int zero_point, int num_inputs, bool small_levels, bool wide,
                                        bool whole_rows, bool by_columns) {
         const auto numbers = table_of(table);
-        const auto bytes = nb::cast<ByteRows>(codes);
-        CodeRows rows{.data = bytes.data(),
-                      .rows = (int64_t)bytes.shape(0),
-                      .row_stride = bytes.stride(0),
-                      .row_bytes = (int64_t)bytes.shape(1),
-                      .block_inputs = std::get<0>(block),
-                      .block_bytes = std::get<1>(block),
-                      .is_signed = is_signed};
-        for (const auto& [start, bits, run] : planes) rows.planes.push_back({start, bits, run});
-        const QuantisedSource source{.codes = std::move(rows),
+        const QuantisedSource source{.codes = code_rows(codes, block, planes, is_signed),
                                      .group = group,
                                      .zero_point = zero_point,
                                      .num_inputs = num_inputs,
@@ -131,6 +122,23 @@ class ArrayPacker {
                                      .whole_rows = whole_rows,
                                      .by_columns = by_columns};
         sources_.push_back(nb::make_tuple(codes, scales, mins, super_scales, super_mins, zeros));
+        return std::make_shared<PackedTiles>(packer_.add(source));
+    }
+    // Codes that stand for floats, with scales alone; numbers: [16] of codes of 4 bits, or none.
+    std::shared_ptr<PackedTiles> float_codes(const nb::object& codes, std::tuple<int, int> block,
+                                             const std::vector<std::tuple<int, int, int>>& planes,
+                                             const nb::tuple& scales, const std::string& code,
+                                             const std::vector<float>& numbers, int group, int num_inputs) {
+        if (!numbers.empty() && numbers.size() != 16)
+            throw std::invalid_argument("a table has 16 numbers, got " + std::to_string(numbers.size()));
+        const QuantisedSource source{.codes = code_rows(codes, block, planes, false),
+                                     .group = group,
+                                     .zero_point = 0,
+                                     .num_inputs = num_inputs,
+                                     .scales = matrix_or_none(scales),
+                                     .floats = code_of(code),
+                                     .numbers = numbers.empty() ? nullptr : numbers.data()};
+        sources_.push_back(nb::make_tuple(codes, scales));
         return std::make_shared<PackedTiles>(packer_.add(source));
     }
     std::shared_ptr<PackedTiles> values(const nb::tuple& values, const std::string& code) {
@@ -148,6 +156,20 @@ class ArrayPacker {
     size_t num_waiting_bytes() const { return packer_.num_waiting_bytes(); }
 
   private:
+    static CodeRows code_rows(const nb::object& codes, std::tuple<int, int> block,
+                              const std::vector<std::tuple<int, int, int>>& planes, bool is_signed) {
+        const auto bytes = nb::cast<ByteRows>(codes);
+        CodeRows rows{.data = bytes.data(),
+                      .rows = (int64_t)bytes.shape(0),
+                      .row_stride = bytes.stride(0),
+                      .row_bytes = (int64_t)bytes.shape(1),
+                      .block_inputs = std::get<0>(block),
+                      .block_bytes = std::get<1>(block),
+                      .is_signed = is_signed};
+        for (const auto& [start, bits, run] : planes) rows.planes.push_back({start, bits, run});
+        return rows;
+    }
+
     std::shared_ptr<Device> device_;
     WeightMemory own_;
     Packer packer_;
@@ -168,8 +190,8 @@ Low low_of(const std::string& name) {
 }
 
 // How a weight lies in tiles, and the bytes from a tile to the next one, as `WeightStream.tiles` takes them.
-using TileTuple =
-    std::tuple<std::string, std::string, std::string, bool, int, int, int, size_t, std::vector<int>>;
+using TileTuple = std::tuple<std::string, std::string, std::string, bool, int, int, int, int, size_t,
+                             std::vector<int>, std::vector<float>>;
 
 TileTuple layout_of(const PackedTiles& packed) {
     const Tiles& t = packed.tiles;
@@ -177,23 +199,27 @@ TileTuple layout_of(const PackedTiles& packed) {
             kScaleTypeNames[(int)t.scale_type],
             kLowNames[(int)t.low],
             t.half_groups,
+            t.span,
             t.zero_point,
             t.num_rows,
             t.num_inputs,
             t.tile_stride,
-            {std::begin(t.table), std::end(t.table)}};
+            {std::begin(t.table), std::end(t.table)},
+            {std::begin(t.numbers), std::end(t.numbers)}};
 }
 
 std::shared_ptr<PackedTiles> tiles_in(const std::shared_ptr<WeightStream>& stream, size_t offset,
                                       const TileTuple& layout) {
-    const auto& [code, scale_type, low, half_groups, zero_point, num_rows, num_inputs, stride, table] =
-        layout;
-    if (table.size() != kTile) throw std::invalid_argument("a layout has a table of 16 numbers");
-    const TileFormat format{code_of(code), scale_type_of(scale_type), low_of(low), half_groups};
+    const auto& [code, scale_type, low, half_groups, span, zero_point, num_rows, num_inputs, stride, table,
+                 numbers] = layout;
+    if (table.size() != kTile || numbers.size() != kTile)
+        throw std::invalid_argument("a layout has tables of 16 numbers");
+    const TileFormat format{code_of(code), scale_type_of(scale_type), low_of(low), half_groups, span};
     auto packed = std::make_shared<PackedTiles>();
     packed->tiles = tiles_of(format, num_rows, num_inputs);
     packed->tiles.zero_point = zero_point;
     std::copy(table.begin(), table.end(), packed->tiles.table);
+    std::copy(numbers.begin(), numbers.end(), packed->tiles.numbers);
     packed->tiles.tile_stride = stride;
     const Tiles& t = packed->tiles;
     if (stride < t.tile_bytes ||
@@ -307,6 +333,8 @@ NB_MODULE(_native, m) {
              "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "zeros"_a.none(), "table"_a,
              "group"_a, "zero_point"_a, "num_inputs"_a, "small_levels"_a, "wide"_a, "whole_rows"_a,
              "by_columns"_a)
+        .def("float_codes", &ArrayPacker::float_codes, "codes"_a, "block"_a, "planes"_a, "scales"_a, "code"_a,
+             "numbers"_a, "group"_a, "num_inputs"_a)
         .def("values", &ArrayPacker::values, "values"_a, "code"_a)
         .def("interleave", &ArrayPacker::interleave, "first"_a, "second"_a,
              "Lets the last two weights lie tile by tile in turns; whether they fit.")
@@ -325,19 +353,20 @@ NB_MODULE(_native, m) {
         .def("copy", &copy_tiles, "The tiles, one behind the other (csrc/kernels/table.h).")
         .def_prop_ro(
             "code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; },
-            "u4, u8, l4, i8, bf16, fp16 or fp32");
+            "u4, u8, l4, i8, bf16, fp16, fp32, f4 or e4m3");
 
     m.def(
         "tile_bytes",
         [](const std::string& code, const std::string& scale_type, const std::string& low, bool half_groups,
-           int64_t num_rows, int num_inputs) {
+           int span, int64_t num_rows, int num_inputs) {
             const TileFormat format{.code = code_of(code),
                                     .scale_type = scale_type_of(scale_type),
                                     .low = low_of(low),
-                                    .half_groups = half_groups};
+                                    .half_groups = half_groups,
+                                    .span = span};
             return total_bytes(tiles_of(format, num_rows, num_inputs));
         },
-        "code"_a, "scale_type"_a, "low"_a, "half_groups"_a, "num_rows"_a, "num_inputs"_a,
+        "code"_a, "scale_type"_a, "low"_a, "half_groups"_a, "span"_a, "num_rows"_a, "num_inputs"_a,
         "Bytes of all tiles of a weight [num_rows, num_inputs], as the packer takes them.");
 
     nb::class_<KvMemory>(m, "KvMemory")

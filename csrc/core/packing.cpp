@@ -206,7 +206,8 @@ struct GroupLayout {
     size_t scale_bytes = 0;  // one scale for each of the 16 outputs
     int parts = 0;  // scales of one output
     size_t low_bytes = 0;  // of the mins or zeros of all 16 outputs
-    size_t factor_bytes = 0;  // before each kSmallSpan groups
+    size_t factor_bytes = 0;  // before each `span` groups
+    int span = kSmallSpan;
     size_t bytes() const { return codes_bytes + scale_bytes * parts + low_bytes; }
 };
 
@@ -217,6 +218,8 @@ GroupLayout group_of(const Tiles& t) {
         case Code::bf16:
         case Code::fp16: return {2 * kCodes};
         case Code::fp32: return {4 * kCodes};
+        case Code::f4: return {kCodes / 2, 0, 0, 0, kTile * sizeof(float), t.span};
+        case Code::e4m3: return {kCodes, 0, 0, 0, kTile * sizeof(float), t.span};
         default: {
             const size_t codes = has_nibbles(t.code) ? kCodes / 2 : kCodes;
             const bool small = t.scale_type == ScaleType::small;
@@ -229,6 +232,11 @@ GroupLayout group_of(const Tiles& t) {
     }
 }
 
+// Returns four bytes with the inner two in each other's place.
+uint32_t pairs_apart(uint32_t four) {
+    return (four & 0xff0000ff) | (four >> 8 & 0x0000ff00) | (four << 8 & 0x00ff0000);
+}
+
 // Writes one output's codes of a group.
 void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
     for (int i = 0; i < 4; i++) {
@@ -236,9 +244,12 @@ void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
         const uint32_t low = (uint32_t)eight, high = (uint32_t)(eight >> 32), both = low | high << 4;
         if (has_nibbles(code)) {
             std::memcpy(to + 64 * i, &both, 4);
-        } else {
-            std::memcpy(to + 128 * i, &low, 4);
-            std::memcpy(to + 128 * i + 64, &high, 4);
+            continue;
+        }
+        const uint32_t vectors[2] = {low, high};
+        for (int v = 0; v < 2; v++) {
+            const uint32_t found = code == Code::e4m3 ? pairs_apart(vectors[v]) : vectors[v];
+            std::memcpy(to + 128 * i + 64 * v, &found, 4);
         }
     }
 }
@@ -326,6 +337,7 @@ Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs) {
     t.scale_type = format.scale_type;
     t.low = format.low;
     t.half_groups = format.half_groups;
+    if (is_float_code(format.code)) t.span = std::max(format.span, 1);
     t.num_rows = (int32_t)num_rows;
     t.num_inputs = num_inputs;
     t.num_groups = (num_inputs + kGroup - 1) / kGroup;
@@ -333,7 +345,7 @@ Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs) {
     if (whole_rows) t.num_groups = (t.num_groups + 1) / 2 * 2;
     const GroupLayout group = group_of(t);
     t.tile_bytes = group.bytes() * t.num_groups + (whole_rows ? kTile * sizeof(float) : 0) +
-                   group.factor_bytes * ((t.num_groups + kSmallSpan - 1) / kSmallSpan);
+                   group.factor_bytes * ((t.num_groups + group.span - 1) / group.span);
     return t;
 }
 
@@ -439,6 +451,45 @@ PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
     });
 }
 
+// Returns the groups of 32 inputs that share a scale in tiles, at most four of them.
+int span_of(const QuantisedSource& s) {
+    if (s.group >= s.num_inputs) return kMostSpan;
+    for (int span = kMostSpan; span > 1; span /= 2)
+        if (s.group % (span * kGroup) == 0) return span;
+    return 1;
+}
+
+// Adds codes that stand for floats.
+PackedTiles Packer::add_floats(const QuantisedSource& s) {
+    const Code code = *s.floats;
+    if (!is_float_code(code) || s.codes.bits() != (code == Code::f4 ? 4 : 8) || s.codes.is_signed ||
+        (code == Code::f4) != (s.numbers != nullptr))
+        throw std::invalid_argument("codes of floats are f4, with sixteen numbers, or e4m3");
+    if (s.zero_point || s.mins.data || s.zeros.data || s.super_scales.data ||
+        (s.group % kGroup && s.group < s.num_inputs))
+        throw std::invalid_argument("codes of floats have one scale for a multiple of 32 inputs, or for all");
+    Tiles t = tiles_of({.code = code, .span = span_of(s)}, s.codes.rows, s.num_inputs);
+    if (s.numbers) std::copy_n(s.numbers, 16, t.numbers);
+    const GroupLayout group = group_of(t);
+    const LevelReader scales(s.scales, {}, ScaleType::fp32, t.span * kGroup, s.group, s.num_inputs);
+    return add(t, [t, group, scales, codes = CodeReader(s.codes, s.num_inputs, 0)](int tile, uint8_t* data) {
+        for (int g = 0; g < t.num_groups; g += t.span) {
+            std::memset(data, 0, group.factor_bytes);
+            for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++)
+                scales.write((int64_t)tile * kTile + lane, g / t.span, data + 4 * lane);
+            data += group.factor_bytes;
+            const int end = std::min(g + t.span, (int)t.num_groups);
+            const auto write = [&](int64_t row, int lane, int at, uint8_t* to) {
+                Bytes found[2];
+                codes.read(row, at, found);
+                write_codes(t.code, found, to + 4 * lane);
+            };
+            pack_groups(t, group.bytes(), tile, data, write, g, end);
+            data += (end - g) * group.bytes();
+        }
+    });
+}
+
 // Lays two tiles of 4-bit codes, from `tile` on, by columns: `to` is where the weight begins.
 void put_columns(const Tiles& t, const GroupLayout& layout, int tile, const std::vector<uint8_t> (&packed)[2],
                  uint8_t* to) {
@@ -466,6 +517,7 @@ void put_columns(const Tiles& t, const GroupLayout& layout, int tile, const std:
 
 PackedTiles Packer::add(const QuantisedSource& s) {
     if (s.whole_rows) return add_whole_rows(s);
+    if (s.floats) return add_floats(s);
     check(s);
     const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data &&
                       (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "../kernels/table.h"
@@ -19,6 +20,7 @@ struct TileFormat {
     ScaleType scale_type = ScaleType::fp32;
     Low low = Low::none;
     bool half_groups = false;
+    int span = 0;  // of float codes: groups of 32 inputs that share a scale
 };
 
 // The tiles of a weight of `num_rows` outputs and `num_inputs` inputs, without memory.
@@ -75,6 +77,10 @@ struct QuantisedSource {
     Matrix scales, mins, super_scales, super_mins;  // `data` null where there is none
     Matrix zeros{};  // i8, of groups, beyond the zero point; never beside mins
     const int8_t* table = nullptr;  // [16], the numbers of 4-bit codes where these are no line
+    // The code of a weight of floats: e4m3, or f4, whose codes have `numbers` [16]. Its groups are of a
+    // multiple of 32 inputs or of all, with scales alone.
+    std::optional<Code> floats{};
+    const float* numbers = nullptr;
     bool small_levels = false;  // keeps scales of two levels as bytes with factors
     bool wide = false;  // lays 4-bit codes in bytes, for a product beside a weight of 8 bits
     bool whole_rows = false;  // signed codes of 8 bits with one scale for each output, scales [rows][1]
@@ -106,6 +112,7 @@ class Packer {
     };
     PackedTiles add(const Tiles& tiles, PackTile pack);
     PackedTiles add_whole_rows(const QuantisedSource& source);
+    PackedTiles add_floats(const QuantisedSource& source);
 
     WeightMemory& memory_;
     std::vector<Job> jobs_;

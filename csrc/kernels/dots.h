@@ -137,6 +137,91 @@ class Table16 {
 #endif
 };
 
+// Sixteen floats, and the one that the lowest four bits of each lane name.
+class Floats16 {
+  public:
+    OCTAVO_INLINE explicit Floats16(const float (&numbers)[16]) {
+#if defined(__AVX2__)
+        all_ = load(numbers);
+#else
+        std::memcpy(numbers_, numbers, sizeof numbers_);
+#endif
+    }
+    OCTAVO_INLINE vf operator()(vi places) const {
+#if defined(__AVX512F__)
+        return (vf)_mm512_permutexvar_ps((__m512i)places, (__m512)all_);
+#elif defined(__AVX2__)
+        const __m256 low = (__m256)all_.low, high = (__m256)all_.high;
+        return each(
+            [low, high](RegisterI at) {
+                const __m256 first = _mm256_permutevar8x32_ps(low, (__m256i)at);
+                const __m256 second = _mm256_permutevar8x32_ps(high, (__m256i)at);
+                return (RegisterF)_mm256_blendv_ps(first, second, (__m256)(at << 28));
+            },
+            places);
+#else
+        int32_t lanes[kLanes];
+        store_i(lanes, places);
+        float found[kLanes];
+        for (int i = 0; i < kLanes; i++) found[i] = numbers_[lanes[i] & 15];
+        return load(found);
+#endif
+    }
+
+  private:
+#if defined(__AVX2__)
+    vf all_;
+#else
+    float numbers_[16];
+#endif
+};
+
+// Returns an e4m3 code's number as bf16, which holds it exactly; what e4m3 has as NaN becomes 480. The
+// exponents' biases are 120 apart; numbers below the smallest exponent are looked up.
+constexpr uint16_t kSmallE4m3[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+OCTAVO_INLINE uint16_t e4m3_bits(uint8_t code) {
+    const int magnitude = code & 0x7f;
+    const int bits = magnitude < 8 ? kSmallE4m3[magnitude] : (magnitude << 4) + (120 << 7);
+    return (uint16_t)(bits | (code & 0x80) << 8);
+}
+
+// The same of the codes in the low bytes of all 16 bits, whatever their high bytes hold.
+OCTAVO_INLINE vi e4m3_to_bf16(vi codes) {
+#if defined(__AVX512BW__)
+    const __m512i x = (__m512i)codes;
+    const __m512i small = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kSmallE4m3));
+    const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi16(0x07f0));
+    const __m512i whole =
+        _mm512_mask_permutexvar_epi16(_mm512_add_epi16(magnitude, _mm512_set1_epi16(120 << 7)),
+                                      _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78)), x, small);
+    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(x, 8), _mm512_set1_epi16((short)0x8000));
+    return (vi)_mm512_or_si512(whole, sign);
+#elif defined(__AVX2__)
+    const auto half = [](RegisterI codes_of) {
+        const __m256i x = (__m256i)codes_of;
+        // The low bytes of the eight smallest numbers, then the high ones.
+        const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+            0, 0, (char)0x80, (char)0xc0, 0, 0x20, 0x40, 0x60, 0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c));
+        const __m256i place = _mm256_and_si256(x, _mm256_set1_epi16(7));
+        const __m256i small = _mm256_shuffle_epi8(
+            table,
+            _mm256_or_si256(_mm256_or_si256(place, _mm256_slli_epi16(place, 8)), _mm256_set1_epi16(0x0800)));
+        const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(x, 4), _mm256_set1_epi16(0x07f0));
+        const __m256i is_small = _mm256_cmpeq_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x78)), __m256i{});
+        const __m256i whole =
+            _mm256_blendv_epi8(_mm256_add_epi16(magnitude, _mm256_set1_epi16(120 << 7)), small, is_small);
+        const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(x, 8), _mm256_set1_epi16((short)0x8000));
+        return (RegisterI)_mm256_or_si256(whole, sign);
+    };
+    return each(half, codes);
+#else
+    uint16_t halves[2 * kLanes];
+    store_i(halves, codes);
+    for (uint16_t& half : halves) half = e4m3_bits((uint8_t)half);
+    return load_i(halves);
+#endif
+}
+
 // acc[i] += w[2i] * a[2i] + w[2i+1] * a[2i+1] over pairs of bf16 in each lane.
 OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
 #if defined(__AVX512BF16__)

@@ -7,13 +7,13 @@
 // an output have one d, so that exact sums run over all inputs and are scaled once; their numbers have two
 // int8 terms where the level has the tile unit (`scale_whole`), elsewhere most have one (`product_outliers`).
 // Rows beside 4-bit codes have two terms with the tile unit. fp32 and fp16 run in four chains over k mod 4,
-// added as (c0 + c1) + (c2 + c3); bf16 in one chain over pairs. `M` rows share each weight that is loaded;
-// they never straddle a block of 16 rows.
+// added as (c0 + c1) + (c2 + c3); bf16 in one chain over pairs; codes of floats likewise over the groups that
+// share a scale, and acc = fma(sum, scale, acc) over these. `M` rows share each weight that is loaded;
+// they never straddle a block of 16 rows. Products of floats stand in linear_floats.inl.
 #pragma once
 #include <algorithm>
 
-#include "dots.h"
-#include "table.h"
+#include "linear_floats.inl"
 
 namespace octavo {
 namespace {
@@ -72,60 +72,6 @@ class GroupLevels {
 
   private:
     vf scales_{}, mins_{};
-};
-
-// Weights stream through once a step; the hardware's prefetcher stops at each page, so a product prefetches.
-// Tiles follow one another, so what lies past the end of this one is the next. Measured on a 2-core Xeon with
-// AMX: 2 to 4 KiB ahead into the first-level cache is best; on a 2-core EPYC it is 6 KiB ahead into the
-// second, by less than its neighbours move the memory's rate.
-#if defined(__AMX_INT8__)
-constexpr size_t kAhead = 3072;
-constexpr int kIntoCache = 3;
-#else
-constexpr size_t kAhead = 6144;
-constexpr int kIntoCache = 2;
-#endif
-template <size_t kBytes>
-OCTAVO_INLINE void prefetch_ahead(const uint8_t* p) {
-    for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + kAhead + line, 0, kIntoCache);
-}
-
-// A call multiplies its tiles with all of its rows in turns of M rows at a time; this is one of them.
-struct Turn {
-    int num_tiles;  // tiles of the call
-    int done;  // rows of the turns before
-    int index;  // of this turn
-    int prefetchers;  // number of turns, the first ones, that share the prefetch of the next tiles
-};
-
-// Prefetches for one turn, step by step. With one row or two it is what follows in this tile and the next.
-// With more, the later turns find the weights in a cache, and each turn prefetches its share of the tiles
-// behind these: a core has so few lines under way at once that the first turn alone would wait for them.
-template <int M>
-class ReadAhead {
-  public:
-    ReadAhead(const Turn& turn, const Tiles& w)
-        : distance_(turn.num_tiles * w.tile_bytes),
-          prefetchers_(turn.prefetchers),
-          wait_(turn.index < turn.prefetchers ? turn.index : 1 << 30) {}
-    OCTAVO_INLINE void step() {
-        is_turn_ = wait_ == 0;
-        wait_ = is_turn_ ? prefetchers_ - 1 : wait_ - 1;
-    }
-    // Prefetches what corresponds to the kBytes at p that this step reads.
-    template <size_t kBytes>
-    OCTAVO_INLINE void prefetch(const uint8_t* p) const {
-        if (M <= 2)
-            prefetch_ahead<kBytes>(p);
-        else if (is_turn_)
-            for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + distance_ + line, 0, 2);
-    }
-
-  private:
-    const size_t distance_;
-    const int prefetchers_;
-    int wait_;  // steps until this turn's next share
-    bool is_turn_ = false;
 };
 
 // Whether rows beside 4-bit codes, and beside codes with one scale an output, have two int8 terms. The tile
@@ -373,56 +319,6 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
     }
 }
 
-// -- floats --
-
-// One chain of sums for each row and output, over pairs of inputs. Each sum waits for the one before; working
-// on as many rows and tiles as registers hold hides that.
-template <int M, int T>
-void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
-    const auto* values = (const uint16_t*)x.values + row * x.stride;
-    const uint8_t* tile[T];
-    for (int t = 0; t < T; t++) tile[t] = refs[t].data();
-    const int pairs = x.num_groups * kGroup / 2;
-    vf acc[T][M] = {};
-    ReadAhead<M> ahead(turn, *refs->weight);
-    for (int p = 0; p < pairs; p++) {
-        ahead.step();
-        vi weights[T];
-        for (int t = 0; t < T; t++) {
-            ahead.template prefetch<64>(tile[t] + 64 * (size_t)p);
-            weights[t] = load_i(tile[t] + 64 * (size_t)p);
-        }
-        for (int m = 0; m < M; m++) {
-            const vi a = broadcast4(values + m * x.stride + 2 * p);
-            for (int t = 0; t < T; t++) acc[t][m] = dot2_bf16(acc[t][m], weights[t], a);
-        }
-    }
-    for (int t = 0; t < T; t++)
-        for (int m = 0; m < M; m++) store(refs[t].acc + 16 * (turn.done + m), acc[t][m]);
-}
-
-template <int M, bool kHalf>
-void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
-    const Tiles& w = *ref->weight;
-    const uint8_t* tile = ref->data();
-    const float* values = (const float*)x.values + row * x.stride;
-    const int inputs = w.num_groups * kGroup;
-    vf acc[M][4] = {};
-    ReadAhead<M> ahead(turn, w);
-    for (int k = 0; k < inputs; k += 4) {
-        ahead.step();
-        ahead.template prefetch<(kHalf ? 128 : 256)>(tile + (size_t)k * kTile * (kHalf ? 2 : 4));
-        for (int c = 0; c < 4; c++) {
-            const size_t at = (size_t)(k + c) * kTile;
-            const vf weights = kHalf ? load_fp16((const uint16_t*)tile + at) : load((const float*)tile + at);
-            for (int m = 0; m < M; m++)
-                acc[m][c] = fma(weights, splat(values[m * x.stride + k + c]), acc[m][c]);
-        }
-    }
-    for (int m = 0; m < M; m++)
-        store(ref->acc + 16 * (turn.done + m), (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]));
-}
-
 // -- choosing --
 
 // Multiplies M rows, from `row` on, with T tiles, into rows `turn.done` and on of their `acc`.
@@ -451,6 +347,8 @@ Product choose(const Tiles& w) {
     if (w.code == Code::bf16) return product_bf16<M, T>;
     if constexpr (T > 1) return nullptr;
     switch (w.code) {
+        case Code::f4: return product_f4<M>;
+        case Code::e4m3: return product_e4m3<M>;
         case Code::i8: return product_whole<M>;
         case Code::fp16: return product_float<M, true>;
         case Code::fp32: return product_float<M, false>;
@@ -460,6 +358,18 @@ Product choose(const Tiles& w) {
         case ScaleType::fp16: return choose_scaled<M, ScaleType::fp16>(w);
         case ScaleType::small: return choose_scaled<M, ScaleType::small>(w);
         default: return choose_scaled<M, ScaleType::fp32>(w);
+    }
+}
+
+RowType row_type(Code code) {
+    switch (code) {
+        case Code::u4: return kTwoTerms ? RowType::two_terms : RowType::int8;
+        case Code::u8:
+        case Code::l4: return RowType::int8;
+        case Code::i8: return kTwoTerms ? RowType::whole : RowType::outliers;
+        case Code::bf16:
+        case Code::e4m3: return RowType::bf16;
+        default: return RowType::fp32;
     }
 }
 
@@ -479,7 +389,7 @@ void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row
         return vector_products(tiles + 1, 1, x, row0, num_rows);
     }
     const bool pairs = count == 2 && num_rows > 2;
-    const int most = w.code == Code::fp16 || w.code == Code::fp32 ? kMostFloatRows : kMostRows;
+    const int most = row_type(w.code) == RowType::fp32 ? kMostFloatRows : kMostRows;
     Turn turn{count, 0, 0, std::max(num_rows / most + (num_rows % most > 2), 1)};
     const auto run = [&]<int M>() {
         const Product one = choose<M, 1>(w), two = pairs && 2 * M <= kMostSums ? choose<M, 2>(w) : nullptr;
@@ -495,17 +405,6 @@ void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row
     if (most >= 4) run.template operator()<4>();
     run.template operator()<2>();
     run.template operator()<1>();
-}
-
-RowType row_type(Code code) {
-    switch (code) {
-        case Code::u4: return kTwoTerms ? RowType::two_terms : RowType::int8;
-        case Code::u8:
-        case Code::l4: return RowType::int8;
-        case Code::i8: return kTwoTerms ? RowType::whole : RowType::outliers;
-        case Code::bf16: return RowType::bf16;
-        default: return RowType::fp32;
-    }
 }
 
 // -- one row back --
@@ -563,6 +462,8 @@ void read_row(const Tiles& w, int row, float factor, float* out) {
                 break;
             case Code::fp16: value = fp16_to_float(((const uint16_t*)tile)[k * kTile + lane]); break;
             case Code::fp32: value = ((const float*)tile)[k * kTile + lane]; break;
+            case Code::f4:
+            case Code::e4m3: value = float_code_at(w, tile, lane, k); break;
             default: value = quantised_at(w, tile, lane, k);
         }
         out[k] = value * factor;

@@ -27,6 +27,10 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //               then mins, as many rows as of scales, or zeros [16 o], if any (never with two rows of scales)
 //   l4          codes of 4 bits in u4's order, each the place of its number in the weight's table of sixteen;
 //               then scales and mins as u8 has them
+//   f4          codes of 4 bits in u4's order, each the place of its number in the weight's sixteen floats
+//   e4m3        floats of 8 bits, for each group 8 vectors of [16 o][4 bytes], bytes 0 to 3 of vector v =
+//               codes 4v, 4v + 2, 4v + 1, 4v + 3
+//               Both have fp32 scales [16 o] before the codes of each `span` groups, and nothing behind them.
 //   i8          signed codes alone, in u8's order, of inputs padded to a multiple of 64; at the end of the
 //               tile scales [16 o], fp32, one for each output
 // Where scales are `small`, those of groups are signed bytes, and so are mins; before the codes of each eight
@@ -37,15 +41,18 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //               = code(o = j) | code(o = 16 + j) << 4 of two tiles; then scales and mins or zeros [outputs]
 //   bf16        [K/2][16 o][2]
 //   fp16, fp32  [K][16 o]
-// value = (code - zero_point - zero) * scale + min, with table[code] in place of the code of l4.
-enum class Code : int32_t { u4, u8, l4, i8, bf16, fp16, fp32 };
-constexpr int kNumCodes = 7;
-constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "l4", "i8", "bf16", "fp16", "fp32"};
-constexpr bool has_nibbles(Code code) { return code == Code::u4 || code == Code::l4; }
+// value = (code - zero_point - zero) * scale + min, with table[code] in place of the code of l4, and
+// numbers[code] in place of that of f4.
+enum class Code : int32_t { u4, u8, l4, i8, bf16, fp16, fp32, f4, e4m3 };
+constexpr int kNumCodes = 9;
+constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "l4", "i8", "bf16", "fp16", "fp32", "f4", "e4m3"};
+constexpr bool has_nibbles(Code code) { return code == Code::u4 || code == Code::l4 || code == Code::f4; }
+constexpr bool is_float_code(Code code) { return code == Code::f4 || code == Code::e4m3; }
 enum class ScaleType : int32_t { fp16, fp32, small };
 constexpr int kNumScaleTypes = 3;
 constexpr const char* kScaleTypeNames[kNumScaleTypes] = {"fp16", "fp32", "small"};
 constexpr int kSmallSpan = 8;  // groups that share the factors of small scales
+constexpr int kMostSpan = 4;  // groups that share a scale of float codes, at most
 // The numbers behind a group's scales.
 enum class Low : int32_t { none, min, zero };
 constexpr int kNumLows = 3;
@@ -71,10 +78,12 @@ struct Tiles {
     // output's, and then `data` holds the scales alone; or null: they lie side by side.
     const uint8_t* const* columns = nullptr;
     uint8_t table[16] = {};  // of l4: numbers of its codes, 128 added, which is the zero point
+    float numbers[16] = {};  // of f4: numbers of its codes
+    int32_t span = 0;  // of f4 and e4m3: groups that share scales
 
     bool is_laid_out_as(const Tiles& w) const {
         return code == w.code && scale_type == w.scale_type && low == w.low && half_groups == w.half_groups &&
-               num_groups == w.num_groups && column_stride == w.column_stride;
+               num_groups == w.num_groups && column_stride == w.column_stride && span == w.span;
     }
     int num_tiles() const { return (num_rows + kTile - 1) / kTile; }
     const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }

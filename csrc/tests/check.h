@@ -42,6 +42,7 @@ void test_weight_stream(const std::string& directory);
 void test_neuron_cache(const std::string& directory);
 void test_shared_ranks(const std::string& directory);
 void test_packing(const KernelTable& kernels);
+void test_float_codes(const KernelTable& kernels);
 void test_executor(const KernelTable& kernels);
 void test_experts(const KernelTable& kernels);
 

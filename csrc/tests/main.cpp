@@ -28,6 +28,7 @@ int main(int count, char** arguments) {
         const KernelTable& kernels = load_level(arguments[1], arguments[i]);
         CHECK(std::string(kernels.name) == arguments[i]);
         test::test_packing(kernels);
+        test::test_float_codes(kernels);
         test::test_executor(kernels);
         test::test_experts(kernels);
         std::printf("%s: ok\n", arguments[i]);

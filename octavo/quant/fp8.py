@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +20,9 @@ from octavo.quant.packed import ActivationScheme, Levels, PackedWeight
 FP8 = "F8_E4M3"
 """Name of the format in safetensors."""
 E8M0_BIAS = 127
+CODES = np.dtype(ml_dtypes.float8_e4m3fn)
+SCALES = ("float16", "bfloat16", "float32", "uint8")
+"""Types of scales; uint8 holds powers of two as e8m0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,12 @@ def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) ->
     if codes.ndim != 2:
         raise UnsupportedModel(
             f"{name}: fp8 weights are supported as [out, in], got the shape {codes.shape}"
+        )
+    if codes.dtype != CODES or scales.dtype.name not in SCALES:
+        raise WeightMismatch(
+            f"{name}: codes of {codes.dtype.name} and scales of {scales.dtype.name}, expected"
+            f" {CODES.name} and {', '.join(SCALES)}",
+            hint="download the files again, or take another copy of the model",
         )
     outputs, inputs = codes.shape
     wide = e8m0(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)

@@ -4,8 +4,8 @@ import pytest
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.formats import FLOAT_CODES, GROUPED
 from octavo.backends.native.formats import FORMATS as TILES
-from octavo.backends.native.formats import GROUPED
 from octavo.backends.reference.backend import ReferenceBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.backends.torch.footprint import FLOATS, PACKED
@@ -18,8 +18,6 @@ from tests.support.tiny_models import each_family, tiny_model
 from tests.support.tiny_shapes import WIDTHS_OF_32
 
 NATIVE = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
-ON_TORCH = {"L4_F32", "F8_E4M3"}
-"""Formats that torch reads as they are and native refuses."""
 FORMATS = [("auto", None), ("bfloat16", None), ("float32", None), ("auto", "int8")]
 
 
@@ -82,8 +80,8 @@ def test_reference(family):
 
 def test_every_format_that_is_read_has_a_size():
     forms = {kind.form.partition(":")[0] for kind in BLOCK_TYPES.values()}
-    assert {*TILES, *GROUPED} >= forms - ON_TORCH and set(TILES) <= forms | {"I8"}
-    assert {*FLOATS, *PACKED} == {*TILES, *GROUPED, *ON_TORCH}
+    assert {*TILES, *GROUPED, *FLOAT_CODES} >= forms and set(TILES) <= forms | {"I8"}
+    assert {*FLOATS, *PACKED} == {*TILES, *GROUPED, *FLOAT_CODES}
 
 
 def test_a_config_alone_says_the_same(tmp_path):
@@ -100,6 +98,6 @@ def test_a_config_alone_says_the_same(tmp_path):
 def test_an_unknown_format_is_named():
     _, program = decoder("llama")
     with pytest.raises(
-        UnsupportedModel, match="is stored as F8_E4M3, supported are F32, F16, BF16"
+        UnsupportedModel, match="is stored as F8_E5M2, supported are F32, F16, BF16"
     ):
-        NativeBackend(BackendOptions()).footprint(program, lambda weight: "F8_E4M3")
+        NativeBackend(BackendOptions()).footprint(program, lambda weight: "F8_E5M2")

@@ -21,8 +21,11 @@ from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.config_file import ConfigFile
+from octavo.checkpoint.formats.bitsandbytes import Bitsandbytes
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import SetupError, UnsupportedModel
+from octavo.checkpoint.weights import WeightReader, loaded_formats
+from octavo.errors import SetupError
+from octavo.models.registry import build_programs
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import tiny_model
 
@@ -110,24 +113,51 @@ def test_numbers_are_the_formulas(tmp_path: Path, form: str) -> None:
     up, down = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
     planned = ConfigFile(tmp_path / "config.json").format_of(up)
     assert checkpoint.format_of(up) == planned == ("I8" if form == "int8" else "L4_F32:64")
-    assert checkpoint.format_of(down) == ("I8" if form == "int8" else "F32"), "blocks cross rows"
+    cut = "I8" if form == "int8" else "L4_F32:32"
+    assert checkpoint.format_of(down) == cut, "blocks cross rows"
+    assert form == "int8" or checkpoint.tensor(down).bits == 4
+
+
+def test_blocks_that_cross_rows_anywhere_become_floats() -> None:
+    weight = np.random.default_rng(0).normal(size=(6, 80)).astype(np.float32)
+    tensors, values = four_bits(weight, "nf4", nested=False)
+    reader = Bitsandbytes({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})
+    assert reader.describe("layer", tensors) == ((6, 80), "F32")
+    np.testing.assert_array_equal(reader.weight("layer", tensors).dequantize(), values)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_models_compute_with_them(tmp_path: Path, form: str) -> None:
-    """Torch is within 3e-5 of the reference; native runs int8 and refuses the others by name."""
+    """Torch is within 3e-5 of the reference, and native, whose rows stay floats beside 4 bits."""
     write(tmp_path, form)
     wanted = PagedRunner(tmp_path).logits(IDS)
-    if form != "int8":  # whose rows torch rounds, too
-        on_torch = PagedRunner(tmp_path, TorchBackend(BackendOptions(num_threads=1)))
-        atol = 3e-5 * abs(wanted).max()
-        np.testing.assert_allclose(on_torch.logits(IDS), wanted, rtol=0, atol=atol)
-        with pytest.raises(UnsupportedModel, match="is stored as L4_F32:64") as refusal:
-            PagedRunner(tmp_path, NativeBackend(BackendOptions(num_threads=1)))
-        assert "--dtype bfloat16" in str(refusal.value)
+    native = NativeBackend(BackendOptions(num_threads=1, max_tokens=64))
+    found = PagedRunner(tmp_path, native).logits(IDS)
+    np.testing.assert_array_equal(PagedRunner(tmp_path, native).logits(IDS, 3), found)
+    if form == "int8":
+        assert np.sqrt(np.mean((found - wanted) ** 2)) < 0.03 * abs(wanted).max()
         return
-    found = PagedRunner(tmp_path, NativeBackend(BackendOptions(num_threads=1))).logits(IDS)
-    assert np.sqrt(np.mean((found - wanted) ** 2)) < 0.03 * abs(wanted).max()
+    atol = 3e-5 * abs(wanted).max()
+    on_torch = PagedRunner(tmp_path, TorchBackend(BackendOptions(num_threads=1)))
+    np.testing.assert_allclose(on_torch.logits(IDS), wanted, rtol=0, atol=atol)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+
+
+def test_tiles_take_the_bits_of_their_codes(tmp_path: Path) -> None:
+    write(tmp_path, "double")
+    checkpoint = open_checkpoint(tmp_path)
+    program = build_programs(checkpoint.config)["decoder"]
+    backend = NativeBackend(BackendOptions(num_threads=1, max_tokens=64))
+    sizes = backend.footprint(program, loaded_formats(checkpoint, "auto", None, program))
+    prepared = backend.prepare(program, WeightReader(checkpoint).load)
+    assert sum(sizes.weight_bytes.values()) == prepared.weight_bytes
+    bits = {
+        name: 8 * size / np.prod(weight.shape)
+        for weight, size in sizes.weight_bytes.items()
+        for name in ("up_proj", "down_proj")
+        if name in weight.name
+    }
+    assert bits == {"up_proj": 4.5, "down_proj": 5}, "an fp32 for 64 codes, or for 32"
 
 
 @pytest.mark.parametrize("form", ["double", "int8"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
@@ -22,7 +23,10 @@ from octavo.models.registry import build_programs
 from octavo.progress import quiet
 from octavo.quant.making.recipe import Recipe
 from octavo.wiring.quantize import quantize_checkpoint
+from tests.checkpoint import test_bitsandbytes, test_compressed_tensors, test_mxfp4
+from tests.support.fp8_checkpoints import in_fp8
 from tests.support.gguf_conversion import convert
+from tests.support.quantized_checkpoints import write_quantized
 from tests.support.tiers import examples
 from tests.support.tiny_gguf import tiny_model as gguf_model
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -38,6 +42,28 @@ QUANTIZED = {
     "packed-sym": {"output_format": "compressed-tensors", "symmetric": True},
 }
 """Recipes of quantised models, by name."""
+
+
+OF_OTHERS = {
+    "fp8": lambda folder: in_fp8(tiny_model("llama"), folder, "channel"),
+    "fp8-blocks": lambda folder: in_fp8(tiny_model("deepseek_v3"), folder, "powers"),
+    "gptq-order": lambda folder: write_quantized(small(), folder, "gptq-4-order"),
+    "gptq-3": lambda folder: write_quantized(small(), folder, "gptq-3"),
+    "awq-gemv": lambda folder: write_quantized(small(), folder, "awq-gemv"),
+    "int8": lambda folder: test_compressed_tensors.write(small(), folder, "8 bits"),
+    "float8": lambda folder: test_compressed_tensors.write(small(), folder, "fp8"),
+    "nvfp4": lambda folder: test_compressed_tensors.write(small(), folder, "nvfp4"),
+    "mxfp4": lambda folder: test_compressed_tensors.write(small(), folder, "mxfp4"),
+    "gpt-oss": lambda folder: test_mxfp4.write(folder, folder.parent / "gpt-oss-twin"),
+    "nf4": lambda folder: test_bitsandbytes.write(folder, "double"),
+    "fp4": lambda folder: test_bitsandbytes.write(folder, "fp4"),
+    "bnb-int8": lambda folder: test_bitsandbytes.write(folder, "int8"),
+}
+"""Writers of models in formats that other packages make, by name."""
+
+
+def small():
+    return tiny_model("llama", hidden_size=64, intermediate_size=96)
 
 
 CONVERTED = {
@@ -147,29 +173,64 @@ def _damage_json(file, draw):
     "stored", ["safetensors", "experts", "sharded", "gguf", "parts", *QUANTIZED]
 )
 def test_a_damaged_model_loads_or_is_refused(whole, stored, tmp_path):
-    check_damages(whole[stored], stored, tmp_path, examples(200))
+    assert num_refused(whole[stored], tmp_path, damage, examples(200)) > examples(200) // 4
 
 
 @pytest.mark.parametrize("stored", CONVERTED)
 def test_a_damaged_file_of_any_family_loads_or_is_refused(converted, stored, tmp_path):
-    check_damages(converted(stored), stored, tmp_path, examples(20))
+    assert num_refused(converted(stored), tmp_path, damage, examples(20)) > examples(20) // 4
 
 
-def check_damages(model, stored, tmp_path, count):
-    """Damages a model `count` times, each time from its whole files."""
-    load(model)
+@pytest.mark.parametrize("stored", OF_OTHERS)
+def test_damages_of_formats_that_others_write(stored, tmp_path):
+    """Damages of files, and of a tensor inside a file that is whole."""
+    path = tmp_path / stored
+    OF_OTHERS[stored](path)
+    refused = num_refused(path, tmp_path / "files", damage, examples(5))
+    refused += num_refused(path, tmp_path / "tensors", damage_tensor, examples(15))
+    assert refused > examples(20) // 5
+
+
+def damage_tensor(folder, draw):
+    """Takes a tensor away, or gives it another type, shape or other bytes."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    quantized = [name for name in sorted(tensors) if "proj" in name]
+    name = draw.choice(quantized)
+    found = tensors[name]
+    kind = draw.choice(("gone", "cut", "turned", "type", "bytes", "flat", "ones"))
+    if kind == "gone":
+        del tensors[name]
+    elif kind == "bytes":
+        raw = torch.tensor(list(draw.randbytes(found.numel() * found.element_size())))
+        tensors[name] = raw.to(torch.uint8).view(found.dtype).reshape(found.shape)
+    else:
+        tensors[name] = {
+            "cut": lambda: found[:-1] if found.ndim else found[None],
+            "turned": lambda: found.mT if found.ndim > 1 else found[None],
+            "type": lambda: found.to(draw.choice((torch.int32, torch.float16, torch.uint8))),
+            "flat": lambda: found.reshape(-1),
+            "ones": lambda: torch.ones(3, 2, dtype=torch.int32),
+        }[kind]().contiguous()
+    save_file(tensors, file)
+    return file, f"{name} {kind}"
+
+
+def num_refused(whole, folder, damaged, count):
+    """Loads damaged copies of a model; returns how many are refused."""
+    load(whole)
     refused = 0
     for seed in range(count):
-        folder = tmp_path / str(seed)
-        shutil.copytree(model, folder)
-        file, done = damage(folder, random.Random(seed))
+        copy = folder / str(seed)
+        shutil.copytree(whole, copy)
+        file, done = damaged(copy, random.Random(seed))
         try:
-            load(folder)
+            load(copy)
         except SetupError as error:
             refused += 1
             assert len(str(error)) < 2000
         except BaseException as error:
-            raise AssertionError(f"{stored} {seed}: {file.name} {done}") from error
+            raise AssertionError(f"{whole.name} {seed}: {file.name} {done}") from error
         with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
-    assert refused > count // 4
+            shutil.rmtree(copy)
+    return refused

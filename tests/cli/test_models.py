@@ -92,10 +92,10 @@ def save_headers(folder, programs, num_files):
 
 def test_a_backend_that_refuses_says_why(tmp_path):
     file = tmp_path / "config.json"
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     file.write_text(json.dumps(tiny_model("llama").config | {"quantization_config": fp8}))
     verdicts = {verdict.backend: verdict.refusal for verdict in report_on(str(file)).verdicts}
-    assert "F8_E4M3" in verdicts["native"]
+    assert "F8_E4M3:16" in verdicts["native"]
     assert verdicts["torch"] is None and verdicts["reference"] is None
 
 

@@ -54,7 +54,11 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "weights only": compressed_tensors("channel", activations=False),
     "static": {"quant_method": "fp8", "activation_scheme": "static"},
     "blocks": fine_grained(32, 16),
+    "wide blocks": fine_grained(16, 32),
+    "powers": fine_grained(16, 32),
 }
+BY_BLOCK = ("blocks", "wide blocks", "powers")
+"""Schemes with a scale for each block; those of "powers" are powers of two, as e8m0."""
 
 
 def in_fp8(tiny: TinyModel, folder: Path, scheme: str) -> dict[str, torch.Tensor]:
@@ -71,7 +75,7 @@ def in_fp8(tiny: TinyModel, folder: Path, scheme: str) -> dict[str, torch.Tensor
             stored[name] = meant[name] = tensor
             continue
         codes, scales, spread = quantised(tensor, scheme)
-        suffix = "_scale_inv" if scheme == "blocks" else "_scale"
+        suffix = "_scale_inv" if scheme in BY_BLOCK else "_scale"
         stored[name], stored[name + suffix] = codes, scales
         if scheme == "static":
             stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.01)
@@ -85,16 +89,20 @@ def quantised(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Te
     if scheme in ("tensor", "static"):
         scales = (weight.abs().max() / 448).reshape([1] if scheme == "tensor" else [])
         spread = scales.reshape(1, 1)
-    elif scheme == "blocks":
+    elif scheme in BY_BLOCK:
         rows, columns = SCHEMES[scheme]["weight_block_size"]
         padded = torch.zeros(
             -(-weight.shape[0] // rows) * rows, -(-weight.shape[1] // columns) * columns
         )
         padded[: weight.shape[0], : weight.shape[1]] = weight
         scales = padded.view(len(padded) // rows, rows, -1, columns).abs().amax(dim=(1, 3)) / 448
-        spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[
-            : weight.shape[0], : weight.shape[1]
-        ]
+        if scheme == "powers":
+            scales = torch.exp2(torch.ceil(torch.log2(scales))).to(torch.float8_e8m0fnu)
+        spread = (
+            scales.float()
+            .repeat_interleave(rows, 0)
+            .repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
+        )
     else:
         scales = (weight.abs().amax(dim=1, keepdim=True) / 448).bfloat16()
         spread = scales.float()

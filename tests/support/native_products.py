@@ -3,9 +3,10 @@
 Codes of 8 bits or fewer: each group of 32 inputs of a row is quantised to d = absmax / 127 and q =
 round-half-even(x * (127 / absmax)) in fp32, and y = sum over groups of scale * d * sum(code q) +
 min * d * sum(q). On the tile unit rows have two int8 terms: beside 4 bits d = absmax / 1016, and
-with one scale an output the whole row is a group, with d = absmax / 16319. bf16: the row is rounded
-to bf16. Native stays within 2e-6 of the sum of the terms' magnitudes from that, and within what the
-rounding of the rows implies from the reference.
+with one scale an output the whole row is a group, with d = absmax / 16319. bf16 and e4m3: the row
+is rounded to bf16. Codes of 4 bits that stand for floats: the row stays as it is. Native stays
+within 2e-6 of the sum of the terms' magnitudes from that, and within what the rounding of the rows
+implies from the reference.
 """
 
 from dataclasses import replace
@@ -28,7 +29,9 @@ GGUF = {kind.name: number for number, kind in BLOCK_TYPES.items() if kind.layout
 """Numbers of the types of GGUF that native packs from their blocks, by name; others it decodes."""
 FLOATS = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 OTHERS = ("int8", "int4", "int8 groups", "uint8", "groups of 16", "pairs of 128")
-FORMATS = (*FLOATS, *GGUF, *OTHERS)
+FLOAT_CODES = {"nf4 of 64": 64, "nf4 of 32": 32, "e4m3 of 128": 128, "e4m3 rows": 0}
+"""Inputs of a group by the name of a format whose codes stand for floats; 0: all."""
+FORMATS = (*FLOATS, *GGUF, *OTHERS, *FLOAT_CODES)
 
 GROUP = 32
 TOLERANCE = 2e-6
@@ -44,6 +47,8 @@ def weight_of(kind, n, k, seed=0):
         return BLOCK_TYPES[GGUF[kind]].tensor(random_blocks(GGUF[kind], (n, k), seed), (n, k))
     if kind in ("int8", "int4"):
         return (pack_int8 if kind == "int8" else pack_int4)(normal(n, k, seed=seed))
+    if kind in FLOAT_CODES:
+        return _float_codes(kind, n, k, seed)
     group = {"uint8": 32, "int8 groups": 32, "groups of 16": 16, "pairs of 128": 128}[kind]
     scales = Levels(normal(n, -(-k // group), seed=seed + 1))
     if kind == "pairs of 128":
@@ -63,6 +68,25 @@ def weight_of(kind, n, k, seed=0):
         group,
         scales,
         activation="per_group",
+    )
+
+
+def _float_codes(kind, n, k, seed):
+    group = FLOAT_CODES[kind] or k
+    scales = Levels(normal(n, -(-k // group), seed=seed + 1))
+    codes = rng(seed).integers(0, 256, (n, -(-k // 2) if "nf4" in kind else k), dtype=np.uint8)
+    if "nf4" in kind:
+        table = normal(16, seed=seed + 2)
+        return PackedWeight((n, k), 4, "lookup", codes, group, scales, lookup=table)
+    codes[codes & 0x7F == 0x7F] = 0  # NaN
+    return PackedWeight(
+        (n, k),
+        8,
+        "e4m3",
+        codes.view(ml_dtypes.float8_e4m3fn),
+        group,
+        scales,
+        activation="per_token",
     )
 
 
@@ -112,10 +136,10 @@ def as_multiplied(weight, x, *, two_terms):
     """Returns the rows as the product reads them, `[T, K] fp64`, and the largest allowed difference
     from x.
     """
-    if weight.code == "bf16":
+    if weight.code in ("bf16", "e4m3"):
         rounded = x.astype(ml_dtypes.bfloat16).astype(np.float64)
         return rounded, abs(x) * 2.0**-8
-    if weight.is_float:
+    if weight.is_float or weight.code == "lookup":
         return x.astype(np.float64), np.zeros(x.shape)
     if weight.activation == "per_token":
         group = x.shape[1]
@@ -135,7 +159,7 @@ def product(weight, x, *, two_terms):
     seen, error = as_multiplied(weight, x, two_terms=two_terms)
     values = weight.dequantize().astype(np.float64)
     terms = abs(seen) @ abs(values).T
-    if weight.scales is not None:
+    if weight.scales is not None and weight.code in ("int", "uint"):
         codes = abs(weight.unpacked_codes().astype(np.float64) - weight.zero_point)
         spread = [
             np.repeat(abs(level.expand()), weight.group, axis=-1)[:, : x.shape[1]]

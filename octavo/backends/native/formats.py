@@ -18,7 +18,7 @@ from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Embedding, HeadLinear, Linear
 from octavo.program.program import Op, Program, Weight
 
-FP8_HINT = (
+FLOATS_HINT = (
     "--dtype bfloat16 turns such weights into floats at load, --quantization int8 packs them to 8"
     " bits; --backend torch reads them as they are"
 )
@@ -32,7 +32,7 @@ class TileFormat:
     """How a weight lies in tiles."""
 
     code: str
-    """u4, u8, l4, i8, bf16, fp16 or fp32."""
+    """u4, u8, l4, i8, bf16, fp16, fp32, f4 or e4m3."""
     scale_type: str = "fp32"
     """Type of the scales and mins of groups: fp16 where they have one level of fp16, small where
     they are bytes with a factor for 256 inputs.
@@ -41,6 +41,8 @@ class TileFormat:
     """Numbers behind a group's scales: none, min or zero."""
     half_groups: bool = False
     """Whether scales are of 16 inputs instead of 32."""
+    span: int = 0
+    """Groups of 32 inputs that share a scale in tiles, where codes stand for floats."""
 
     @property
     def widened(self) -> TileFormat:
@@ -60,6 +62,7 @@ class TileFormat:
             scale_type=self.scale_type,
             low=self.low,
             half_groups=self.half_groups,
+            span=self.span,
             num_rows=num_rows,
             num_inputs=num_inputs,
         )
@@ -98,8 +101,14 @@ GROUPED = {
     "L4I_K32": TileFormat("l4", "small"),
 }
 """Tile format of codes in groups, whose size their names have behind a colon."""
+FLOAT_CODES = {"L4_F32": "f4", "F8_E4M3": "e4m3"}
+"""Codes that stand for floats, by the format's name; behind a colon it has the size of groups, and
+nothing where an output has one scale.
+"""
 GROUP_INPUTS = 32
 HALF_GROUP = 16
+MOST_SPAN = 4
+"""Groups that share a scale of float codes in tiles, at most (csrc/kernels/table.h)."""
 
 
 PRODUCTS = (Linear, GroupedLinear, HeadLinear)
@@ -157,12 +166,34 @@ def _format(weight: Weight, stored: str) -> TileFormat:
     name, _, group = stored.partition(":")
     if name in GROUPED and group:
         return _grouped(weight, name, int(group))
+    if name in FLOAT_CODES:
+        return _of_floats(weight, stored)
     if stored not in FORMATS:
-        hint = FP8_HINT if stored.startswith(("F8_", "L4_")) else None
         raise UnsupportedModel(
-            f"{weight.name} is stored as {stored}, supported are {', '.join(FORMATS)}", hint=hint
+            f"{weight.name} is stored as {stored}, supported are {', '.join(FORMATS)}"
         )
     return FORMATS[stored]
+
+
+def _of_floats(weight: Weight, stored: str) -> TileFormat:
+    name, _, size = stored.partition(":")
+    width = weight.shape[-1]
+    group = int(size) if size else width
+    if group < width and group % GROUP_INPUTS:
+        raise UnsupportedModel(
+            f"{weight.name} is stored as {stored}, allowed are groups of a multiple of"
+            f" {GROUP_INPUTS} inputs, and one for all",
+            hint=FLOATS_HINT,
+        )
+    return TileFormat(FLOAT_CODES[name], span=_span(group, width))
+
+
+def _span(group: int, width: int) -> int:
+    """Returns the groups of 32 inputs that share a scale in tiles."""
+    span = MOST_SPAN
+    while group < width and group % (span * GROUP_INPUTS):
+        span //= 2
+    return span
 
 
 def _grouped(weight: Weight, name: str, group: int) -> TileFormat:

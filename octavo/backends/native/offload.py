@@ -262,7 +262,7 @@ class StreamedWeights:
             places[index] = len(data)
             size = _round_up(handle.num_bytes, LINE)
             if handle.is_interleaved:
-                *_, stride, _ = handle.layout  # the table of codes is last
+                *_, stride, _, _ = handle.layout  # the tables of codes are last
                 places[index + pairs] = len(data) + stride // 2
                 data += _filled(handle.raw(2 * handle.num_bytes), 2 * size)
             else:

@@ -26,7 +26,7 @@ from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 from octavo.program.passes.offload import ALIGN
 
-MAGIC = b"octavoW3"
+MAGIC = b"octavoW4"
 """First bytes of a file; the number changes with the layout of tiles."""
 HEADER = struct.Struct("<8s32sQQ32s")
 """Magic, key, offset and length of the index, and its SHA-256."""

@@ -22,7 +22,7 @@ from octavo.backends.native.formats import (
     keeps_small_scales,
     needs_widening,
 )
-from octavo.errors import UnsupportedModel
+from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.family_ops import PlaceScores
 from octavo.program.ops import HeadLinear, Linear
@@ -285,6 +285,10 @@ def add_weight(
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
         return packer.values(_typed(stored.codes), _code_of(stored, dtype))
+    if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
+        return packer.float_codes(
+            **_float_fields(stored), code=code, group=stored.group, num_inputs=stored.shape[-1]
+        )
     return packer.codes(
         **_fields(stored),
         group=stored.group,
@@ -300,6 +304,8 @@ def _code_of(stored: StoredWeight, dtype: str) -> str:
     """Returns the code that a weight has in tiles, unless it is widened."""
     if isinstance(stored, PackedWeight) and stored.is_float:
         return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, stored.code)
+    if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
+        return code
     if _has_whole_rows(stored):
         return "i8"
     if isinstance(stored, PackedWeight) and (
@@ -308,6 +314,13 @@ def _code_of(stored: StoredWeight, dtype: str) -> str:
         return "l4"
     bits = stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
     return "u4" if bits == 4 else "u8"
+
+
+def _float_code(stored: PackedWeight) -> str | None:
+    """Returns the code of codes that stand for floats; None where they stand for whole numbers."""
+    if stored.code == "e4m3":
+        return "e4m3"
+    return "f4" if stored.lookup is not None and not stored.has_whole_lookup else None
 
 
 def has_small_levels(stored: StoredWeight) -> bool:
@@ -335,17 +348,11 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
     """Returns codes, scales and mins as `Packer.codes` takes them: views into a file's blocks, or
     arrays of their own.
     """
-    if isinstance(weight, PackedWeight):
-        _refuse_without_tiles(weight)
     if isinstance(weight, BlockWeight):
         return _block_fields(weight)
+    _refuse_without_tiles(weight)
     assert weight.scales is not None
-    half = weight.group // 2 if weight.nibbles == "halves" else 1
-    inputs, plane = (32, (0, 8, 32)) if weight.bits != 4 else (max(2 * half, 32), (0, 4, half))
-    return {
-        "codes": _rows(weight.codes).view(np.uint8),
-        "block": (inputs, inputs * plane[1] // 8),
-        "planes": [plane],
+    return _code_fields(weight) | {
         "is_signed": weight.codes.dtype == np.int8,
         "scales": _typed(weight.scales.values),
         "mins": _values(weight.mins),
@@ -357,13 +364,38 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
     }
 
 
+def _float_fields(weight: PackedWeight) -> dict[str, Any]:
+    """Returns codes that stand for floats and their scales as `Packer.float_codes` takes them."""
+    assert weight.scales is not None
+    if weight.code == "e4m3" and (weight.codes.view(np.uint8) & 0x7F == 0x7F).any():
+        raise WeightMismatch(
+            f"a weight of shape {list(weight.shape)} holds e4m3 codes that stand for no number",
+            hint="take another copy of the model: the file is damaged",
+        )
+    return _code_fields(weight) | {
+        "scales": _typed(weight.scales.values),
+        "numbers": [] if weight.lookup is None else weight.lookup.tolist(),
+    }
+
+
+def _code_fields(weight: PackedWeight) -> dict[str, Any]:
+    """Returns the rows of codes, and how these lie in bytes."""
+    half = weight.group // 2 if weight.nibbles == "halves" else 1
+    inputs, plane = (32, (0, 8, 32)) if weight.bits != 4 else (max(2 * half, 32), (0, 4, half))
+    return {
+        "codes": _rows(weight.codes).view(np.uint8),
+        "block": (inputs, inputs * plane[1] // 8),
+        "planes": [plane],
+    }
+
+
 def _refuse_without_tiles(weight: PackedWeight) -> None:
     """Refuses codes that the kernels do not read: `prepare` may be called without `check`."""
     if weight.has_whole_lookup or (weight.lookup is None and weight.code in ("int", "uint")):
         return
     raise UnsupportedModel(
         f"the native backend has no tiles for {weight.code} codes of {weight.bits} bits,"
-        " it has them for int and uint, and for lookups of whole numbers of 8 bits",
+        " it has them for int, uint, e4m3 and lookups",
         hint="--dtype bfloat16 turns them into floats at load",
     )
 

@@ -15,10 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.formats.format import (
+    FLOATS,
+    WORDS,
     ByModule,
     Described,
     Tensors,
     check_shape,
+    check_type,
     modules_with,
     needed,
 )
@@ -82,6 +85,8 @@ class Awq(ByModule):
     def _read(self, module: str, tensors: Tensors) -> AwqLevels:
         words, scales = needed(tensors, "qweight", module), needed(tensors, "scales", module)
         zeros = needed(tensors, "qzeros", module)
+        check_type(words, WORDS, "qweight", module)
+        check_type(zeros, WORDS, "qzeros", module)
         if words.ndim != 2:
             raise WeightMismatch(f"{module}.qweight has shape {words.shape}, expected two axes")
         if self._by_output:
@@ -94,6 +99,7 @@ class Awq(ByModule):
                 raise WeightMismatch(
                     f"{module}.scales has {padded[1]} groups, expected {num_groups} of {group}"
                 )
+            check_type(scales, FLOATS, "scales", module)
             own = unpack_bits(zeros, BITS, num_groups).astype(np.int16)
             return AwqLevels(scales[:, :num_groups], own, group, num_inputs)
         num_inputs, num_words = words.shape
@@ -101,6 +107,7 @@ class Awq(ByModule):
         num_groups, why = -(-num_inputs // group), f"groups of {group} inputs"
         check_shape(scales, (num_groups, num_words * PER_WORD), "scales", module, why)
         check_shape(zeros, (num_groups, num_words), "qzeros", module, why)
+        check_type(scales, FLOATS, "scales", module)
         own = _by_word(zeros).T.astype(np.int16)
         return AwqLevels(np.ascontiguousarray(scales.T), own, group, num_inputs)
 

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint.formats.format import ByModule, Described, Tensors, check_shape, needed
+from octavo.checkpoint.formats.format import (
+    FLOATS,
+    ByModule,
+    Described,
+    Tensors,
+    check_shape,
+    check_type,
+    needed,
+)
 from octavo.checkpoint.formats.options import choice, flag
 from octavo.errors import WeightMismatch, shown
 from octavo.quant.packed import Levels, PackedWeight
@@ -29,6 +37,8 @@ FOUR_BITS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weigh
 EIGHT_BITS = ("SCB", "weight_format")
 QUANTIZED = "_proj"
 BLOCK = 64
+UNIT = 32
+"""Inputs of which groups are a multiple where codes stay codes."""
 MAX_STATE_BYTES = 1 << 16
 SCALE_OF_SCB = np.float32(1 / 127)
 
@@ -85,19 +95,21 @@ class Bitsandbytes(ByModule):
         scales = _scales(module, tensors, state)
         numbers = tensors["weight.quant_map"].astype(np.float32)
         pairs = tensors["weight"].reshape(-1)
-        if _crosses_rows(state):
+        if _group(state) % UNIT:
             codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(-1)
             codes = codes[: math.prod(state.shape)]
             values = numbers[codes] * np.repeat(scales, state.block)[: len(codes)]
             return PackedWeight.plain(values.reshape(state.shape))
         outputs, inputs = state.shape
+        group = _group(state)
+        each = np.repeat(scales, state.block // group)[: outputs * inputs // group]
         return PackedWeight(
             state.shape,
             4,
             "lookup",
             (pairs >> 4 | pairs << 4).reshape(outputs, inputs // 2),
-            state.block,
-            Levels(scales.reshape(outputs, inputs // state.block)),
+            group,
+            Levels(each.reshape(outputs, inputs // group)),
             lookup=numbers,
             activation="none",
         )
@@ -109,12 +121,13 @@ class Bitsandbytes(ByModule):
 
 
 def _name(state: BlockState) -> str:
-    return "F32" if _crosses_rows(state) else f"L4_F32:{state.block}"
+    group = _group(state)
+    return "F32" if group % UNIT else f"L4_F32:{group}"
 
 
-def _crosses_rows(state: BlockState) -> bool:
-    """Returns whether blocks begin and end within rows."""
-    return state.shape[1] % state.block != 0
+def _group(state: BlockState) -> int:
+    """Returns the inputs that share a scale in every row: blocks may begin and end within rows."""
+    return math.gcd(state.shape[1], state.block)
 
 
 def _state(module: str, tensors: Tensors) -> BlockState:
@@ -150,9 +163,11 @@ def _check_codes(module: str, tensors: Tensors, state: BlockState) -> None:
         )
     numbers = needed(tensors, "weight.quant_map", module)
     check_shape(numbers, (16,), "weight.quant_map", module, "a number for each code")
+    check_type(numbers, FLOATS, "weight.quant_map", module)
     absmax = needed(tensors, "weight.absmax", module)
     blocks = -(-count // state.block)
     check_shape(absmax, (blocks,), "weight.absmax", module, f"blocks of {state.block}")
+    check_type(absmax, ("uint8", *FLOATS), "weight.absmax", module)
 
 
 def _scales(module: str, tensors: Tensors, state: BlockState) -> NDArray[np.float32]:
@@ -166,6 +181,8 @@ def _scales(module: str, tensors: Tensors, state: BlockState) -> NDArray[np.floa
     blocks = -(-len(absmax) // state.nested_block)
     why = f"blocks of {state.nested_block}"
     check_shape(nested, (blocks,), "weight.nested_absmax", module, why)
+    check_type(numbers, FLOATS, "weight.nested_quant_map", module)
+    check_type(nested, FLOATS, "weight.nested_absmax", module)
     spread = np.repeat(nested.astype(np.float32), state.nested_block)[: len(absmax)]
     scales: NDArray[np.float32] = numbers.astype(np.float32)[absmax] * spread
     return scales + np.float32(state.nested_offset)
@@ -183,6 +200,7 @@ def _shape_of_8_bits(module: str, tensors: Tensors) -> tuple[int, int]:
             f"{module}.weight_format is {shown(order.tolist())}, expected 0: rows side by side"
         )
     check_shape(tensors["SCB"], (len(codes),), "SCB", module, "one for each output")
+    check_type(tensors["SCB"], FLOATS, "SCB", module)
     return codes.shape[0], codes.shape[1]
 
 

@@ -26,10 +26,14 @@ from numpy.typing import NDArray
 
 from octavo.checkpoint.formats.e2m1 import describe_e2m1, e2m1_name, read_e2m1
 from octavo.checkpoint.formats.format import (
+    FLOATS,
+    INDICES,
+    WORDS,
     ByModule,
     Described,
     Tensors,
     check_shape,
+    check_type,
     modules_with,
     needed,
 )
@@ -204,6 +208,7 @@ def _read(module: str, tensors: Tensors, scheme: IntScheme) -> IntLevels:
     group = min(scheme.group or inputs, inputs)
     groups = -(-inputs // group)
     scales = needed(tensors, "weight_scale", module)
+    check_type(scales, FLOATS, "weight_scale", module)
     if scales.size == 1 and groups == 1:
         scales = np.broadcast_to(scales.reshape(1, 1), (outputs, 1))
     if scales.shape == (outputs,) and groups == 1:
@@ -227,7 +232,9 @@ def _shape(module: str, tensors: Tensors, scheme: IntScheme) -> tuple[int, int]:
         if len(found) != 2 or tensors["weight"].dtype != np.int8:
             raise WeightMismatch(f"{module}.weight is of shape {found}, expected int8 [out, in]")
         return found[0], found[1]
+    check_type(tensors["weight_packed"], WORDS, "weight_packed", module)
     stored = needed(tensors, "weight_shape", module)
+    check_type(stored, INDICES, "weight_shape", module)
     if stored.shape != (2,) or stored.min() < 1:
         raise WeightMismatch(f"{module}.weight_shape holds {shown(stored.tolist())}, expected two")
     outputs, inputs = map(int, stored)
@@ -244,6 +251,7 @@ def _zeros(
     if scheme.is_symmetric:
         return np.full(shape, middle, np.int16)
     stored = needed(tensors, "weight_zero_point", module)
+    check_type(stored, ("int8", *INDICES), "weight_zero_point", module)
     if stored.dtype == np.int32:  # packed along the outputs
         words = (num_words(shape[0], scheme.bits), shape[1])
         check_shape(stored, words, "weight_zero_point", module, f"{scheme.bits} bits for each")

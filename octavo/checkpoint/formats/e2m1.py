@@ -11,13 +11,24 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint.formats.format import Described, Tensors, check_shape, needed
+from octavo.checkpoint.formats.format import (
+    FLOATS,
+    Described,
+    Tensors,
+    check_shape,
+    check_type,
+    needed,
+)
 from octavo.errors import WeightMismatch
 from octavo.quant.fp8 import e8m0
 from octavo.quant.packed import Levels, PackedWeight
 
 TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the value of each code; its highest bit is the sign."""
+
+
+SCALES = ("uint8", "float8_e4m3fn", *FLOATS)
+"""Types of scales: powers of two as e8m0, or floats."""
 
 
 def half_of_e8m0(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -57,8 +68,10 @@ def read_e2m1(module: str, tensors: Tensors, group: int) -> PackedWeight:
     if scales.dtype == np.uint8:
         halves = half_of_e8m0(scales)
     else:
-        whole = needed(tensors, "weight_global_scale", module).astype(np.float32).reshape(-1)
-        halves = scales.astype(np.float32) / whole[0] * np.float32(0.5)
+        whole = needed(tensors, "weight_global_scale", module)
+        check_shape(whole.reshape(-1), (1,), "weight_global_scale", module, "one for the matrix")
+        check_type(whole, FLOATS, "weight_global_scale", module)
+        halves = scales.astype(np.float32) / whole.astype(np.float32).item() * np.float32(0.5)
     return e2m1_weight(tensors["weight_packed"], halves, group)
 
 
@@ -73,4 +86,5 @@ def _shape(module: str, tensors: Tensors, group: int) -> tuple[int, int]:
     expected = (shape[0], shape[1] // group)
     scales = needed(tensors, "weight_scale", module)
     check_shape(scales, expected, "weight_scale", module, f"groups of {group} inputs")
+    check_type(scales, SCALES, "weight_scale", module)
     return shape

@@ -19,6 +19,11 @@ Tensors = Mapping[str, NDArray]
 """A module's tensors by the rest of their names, views of the files."""
 
 
+WORDS = ("int32", "uint32")
+FLOATS = ("float16", "bfloat16", "float32")
+INDICES = ("int32", "int64")
+
+
 class Described(NamedTuple):
     """A matrix as backends know it before its codes are read."""
 
@@ -84,6 +89,15 @@ def needed(tensors: Tensors, rest: str, module: str) -> NDArray:
             hint="download the files again, or take another copy of the model",
         )
     return found
+
+
+def check_type(found: NDArray, allowed: Collection[str], rest: str, module: str) -> None:
+    """Raises WeightMismatch where a tensor's numbers are of another type than the format's."""
+    if found.dtype.name not in allowed:
+        raise WeightMismatch(
+            f"{module}.{rest} is {found.dtype.name}, expected {' or '.join(allowed)}",
+            hint="download the files again, or take another copy of the model",
+        )
 
 
 def check_shape(

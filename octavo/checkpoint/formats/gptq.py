@@ -17,10 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.formats.format import (
+    FLOATS,
+    INDICES,
+    WORDS,
     ByModule,
     Described,
     Tensors,
     check_shape,
+    check_type,
     modules_with,
     needed,
 )
@@ -116,10 +120,12 @@ class Gptq(ByModule):
             raise WeightMismatch(
                 f"{module}.qweight has shape {words.shape}, expected [in * {scheme.bits} / 32, out]"
             )
+        check_type(words, WORDS, "qweight", module)
         num_inputs = words.shape[0] * 32 // scheme.bits
         group = min(scheme.group or num_inputs, num_inputs)
         shape = (-(-num_inputs // group), words.shape[1])
         check_shape(scales, shape, "scales", module, f"groups of {group} inputs")
+        check_type(scales, FLOATS, "scales", module)
         zeros = self._zeros(module, needed(tensors, "qzeros", module), shape, scheme)
         index = tensors.get("g_idx")
         permutation = None if index is None else by_group(index, group, num_inputs, module)
@@ -130,6 +136,7 @@ class Gptq(ByModule):
         self, module: str, words: NDArray, shape: tuple[int, int], scheme: GptqScheme
     ) -> NDArray[np.int16]:
         """Returns the zeros, `[groups, out]`."""
+        check_type(words, WORDS, "qzeros", module)
         packed = (shape[0], num_words(shape[1], scheme.bits))
         check_shape(words, packed, "qzeros", module, f"{scheme.bits} bits for each of {shape}")
         stored = unpack_bits(words, scheme.bits, shape[1]).astype(np.int16)
@@ -140,6 +147,7 @@ class Gptq(ByModule):
 
 def by_group(index: NDArray, group: int, num_inputs: int, module: str) -> NDArray[np.int32] | None:
     """Returns the inputs in the order of their groups; None where they lie so already."""
+    check_type(index, INDICES, "g_idx", module)
     check_shape(index, (num_inputs,), "g_idx", module, "a group for each input")
     num_groups = -(-num_inputs // group)
     if num_inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:

@@ -133,7 +133,7 @@ def test_a_gate_and_up_that_read_the_same_rows_are_taken(gate, up):
     check(program, lambda weight: formats[weight.name], row_type_of)
 
 
-@pytest.mark.parametrize("stored", ["F8_E4M3", "NF4", "MXFP4", "IQ2_XS"])
+@pytest.mark.parametrize("stored", ["F8_E5M2", "NF4", "MXFP4", "IQ2_XS"])
 def test_a_format_without_tiles_is_refused(stored):
     program = program_of(ops.Linear(X, (Y,), (TABLE,)))
     with pytest.raises(UnsupportedModel) as error:
@@ -143,17 +143,11 @@ def test_a_format_without_tiles_is_refused(stored):
 
 CODES = np.zeros((9, 32), np.uint8)
 UNPACKABLE = {
-    "e4m3 codes of 8 bits": PackedWeight(
-        (9, 32), 8, "e4m3", CODES, 32, Levels(np.ones((9, 1), np.float32))
+    "e5m2 codes of 8 bits": PackedWeight(
+        (9, 32), 8, "e5m2", CODES, 32, Levels(np.ones((9, 1), np.float32))
     ),
-    "lookup codes of 4 bits": PackedWeight(
-        (9, 32),
-        4,
-        "lookup",
-        CODES[:, :16],
-        32,
-        Levels(np.ones((9, 1), np.float32)),
-        lookup=np.full(16, 0.5, np.float32),
+    "e2m1 codes of 4 bits": PackedWeight(
+        (9, 32), 4, "e2m1", CODES[:, :16], 32, Levels(np.ones((9, 1), np.float32))
     ),
 }
 
@@ -180,9 +174,9 @@ def test_preparing_refuses_what_was_not_checked(what):
 
 def test_a_model_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
     require_native()
-    in_fp8(tiny_model("llama"), tmp_path, "channel")
+    in_fp8(tiny_model("llama"), tmp_path, "blocks")
     monkeypatch.setattr(WeightReader, "load", lambda self, weight: unread(weight))
-    with pytest.raises(UnsupportedModel, match="is stored as F8_E4M3"):
+    with pytest.raises(UnsupportedModel, match="is stored as F8_E4M3:16"):
         LLM(str(tmp_path), backend="native", skip_tokenizer_init=True, report=lambda text: None)
 
 

@@ -22,6 +22,7 @@ from tests.support.native_harness import (
     rng,
 )
 from tests.support.native_products import (
+    FLOAT_CODES,
     FLOATS,
     FORMATS,
     GGUF,
@@ -57,6 +58,8 @@ def shapes(kind):
         return [(16, 32), (5, 96), (50, 160), (33, 576)]
     if kind == "groups of 16":
         return [(5, 48), (50, 160)]
+    if kind in FLOAT_CODES:
+        return [(1, 2), (5, 96), (50, 100), (33, 576)]
     return [(1, 1), (7, 37), (50, 100), (33, 576)]
 
 
@@ -116,7 +119,13 @@ def merged(kinds, out, *, two_terms, one_out=False, with_residual=False):
 
 @pytest.mark.parametrize(
     "kinds",
-    [("fp32",) * 3, ("Q4_K", "Q4_K", "Q6_K"), ("int8", "bf16", "int8"), ("fp32", "fp16", "Q5_1")],
+    [
+        ("fp32",) * 3,
+        ("Q4_K", "Q4_K", "Q6_K"),
+        ("int8", "bf16", "int8"),
+        ("fp32", "fp16", "Q5_1"),
+        ("e4m3 rows", "bf16", "nf4 of 64"),
+    ],
     ids="+".join,
 )
 @pytest.mark.parametrize("out", range(5))

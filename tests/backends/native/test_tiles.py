@@ -15,7 +15,7 @@ from octavo.program.program import Weight
 from octavo.quant.blocks import BlockWeight
 from octavo.quant.packed import PackedWeight
 from tests.support.native_harness import normal, require_native
-from tests.support.native_products import FLOATS, FORMATS, GGUF, weight_of
+from tests.support.native_products import FLOAT_CODES, FLOATS, FORMATS, GGUF, weight_of
 
 TILE, GROUP = 16, 32
 SHAPES = [(37, 256), (16, 768), (5, 2304)]
@@ -83,7 +83,7 @@ def written(packed, *, wide):
     return np.concatenate(parts, axis=-1).tobytes()
 
 
-@pytest.mark.parametrize("kind", sorted(set(FORMATS) - set(FLOATS) - {"int8"}))
+@pytest.mark.parametrize("kind", sorted(set(FORMATS) - {*FLOATS, *FLOAT_CODES, "int8"}))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("wide", [False, True])
 def test_codes_in_groups(kind, shape, wide):
@@ -119,6 +119,26 @@ def test_one_scale_an_output(shape):
         scales.view(np.uint8).reshape(len(quads), -1),
     ]
     assert native_tiles(packed) == np.concatenate(parts, axis=-1).tobytes()
+
+
+@pytest.mark.parametrize("kind", FLOAT_CODES)
+@pytest.mark.parametrize("shape", [(37, 256), (5, 416), (16, 96)], ids=str)
+def test_codes_that_stand_for_floats(kind, shape):
+    """Scales lie before the codes of at most 128 inputs, fewer where groups are smaller."""
+    weight = weight_of(kind, *shape, seed=1)
+    span = min((FLOAT_CODES[kind] or 128) // GROUP, 4)
+    span = 4 if weight.group >= shape[1] else span
+    quads = tiles(weight.unpacked_codes().view(np.uint8), 4)
+    if weight.bits == 4:
+        quads = quads[:, :, ::2] | quads[:, :, 1::2] << 4
+    else:
+        quads = quads[..., [0, 2, 1, 3]]
+    scales = np.repeat(levels_of(weight.scales, shape[0]), weight.group // GROUP, axis=1)
+    written = b""
+    for tile, tile_scales in zip(quads, scales, strict=True):
+        for first in range(0, len(tile), span):
+            written += tile_scales[first].tobytes() + tile[first : first + span].tobytes()
+    assert native_tiles(weight) == written
 
 
 @pytest.mark.parametrize("kind", FLOATS)
