@@ -1,12 +1,14 @@
 """`octavo bench quant MODEL`: what each way to store a model's weights costs and brings: bytes,
 tokens/s and perplexity, each against FP16.
 
-Formats that are made beforehand are quantised into a directory, where a later run finds them. Every
-row runs the same requests and the same text, in turns of whole rows.
+Formats that are made beforehand are quantised into a directory, where a later run finds them, and
+so are the figures. Every row runs the same requests and the same text, in turns of whole rows.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json as json_format
 import statistics
 import sys
 import tempfile
@@ -29,6 +31,8 @@ from octavo.progress import quiet, to_stderr
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
+FIGURES = "figures.jsonl"
+"""File of a directory of quantised models that has the rows measured, one a line."""
 INT_FORMATS = {"output_format": "compressed-tensors", "sym": False}
 
 
@@ -105,6 +109,9 @@ def quant(
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
     rounds: Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)] = 3,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Take rows that --made has of the same work.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     options: dict[str, Any],
 ) -> None:
@@ -121,9 +128,12 @@ def quant(
         rounds=rounds,
     )
     own = {"tokenizer": tokenizer} if tokenizer is not None else {}
-    rows = []
     with _folder(made) as folder:
+        figures = _Figures(folder / FIGURES, _digest(path, options, own, group, work))
+        known = figures.read() if resume else {}
         for name in names:
+            if name in known:
+                continue
             variant = VARIANTS[name]
             given = {"model": path, **options, **own, **variant.options}
             if variant.made is not None:
@@ -138,8 +148,41 @@ def quant(
                 _make(path, variant.made, group, target, texts)
                 given["model"] = str(target)
             print(f"measuring {name}", file=sys.stderr)
-            rows.append(_measured(name, given, work))
-    _print(rows, json=json)
+            known[name] = _measured(name, given, work)
+            figures.add(known[name])
+    _print([known[name] for name in names], json=json)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """The rows that a directory has, each with a digest of the work it was measured with."""
+
+    path: Path
+    digest: str
+
+    def read(self) -> dict[str, QuantRow]:
+        """Returns the rows of this work, the latest of each name; a line cut short is no row."""
+        if not self.path.exists():
+            return {}
+        found = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                digest, row = json_format.loads(line)
+                if digest == self.digest:
+                    found[row["name"]] = QuantRow(**row)
+            except (ValueError, TypeError, KeyError):
+                continue
+        return found
+
+    def add(self, row: QuantRow) -> None:
+        """Writes a row on a line of its own, also behind a line that was cut short."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" + json_format.dumps([self.digest, asdict(row)]) + "\n")
+
+
+def _digest(*work: object) -> str:
+    """Returns what tells one work from another."""
+    return hashlib.blake2b(repr(work).encode(), digest_size=16).hexdigest()
 
 
 def _chosen(only: str, path: str, *, has_calibration: bool) -> list[str]:
@@ -193,7 +236,7 @@ def _make(path: str, made: Mapping[str, Any], group: int, target: Path, texts: A
         "scheme": None,
         "sym": False,
         "desc_act": False,
-        "damp_percent": 1.0,
+        "damp_percent": 5.0,
         "keep_sensitive": False,
     }
     quantize_model(path, recipe_of(**{**knobs, **made}), target, texts, to_stderr)
@@ -232,8 +275,6 @@ def _rate(llm: LLM, work: QuantWork) -> float:
 def _print(rows: Sequence[QuantRow], *, json: bool) -> None:
     first = rows[0]
     if json:
-        import json as json_format
-
         print(json_format.dumps({"rows": [asdict(row) for row in rows]}))
         return
     print(f"{'':8}{'weights':>12}{'':>7}{'tokens/s':>10}{'':>8}{'perplexity':>12}{'':>8}")

@@ -46,13 +46,31 @@ def test_a_row_for_each(octavo, model, text, tmp_path):
         assert row["tokens_per_s"] > 0
         assert 0.5 < row["perplexity"] / found["FP16"]["perplexity"] < 2
     assert {each.name for each in (tmp_path / "made").iterdir()} == {
-        f"{name}-g32" for name in ("RTN", "GPTQ", "AWQ", "W8A8")
+        *(f"{name}-g32" for name in ("RTN", "GPTQ", "AWQ", "W8A8")),
+        "figures.jsonl",
     }
     again = octavo("bench", "quant", model, *texts, "--only=AWQ", kept, *WORK, *TEXTS, *SMALL)
     assert again.code == 0, again.err
     lines = again.out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["FP16", "AWQ"]
     assert "100%" in lines[1] and "1.00x" in lines[1] and "+0.0%" in lines[1]
+
+
+def test_rows_of_an_earlier_run_are_taken(octavo, model, text, tmp_path):
+    """With --resume what the directory has of the same work is not measured once more."""
+    kept = f"--made={tmp_path / 'made'}"
+    given = ("bench", "quant", model, f"--text={text}", kept, "--resume", *WORK, *SMALL, "--json")
+    rows = []
+    for only in ("INT8", "INT8,RTN", "INT8,RTN"):
+        ended = octavo(*given, f"--only={only}", "--rounds=1")
+        assert ended.code == 0, ended.err
+        rows.append({row["name"]: row for row in json.loads(ended.out)["rows"]})
+        with (tmp_path / "made" / "figures.jsonl").open("a") as file:
+            file.write('["cut sh')
+    assert [list(each) for each in rows] == [["FP16", "INT8"]] + [["FP16", "INT8", "RTN"]] * 2
+    assert rows[1]["INT8"] == rows[0]["INT8"] and rows[2] == rows[1]
+    other = octavo(*given, "--only=INT8", "--rounds=2")
+    assert "measuring INT8" in other.err, "another work"
 
 
 @pytest.mark.parametrize(
