@@ -58,7 +58,14 @@ def quantize(
     ] = False,
     damp_percent: Annotated[
         float, typer.Option(help="gptq: damping, in percent of the mean use of an input.")
-    ] = 1.0,
+    ] = 5.0,
+    gptaq: Annotated[
+        bool,
+        typer.Option(
+            "--gptaq",
+            help="gptq: make up for what earlier layers' rounding changed, in twice the time.",
+        ),
+    ] = False,
     keep_sensitive: Annotated[
         bool,
         typer.Option(
@@ -91,6 +98,7 @@ def quantize(
         desc_act=desc_act,
         damp_percent=damp_percent,
         keep_sensitive=keep_sensitive,
+        gptaq=gptaq,
     )
     texts = (
         None
@@ -111,6 +119,7 @@ def recipe_of(
     desc_act: bool,
     damp_percent: float,
     keep_sensitive: bool,
+    gptaq: bool = False,
 ) -> Recipe:
     """Makes a recipe of the options; ConfigError where they name or mean what there is not."""
     from octavo.quant.making.recipe import METHODS, OUTPUT_FORMATS, SCHEMES, Recipe
@@ -139,6 +148,7 @@ def recipe_of(
         damp_percent=damp_percent,
         rows_are_int8=rows_are_int8,
         keeps_sensitive=keep_sensitive,
+        gptaq=gptaq,
     )
 
 

@@ -1,12 +1,14 @@
 """Quality of `octavo quantize` on SmolLM2 with its channels shuffled: the rise of perplexity of
 each method over fp32's, and in the sample the error that two layers make of another text.
 
-The calibration text is the project's own documentation, the text judged Newton's Opticks. The plain
-formula of rounding to nearest costs 19.2% over the first five windows.
+The text judged is the first five windows of Newton's Opticks, the calibration text what the book
+has behind them: no token is in both. The plain formula of rounding to nearest costs 19.2%. A text
+of another kind serves AWQ as well and GPTQ worse: with this project's documentation in the book's
+place GPTQ leaves twice the error.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from octavo.cli.quantize import recipe_of
 from octavo.models.registry import build_programs
 from octavo.progress import quiet
 from octavo.quant.making.recipe import Recipe
+from octavo.text.tokenizer import load_tokenizer
 from octavo.wiring.quantize import CalibrationText, calibration_ids, quantize_checkpoint
 from octavo.worker.quantizing.calibration_run import CalibrationRun
 from tests.quality.test_smollm2 import perplexity_script
@@ -25,8 +28,8 @@ from tests.support.shuffled_model import write_shuffled
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(3600)]
 
-ROOT = Path(__file__).parents[2]
-TEXTS = ("docs/concepts", "docs/guides")
+BOOK = Path(__file__).parents[2] / "tests" / "data" / "opticks.txt"
+JUDGED_TOKENS = 5 * 1024
 OPTIONS: dict[str, Any] = {
     "output_format": "compressed-tensors",
     "bits": None,
@@ -34,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "scheme": None,
     "sym": False,
     "desc_act": False,
-    "damp_percent": 1.0,
+    "damp_percent": 5.0,
     "keep_sensitive": False,
 }
 PLAIN_RISE = 19.2
@@ -45,18 +48,30 @@ def recipe(**options: Any) -> Recipe:
     return recipe_of(**(OPTIONS | options))
 
 
+class Texts(NamedTuple):
+    """Files of the two parts of the book."""
+
+    judged: Path
+    calibration: Path
+
+
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a file with the calibration text."""
-    files = [file for folder in TEXTS for file in sorted((ROOT / folder).glob("*.md"))]
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text("\n\n".join(file.read_text(encoding="utf-8") for file in files))
-    return path
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    source = open_checkpoint(resolve("smollm2")).tokenizer_source()
+    assert source is not None
+    tokenizer = load_tokenizer(source)
+    ids = tokenizer.encode(BOOK.read_text(encoding="utf-8"), add_special_tokens=False)
+    folder = tmp_path_factory.mktemp("texts")
+    parts = Texts(folder / "judged.txt", folder / "calibration.txt")
+    for path, part in zip(parts, (ids[:JUDGED_TOKENS], ids[JUDGED_TOKENS:]), strict=True):
+        path.write_text(tokenizer.decode(part), encoding="utf-8")
+    return parts
 
 
-def quantized(model: Path, output: Path, chosen: Recipe, text: Path, tokens: int) -> Path:
+def quantized(model: Path, output: Path, chosen: Recipe, text: Path, length: int) -> Path:
+    """Quantises a model over at most 16 pieces of a text."""
     checkpoint = open_checkpoint(model)
-    texts = CalibrationText(text, tokens // 256, 256, "smollm2")
+    texts = CalibrationText(text, 16, length, "smollm2")
     ids = calibration_ids(checkpoint, texts) if chosen.needs_calibration else None
     quantize_checkpoint(checkpoint, chosen, output, ids, quiet)
     return output
@@ -74,10 +89,10 @@ def hidden(model: Path, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_methods_of_two_layers(tmp_path: Path, text: Path) -> None:
+def test_methods_of_two_layers(tmp_path: Path, texts: Texts) -> None:
     """The error over another text is below that of rounding to nearest."""
     model = write_shuffled(tmp_path, num_layers=2)
-    judged = CalibrationText(ROOT / "tests" / "data" / "opticks.txt", 2, 256, "smollm2")
+    judged = CalibrationText(texts.judged, 2, 256, "smollm2")
     ids = calibration_ids(open_checkpoint(model), judged)
     wanted = hidden(model, ids)
     errors = {}
@@ -86,7 +101,7 @@ def test_methods_of_two_layers(tmp_path: Path, text: Path) -> None:
         "awq": {"method": "awq"},
         "gptq": {"method": "gptq", "desc_act": True},
     }.items():
-        made = quantized(model, tmp_path / name, recipe(**options), text, 1024)
+        made = quantized(model, tmp_path / name, recipe(**options), texts.calibration, 64)
         errors[name] = float(np.square(hidden(made, ids) - wanted).sum())
     assert max(errors["gptq"], errors["awq"]) < 0.9 * errors["rtn"], errors
 
@@ -111,8 +126,8 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "bound_percent"), CASES)
 def test_perplexity_of_five_windows(
-    tmp_path: Path, shuffled: Path, text: Path, options: dict[str, Any], bound_percent: float
+    tmp_path: Path, shuffled: Path, texts: Texts, options: dict[str, Any], bound_percent: float
 ) -> None:
-    made = quantized(shuffled, tmp_path / "made", recipe(**options), text, 16384)
+    made = quantized(shuffled, tmp_path / "made", recipe(**options), texts.calibration, 1024)
     found = perplexity_script().measure(5, model=str(made), tokenizer=str(resolve("smollm2")))
     assert found["rise_percent"] <= bound_percent, found

@@ -66,6 +66,24 @@ def test_gptq_solves_least_squares_for_what_is_left(
         assert np.abs(found.codes[:, free[0]] - clipped).max() < 0.502
 
 
+def test_a_matrix_makes_up_for_inputs_that_moved() -> None:
+    """Its products with the moved inputs are nearest to those of the matrix with the exact ones,
+    damping aside.
+    """
+    moved = ROWS + np.random.default_rng(4).standard_normal(ROWS.shape) * 0.2
+    hessian, shift = moved.T @ moved, (ROWS - moved).T @ moved
+    found = GptqInputs(hessian, 1.0, shift).meant(WEIGHT).astype(np.float64)
+    damped = hessian + np.eye(96) * hessian.diagonal().mean() / 100
+    wanted = WEIGHT + WEIGHT @ shift @ np.linalg.inv(damped)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(WEIGHT).max())
+    errors = [np.square(moved @ each.T - ROWS @ WEIGHT.T).sum() for each in (found, WEIGHT)]
+    assert errors[0] < errors[1]
+    spec = GridSpec(4, 32, "zero")
+    made = [GptqInputs(hessian, 1.0, each).by_activity(WEIGHT, spec) for each in (shift, None)]
+    errors = [np.square(moved @ each.values().T - ROWS @ WEIGHT.T).sum() for each in made]
+    assert errors[0] < errors[1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gptq_costs_less_than_rounding(kind: GridKind) -> None:
     spec = GridSpec(4, 32, kind)

@@ -109,6 +109,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "awq": {"method": "awq", "output_format": "awq"},
     "packed-order": {"method": "gptq", "desc_act": True},
     "packed-sym": {"method": "gptq", "sym": True},
+    "gptaq": {"method": "gptq", "desc_act": True, "gptaq": True},
     "smoothquant": {"method": "smoothquant", "scheme": "w8a8"},
     "mixed": {"method": "gptq", "output_format": "gptq", "keep_sensitive": True},
     "mixed-packed": {"method": "awq", "keep_sensitive": True},
@@ -166,7 +167,7 @@ def test_experts_without_tokens_are_rounded_to_nearest_and_listed(tmp_path: Path
     assert distance(tmp_path / "many", tiny("qwen2_moe").path) < 1.0
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "smoothquant", "rtn"])
+@pytest.mark.parametrize("name", ["gptq", "gptaq", "awq", "smoothquant", "rtn"])
 def test_an_interrupted_run_goes_on(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +246,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
         ({"scheme": "w8a8", "output_format": "gptq"}, "scheme w8a8: gptq does not say"),
         ({"method": "smoothquant"}, "smoothquant makes weights and rows"),
         ({"damp_percent": 0.0}, "damp-percent: got 0.0"),
+        ({"method": "awq", "gptaq": True}, "gptaq is for the method gptq"),
         ({"keep_sensitive": True, "output_format": "awq"}, "keep-sensitive: awq"),
     ],
 )

@@ -5,6 +5,9 @@ Source: Frantar et al. 2023, "GPTQ", algorithm 1, with the lazy blocks of its re
 are taken by how strongly they are used, the strongest first: either groups are of neighbours and
 their grids are fitted beforehand, or (`--desc-act`) groups are of inputs that follow each other in
 this order, each fitted when it is reached.
+
+Where the inputs of the model that is not rounded are known too, the matrix that is rounded is the
+one whose products with the inputs at hand come nearest to the exact ones (Li et al. 2025, "GPTAQ").
 """
 
 from __future__ import annotations
@@ -46,8 +49,15 @@ class GptqInputs:
     own products over calibration tokens. Matrices that multiply the same rows share it.
     """
 
-    def __init__(self, hessian: NDArray[np.float64], damp_percent: float) -> None:
-        """Takes `hessian [in, in]`, the sum of x x^T over tokens."""
+    def __init__(
+        self,
+        hessian: NDArray[np.float64],
+        damp_percent: float,
+        shift: NDArray[np.float64] | None = None,
+    ) -> None:
+        """Takes `hessian [in, in]`, the sum of y y^T over tokens, and `shift [in, in]`, that of (x
+        - y) y^T, where x are the inputs of the exact model.
+        """
         own = hessian.copy()
         diagonal = np.arange(len(own))
         used = own[diagonal, diagonal] > 0
@@ -58,9 +68,22 @@ class GptqInputs:
         ).astype(np.int32)
         damped, self._factor = _factor(own[np.ix_(self.order, self.order)], damp_percent / 100)
         self._hessian = damped.astype(np.float32)
+        self._shift = shift
+
+    def meant(self, weight: Floats32) -> Floats32:
+        """Returns the matrix `[out, in]` whose products with the inputs at hand come nearest to
+        those of `weight` with the exact ones.
+        """
+        if self._shift is None:
+            return weight
+        moved = (weight @ self._shift)[:, self.order].astype(np.float32)
+        found = weight.copy()
+        found[:, self.order] += moved @ self._factor.T @ self._factor
+        return found
 
     def by_neighbours(self, weight: Floats32, fit: FitGrid) -> RoundedMatrix:
         """Rounds a matrix whose groups are of neighbours, to grids fitted beforehand."""
+        weight = self.meant(weight)
         grid = fit(weight, self.importance)
         steps, lows = (np.ascontiguousarray(each.T) for each in grid.lines())
         groups = self.order // grid.group
@@ -89,7 +112,7 @@ class GptqInputs:
 
     def by_activity(self, weight: Floats32, spec: GridSpec) -> RoundedMatrix:
         """Rounds a matrix whose groups are of inputs used about as strongly (act-order)."""
-        columns = weight.T[self.order]
+        columns = self.meant(weight).T[self.order]
         # What an error costs once the inputs behind it have made up for it.
         importance = np.square(1 / self._factor.diagonal())
         group = spec.group_of(len(columns))

@@ -37,6 +37,9 @@ from octavo.worker.quantizing.targets import (
     matrices_of,
 )
 
+EXACT = "exact:"
+"""Begin of the names of the exact run's Values in a journal."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
@@ -96,6 +99,8 @@ class Quantizer:
     """Matrices that are not written yet."""
     _values: dict[str, Floats32] = field(default_factory=dict)
     """Numbers of rounded matrices that a later op multiplies with, too."""
+    _exact: CalibrationRun | None = None
+    """The run of the model that is not rounded, at the same op, where its inputs are asked for."""
     _statistics: tuple[str, RowStatistics] | None = None
     """Statistics of the Value read last."""
     _factors: dict[str, Floats32] = field(default_factory=dict)
@@ -118,13 +123,14 @@ class Quantizer:
     def run(self, token_ids: NDArray[np.int32], report: Report) -> None:
         """Rounds the matrices in their order of use, over calibration texts `[texts, length]`."""
         run = CalibrationRun(self.program, self.load, token_ids)
+        if self.recipe.gptaq:
+            self._exact = CalibrationRun(self.program, self.load, token_ids)
         if self.recipe.method in ("awq", "smoothquant"):
             self._folds = folds(self.program, set(self.plan.matrices))
         last_uses, last_folds = self._last_uses(run.ops), self._last_folds(run.ops)
         end = max(last_uses.values()) + 1
         if self.journal.index:
-            state = self.journal.state()
-            run.restore(self.journal.index, state)
+            self._restore(run)
             report(
                 f"going on behind {len(self.journal.done)} of {len(self.plan.matrices)} matrices"
             )
@@ -157,6 +163,8 @@ class Quantizer:
                 if weight.tensor_names[0] in self.plan.matrices:
                     weights[weight] = self._round_experts(run, op, weight, bar)
         run.advance(weights)
+        if self._exact is not None:
+            self._exact.advance()
 
     # -- one matrix ----------------------------------------------------------------------------
 
@@ -217,7 +225,8 @@ class Quantizer:
 
     def _statistics_of(self, run: CalibrationRun, x: Value) -> RowStatistics:
         if self._statistics is None or self._statistics[0] != x.name:
-            found = RowStatistics(run.rows(x), self.recipe.damp_percent)
+            exact = None if self._exact is None else self._exact.rows(x)
+            found = RowStatistics(run.rows(x), self.recipe.damp_percent, exact)
             self._statistics = (x.name, found)
         return self._statistics[1]
 
@@ -334,7 +343,18 @@ class Quantizer:
             last = self.journal.index
             op = run.ops[run.index - 1]
             if isinstance(op, Linear | GroupedLinear) or run.index - last > 1:
-                self.journal.save(run.index, state)
+                exact = (self._exact and self._exact.state()) or {}
+                both = state | {EXACT + name: array for name, array in exact.items()}
+                self.journal.save(run.index, both)
+
+    def _restore(self, run: CalibrationRun) -> None:
+        """Goes on with the runs where the journal has them."""
+        state = self.journal.state()
+        own = {name: array for name, array in state.items() if not name.startswith(EXACT)}
+        run.restore(self.journal.index, own)
+        if self._exact is not None:
+            exact = {name.removeprefix(EXACT): state[name] for name in state.keys() - own.keys()}
+            self._exact.restore(self.journal.index, exact)
 
 
 def _rows_of(values: Floats32, weight: Weight) -> NDArray:

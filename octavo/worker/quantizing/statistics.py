@@ -18,9 +18,13 @@ CHUNK_ROWS = 4096
 class RowStatistics:
     """Statistics of rows `[T, in]`, each computed when it is asked for."""
 
-    def __init__(self, rows: NDArray, damp_percent: float) -> None:
+    def __init__(self, rows: NDArray, damp_percent: float, exact: NDArray | None = None) -> None:
+        """`exact [T, in]` are the rows that the model makes before it is rounded, where they are
+        known.
+        """
         self._rows = rows
         self._damp_percent = damp_percent
+        self._exact = exact
 
     @property
     def is_empty(self) -> bool:
@@ -34,6 +38,18 @@ class RowStatistics:
         for start in range(0, len(self._rows), CHUNK_ROWS):
             part = self._rows[start : start + CHUNK_ROWS].astype(np.float32)
             total += part.T @ part
+        return total
+
+    @property
+    def shift(self) -> NDArray[np.float64] | None:
+        """Sum of (x - y) y^T, `[in, in]`, of the exact rows x and these rows y."""
+        if self._exact is None:
+            return None
+        total = np.zeros((self._rows.shape[1],) * 2)
+        for start in range(0, len(self._rows), CHUNK_ROWS):
+            own = slice(start, start + CHUNK_ROWS)
+            missed = (self._exact[own] - self._rows[own]).astype(np.float32)
+            total += missed.T @ self._rows[own].astype(np.float32)
         return total
 
     @cached_property
@@ -56,4 +72,4 @@ class RowStatistics:
 
     @cached_property
     def gptq(self) -> GptqInputs:
-        return GptqInputs(self.hessian, self._damp_percent)
+        return GptqInputs(self.hessian, self._damp_percent, self.shift)
