@@ -198,8 +198,8 @@ FOLLOWING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", FOLLOWING)
 def test_draws_that_follow_from_tokens_are_made_in_one_call(kind, tmp_path):
-    """Rows with these options take many steps in a call, alone and beside others, and draw what they
-    would one by one.
+    """Rows with these options take many steps in a call, alone and beside others, and draw what
+    they would one by one.
     """
     prompts, common = prompts_of(5, 9), {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0}
     common["allowed_token_ids"] = list(range(4, 12))
