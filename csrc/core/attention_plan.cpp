@@ -47,8 +47,8 @@ void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
         for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row += rows_a_run) {
             const int last_row = std::min(row + rows_a_run, batch.query_starts[r + 1]) - 1;
             if (context <= 0 || batch.places[last_row] < 0) continue;
-            const int last_key = window < 0 ? context : std::min(context, last_limit(batch, row, last_row));
-            const int first_key = window > 0 ? std::max(0, batch.places[row] - window + 1) : 0;
+            const int last_key = mask.full() ? context : std::min(context, last_limit(batch, row, last_row));
+            const int first_key = mask.first_key(batch.places[row]);
             const int first_split = first_key / kSplitKeys;
             runs.push_back(QueryRun{r, row, last_row - row + 1, first_key, last_key, first_split, first_split,
                                     (last_key + kSplitKeys - 1) / kSplitKeys});
@@ -65,8 +65,8 @@ void AttentionPlan::share_prefixes(const Batch& batch, int rows_a_run) {
         if (run.num_rows != batch.query_starts[run.request + 1] - batch.query_starts[run.request]) continue;
         const int64_t request = (int64_t)group * batch.num_requests + run.request;
         const int context = batch.context_lens[request], last = batch.places[run.row0 + run.num_rows - 1];
-        const int visible = window < 0 ? context : std::min(context, batch.places[run.row0] + 1);
-        if (visible < kSplitKeys || (window > 0 && last >= window)) continue;
+        const int visible = mask.full() ? context : std::min(context, batch.places[run.row0] + 1);
+        if (visible < kSplitKeys || mask.first_key(last) > 0) continue;
         found.push_back(Sharer{i, visible / kSplitKeys, batch.block_tables + request * batch.table_width});
     }
     std::sort(found.begin(), found.end(), [](const Sharer& a, const Sharer& b) {

@@ -1,4 +1,4 @@
-// How a step's attention over one cache group (and window) is cut into pieces; the same for all its layers.
+// How a step's attention over one cache group (and mask) is cut into pieces; the same for all its layers.
 //
 // Requests whose block tables begin with the same blocks read these together (ChunkAttention, Ye et al.
 // 2024): whole splits of 256 keys that all their rows see, up to kMaxSets sets of lanes at a time. Such a
@@ -38,7 +38,8 @@ struct HeadWork {
 };
 
 struct AttentionPlan {
-    int group, window, num_heads;
+    int group, num_heads;
+    Mask mask;
     int latent_width = 0;  // of values that lie in the keys; 0: there are none such
     std::vector<QueryRun> runs;
     std::vector<int> sharers;  // indices of runs, grouped by shared run

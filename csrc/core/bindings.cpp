@@ -586,8 +586,8 @@ NB_MODULE(_native, m) {
         .def("combine", &Builder::combine, "x"_a, "weights"_a, "out"_a, "route"_a)
         .def("mix", &Builder::mix, "xs"_a, "bases"_a, "coefs"_a, "outs"_a, "offset"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
-             "window"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(), "distances"_a.none(),
-             "reach"_a, "latent_width"_a, "by_places"_a.none())
+             "window"_a, "chunks"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(),
+             "distances"_a.none(), "reach"_a, "latent_width"_a, "by_places"_a.none())
         .def("short_conv", &Builder::short_conv, "x"_a, "out"_a, "group"_a, "layer"_a, "weight"_a,
              "bias"_a.none(), "activation"_a, "fills"_a)
         .def("selective_scan", &Builder::selective_scan, "x"_a, "dt"_a, "b"_a, "c"_a, "out"_a,

@@ -330,14 +330,15 @@ struct Builder {
     }
     // by_places: None, or (products of queries, products of keys, bucket by distance), as in AttentionSpec.
     void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int num_heads,
-                   int window, float scale, float softcap, const nb::object& sinks, const nb::object& slopes,
-                   const nb::object& distances, int reach, int latent_width, const nb::object& by_places) {
+                   int window, bool chunks, float scale, float softcap, const nb::object& sinks,
+                   const nb::object& slopes, const nb::object& distances, int reach, int latent_width,
+                   const nb::object& by_places) {
         AttentionSpec spec{.q = place_of(q),
                            .out = place_of(out),
                            .group = group,
                            .layer = layer,
                            .num_heads = num_heads,
-                           .window = window,
+                           .mask = {window, chunks},
                            .scale = scale,
                            .softcap = softcap,
                            .sinks = keep(sinks),

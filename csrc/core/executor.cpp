@@ -189,12 +189,12 @@ void Executor::add_heads(HeadsSpec spec) {
 // The plan of all attentions that are cut alike.
 int Executor::plan_of(const AttentionSpec& spec) {
     for (int index = 0; index < (int)plans_.size(); index++)
-        if (plans_[index].group == spec.group && plans_[index].window == spec.window &&
+        if (plans_[index].group == spec.group && plans_[index].mask == spec.mask &&
             plans_[index].num_heads == spec.num_heads && plans_[index].latent_width == spec.latent_width)
             return index;
     AttentionPlan plan;
     plan.group = spec.group;
-    plan.window = spec.window;
+    plan.mask = spec.mask;
     plan.num_heads = spec.num_heads;
     plan.latent_width = spec.latent_width;
     plans_.push_back(plan);
@@ -581,7 +581,7 @@ void Executor::check_tables(const AttentionPlan& plan, const Batch& batch, const
             fail("a context of " + std::to_string(batch.context_lens[i]) + " keys with " +
                  std::to_string(batch.table_width) + " blocks");
         // Blocks that a window has passed may be gone from the table.
-        const int first_key = plan.window > 0 ? std::max(0, batch.places[row] - plan.window + 1) : 0;
+        const int first_key = plan.mask.first_key(batch.places[row]);
         for (int b = first_key / kTile; b < needed; b++) {
             const int block = batch.block_tables[(int64_t)i * batch.table_width + b];
             if (!kv.has_block(plan.group, block))

@@ -225,7 +225,8 @@ struct LinearSpec {
 
 struct AttentionSpec {
     Place q, out;
-    int group, layer, num_heads, window;
+    int group, layer, num_heads;
+    Mask mask;
     float scale, softcap;
     const float *sinks, *slopes, *distances;
     int reach;

@@ -426,8 +426,8 @@ struct AttentionStage : Stage {
             const int context = b.context_lens[(int64_t)spec.group * b.num_requests + r];
             int longest = 0;
             for (int row = b.query_starts[r]; row < b.query_starts[r + 1]; row++) {
-                const int last = spec.window < 0 ? context : std::min(context, b.limit(row));
-                const int keys = spec.window > 0 ? std::min(last, spec.window) : last;
+                const int last = spec.mask.full() ? context : std::min(context, b.limit(row));
+                const int keys = std::max(0, last - spec.mask.first_key(b.places[row]));
                 longest = std::max(longest, keys);
                 sum.operations += 2.0 * keys * spec.num_heads * (kv.k_width + kv.v_width);
             }
@@ -455,7 +455,7 @@ struct AttentionStage : Stage {
                                  .num_heads = spec.num_heads,
                                  .scale = spec.scale,
                                  .softcap = spec.softcap,
-                                 .window = spec.window,
+                                 .mask = spec.mask,
                                  .sinks = spec.sinks,
                                  .slopes = spec.slopes,
                                  .distances = spec.distances,

@@ -121,10 +121,10 @@ struct LaneSet {
 
   private:
     void add(int row, int head) {
-        const int place = piece->places[row], window = args->window;
+        const int place = piece->places[row];
         const int limit = piece->limits ? piece->limits[row] : place + 1;
-        const int last = window < 0 || limit > piece->context_len ? piece->context_len : limit;
-        const int first = window > 0 && place - window + 1 > 0 ? place - window + 1 : 0;
+        const int last = args->mask.full() || limit > piece->context_len ? piece->context_len : limit;
+        const int first = args->mask.first_key(place);
         factors[count] =
             put_query(args->q + row * args->q_stride + (int64_t)head * args->kv.k_width, count * width);
         first_key = count && first_key < first ? first_key : first;

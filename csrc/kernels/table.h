@@ -230,6 +230,22 @@ struct KvLayer {
     }
 };
 
+// The keys that a row sees among those up to its limit: all of them (`window` 0), the last `window` ones up
+// to its own place, or, with `chunks`, those in its own chunk of `window` places. `window` -1: every key of
+// the request.
+struct Mask {
+    int32_t window = 0;
+    bool chunks = false;
+
+    bool full() const { return window < 0; }
+    int first_key(int place) const {
+        if (window <= 0) return 0;
+        const int first = chunks ? place - place % window : place - window + 1;
+        return first > 0 ? first : 0;
+    }
+    bool operator==(const Mask& other) const { return window == other.window && chunks == other.chunks; }
+};
+
 struct AttentionArgs {
     const float* q;  // row t, head h at q + t * q_stride + h * k_width
     float* out;  // row t at out + t * out_stride
@@ -239,7 +255,7 @@ struct AttentionArgs {
     KvLayer kv;
     int32_t num_heads;
     float scale, softcap;  // softcap 0: none
-    int32_t window;  // 0: causal without a window; -1: full (every key below context_len)
+    Mask mask;
     const float* sinks;  // [H] or null
     const float* slopes;  // [H], of ALiBi: score += slope * (key's place - row's place), or null
     // [H][2 * reach + 1], of T5: score += distances[h][reach + key's place - row's place], at its ends beyond

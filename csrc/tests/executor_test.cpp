@@ -201,7 +201,7 @@ void build_layer(Stages& stages, const Layer& layer, int index, const RopeAngles
                                    .group = 0,
                                    .layer = index,
                                    .num_heads = kHeads,
-                                   .window = 0,
+                                   .mask = {},
                                    .scale = 0.3f,
                                    .softcap = 0,
                                    .sinks = nullptr,

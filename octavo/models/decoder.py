@@ -18,7 +18,7 @@ from octavo.models.pooled_row import pooled_row
 from octavo.models.pooling import PooledHead, pooled_head
 from octavo.program.builder import Builder
 from octavo.program.ops import MaskKind
-from octavo.program.program import CacheGroup, Program, Value, Weight
+from octavo.program.program import CacheGroup, Growth, Program, Value, Weight
 
 Sublayer = Callable[[Builder, Value, int], Value]
 """Appends the attention or the MLP of layer i: takes normed rows and returns what is added to the
@@ -92,9 +92,20 @@ class CachePlan:
     layers: tuple[LayerCache, ...]
 
 
-def plan_cache(shape: DecoderShape, windows: Sequence[int | None]) -> CachePlan:
+def query_growth(max_positions: int, growth: Growth) -> Weight | None:
+    """Returns the table of factors by which queries grow with their position; None where none of
+    the positions grows.
+    """
+    if not growth.slope or max_positions - 1 + growth.shift < growth.floor:
+        return None
+    return Weight("query_growth", (max_positions, 1), fill=growth)
+
+
+def plan_cache(
+    shape: DecoderShape, windows: Sequence[int | None], *, chunks: bool = False
+) -> CachePlan:
     """Puts full and sliding-window layers into groups of their own; `windows` has one entry for
-    each layer.
+    each layer. With `chunks` these are the lengths of chunks, which begin at their multiples.
     """
     full = [i for i, window in enumerate(windows) if window is None]
     sliding = [i for i, window in enumerate(windows) if window is not None]
@@ -105,7 +116,8 @@ def plan_cache(shape: DecoderShape, windows: Sequence[int | None]) -> CachePlan:
             CacheGroup("window", "window", len(sliding), *heads, window=windows[sliding[0]])
         )
     layers = {i: LayerCache("full", n, "causal") for n, i in enumerate(full)}
-    layers |= {i: LayerCache("window", n, "window") for n, i in enumerate(sliding)}
+    mask: MaskKind = "chunk" if chunks else "window"
+    layers |= {i: LayerCache("window", n, mask) for n, i in enumerate(sliding)}
     return CachePlan(tuple(groups), tuple(layers[i] for i in range(len(windows))))
 
 

@@ -284,33 +284,14 @@ def _banned(ids: HfConfig) -> tuple[int, ...]:
 
 
 def exact_context(config: HfConfig) -> int:
-    """Returns the longest context whose numbers are the model's own, in tokens.
-
-    Where queries grow from original_max_position_embeddings on (Ministral 3), it ends there.
-    """
+    """Returns the longest context whose numbers are the model's own, in tokens."""
     names = (
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
         "max_target_positions",
     )
     recurs = config.values.get("model_type") in ("mamba", "mamba2")
     unnamed = RECURRENT_CONTEXT_TOKENS if recurs else DEFAULT_CONTEXT_TOKENS
-    longest = min(_first_integer(config, names, unnamed), _one_chunk(config))
-    rope = {**config.table("rope_parameters"), **config.table("rope_scaling")}
-    if not rope.get("llama_4_scaling_beta"):
-        return longest
-    original = "original_max_position_embeddings"
-    given = rope if rope.get(original) is not None else config.values
-    return min(longest, HfConfig(given).integer(original, longest, low=1))
-
-
-def _one_chunk(config: HfConfig) -> int:
-    """Returns the positions up to which attention in chunks sees everything and queries are not
-    scaled yet (Llama 4).
-    """
-    chunk = config.integer("attention_chunk_size", MAX_WHOLE, low=1)
-    if not config.values.get("attn_temperature_tuning"):
-        return chunk
-    return min(chunk, config.integer("floor_scale", MAX_WHOLE, low=2) - 1)
+    return _first_integer(config, names, unnamed)
 
 
 def _first_integer(config: HfConfig, names: tuple[str, ...], default: int | None) -> int:

@@ -17,7 +17,7 @@ from octavo.models.mlps import gated_mlp
 from octavo.models.rope import DEFAULT_THETA, rope_parameters
 from octavo.models.self_attention import OwnNorms, SelfAttention
 from octavo.program.ops import RopeTable
-from octavo.program.program import Program
+from octavo.program.program import Program, Weight
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -44,6 +44,7 @@ def build_llama(
     norm_names: tuple[str, str] = ("q_norm", "k_norm"),
     interleaved: bool = False,
     clip: float | None = None,
+    growth: Weight | None = None,
     mlp: Sublayer | None = None,
     frame: Frame = PLAIN,
 ) -> dict[str, Program]:
@@ -69,6 +70,7 @@ def build_llama(
         own_norms=own_norms,
         norm_names=norm_names,
         clip=clip,
+        growths=(growth,) * shape.num_layers,
     )
     mlp = mlp or _dense_mlp(config, bias=mlp_bias)
     return build_decoder(shape, cache.groups, attention, mlp, frame)

@@ -1,16 +1,17 @@
 """Llama 4's decoder: layers without rope among those with it, and experts that read rows times the
 sigmoid of their scores. Meta 2025.
 
-Layers with rope attend in chunks of `attention_chunk_size`, and queries of the others grow from
-`floor_scale` positions on; the context ends where either would begin (`hf_config.exact_context`).
+Layers with rope attend in chunks of `attention_chunk_size`, and queries of the others grow with
+their position where `attn_temperature_tuning` says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import UnsupportedModel
-from octavo.models.decoder import DecoderShape, build_decoder, plan_cache
+from octavo.models.decoder import DecoderShape, build_decoder, plan_cache, query_growth
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_experts, gated_mlp
 from octavo.models.rope import rope_parameters
@@ -18,23 +19,26 @@ from octavo.models.self_attention import SelfAttention
 from octavo.models.smollm3 import layers_with_rope
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation
-from octavo.program.program import Program, Value, Weight
+from octavo.program.program import Growth, Program, Value, Weight
 
 DEFAULT_THETA = 500_000.0
+DEFAULT_CHUNK = 8192
+"""Positions of a chunk, from which on queries grow, too."""
 LAYER_TYPES = frozenset({"chunked_attention", "full_attention"})
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    _check_layers(config)
-    config.without_effect("attn_scale", "router_jitter_noise")
+    config.without_effect("router_jitter_noise")
     shape = DecoderShape.read(config, head_dim=128, norm_eps=1e-5)
-    cache = plan_cache(shape, (None,) * shape.num_layers)
+    turned = layers_with_rope(config, shape.num_layers)
+    cache = plan_cache(shape, _chunks(config, turned), chunks=True)
     rope = rope_parameters(config, default_theta=DEFAULT_THETA).table(shape.head_dim)
-    bias = config.flag("attention_bias", False)
+    growth, bias = _growth(config), config.flag("attention_bias", False)
     attention = SelfAttention(
         shape=shape,
         caches=cache.layers,
-        ropes=[rope if turned else None for turned in layers_with_rope(config, shape.num_layers)],
+        ropes=[rope if each else None for each in turned],
+        growths=[None if each else growth for each in turned],
         scale=shape.head_dim**-0.5,
         rope_style="interleaved",
         qkv_bias=bias,
@@ -44,17 +48,35 @@ def build(config: HfConfig) -> dict[str, Program]:
     return build_decoder(shape, cache.groups, attention, Llama4Mlp.read(config, shape.num_layers))
 
 
-def _check_layers(config: HfConfig) -> None:
-    """Refuses a config that does not say how far its context is exact, or has other layers."""
-    for name in ("attention_chunk_size", "attn_temperature_tuning", "floor_scale"):
-        if name not in config.values:
-            raise UnsupportedModel(f"config.json: {name} is missing, llama4_text needs it")
-    types = config.values.get("layer_types") or []
-    if not isinstance(types, list) or set(map(str, types)) - LAYER_TYPES:
+def _chunks(config: HfConfig, turned: Sequence[bool]) -> tuple[int | None, ...]:
+    """Returns the length of each layer's chunks; None for a layer that sees everything, as all do
+    in a context of one chunk.
+    """
+    length = config.integer("attention_chunk_size", DEFAULT_CHUNK, low=1)
+    types = config.values.get("layer_types") or [
+        "chunked_attention" if each else "full_attention" for each in turned
+    ]
+    if (
+        not isinstance(types, list)
+        or len(types) != len(turned)
+        or set(map(str, types)) - LAYER_TYPES
+    ):
         raise UnsupportedModel(
-            f"config.json: layer_types is {types!r:.80}, allowed is a list of"
+            f"config.json: layer_types is {types!r:.80}, allowed is a list of {len(turned)} of"
             f" {' and '.join(sorted(LAYER_TYPES))}"
         )
+    whole = config.integer("max_position_embeddings", low=1) <= length
+    return tuple(None if whole or kind == "full_attention" else length for kind in types)
+
+
+def _growth(config: HfConfig) -> Weight | None:
+    """Returns the table of factors on the queries of layers without rope."""
+    floor = config.integer("floor_scale", DEFAULT_CHUNK, low=1)
+    slope = config.number("attn_scale", 0.1)
+    if not config.values.get("attn_temperature_tuning", True):  # a number in older configs
+        return None
+    positions = config.integer("max_position_embeddings", low=1)
+    return query_growth(positions, Growth(floor, slope, shift=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

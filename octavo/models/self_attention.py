@@ -112,6 +112,8 @@ class SelfAttention:
     sinks: bool = False
     sees_ahead: bool = False
     """Whether the step may let rows see later ones (Gemma 3's images)."""
+    growths: Sequence[Weight | None] = ()
+    """Table of factors on each layer's queries, by position, of `query_growth`; (): none."""
     softcap: float | None = None
     bias: AlibiBias | None = None
     gated: bool = False
@@ -143,6 +145,9 @@ class SelfAttention:
             k = b.rope(k, shape.num_kv_heads, rope, style=self.rope_style)
             if self.turned_norms:
                 q, k = self._scaled(b, q, f"{name}.q"), self._scaled(b, k, f"{name}.k")
+        growth = self.growths[layer] if self.growths else None
+        if growth is not None:
+            q = b.mul(q, b.position_embedding_of(growth))
         b.kv_write(cache.group, cache.layer, (k,), v)
         out = b.attention(
             q,

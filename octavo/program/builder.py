@@ -306,7 +306,7 @@ class Builder:
         of_queries, of_keys = by_places or (None, None)
         kv = self.group(group)
         out = self.value("attention", q.axis, num_heads * kv.v_width)
-        window = kv.window if mask == "window" else None
+        window = kv.window if mask in ("window", "chunk") else None
         self.append(
             Attention(
                 q=q,

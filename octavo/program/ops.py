@@ -348,11 +348,12 @@ class Attention(Op):
     `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer`
     is the layer within the group whose K and V are read (another layer's where layers share KV).
     mask causal: key place <= query place, or below the row's limit where the step has `limits`;
-    window: and > query place - window; full: every key below
-    the request's context length (encoders, cross attention). `softcap` c: score = c * tanh(score /
-    c), before the bias. `sinks [H]`: one logit a head that joins the softmax's denominator only
-    (gpt_oss). Numbers: splits of 256 keys at absolute places, each with its own fp32 (m, l, acc),
-    merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
+    window: and > query place - window; chunk: and in the query's own chunk of `window` places
+    (Llama 4); full: every key below the request's context length (encoders, cross attention).
+    `softcap` c: score = c * tanh(score / c), before the bias. `sinks [H]`: one logit a head that
+    joins the softmax's denominator only (gpt_oss). Numbers: splits of 256 keys at absolute places,
+    each with its own fp32 (m, l, acc), merged left to right (Dao et al. 2022; Milakov and
+    Gimelshein 2018).
     """
 
     q: Value

@@ -83,6 +83,17 @@ class Sinusoids:
     end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Table of factors that grow with the position p: 1 + slope * log(1 + floor((p + shift) /
+    floor)), one a row. Nakanishi 2025, as Llama 4 and Ministral 3 scale queries.
+    """
+
+    floor: int
+    slope: float
+    shift: int = 0
+
+
 TAPS = 3
 """Taps of a convolution over time."""
 
@@ -119,7 +130,7 @@ class Weight:
     row_run: int = 1
     rows_last: bool = False
     cut: Cut | None = None
-    fill: float | tuple[float, ...] | Sinusoids | None = None
+    fill: float | tuple[float, ...] | Sinusoids | Growth | None = None
     kernel: tuple[int, ...] = ()
     """Shape of the axis of inputs in the checkpoint's tensor, such as colours, rows and columns of
     a patch, or of one head's part of a vector; (): one axis."""

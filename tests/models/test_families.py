@@ -158,6 +158,22 @@ CASES = {
             },
         },
     ),
+    "llama4-chunks": ("llama4_text", {"attention_chunk_size": 24, "floor_scale": 30}),
+    "llama4-chunks-of-no-layer": (
+        "llama4_text",
+        {"attention_chunk_size": 24, "layer_types": ["full_attention"] * 4, "floor_scale": 7},
+    ),
+    "llama4-untuned": (
+        "llama4_text",
+        {"attention_chunk_size": 50, "attn_temperature_tuning": False, "attn_scale": 0.3},
+    ),
+    "ministral3-growing": (
+        "ministral3",
+        {
+            "rope_parameters": YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+        },
+    ),
     "llama4-two-experts": (
         "llama4_text",
         {
@@ -363,8 +379,13 @@ RUNS = [
 ]
 
 
+GROWING = ("llama4-chunks", "llama4-chunks-of-no-layer", "ministral3-growing")
+"""Cases whose queries have factors in fp32, which transformers rounds likewise but for here."""
+
+
 @pytest.mark.parametrize(("case", "backend"), RUNS)
 def test_logits_equal_transformers(case, backend):
     path, ids, wanted = oracle(case)
     found = PagedRunner(path, backend_named(backend)).logits(ids)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE[backend] * abs(wanted).max())
+    share = max(TOLERANCE[backend], 3e-8 if case in GROWING else 0)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=share * abs(wanted).max())

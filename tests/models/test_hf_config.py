@@ -170,6 +170,11 @@ REFUSED = [
         "sliding_window is 4096",
     ),
     (
+        "llama4_text",
+        {"layer_types": ["sliding_attention"] * 4},
+        "allowed is a list of 4 of chunked_attention and full_attention",
+    ),
+    (
         "gemma3_text",
         {"attn_logit_softcapping": 50.0},
         "attn_logit_softcapping is 50.0, supported is null for gemma3_text",
@@ -318,17 +323,15 @@ def test_rope_covers_the_rotary_columns_only():
     }
 
 
-def test_the_context_ends_where_queries_grow_or_a_second_chunk_begins():
-    """Not where longrope has other factors beyond the original context."""
+def test_the_context_goes_on_where_queries_grow_and_chunks_follow():
+    """Longrope has other factors beyond the original context."""
     lists = {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}
     base = {"model_type": "phi3", "vocab_size": 10, "max_position_embeddings": 4096}
     original = {"original_max_position_embeddings": 512}
     for config, wanted in (
         (base | original | {"rope_scaling": lists}, 4096),
         (base | {"rope_parameters": lists | original}, 4096),
-        (base | {"attention_chunk_size": 1024, "floor_scale": 600}, 1024),
-        (base | {"attn_temperature_tuning": True, "floor_scale": 600}, 599),
-        (base | {"rope_parameters": original | {"llama_4_scaling_beta": 0.1}}, 512),
-        (base | {"rope_parameters": original | {"llama_4_scaling_beta": 0}}, 4096),
+        (base | {"attention_chunk_size": 1024, "floor_scale": 600}, 4096),
+        (base | {"rope_parameters": original | {"llama_4_scaling_beta": 0.1}}, 4096),
     ):
         assert model_info(config).max_context_tokens == wanted

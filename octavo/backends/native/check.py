@@ -27,7 +27,7 @@ MAX_LANES = 16
 MAX_KEY_WIDTH = 1024
 """Widest key whose products with an int8 cache fit 31 bits (csrc/kernels/attention_lanes.inl)."""
 
-MASKS = ("causal", "window", "full")
+MASKS = ("causal", "window", "chunk", "full")
 AXES = ("tokens", "samples", "requests")
 """Rows that the executor has memory for."""
 

@@ -278,6 +278,7 @@ class Lowering:
             layer=op.layer,
             num_heads=num_heads,
             window=window,
+            chunks=op.mask == "chunk",
             scale=op.scale,
             softcap=op.softcap or 0.0,
             sinks=self._emitter.optional(op.sinks),

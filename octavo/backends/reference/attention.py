@@ -223,7 +223,9 @@ def _query(
     place = int(batch.places[row])
     if mask == "full":
         return Query(row, place, 0, context)
-    first = max(0, place + 1 - window) if mask == "window" and window is not None else 0
+    first = 0
+    if window is not None:
+        first = place - place % window if mask == "chunk" else max(0, place + 1 - window)
     limit = place + 1 if batch.limits is None else int(batch.limits[row])
     return Query(row, place, first, min(limit, context))
 

@@ -45,7 +45,7 @@ from octavo.program.ops import Attention, Linear
 from octavo.program.program import Op, Program, Weight
 
 FORMULAS = ROW_FORMULAS | ATTENTION_FORMULAS | MIXER_FORMULAS
-MASKS = ("causal", "window", "full")
+MASKS = ("causal", "window", "chunk", "full")
 
 
 @dataclass(slots=True)

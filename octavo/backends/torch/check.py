@@ -8,7 +8,7 @@ from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Op, Program
 
-MASKS = ("causal", "window", "full")
+MASKS = ("causal", "window", "chunk", "full")
 
 
 def check_program(program: Program, *, grid: RankGrid, batch_invariant: bool) -> None:

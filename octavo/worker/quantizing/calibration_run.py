@@ -225,7 +225,7 @@ def _is_plain(op: Attention) -> bool:
     """Returns whether whole texts may be computed at once."""
     return (
         op.latent_width == 0
-        and op.mask in ("causal", "window", "full")
+        and op.mask in ("causal", "window", "chunk", "full")
         and (op.bias is None or isinstance(op.bias, AlibiBias))
     )
 
@@ -238,6 +238,9 @@ def _mask(op: Attention, length: int) -> NDArray[np.bool_]:
     seen: NDArray[np.bool_] = behind >= 0
     if op.mask == "window" and op.window is not None:
         seen &= behind < op.window
+    if op.mask == "chunk" and op.window is not None:
+        chunk = np.arange(length) // op.window
+        seen &= chunk[:, None] == chunk
     return seen
 
 

@@ -243,6 +243,9 @@ MASKS = {
     "window": Shape(mask="window", window=37),
     "window of one": Shape(mask="window", window=1, contexts=SHORT),
     "window over splits": Shape(mask="window", window=300),
+    "chunk": Shape(mask="chunk", window=37),
+    "chunk of a split": Shape(mask="chunk", window=256),
+    "chunk over splits": Shape(mask="chunk", window=300, sinks=True),
     "full": Shape(mask="full"),
     "softcap": Shape(softcap=1.5, sharpness=4, contexts=SHORT),
     "sinks": Shape(sinks=True, contexts=SHORT),
@@ -285,6 +288,7 @@ def test_every_shape(level, heads, kv_heads, width, mask, kv):
 ORDERS = {
     "causal": MASKS["causal"],
     "window": MASKS["window over splits"],
+    "chunk": MASKS["chunk over splits"],
     "sinks": Shape(8, 1, 64, 64, sinks=True),
     "alibi": Shape(8, 1, 64, 64, alibi=0.5),
     "five a head": Shape(5, 1, 32, 32),

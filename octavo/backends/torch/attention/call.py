@@ -73,6 +73,9 @@ class AttentionCall:
     scale: float
     v_width: int
     window: int | None = None
+    """Keys up to its own that a row sees, or with `chunks` the length of a chunk."""
+    chunks: bool = False
+    """Whether a row sees the keys of its own chunk."""
     full: bool = False
     """Whether a row sees every key of its request, whatever the key's place."""
     limits: Tensor | None = None

@@ -99,8 +99,8 @@ class FlashInfer:
                 if op.sinks is not None
                 else f"it has no {type(op.bias).__name__}"
             )
-        if op.sees_ahead:
-            return "it knows no tokens that see later ones"
+        if op.sees_ahead or op.mask == "chunk":
+            return f"it knows no {'tokens that see later ones' if op.sees_ahead else 'chunks'}"
         k_width, v_width = op.q.width // op.num_heads, op.out.width // op.num_heads
         if k_width != v_width or k_width not in HEAD_WIDTHS:
             return (

@@ -30,13 +30,13 @@ def attention(op: ops.Attention, step: Step) -> Made:
     at = step.program.group_index(op.group)
     group, cache = step.program.groups[at], step.kv[at]
     q = step.get(op.q)
-    window = op.window if op.mask == "window" else None
+    window = op.window if op.mask in ("window", "chunk") else None
     call = AttentionCall(
         op=op,
         q=q.view(len(q), op.num_heads, group.k_width),
         k=cache.k.layer(op.layer),
         v=cache.v.layer(op.layer),
-        **_paging(step, at, full=op.mask == "full", window=window),
+        **_paging(step, at, full=op.mask == "full", window=window, chunks=op.mask == "chunk"),
         scale=op.scale,
         v_width=group.v_width,
         softcap=op.softcap,
@@ -100,7 +100,9 @@ def rope_write(op: RopeWrite, step: Step) -> Made:
     return (step.attention.rope_write(call).view(len(q), op.out.width),)
 
 
-def _paging(step: Step, at: int, *, full: bool, window: int | None) -> dict[str, Any]:
+def _paging(
+    step: Step, at: int, *, full: bool, window: int | None, chunks: bool = False
+) -> dict[str, Any]:
     """Returns the fields of an `AttentionCall` that say where cache group `at` keeps its keys and
     which of them a row sees. Layers with the same mask share one `QueryRows`.
     """
@@ -114,10 +116,13 @@ def _paging(step: Step, at: int, *, full: bool, window: int | None) -> dict[str,
         "group": at,
         "once": step.once,
         "rows": step.once(
-            (at, full, window),
-            lambda: query_rows_of(step.batch, at, full=full, window=window, device=step.device),
+            (at, full, window, chunks),
+            lambda: query_rows_of(
+                step.batch, at, full=full, window=window, chunks=chunks, device=step.device
+            ),
         ),
         "window": window,
+        "chunks": chunks,
         "full": full,
     }
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.batch import StepBatch
@@ -52,19 +53,21 @@ class QueryRows:
 
 
 def query_rows_of(
-    batch: StepBatch, group: int, *, full: bool, window: int | None, device: torch.device
+    batch: StepBatch,
+    group: int,
+    *,
+    full: bool,
+    window: int | None,
+    chunks: bool = False,
+    device: torch.device,
 ) -> QueryRows:
     starts = batch.query_starts
     context, places = batch.context_lens[group], batch.places
     num_rows = np.diff(starts)
     singles = np.flatnonzero((num_rows == 1) & (context > 0))
-    firsts = (
-        places[starts[:-1][singles]] + 1 - window
-        if window is not None
-        else np.zeros(len(singles), np.int32)
-    )
+    firsts = first_keys(places[starts[:-1][singles]], window, chunks=chunks)
     spans = [
-        _span(batch, group, int(r), full=full, window=window)
+        _span(batch, group, int(r), full=full, window=window, chunks=chunks)
         for r in np.flatnonzero((num_rows > 1) & (context > 0))
     ]
     first_block = max(0, int(firsts.min(initial=1 << 30))) // BLOCK_SIZE if len(singles) else 0
@@ -75,13 +78,21 @@ def query_rows_of(
     return QueryRows(tuple(spans), len(singles), first_block, last_block, at[0], at[1])
 
 
-def _span(batch: StepBatch, group: int, request: int, *, full: bool, window: int | None) -> Span:
+def first_keys(places: NDArray[np.int32], window: int | None, *, chunks: bool) -> NDArray[np.int32]:
+    """Returns the first key that each row sees, below 0 where all before it are seen."""
+    if window is None:
+        return np.zeros_like(places)
+    firsts: NDArray[np.int32] = places - places % window if chunks else places + 1 - window
+    return firsts
+
+
+def _span(
+    batch: StepBatch, group: int, request: int, *, full: bool, window: int | None, chunks: bool
+) -> Span:
     start, stop = int(batch.query_starts[request]), int(batch.query_starts[request + 1])
     context = int(batch.context_lens[group, request])
-    first = 0
     last = int(batch.places[stop - 1]) + 1
     if batch.limits is not None:
         last = int(batch.limits[start:stop].max())
-    if window is not None:
-        first = max(0, int(batch.places[start]) + 1 - window)
+    first = max(0, int(first_keys(batch.places[start : start + 1], window, chunks=chunks)[0]))
     return Span(request, start, stop, first, context if full else min(last, context))

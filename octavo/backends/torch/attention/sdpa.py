@@ -89,7 +89,7 @@ def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
         own = at + 1 if limits is None else limits[part, None]
         seen = (keys < limit) if call.full else (keys < limit) & (keys < own)
         if call.window is not None:
-            seen = seen & (keys > at - call.window)
+            seen = seen & (keys >= _first_keys(at, call.window, chunks=call.chunks))
         k, v = _gather(call, tables[part, first:last], seen)
         bias = None if call.bias is None else call.bias.make(keys[None], at)
         made.append(_product(call, q[part, None], (k, v), seen[:, None], bias)[:, 0])
@@ -110,11 +110,16 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
         own = at + 1 if call.limits is None else call.limits[part]
         seen = within if call.full else within & (keys < own[:, None])
         if call.window is not None:
-            seen = seen & (keys > at[:, None] - call.window)
+            seen = seen & (keys >= _first_keys(at, call.window, chunks=call.chunks)[:, None])
         bias = None if call.bias is None else call.bias.make(keys[None], at[None])
         seen = seen.expand(len(at), len(keys))
         made.append(_product(call, call.q[None, part], (k, v), seen[None], bias)[0])
     return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _first_keys(places: Tensor, window: int, *, chunks: bool) -> Tensor:
+    """Returns the first key that each row sees."""
+    return places - places % window if chunks else places + 1 - window
 
 
 def _gather(call: AttentionCall, tables: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
