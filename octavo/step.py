@@ -156,6 +156,14 @@ class ScheduledRow(msgspec.Struct):
     """Guesses of the tokens after the last known one, computed with it: a draw is made after it and
     after each guess, and holds as far as the guesses before it are what was drawn.
     """
+    draft_parents: list[int] = []
+    """Index of each guess's parent among them, -1: the last known token; []: each follows the one
+    before. Where they branch, the paths through them are those of `draft_tree.DraftTree`.
+    """
+    leaf_blocks: list[list[tuple[int, int, int]]] = []
+    """Entries of the table in which the paths of a guess differ from the row's, for each path but
+    the first: (group, index in the table, block id).
+    """
 
     propose: int = 0
     """Most tokens that a draft model guesses of what follows the step's draws."""
@@ -389,6 +397,12 @@ class RowResult(msgspec.Struct):
     """The pooled row in fp32, little-endian; None where none was wanted."""
     draft_ids: list[int] = []
     """A draft model's guess of what follows `token_ids`."""
+    draft_parents: list[int] = []
+    """Index of each of `draft_ids`' parent among them, -1: the last token; []: each follows the one
+    before.
+    """
+    kept_path: int = 0
+    """Path of the row's guess whose blocks hold what is kept; the others are given up."""
 
 
 class WeightArrivals(msgspec.Struct, frozen=True):

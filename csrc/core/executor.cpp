@@ -560,6 +560,10 @@ void Executor::check(const Batch& batch, const KvMemory& kv) const {
     for (int i = 0; i < kv.num_groups() * batch.num_tokens; i++)
         if (batch.slots[i] < -1 || batch.slots[i] >= kv.group(i / batch.num_tokens).num_blocks * kTile)
             fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
+    for (int64_t i = 0; i < (int64_t)kv.num_groups() * batch.num_copies; i++)
+        if (batch.copy_slots[i] < -1 ||
+            batch.copy_slots[i] >= kv.group(i / batch.num_copies).num_blocks * kTile)
+            fail("a copy to slot " + std::to_string(batch.copy_slots[i]) + " is outside the KV memory");
     for (const auto& plan : plans_) check_tables(plan, batch, kv);
     for (const auto& stage : body_) stage->check(batch, kv);
     for (int t = 0; batch.adapters && t < batch.num_tokens; t++)

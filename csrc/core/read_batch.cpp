@@ -102,6 +102,18 @@ void read_given(Batch& b, const nb::object& batch) {
         expect(b.given_rows[t] < b.num_given, "given_rows: a row that is not among the given ones");
 }
 
+// Reads the further slots that rows write to, where a step has any.
+void read_copies(Batch& b, const nb::object& batch, size_t num_groups) {
+    const nb::object copies = batch.attr("copies");
+    if (copies.is_none()) return;
+    b.copy_starts = numbers<int32_t>(copies, "starts", (size_t)b.num_tokens + 1);
+    expect(b.copy_starts[0] == 0, "copies: the first row's do not start at 0");
+    for (int t = 0; t < b.num_tokens; t++)
+        expect(b.copy_starts[t] <= b.copy_starts[t + 1], "copies: a row's end before they start");
+    b.num_copies = b.copy_starts[b.num_tokens];
+    b.copy_slots = numbers<int32_t>(copies, "slots", num_groups * b.num_copies);
+}
+
 }  // namespace
 
 SampleArgs read_sampling(const nb::object& sampling, size_t num_draws) {
@@ -146,6 +158,7 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     if (!batch.attr("sparse_from").is_none())
         b.sparse_from = numbers<int32_t>(batch, "sparse_from", b.num_requests);
     read_given(b, batch);
+    read_copies(b, batch, num_groups);
     if (!batch.attr("limits").is_none()) b.limits = numbers<int32_t>(batch, "limits", num_tokens);
     if (!batch.attr("hidden").is_none()) {
         const auto hidden = array_of<Array<float, nb::ndim<2>>>(batch, "hidden");

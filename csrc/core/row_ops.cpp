@@ -42,6 +42,7 @@ struct EmbeddingOp : RowOp {
         float* to = view.at(spec.out, row);
         if (id < 0 || id >= spec.table.num_rows) return std::fill_n(to, spec.out.width, 0.0f), void();
         view.executor.kernels().read_row(spec.table, id, spec.scale, to);
+        adapt(view, row, id);
     }
     // Adds what the row's adapter says; its h lies where a product's would.
     void adapt(const View& view, int64_t row, int id) const {
@@ -57,7 +58,8 @@ struct EmbeddingOp : RowOp {
             const int width = std::min(kTile, spec.out.width - column);
             float acc[kTile] = {};
             std::copy_n(to + column, width, acc);
-            k.expand(update->b, column / kTile, rows, acc);
+            float* const tiles[] = {acc};
+            k.expand(update->b, column / kTile, 1, rows, tiles);
             std::copy_n(acc, width, to + column);
         }
     }
@@ -139,7 +141,15 @@ struct KvWriteOp : RowOp {
             for (const Place& part : k_parts) to = std::copy_n(view.at(part, row), part.width, to);
             k = joined;
         }
-        view.executor.kernels().kv_store(view.kv.layer(group, layer), slot, k, v.width ? view.at(v, row) : k);
+        const float* values = v.width ? view.at(v, row) : k;
+        const auto store = [&](int32_t to) {
+            view.executor.kernels().kv_store(view.kv.layer(group, layer), to, k, values);
+        };
+        store(slot);
+        const Batch& b = view.batch;
+        if (!b.copy_starts) return;
+        for (int i = b.copy_starts[row]; i < b.copy_starts[row + 1]; i++)
+            if (const int32_t to = b.copy_slots[(int64_t)group * b.num_copies + i]; to >= 0) store(to);
     }
 };
 

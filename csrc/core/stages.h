@@ -68,7 +68,8 @@ struct Product {
     int width() const { return std::min(count * kTile, weight->num_rows - column()); }
 };
 
-// `update` is called with each tile of sums before it is finished; `of_up`: of the up projection.
+// `update` is called with one tile of sums or two neighbours before they are finished; `of_up`: of the up
+// projection.
 template <typename Update>
 void multiply(const KernelTable& k, ThreadState& thread, const Product& p, const Update& update) {
     float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
@@ -77,32 +78,31 @@ void multiply(const KernelTable& k, ThreadState& thread, const Product& p, const
                      std::min(kTile, p.width() - i * kTile), p.out + i * kTile, p.stride);
     };
     if (p.sums) {
-        for (int i = 0; i < p.count; i++) {
-            const int64_t at = (int64_t)i * p.num_rows * kTile;
-            update(p.tile + i, p.sums + at, false);
-            if (p.up) update(p.tile + i, p.up_sums + at, true);
-            finish(i, p.sums + at, p.up_sums + at);
-        }
+        const int64_t second = (int64_t)p.num_rows * kTile;
+        float* const sums[2] = {p.sums, p.sums + second};
+        float* const ups[2] = {p.up_sums, p.up ? p.up_sums + second : nullptr};
+        update(p.tile, p.count, sums, false);
+        if (p.up) update(p.tile, p.count, ups, true);
+        for (int i = 0; i < p.count; i++) finish(i, sums[i], ups[i]);
     } else if (p.up) {
         for (int i = 0; i < p.count; i++) {
             const TileRef refs[2] = {{p.weight, p.tile + i, acc}, {p.up, p.tile + i, other}};
             k.tile_products(refs, 2, p.x, p.x0, p.num_rows, thread.product->data());
-            update(p.tile + i, acc, false);
-            update(p.tile + i, other, true);
+            update(p.tile + i, 1, &refs[0].acc, false);
+            update(p.tile + i, 1, &refs[1].acc, true);
             finish(i, acc, other);
         }
     } else {
         const TileRef refs[2] = {{p.weight, p.tile, acc}, {p.weight, p.tile + 1, other}};
         k.tile_products(refs, p.count, p.x, p.x0, p.num_rows, thread.product->data());
-        for (int i = 0; i < p.count; i++) {
-            update(p.tile + i, refs[i].acc, false);
-            finish(i, refs[i].acc, nullptr);
-        }
+        float* const sums[2] = {acc, other};
+        update(p.tile, p.count, sums, false);
+        for (int i = 0; i < p.count; i++) finish(i, sums[i], nullptr);
     }
 }
 
 void multiply(const KernelTable& k, ThreadState& thread, const Product& p) {
-    multiply(k, thread, p, [](int, float*, bool) {});
+    multiply(k, thread, p, [](int, int, float* const*, bool) {});
 }
 
 // Numbers of a row as adapters read it, with zeros behind the last.
@@ -355,8 +355,9 @@ struct LinearStage : Stage {
                               .sums = sums,
                               .up_sums = up_sums};
         const int up_site = is_gated() ? spec.parts[1].site : -1;
-        multiply(k, thread, product, [&](int tile, float* acc, bool of_up) {
-            if (view.batch.adapters) adapt(view, of_up ? up_site : part.site, tile, row0, rows, acc);
+        multiply(k, thread, product, [&](int tile, int count, float* const* acc, bool of_up) {
+            if (!view.batch.adapters) return;
+            adapt(view, of_up ? up_site : part.site, TileRun{tile, count, row0, rows}, acc);
         });
         const int width = product.width();
         if (spec.converts && spec.keeps_out && view.batch.adapters)
@@ -369,22 +370,24 @@ struct LinearStage : Stage {
         if (keeps_best) k.keep_best(out, rows, column, width, thread.best.data() + view.first_sample + row0);
     }
 
-    // Adds to a tile of sums what the rows' adapters say.
-    void adapt(const View& view, int site, int tile, int row0, int num_rows, float* acc) const {
+    // Adds to one tile of sums or two what the rows' adapters say.
+    void adapt(const View& view, int site, const TileRun& tiles, float* const* acc) const {
         const Adapters& adapters = view.executor.adapters();
-        each_adapted(view, on_samples(), row0, num_rows, [&](int slot, const int32_t* rows, int count) {
-            const SiteUpdate* update = adapters.update(slot, site);
-            if (!update) return;
-            view.executor.kernels().expand(update->b, tile,
-                                           ExpandedRows{.h = adapters.h(0) + update->offset,
-                                                        .stride = adapters.stride(),
-                                                        .rows = rows,
-                                                        .count = count,
-                                                        .first = row0,
-                                                        .gain = update->gain,
-                                                        .bias = update->bias},
-                                           acc);
-        });
+        const auto expand = view.executor.kernels().expand;
+        each_adapted(view, on_samples(), tiles.row0, tiles.num_rows,
+                     [&](int slot, const int32_t* rows, int count) {
+                         const SiteUpdate* update = adapters.update(slot, site);
+                         if (!update) return;
+                         expand(update->b, tiles.tile, tiles.count,
+                                ExpandedRows{.h = adapters.h(0) + update->offset,
+                                             .stride = adapters.stride(),
+                                             .rows = rows,
+                                             .count = count,
+                                             .first = tiles.row0,
+                                             .gain = update->gain,
+                                             .bias = update->bias},
+                                acc);
+                     });
     }
     // Writes rows with an adapter to the out, which the next product's adapters read.
     void keep_out(const View& view, const Place& out, const TileRun& tiles, int width,

@@ -87,6 +87,10 @@ struct Batch {
     // One past the last key that each row sees under a causal mask or a window's [num_tokens]; null: its place
     // + 1.
     const int32_t* limits = nullptr;
+    // Further slots that rows write their keys and values to: row t those of copy_slots
+    // [num_groups][num_copies] from copy_starts[t] to copy_starts[t + 1] - 1; or null.
+    const int32_t *copy_starts = nullptr, *copy_slots = nullptr;
+    int num_copies = 0;
     // Rows that the stage of the model before has made [num_tokens][hidden_width], or null.
     const float* hidden = nullptr;
     int hidden_width = 0;

@@ -25,11 +25,11 @@ OCTAVO_INLINE void with_numbers(const LowRankMatrix& m, const Compute& compute) 
 // How much a block holds at once: as many sums as the registers of a level have room for, beside what they are
 // made of. The order of a sum's terms is the same in all blocks.
 #if defined(__AVX512F__)
-constexpr int kRanksAlone = 8, kRanks = 4, kRows = 4, kExpandedRows = 8;
+constexpr int kRanksAlone = 8, kRanks = 4, kRows = 4, kExpandedRows = 8, kExpandedPairs = 8;
 #elif defined(__AVX2__)
-constexpr int kRanksAlone = 4, kRanks = 2, kRows = 2, kExpandedRows = 4;
+constexpr int kRanksAlone = 4, kRanks = 2, kRows = 2, kExpandedRows = 4, kExpandedPairs = 2;
 #else
-constexpr int kRanksAlone = 2, kRanks = 2, kRows = 1, kExpandedRows = 2;
+constexpr int kRanksAlone = 2, kRanks = 2, kRows = 1, kExpandedRows = 2, kExpandedPairs = 1;
 #endif
 
 struct Shrunk {
@@ -79,38 +79,57 @@ void shrink(const LowRankMatrix& a, const float* x, int num_rows, float scale, f
     });
 }
 
-// M of the rows from the i-th on. A row's sum is one chain, so that several are needed to fill the units.
-template <int M, typename Numbers>
+// N tiles of M of the rows from the i-th on. A row's sum is one chain, so that several are needed to fill the
+// units.
+template <int M, int N, typename Numbers>
 OCTAVO_INLINE void expand_block(const Numbers& b, int rank, int tile, const ExpandedRows& rows, int i,
-                                float* acc) {
-    const int64_t first = (int64_t)tile * kTile * rank;
+                                float* const* acc) {
+    const int64_t first = (int64_t)tile * kTile * rank, next = (int64_t)kTile * rank;
     const float* h[M];
-    vf sums[M] = {};
+    vf sums[N][M] = {};
     for (int m = 0; m < M; m++) h[m] = rows.h + rows.rows[i + m] * rows.stride;
     for (int j = 0; j < rank; j++) {
-        const vf weights = b.at(first + (int64_t)j * kTile);
-        for (int m = 0; m < M; m++) sums[m] = fma(splat(h[m][j]), weights, sums[m]);
+        vf weights[N];
+        for (int n = 0; n < N; n++) weights[n] = b.at(first + n * next + (int64_t)j * kTile);
+        for (int m = 0; m < M; m++) {
+            const vf each = splat(h[m][j]);
+            for (int n = 0; n < N; n++) sums[n][m] = fma(each, weights[n], sums[n][m]);
+        }
     }
-    for (int m = 0; m < M; m++) {
-        float* to = acc + (int64_t)(rows.rows[i + m] - rows.first) * kTile;
-        vf y = load(to) + sums[m];
-        if (rows.gain) y = y * load(rows.gain + tile * kTile);
-        if (rows.bias) y = y + load(rows.bias + tile * kTile);
-        store(to, y);
-    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) {
+            float* to = acc[n] + (int64_t)(rows.rows[i + m] - rows.first) * kTile;
+            vf y = load(to) + sums[n][m];
+            if (rows.gain) y = y * load(rows.gain + (tile + n) * kTile);
+            if (rows.bias) y = y + load(rows.bias + (tile + n) * kTile);
+            store(to, y);
+        }
 }
 
 // The rows from the i-th on, M at a time, and the last ones in smaller blocks.
-template <int M, typename Numbers>
-void expand_rows(const Numbers& b, int rank, int tile, const ExpandedRows& rows, int i, float* acc) {
-    for (; i + M <= rows.count; i += M) expand_block<M>(b, rank, tile, rows, i, acc);
-    if constexpr (M > 1) expand_rows<M / 2>(b, rank, tile, rows, i, acc);
+template <int M, int N, typename Numbers>
+void expand_rows(const Numbers& b, int rank, int tile, const ExpandedRows& rows, int i, float* const* acc) {
+    for (; i + M <= rows.count; i += M) expand_block<M, N>(b, rank, tile, rows, i, acc);
+    if constexpr (M > 1) expand_rows<M / 2, N>(b, rank, tile, rows, i, acc);
 }
 
-void expand(const LowRankMatrix& b, int tile, const ExpandedRows& rows, float* acc) {
+// Asks for the tiles behind these, which the same thread expands next. With an adapter for each row they lie
+// in as many places as there are rows, more than the hardware's prefetcher follows.
+void prefetch_tiles(const LowRankMatrix& b, int tile, int num_tiles) {
+    const int64_t bytes = (int64_t)num_tiles * kTile * b.rank * (b.is_bf16 ? 2 : 4);
+    const char* next = (const char*)b.numbers + bytes / num_tiles * (tile + num_tiles);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line, 0, 3);
+}
+
+void expand(const LowRankMatrix& b, int tile, int num_tiles, const ExpandedRows& rows, float* const* acc) {
+    if (rows.count <= 2) prefetch_tiles(b, tile, num_tiles);
     with_numbers(b, [&](const auto& numbers) {
-        rows.count == 1 ? expand_block<1>(numbers, b.rank, tile, rows, 0, acc)
-                        : expand_rows<kExpandedRows>(numbers, b.rank, tile, rows, 0, acc);
+        if (num_tiles == 2)
+            rows.count == 1 ? expand_block<1, 2>(numbers, b.rank, tile, rows, 0, acc)
+                            : expand_rows<kExpandedPairs, 2>(numbers, b.rank, tile, rows, 0, acc);
+        else
+            rows.count == 1 ? expand_block<1, 1>(numbers, b.rank, tile, rows, 0, acc)
+                            : expand_rows<kExpandedRows, 1>(numbers, b.rank, tile, rows, 0, acc);
     });
 }
 

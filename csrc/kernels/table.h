@@ -415,8 +415,9 @@ struct KernelTable {
     void (*scan_lanes)(const ScanArgs& args, const ScanLanes& lanes);
     // h[i][..] = scale * A x[i] for rows x [num_rows][a.stride], zeros behind their last number.
     void (*shrink)(const LowRankMatrix& a, const float* x, int num_rows, float scale, float* const* h);
-    // Adds B h to the sums of a tile, acc [rows][16].
-    void (*expand)(const LowRankMatrix& b, int tile, const ExpandedRows& rows, float* acc);
+    // Adds B h to the sums of one tile or of two neighbours, acc[i] [rows][16].
+    void (*expand)(const LowRankMatrix& b, int tile, int num_tiles, const ExpandedRows& rows,
+                   float* const* acc);
     // h = scale times a row of a table.
     void (*read_ranks)(const LowRankMatrix& table, int row, float scale, float* h);
     // Updates each row's best logit by logits [num_rows][32], whose first `width` are the outputs column and

@@ -211,6 +211,16 @@ class LastTokens:
     """Permanent row whose last token the draw becomes, `[S]`; -1: of no row."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvCopies:
+    """Further places to which rows of a step write their K and V."""
+
+    starts: NDArray[np.int32]
+    """First entry of each row in `slots`, `[T+1]`."""
+    slots: NDArray[np.int32]
+    """Places in the KV memory, `[G, C]`, block id * 16 + offset; -1: none."""
+
+
 @dataclass(slots=True)
 class StepBatch:
     """One Program's inputs of one step: `T` rows of `R` requests laid end to end, `G` cache groups,
@@ -258,6 +268,8 @@ class StepBatch:
     last_tokens: LastTokens | None = None
     """Sources and targets of tokens that are known on the device alone; None: every id is known
     here."""
+    copies: KvCopies | None = None
+    """Further places that rows write their K and V to, beside their slots; None: there are none."""
 
 
 def empty_batch(num_groups: int, num_axes: int, hidden_width: int | None) -> StepBatch:

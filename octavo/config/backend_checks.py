@@ -189,7 +189,6 @@ def _check_stages(config: EngineConfig) -> None:
     usual = EngineConfig()
     for part, name in (
         ("scheduler", "spec_method"),
-        ("lora", "enable_lora"),
         ("offload", "weights_memory_bytes"),
         ("cache", "prefix_cache_dir"),
         ("cache", "kv_offloading_size"),

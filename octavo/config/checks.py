@@ -15,6 +15,9 @@ MIN_STALL_S = 1.0
 
 MAX_LORA_RANK = 1024
 
+MAX_TREE_WIDTH = 8
+"""Most paths of one guess; each has a copy of a block in every layer."""
+
 
 def check(config: EngineConfig) -> None:
     """Raises ConfigError where options do not go together, or a value is out of its range."""
@@ -122,11 +125,11 @@ def _check_adapters(config: EngineConfig) -> None:
             f"max_cpu_loras: got {lora.max_cpu_loras}, allowed is at least max_loras,"
             f" {lora.max_loras}"
         )
-    if config.backend.num_stage_ranks > 1:
-        name, size = config.backend.meeting_option
+    if config.backend.expert_parallel_size > 1:
         raise ConfigError(
-            f"enable_lora: adapters are for one rank, got {name} {size}",
-            hint="merge the adapter into the model",
+            "enable_lora: not allowed beside expert_parallel_size"
+            f" {config.backend.expert_parallel_size}",
+            hint="share out the heads, --tensor-parallel-size, or merge the adapter into the model",
         )
 
 
@@ -151,12 +154,14 @@ def _check_speculation(config: EngineConfig) -> None:
             " methods draft_model and eagle3 and a spec_model belong together",
             hint="name both, or neither",
         )
-    if options.spec_history and options.spec_method != "suffix":
+    if options.spec_history and options.spec_method not in ("suffix", "auto"):
         raise ConfigError(
             f"spec_history: got {options.spec_history} with spec_method {options.spec_method},"
-            " allowed is suffix",
+            " allowed are suffix and auto",
             hint="leave spec_history out, or take --spec-method suffix",
         )
+    if options.spec_tree_width > 1:
+        _check_trees(config)
     if options.spec_method not in PROGRAM_METHODS:
         return
     others = {
@@ -170,6 +175,26 @@ def _check_speculation(config: EngineConfig) -> None:
             raise ConfigError(
                 f"spec_method: got {options.spec_method}, which is not allowed beside {name}",
                 hint=f"leave {name} or spec_method out",
+            )
+
+
+def _check_trees(config: EngineConfig) -> None:
+    """Raises ConfigError where guesses cannot branch."""
+    width, backend = config.scheduler.spec_tree_width, config.backend
+    if width > MAX_TREE_WIDTH:
+        raise ConfigError(f"spec_tree_width: got {width}, allowed is at most {MAX_TREE_WIDTH}")
+    against = {
+        "without spec_method": config.scheduler.spec_method is None,
+        "with the backend torch": backend.backend == "torch",
+        f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
+        "beside kv_layout virtual": config.cache.kv_layout == "virtual",
+        "without a kv_cache": not config.cache.kv_cache,
+    }
+    for where, is_so in against.items():
+        if is_so:
+            raise ConfigError(
+                f"spec_tree_width: got {width} {where}, allowed is 1 there",
+                hint="leave spec_tree_width out",
             )
 
 

@@ -92,16 +92,16 @@ class SchedulerOptions:
         "what happens to a request that gives up its KV blocks: to host memory, computed again, or"
         " the cheaper as measured",
     )
-    spec_method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"] | None = (
-        option(
-            None,
-            "guess tokens and verify several in one step, where that is measured to pay: ngram,"
-            " what followed the last few tokens before; suffix, the same of the longest match;"
-            " draft_model, what the model of spec_model would write; eagle3, what the head of"
-            " spec_model makes of the model's hidden states; mtp, the same of the head in the"
-            " model's own checkpoint; grammar, only text that a form leaves no choice of, which"
-            " the others guess too; no token changes",
-        )
+    spec_method: (
+        Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "auto"] | None
+    ) = option(
+        None,
+        "guess tokens and verify several in one step, where that is measured to pay: ngram, what"
+        " followed the last few tokens before; suffix, the same of the longest match; draft_model,"
+        " what the model of spec_model would write; eagle3, what the head of spec_model makes of"
+        " the model's hidden states; mtp, the same of the head in the model's own checkpoint;"
+        " grammar, only text that a form leaves no choice of, which the others guess too; auto,"
+        " suffix, and mtp where the checkpoint has a head that can be used; no token changes",
     )
     spec_model: str | None = option(
         None,
@@ -109,10 +109,16 @@ class SchedulerOptions:
         " EAGLE-3 head (eagle3); a name or a path, as for model",
     )
     spec_tokens: int = option(8, "most tokens of one guess", low=1)
+    spec_tree_width: int = option(
+        1,
+        "most paths of one guess, at most 8: with 2 or more, the next likeliest tokens are verified"
+        " beside the likeliest, and each path has KV blocks of its own",
+        low=1,
+    )
     spec_history: int = option(
         0,
-        "memory for answers that have ended, e.g. 64MiB, in which spec_method suffix looks up those"
-        " of the same tenant, cache salt and adapter; default none",
+        "memory for answers that have ended, e.g. 64MiB, in which spec_method suffix or auto looks"
+        " up those of the same tenant, cache salt and adapter; default none",
         unit="bytes",
         low=0,
     )

@@ -1,5 +1,6 @@
 """What a step costs on this machine, measured from steps: seconds by the number of tokens computed,
-plus a cost for each key read, and how fast blocks are swapped.
+plus a cost for each key read, and how fast blocks are swapped. Steps that verify guesses have
+points of their own: they draw after each token, where a prompt's chunk of as many draws once.
 
 The core owns the meter, since it has the clock, and hands the costs to the scheduler with each
 call; the scheduler itself measures nothing, and a recording that holds them replays exactly. Knows
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,6 +51,8 @@ class StepCosts(msgspec.Struct, frozen=True):
     """Seconds for each key that a row of the step reads."""
     swap_blocks_per_s: float | None = None
     """Blocks of any group moved per second, in either direction; None until some were."""
+    verifying: tuple[CostPoint, ...] = ()
+    """Points of steps that verify guesses and compute nothing else, ascending by `num_tokens`."""
 
     def step_s(self, num_tokens: int, num_keys: int) -> float | None:
         """Returns the seconds of one step of `num_tokens` tokens whose rows read `num_keys` keys
@@ -56,17 +60,19 @@ class StepCosts(msgspec.Struct, frozen=True):
         """
         if not self.points:
             return None
-        return self._tokens_s(num_tokens) + self.key_s * num_keys
+        return self._tokens_s(self.points, num_tokens) + self.key_s * num_keys
 
-    @property
-    def measured_sizes(self) -> frozenset[int]:
-        """The sizes of the steps that were measured, as `size_of` has them."""
-        return frozenset(_bucket(round(point.num_tokens)) for point in self.points)
+    def verify_s(self, num_tokens: int, num_keys: int) -> float | None:
+        """Returns the seconds of one step that verifies guesses, of `num_tokens` tokens in all;
+        None until one of about as many was measured.
+        """
+        if not _has_size(self.verifying, num_tokens):
+            return None
+        return self._tokens_s(self.verifying, num_tokens) + self.key_s * num_keys
 
-    @staticmethod
-    def size_of(num_tokens: int) -> int:
-        """Returns the size that stands for all steps of about as many tokens."""
-        return _bucket(num_tokens)
+    def is_measured(self, num_tokens: int) -> bool:
+        """Returns whether steps of about as many tokens were measured that verify nothing."""
+        return _has_size(self.points, num_tokens)
 
     def prefill_s(self, num_tokens: int, max_chunk: int) -> float | None:
         """Returns the seconds of computing a prompt of `num_tokens` alone, in chunks of at most
@@ -81,19 +87,19 @@ class StepCosts(msgspec.Struct, frozen=True):
             seconds += step_s
         return seconds
 
-    def _tokens_s(self, num_tokens: int) -> float:
+    def _tokens_s(self, points: tuple[CostPoint, ...], num_tokens: int) -> float:
         """Returns the seconds of a step that reads no key: on a straight line between two points;
         those of the first point below it, in proportion to the tokens beyond the last.
         """
-        index = bisect_left([point.num_tokens for point in self.points], num_tokens)
-        if index == len(self.points):
-            last = self.points[-1]
+        index = bisect_left([point.num_tokens for point in points], num_tokens)
+        if index == len(points):
+            last = points[-1]
             return self._without_keys_s(last) * num_tokens / last.num_tokens
-        high = self.points[index]
+        high = points[index]
         high_s = self._without_keys_s(high)
         if index == 0 or high.num_tokens == num_tokens:
             return high_s
-        low = self.points[index - 1]
+        low = points[index - 1]
         low_s = self._without_keys_s(low)
         share = (num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens)
         return low_s + (high_s - low_s) * share
@@ -105,12 +111,23 @@ class StepCosts(msgspec.Struct, frozen=True):
 UNMEASURED = StepCosts()
 
 
+class StepKind(NamedTuple):
+    """Steps that share a point."""
+
+    bucket: int
+    verifies: bool
+
+
 class StepCostMeter:
     """Measures what steps cost, as running means. `known` are costs measured before."""
 
     def __init__(self, known: StepCosts = UNMEASURED) -> None:
         self.costs = known
-        self._points = {_bucket(round(point.num_tokens)): point for point in known.points}
+        self._points = {
+            StepKind(_bucket(round(point.num_tokens)), verifies): point
+            for verifies, points in ((False, known.points), (True, known.verifying))
+            for point in points
+        }
         self._key_fit = KeyCostFit(known.key_s)
 
     def observe(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
@@ -124,18 +141,29 @@ class StepCostMeter:
         # A step in which a row fails may have been computed again, row by row.
         has_failed = any(row.failure is not None for row in result.rows)
         if plan.rows and step_s > 0 and not (has_failed or _only_proposes(plan)):
-            self._observe_step(plan.num_tokens, _keys_read(plan, result.num_steps), step_s)
-        points = tuple(self._points[bucket] for bucket in sorted(self._points))
-        self.costs = StepCosts(points, self._key_fit.key_s, swap_blocks_per_s)
+            kind = StepKind(_bucket(plan.num_tokens), _only_verifies(plan))
+            self._observe_step(kind, plan.num_tokens, _keys_read(plan, result.num_steps), step_s)
+        self.costs = StepCosts(
+            self._points_of(verifies=False),
+            self._key_fit.key_s,
+            swap_blocks_per_s,
+            self._points_of(verifies=True),
+        )
 
-    def _observe_step(self, num_tokens: int, num_keys: float, step_s: float) -> None:
-        bucket = _bucket(num_tokens)
+    def _points_of(self, *, verifies: bool) -> tuple[CostPoint, ...]:
+        return tuple(
+            self._points[kind] for kind in sorted(self._points) if kind.verifies == verifies
+        )
+
+    def _observe_step(
+        self, kind: StepKind, num_tokens: int, num_keys: float, step_s: float
+    ) -> None:
         # Beyond, steps of one bucket differ in their tokens too: not all of a difference in
         # seconds would be the keys'.
         if num_tokens <= MAX_SINGLE_TOKENS:
-            self._key_fit.observe(bucket, num_keys, step_s)
-        old = self._points.get(bucket) or CostPoint(num_tokens, num_keys, step_s)
-        self._points[bucket] = CostPoint(
+            self._key_fit.observe(kind, num_keys, step_s)
+        old = self._points.get(kind) or CostPoint(num_tokens, num_keys, step_s)
+        self._points[kind] = CostPoint(
             _mean(old.num_tokens, num_tokens),
             _mean(old.num_keys, num_keys),
             _mean(old.seconds, step_s),
@@ -149,14 +177,14 @@ class KeyCostFit:
 
     def __init__(self, known_s: float = 0.0) -> None:
         self.key_s = known_s
-        self._means: dict[int, KeyMeans] = {}
+        self._means: dict[StepKind, KeyMeans] = {}
         self._variance = 0.0
         self._covariance = 0.0
         self._num_seen = 0
 
-    def observe(self, num_tokens: int, num_keys: float, step_s: float) -> None:
+    def observe(self, kind: StepKind, num_keys: float, step_s: float) -> None:
         """Takes in one step; a cost below zero is noise and is taken for zero."""
-        means = self._means.setdefault(num_tokens, KeyMeans(num_keys, step_s))
+        means = self._means.setdefault(kind, KeyMeans(num_keys, step_s))
         more_keys, more_s = means.observe(num_keys, step_s)
         self._num_seen += 1
         weight = max(KEY_WEIGHT, 1 / self._num_seen)
@@ -189,6 +217,18 @@ def _bucket(num_tokens: int) -> int:
     of two.
     """
     return num_tokens if num_tokens <= MAX_SINGLE_TOKENS else 1 << (num_tokens - 1).bit_length()
+
+
+def _has_size(points: tuple[CostPoint, ...], num_tokens: int) -> bool:
+    bucket = _bucket(num_tokens)
+    return any(_bucket(round(point.num_tokens)) == bucket for point in points)
+
+
+def _only_verifies(plan: StepPlan) -> bool:
+    """Returns whether a step verifies guesses, and every row draws after each of its tokens."""
+    return any(row.draft_ids for row in plan.rows) and all(
+        row.wants == "draw" and row.num_tokens == len(row.draft_ids) + 1 for row in plan.rows
+    )
 
 
 def _keys_read(plan: StepPlan, num_steps: int) -> float:

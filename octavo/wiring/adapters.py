@@ -23,8 +23,10 @@ from octavo.worker.adapter_reader import AdapterReader
 from octavo.worker.adapter_store import AdapterStore
 
 
-def for_adapters(config: EngineConfig, program: Program) -> Program:
-    """Returns the Program that an engine runs: with sites, where it takes adapters."""
+def for_adapters(config: EngineConfig, program: Program, whole: Program) -> Program:
+    """Returns what a rank of an engine runs of the whole Program: with sites, where it takes
+    adapters.
+    """
     if not config.lora.enable_lora:
         return program
     if "pooled" in program.outputs:
@@ -32,16 +34,19 @@ def for_adapters(config: EngineConfig, program: Program) -> Program:
             f"enable_lora: {config.model.model} pools its texts; adapters are for models that"
             " generate"
         )
-    return with_sites(program)
+    return with_sites(program, whole)
 
 
 def adapter_store(
     config: EngineConfig,
-    program: Program,
+    programs: tuple[Program, Program],
     runnables: Mapping[str, Runnable],
     load: Callable[[Weight], StoredWeight],
 ) -> AdapterStore | None:
-    """Makes what reads adapters for the prepared Programs; None where the engine takes none."""
+    """Makes what reads adapters for the prepared Programs; None where the engine takes none. Takes
+    what this rank computes of the model's Program, and the whole of it.
+    """
+    program, whole = programs
     lora = config.lora
     if not lora.enable_lora:
         return None
@@ -57,7 +62,13 @@ def adapter_store(
     def dequantize(weight: Weight) -> NDArray[np.float32]:
         return load(weight).dequantize()
 
-    reader = AdapterReader(program, dequantize, max_rank=lora.max_lora_rank, dtype=lora.lora_dtype)
+    reader = AdapterReader(
+        program,
+        dequantize,
+        max_rank=lora.max_lora_rank,
+        dtype=lora.lora_dtype,
+        whole=with_sites(whole),
+    )
     return AdapterStore(reader.read, slots, lora.max_cpu_loras or lora.max_loras)
 
 

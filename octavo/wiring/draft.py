@@ -28,7 +28,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         tokenizer=None,
         chat_template=None,
     )
-    scheduler = replace(config.scheduler, spec_method=None, spec_model=None)
+    scheduler = replace(config.scheduler, spec_method=None, spec_model=None, spec_tree_width=1)
     return replace(config, model=model, scheduler=scheduler)
 
 

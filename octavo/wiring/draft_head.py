@@ -106,6 +106,8 @@ class JoinedReader:
 def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> OpenedHead | None:
     """Opens the head that drafts for a model, and checks its tensors; None where none does."""
     method = config.scheduler.spec_method
+    if method == "auto":
+        method = "mtp"  # a head was found when the options were derived
     if method not in ("eagle3", "mtp"):
         return None
     check_keeps_tokens(program, "the model", method)
@@ -140,7 +142,7 @@ def describe_unread(method: str | None, target: Checkpoint) -> str:
     """Returns what a start says of a head in the checkpoint that drafts and that nothing reads; ""
     without one.
     """
-    if method == "mtp":
+    if method in ("mtp", "auto"):
         return ""
     unread = drafting_tensors(target.names(), target.config)
     if not unread:

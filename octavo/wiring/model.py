@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,6 +50,7 @@ from octavo.prompt_ports import Grammars, Tokenizer
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.version import __version__
 from octavo.wiring.adapters import adapter_store, for_adapters
+from octavo.wiring.auto_speculation import with_spec_method
 from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.draft import (
     check_draft_program,
@@ -135,12 +136,16 @@ def open_model(config: EngineConfig) -> Model:
     else:
         checkpoint = open_checkpoint(resolve(name, progress=True))
     set_score_tokens(config.model, checkpoint)
-    config, info = derive_from(config, checkpoint)
+    config, info = derive_from(config, checkpoint, checkpoint.names())
     return Model(config, checkpoint, info)
 
 
-def derive_from(config: EngineConfig, header: ModelHeader) -> tuple[EngineConfig, ModelInfo]:
-    """Fills in the options that depend on the model or the machine; refuses an unknown family."""
+def derive_from(
+    config: EngineConfig, header: ModelHeader, names: Collection[str] | None = None
+) -> tuple[EngineConfig, ModelInfo]:
+    """Fills in the options that depend on the model or the machine; refuses an unknown family.
+    `names` are the checkpoint's tensors, None where its header alone is known.
+    """
     check_family(header.config)
     info = model_info(header.config, header.generation_config)
     context_tokens = info.max_context_tokens
@@ -150,6 +155,7 @@ def derive_from(config: EngineConfig, header: ModelHeader) -> tuple[EngineConfig
         pools_of(header.config, program)  # which refuses what cannot be made of the rows
     if reads_whole_texts(program):
         config = for_whole_texts(config)
+    config = with_spec_method(config, header, program, names)
     if any(group.kind == "state" for group in program.groups):
         check_states(config)
     if program.input_groups:
@@ -179,7 +185,7 @@ def load_model(
     place = place or RankPlace()
     link, ranks = place.link, place.ranks
     own = part_of(config, model.checkpoint, whole, place.rank, place.engine)
-    own = for_sparsity(config, model.checkpoint, for_adapters(config, own))
+    own = for_sparsity(config, model.checkpoint, for_adapters(config, own, whole))
     key, hot = _weights_key(model), hot_neurons(config, model.checkpoint)
     backend = build_backend(config, ranks, place.engines, weights_key=key, hot=hot)
     # Everything that can be refused is refused before the first weight is read.
@@ -214,7 +220,7 @@ def load_model(
     for encoder in encoders:
         encoder_reader = _weight_reader(model, encoder, report)
         runnables |= _prepared(model.checkpoint, encoder, encoder_reader, backend)
-    adapters = adapter_store(config, own, runnables, reader.load)
+    adapters = adapter_store(config, (own, whole), runnables, reader.load)
     loaded_draft = None
     if drafting is not None:
         source = head if draft is None else draft

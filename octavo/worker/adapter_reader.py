@@ -58,7 +58,13 @@ class AdapterReader:
         *,
         max_rank: int,
         dtype: LoraDtype = "auto",
+        whole: Program | None = None,
     ) -> None:
+        """Takes the whole Program, with its sites, where `program` is one rank's part of it."""
+        everywhere = dict(sites_of(whole or program))
+        self._elsewhere = frozenset(map(bare_name, everywhere))
+        """Modules that this rank or another has."""
+        self._shapes = list(map(_whole_shape, everywhere.values()))
         self._dequantize = dequantize
         self._max_rank = max_rank
         self._dtype = dtype
@@ -72,11 +78,15 @@ class AdapterReader:
         """Reads and checks an adapter; WeightMismatch or UnsupportedModel names what is wrong."""
         found = read_peft(path, max_rank=self._max_rank, max_bytes=self._max_bytes())
         updates: dict[Site, LowRank] = {}
+        num_elsewhere = 0
         for update in found.updates.values():
+            if update.module not in self._sites and update.module in self._elsewhere:
+                num_elsewhere += 1
+                continue
             for site in self._sites_of(update, found):
                 if (low_rank := self._fitted(update, site, found)) is not None:
                     updates[site] = low_rank
-        if not updates:
+        if not (updates or num_elsewhere):
             raise WeightMismatch(
                 f"{path}: no tensor of the adapter changes a module of this model",
                 hint="it was made for another model, or its files are damaged",
@@ -85,11 +95,11 @@ class AdapterReader:
 
     def _max_bytes(self) -> int:
         """Returns the bytes of the largest adapter there can be, with the tables saved along."""
-        shapes = [_whole_shape(sites[0][1]) for sites in self._sites.values()]
         numbers = sum(
-            self._max_rank * (rows + inputs) + 3 * rows + HEADER_BYTES for rows, inputs in shapes
+            self._max_rank * (rows + inputs) + 3 * rows + HEADER_BYTES
+            for rows, inputs in self._shapes
         )
-        tables = 2 * max((rows * inputs for rows, inputs in shapes), default=0)
+        tables = 2 * max((rows * inputs for rows, inputs in self._shapes), default=0)
         return 4 * (numbers + tables)
 
     def _sites_of(self, update: ModuleUpdate, found: PeftAdapter) -> list[Site]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from octavo.backends.base import AdapterSlots, PackedAdapter
-from octavo.errors import OctavoError, WeightMismatch
+from octavo.errors import OctavoError, WeightMismatch, WorkerFailed
 from octavo.step import AdapterLoad, AdapterLoaded, AdapterRef
 from octavo.worker.adapter_reader import Adapter
 
@@ -58,6 +58,17 @@ class AdapterStore:
         wait([future for _, future in self._pending.values()], wait_s, FIRST_COMPLETED)
         done = [slot for slot, (_, future) in self._pending.items() if future.done()]
         return [self._put(slot, *self._pending.pop(slot)) for slot in done]
+
+    def await_slots(self, slots: Iterable[int]) -> None:
+        """Waits for the adapters that are on their way into these slots: of several ranks the
+        first one's are there before rows use them, and others may read theirs later. WorkerFailed
+        where one cannot be loaded here.
+        """
+        for slot in slots:
+            if slot in self._pending:
+                loaded = self._put(slot, *self._pending.pop(slot))
+                if loaded.fault is not None:
+                    raise WorkerFailed(loaded.fault)
 
     def close(self) -> None:
         """Ends the thread, once it has read what it is at."""

@@ -35,6 +35,18 @@ class RowToDraft:
     most: int
     """Most tokens that are guessed; 0: none."""
     draft_ids: list[int] = field(default_factory=list)
+    others: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens beside the guessed ones: the number of guesses before each, and its id."""
+
+    def guess(self) -> tuple[list[int], list[int]]:
+        """Returns the guessed tokens with those beside them, and the parent of each; no parents
+        where each follows the one before.
+        """
+        if not self.others:
+            return self.draft_ids, []
+        ids = [token_id for _, token_id in self.others]
+        parents = [num_before - 1 for num_before, _ in self.others]
+        return self.draft_ids + ids, [*range(-1, len(self.draft_ids) - 1), *parents]
 
 
 class DraftModel:
@@ -49,9 +61,10 @@ class DraftModel:
         ids: DraftIds,
         max_tokens: int,
         features: int | None = None,
+        tree_width: int = 1,
     ) -> None:
         """Takes the most tokens of a step and, of a head, the group of the features that it
-        reads.
+        reads; and how many tokens are guessed at each place, one beside the other.
         """
         self.runnable = runnable
         self._kv = kv
@@ -59,6 +72,7 @@ class DraftModel:
         self._ids = ids
         self._max_tokens = max_tokens
         self._features = features
+        self._width = tree_width
         self._followed: dict[int, tuple[str, int]] = {}
         """Request of each permanent row, and how many of its tokens have their K and V."""
 
@@ -78,7 +92,8 @@ class DraftModel:
         for part in self._parts([share for share in shares if share.end > share.start]):
             self._draft(part)
         for share, result in zip(shares, results, strict=True):
-            result.draft_ids = result.draft_ids or share.draft_ids
+            if not result.draft_ids:
+                result.draft_ids, result.draft_parents = share.guess()
 
     def _share(self, planned: ScheduledRow, row: int, result: RowResult) -> RowToDraft:
         """Returns what is computed of a row: the tokens whose K and V hold, where they fill a
@@ -149,17 +164,20 @@ class DraftModel:
         batch.sample_rows = spans.query_starts[1:][drawn] - 1
         if self._features is not None:
             _keep_slots(batch.slots[self._features], batch.sample_rows)
-        draws = DraftDraws.of(spans.rows[drawn], spans.ends[drawn], self._rows.sampling, self._ids)
+        rows, ends = spans.rows[drawn], spans.ends[drawn]
+        draws = DraftDraws.of(rows, ends, self._rows.sampling, self._ids, self._width)
         batch.sampling = draws.batch()
         samples = self.runnable.run(batch, self._kv).samples
         assert samples is not None
         for entry, index in enumerate(drawn):
-            self._take(part[index], draws.token_of(samples, entry))
+            self._take(part[index], draws.tokens_of(samples, entry))
 
-    def _take(self, share: RowToDraft, token_id: int | None) -> None:
-        if token_id is None:
+    def _take(self, share: RowToDraft, token_ids: list[int]) -> None:
+        if not token_ids:
             share.most = 0
             return
+        token_id, *others = token_ids
+        share.others += [(len(share.draft_ids), other) for other in others]
         share.draft_ids.append(token_id)
         self._rows.token_ids[share.row, share.end] = token_id
         share.start, share.end = share.end, share.end + 1

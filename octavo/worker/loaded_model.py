@@ -186,6 +186,7 @@ class LoadedModel:
             ids=self.draft.ids,
             max_tokens=self.config.scheduler.max_num_batched_tokens,
             features=self.draft.features,
+            tree_width=self.config.scheduler.spec_tree_width,
         )
 
     def _runner(

@@ -7,7 +7,6 @@ Knows rows and arrays; knows nothing of queues, blocks' owners or text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +31,13 @@ from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
 from octavo.worker.checked_draws import CheckedDraws, Texts
 from octavo.worker.checked_shares import checked_shares
-from octavo.worker.guessed_draws import draws_of, kept_draws
+from octavo.worker.guessed_draws import StepRows, draws_of, kept_draws
 from octavo.worker.logprobs_reader import LogprobsReader
 from octavo.worker.prepared_step import DecodedRows, LaunchedRows, Layout, PreparedStep
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets
 from octavo.worker.stages.hand_over import HiddenReceiver
-from octavo.worker.step_arrays import Spans, gather
+from octavo.worker.step_arrays import Spans, add_leaves, gather
 from octavo.worker.step_media import StepMedia
 
 
@@ -75,7 +74,8 @@ class ModelRunner:
         self._rows.grammars.take_back()
         layout = self._layout(scheduled)
         if any(row.draft_ids for row in scheduled):
-            self._rows.guess(layout.rows, layout.ends, [row.draft_ids for row in scheduled])
+            chains = [[] if row.leaf_blocks else row.draft_ids for row in scheduled]
+            self._rows.guess(layout.rows, layout.ends, chains)
             if not self._can_check(layout):
                 layout = self._layout(scheduled, in_turn=False)
         checks = self._checks(layout)
@@ -189,19 +189,19 @@ class ModelRunner:
         once, and none of their guesses holds.
         """
         rows = self._rows.indices(scheduled)
-        query_starts = np.array([0, *accumulate(row.num_tokens for row in scheduled)], np.int32)
-        ends = np.array([row.start + row.num_tokens for row in scheduled], np.int32)
+        step_rows = StepRows.of(scheduled)
         draws_once = [
             not in_turn and self._rows.sampling.draws_in_turn(row) for row in rows.tolist()
         ]
-        draws, num_left = draws_of(scheduled, draws_once)
+        draws, draw_ends, draw_places = draws_of(scheduled, step_rows, draws_once)
         return Layout(
             rows=rows,
-            ends=ends,
-            query_starts=query_starts,
+            ends=step_rows.ends[: len(rows)],
+            query_starts=step_rows.query_starts[: len(rows) + 1],
+            step_rows=step_rows,
             draws=draws,
-            draw_ends=ends[draws] - num_left,
-            draw_places=query_starts[np.array(draws, np.intp) + 1] - 1 - num_left,
+            draw_ends=draw_ends,
+            draw_places=draw_places,
             targets=self._targets(scheduled, rows),
             listed=self._listed(draws, rows),
             max_num_tokens=[row.max_num_tokens or 0 for row in scheduled],
@@ -237,8 +237,13 @@ class ModelRunner:
         num_steps: int,
     ) -> StepBatch:
         """Gathers the first of `num_steps` steps, with block tables that reach to the last."""
-        spans = Spans(layout.rows, layout.ends, layout.query_starts)
+        step_rows = layout.step_rows
+        owners = [leaf.index for leaf in step_rows.leaves]
+        rows = np.concatenate([layout.rows, layout.rows[owners]]) if owners else layout.rows
+        spans = Spans(rows, step_rows.ends, step_rows.query_starts)
         batch = gather(self._rows, spans, num_steps)
+        if owners:
+            add_leaves(batch, scheduled, step_rows)
         if self._media is not None:
             self._media.add(batch, spans)
         batch.sample_rows, batch.sampling = self._sampling(scheduled, layout, checks)
@@ -324,7 +329,8 @@ class ModelRunner:
         results = self._results(step, samples)
         ends = step.layout.ends.copy()
         for index, row in enumerate(step.scheduled):
-            ends[index] += len(results[index].token_ids) - len(row.draft_ids)
+            num_known = row.num_tokens - len(row.draft_ids)
+            ends[index] = row.start + num_known + len(results[index].token_ids)
         self._append_forced(step.layout.rows, ends, results)
         return results
 
@@ -348,7 +354,7 @@ class ModelRunner:
         results = [RowResult(row.request_id, num_kept=row.num_tokens) for row in scheduled]
         failed = samples.failed.tolist()
         token_ids = samples.token_ids[:num_draws].tolist()
-        kept = kept_draws(scheduled, layout.draws, token_ids, failed)
+        kept, paths = kept_draws(scheduled, layout.draws, token_ids, failed)
         for entry in kept:
             index = layout.draws[entry]
             results[index].token_ids.append(token_ids[entry])
@@ -358,6 +364,9 @@ class ModelRunner:
             if planned.draft_ids:
                 num_known = planned.num_tokens - len(planned.draft_ids)
                 result.num_kept = num_known - 1 + len(result.token_ids)
+        for index, path in paths.items():
+            results[index].kept_path = path
+            self._rows.keep_path(scheduled[index], path)
         draws = np.array(layout.draws, np.intp)[kept]
         self._rows.append(layout.rows[draws], layout.draw_ends[kept], samples.token_ids[kept])
         if samples.surprises is not None:

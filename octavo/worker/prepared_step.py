@@ -13,6 +13,7 @@ from octavo.backends.base import Computing
 from octavo.backends.batch import SamplingBatch, StepBatch
 from octavo.step import RowResult, ScheduledRow
 from octavo.worker.checked_draws import CheckedDraws
+from octavo.worker.guessed_draws import StepRows
 
 
 @dataclass(slots=True)
@@ -22,9 +23,12 @@ class Layout:
     rows: NDArray[np.intp]
     """Permanent row of each request, `[R]`."""
     ends: NDArray[np.int32]
-    """Number of tokens of each request once this step's are computed, `[R]`."""
+    """Number of tokens of each request once this step's are computed, `[R]`; of a guess that
+    branches those of its first path."""
     query_starts: NDArray[np.int32]
     """First token of each request within the step, `[R+1]`."""
+    step_rows: StepRows
+    """All rows of the step, those of further paths of guesses too."""
     draws: list[int]
     """Index in R of each draw; a request with guesses draws once more after each of them."""
     draw_ends: NDArray[np.int32]

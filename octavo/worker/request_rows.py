@@ -145,6 +145,14 @@ class RequestRows:
             where = slice(None) if group in self._states else index
             self.block_tables[group, row, where] = places.put(group, row, index, [block_id])[0]
 
+    def keep_path(self, scheduled: ScheduledRow, path: int) -> None:
+        """Puts the blocks of one path of a row's guess in its tables; 0 leaves them as they are.
+        A block's id is its place where guesses branch.
+        """
+        row = self._row_of[scheduled.request_id]
+        for group, index, block_id in scheduled.leaf_blocks[path - 1] if path else ():
+            self.block_tables[group, row, index] = block_id
+
     def num_placed_tokens(self, row: int) -> int:
         """Returns how many tokens of a row its blocks have places for, in every group."""
         return BLOCK_SIZE * min(num_blocks[row] for num_blocks in self._num_blocks)

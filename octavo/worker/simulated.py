@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from octavo.draft_tree import DraftTree
 from octavo.ports import Between
 from octavo.step import AdapterLoaded, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
@@ -180,8 +181,12 @@ def _result(row: ScheduledRow) -> RowResult:
     if row.wants != "draw":
         return RowResult(row.request_id, num_kept=row.num_tokens)
     logprobs = [LIKELY] if row.search_of else None
-    num_held = next(
-        (index for index, guess in enumerate(row.draft_ids) if guess != TOKEN), len(row.draft_ids)
+    tree = DraftTree.of(len(row.draft_ids), row.draft_parents)
+    held = tree.held(row.draft_ids, [TOKEN] * len(row.draft_ids))
+    return RowResult(
+        row.request_id,
+        [TOKEN] * (len(held) + 1),
+        logprobs,
+        num_kept=row.num_tokens - len(row.draft_ids) + len(held),
+        kept_path=tree.path_of(held[-1]) if held else 0,
     )
-    num_kept = row.num_tokens - len(row.draft_ids) + num_held
-    return RowResult(row.request_id, [TOKEN] * (num_held + 1), logprobs, num_kept=num_kept)

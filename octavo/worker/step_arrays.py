@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.batch import StepBatch
+from octavo.backends.batch import KvCopies, StepBatch
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.step import EncoderInput
+from octavo.step import EncoderInput, ScheduledRow
+from octavo.worker.guessed_draws import LeafSpan, StepRows
 from octavo.worker.request_rows import RequestRows
 
 
@@ -59,6 +60,56 @@ def gather(rows: RequestRows, spans: Spans, num_steps: int = 1) -> StepBatch:
         sparse_from=rows.num_prompt_tokens[spans.rows],
         adapter_rows=adapters.repeat(counts) if adapters.max(initial=-1) >= 0 else None,
     )
+
+
+def add_leaves(batch: StepBatch, scheduled: Sequence[ScheduledRow], rows: StepRows) -> None:
+    """Gives a step's guesses that branch their tokens, and their further paths blocks of their own,
+    to which the K and V of what they share with others are written too.
+    """
+    size, num_requests = BLOCK_SIZE, len(scheduled)
+    copies: list[tuple[int, list[int]]] = []
+    for index, row in enumerate(scheduled):
+        if rows.trees[index] is not None:
+            batch.token_ids[rows.places_of(index)] = row.draft_ids
+    for at, leaf in enumerate(rows.leaves, start=num_requests):
+        row, tree = scheduled[leaf.index], rows.trees[leaf.index]
+        assert tree is not None, "a leaf is of a guess that branches"
+        for group, index, block_id in row.leaf_blocks[leaf.path - 1]:
+            batch.block_tables[group, at, index] = block_id
+        first, end = batch.query_starts[at : at + 2]
+        places = batch.places[first:end]
+        own = {group for group, _, _ in row.leaf_blocks[leaf.path - 1]}
+        for group in own:
+            table = batch.block_tables[group, at]
+            batch.slots[group, first:end] = table[places // size] * size + places % size
+        shared = _shared_rows(rows, leaf, row)
+        for place, source in enumerate(shared, start=row.start):
+            slots = [-1] * len(batch.slots)
+            for group in own:
+                slots[group] = batch.block_tables[group, at, place // size] * size + place % size
+            copies.append((source, slots))
+    copies.sort(key=lambda copy: copy[0])
+    sources = np.array([source for source, _ in copies], np.int64)
+    starts = np.searchsorted(sources, np.arange(len(batch.token_ids) + 1))
+    batch.copies = KvCopies(
+        starts.astype(np.int32),
+        np.ascontiguousarray(np.array([slots for _, slots in copies], np.int32).T),
+    )
+
+
+def _shared_rows(rows: StepRows, leaf: LeafSpan, row: ScheduledRow) -> list[int]:
+    """Returns the rows of the step that compute what a leaf's path shares with paths before it: the
+    row's own tokens, then guesses.
+    """
+    tree = rows.trees[leaf.index]
+    assert tree is not None, "a leaf is of a guess that branches"
+    start = int(rows.query_starts[leaf.index])
+    places = rows.places_of(leaf.index)
+    num_shared = len(tree.paths[leaf.path]) - len(leaf.tokens)
+    return [
+        *range(start, start + row.num_tokens - len(row.draft_ids)),
+        *(places[token] for token in tree.paths[leaf.path][:num_shared]),
+    ]
 
 
 def gather_inputs(rows: RequestRows, owners: NDArray[np.intp]) -> StepBatch:

@@ -252,6 +252,8 @@ class Worker:
         for request_id in plan.freed_rows:
             self._rows.free(request_id, places)
             self._faults.forget(request_id)
+        if self._adapters is not None:
+            self._adapters.await_slots(new.adapter_slot for new in plan.new_rows)
         for new in plan.new_rows:
             self._faults.set_up(new.request_id, partial(self._rows.add, new))
         for row in plan.rows:

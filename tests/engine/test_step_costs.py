@@ -127,3 +127,41 @@ def test_the_core_measures_the_wall_clock():
     core.add(make_request("a", [1, 2, 3], max_tokens=4))
     run_all(core)
     assert core.costs.step_s(1, 0) == core.costs.step_s(3, 0) == pytest.approx(0.75)
+
+
+def verify(meter: StepCostMeter, elapsed_s: float, *guesses: int) -> None:
+    """Has the meter see a step of rows that verify guesses, `guesses` numbers of them."""
+    rows = [
+        ScheduledRow(str(i), 9, 1 + num, [], wants="draw", draft_ids=[7] * num)
+        for i, num in enumerate(guesses)
+    ]
+    plan = StepPlan(0, [], [], [], rows)
+    meter.observe(plan, result_of(plan), elapsed_s)
+
+
+def test_a_prompts_chunk_does_not_tell_what_verifying_takes():
+    """Steps that verify have points of their own, and plain ones theirs; without a step of about
+    as many tokens that verified, what it takes is not known.
+    """
+    meter = StepCostMeter()
+    observe(meter, 0.02, (0, 40))
+    assert meter.costs.verify_s(40, 0) is None
+    verify(meter, 0.05, 3, 35)
+    observe(meter, 0.02, (0, 40))
+    assert meter.costs.verify_s(40, 0) == pytest.approx(0.05)
+    assert meter.costs.step_s(40, 0) == pytest.approx(0.02)
+    assert meter.costs.verify_s(8, 0) is None and not meter.costs.is_measured(8)
+    again = StepCostMeter(meter.costs)
+    observe(again, 0.02, (0, 40))
+    assert again.costs.verify_s(40, 0) == pytest.approx(0.05)
+
+
+def test_a_step_that_verifies_beside_a_prompt_is_no_verifying_step():
+    meter = StepCostMeter()
+    rows = [
+        ScheduledRow("a", 9, 4, [], wants="draw", draft_ids=[7] * 3),
+        ScheduledRow("b", 0, 36, [], wants="draw"),
+    ]
+    plan = StepPlan(0, [], [], [], rows)
+    meter.observe(plan, result_of(plan), 0.03)
+    assert not meter.costs.verifying and meter.costs.is_measured(40)

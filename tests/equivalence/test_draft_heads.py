@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, SamplingParams
-from octavo.engine.speculation import speculation
+from octavo.engine.speculation import throughput
 from octavo.errors import ConfigError, UnsupportedModel, WeightMismatch
 from octavo.worker.draft_model import DraftModel
 from tests.support.drafters import guess_counts, verified_at_any_cost
@@ -110,8 +110,8 @@ def test_features_are_found_behind_a_prefix_hit(heads, proposals, name, monkeypa
     longer = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     with make_llm(model_path=head.path, backend="native", **head.options) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(speculation, "LEAST_GAIN", 1e9)
-            patch.setattr(speculation, "RETRY_AFTER", 1000)
+            patch.setattr(throughput, "LEAST_GAIN", 1e9)
+            patch.setattr(throughput, "RETRY_AFTER", 1000)
             first = llm.generate(PROMPTS[0], longer)[0].outputs[0].token_ids
         assert guess_counts(llm) == (0, 0) and not proposals
         with verified_at_any_cost():

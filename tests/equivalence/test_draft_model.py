@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from octavo import SamplingParams
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
-from octavo.engine.speculation import speculation
+from octavo.engine.speculation import throughput
 from octavo.errors import ConfigError
 from octavo.wiring.engine import build_executor
 from tests.support.drafters import guess_counts, verified_at_any_cost
@@ -96,8 +96,8 @@ def test_blocks_made_without_guesses_are_the_draft_models_too(monkeypatch):
     longer = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     with make_llm(backend="native", **drafting()) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(speculation, "LEAST_GAIN", 1e9)
-            patch.setattr(speculation, "RETRY_AFTER", 1000)
+            patch.setattr(throughput, "LEAST_GAIN", 1e9)
+            patch.setattr(throughput, "RETRY_AFTER", 1000)
             first = llm.generate(PROMPTS[0], longer)[0].outputs[0].token_ids
         assert guess_counts(llm) == (0, 0)
         with verified_at_any_cost():

@@ -196,7 +196,10 @@ def test_an_engine_without_adapters_says_how_to_get_them(adapters):
         ({"max_lora_rank": 2000}, "max_lora_rank: got 2000, allowed is at most 1024"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras: got 2, allowed is at least"),
         ({"max_loras": 0}, "max_loras: got 0"),
-        ({"tensor_parallel_size": 2, "backend": "torch"}, "adapters are for one rank"),
+        (
+            {"expert_parallel_size": 2, "backend": "native"},
+            "enable_lora: not allowed beside expert_parallel_size 2",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM
-from octavo.engine.speculation import speculation
+from octavo.engine.speculation import speculation, throughput
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.engine.speculation.credit import Credit
 from octavo.engine.speculation.drafter import Draft
@@ -32,6 +32,55 @@ class GuessingDrafter:
 
     def propose(self, max_tokens: int) -> Draft:
         return Draft(self._guess(self._token_ids, max_tokens), 4)
+
+
+class BranchingDrafter:
+    """Guesses trees: along what a function guesses, other tokens beside it, some of them with
+    tokens of their own behind. What the function guesses is seldom the first of them.
+    """
+
+    def __init__(self, guess: Guess, seed: int) -> None:
+        self._guess = guess
+        self._seed = seed
+        self._token_ids: list[int] = []
+
+    def took(self, token_ids: Sequence[int]) -> None:
+        self._token_ids += token_ids
+
+    def propose(self, max_tokens: int) -> Draft:
+        dice = random.Random(f"{self._seed} {len(self._token_ids)}")
+        ids: list[int] = []
+        parents: list[int] = []
+        spine = -1
+        for token_id in self._guess(self._token_ids, max_tokens):
+            beside = [token_id, *dice.sample(range(240), dice.randint(0, 2))]
+            beside = list(dict.fromkeys(beside))
+            dice.shuffle(beside)
+            first = len(ids)
+            ids += beside
+            parents += [spine] * len(beside)
+            if dice.random() < 0.5:
+                ids.append(dice.randrange(240))
+                parents.append(first + dice.randrange(len(beside)))
+            spine = first + beside.index(token_id)
+        return _without_twins(ids, parents)
+
+
+def _without_twins(ids: list[int], parents: list[int]) -> Draft:
+    """Returns a guess without tokens that stand beside an equal one, and without what follows
+    them.
+    """
+    places: dict[int, int] = {-1: -1}
+    seen: set[tuple[int, int]] = set()
+    kept_ids: list[int] = []
+    kept_parents: list[int] = []
+    for at, (token_id, parent) in enumerate(zip(ids, parents, strict=True)):
+        if parent in places and (parent, token_id) not in seen:
+            seen.add((parent, token_id))
+            places[at] = len(kept_ids)
+            kept_ids.append(token_id)
+            kept_parents.append(places[parent])
+    return Draft(kept_ids, 4, kept_parents)
 
 
 def right(answers: Sequence[Sequence[int]]) -> Guess:
@@ -63,10 +112,19 @@ def seldom_right(answers: Sequence[Sequence[int]], seed: int) -> Guess:
 def verified_at_any_cost() -> Iterator[None]:
     """Has engines made inside verify all guesses, whatever it costs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation, "LEAST_GAIN", 0.0)
+        patch.setattr(throughput, "LEAST_GAIN", 0.0)
         patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 1.0)
         patch.setattr(Credit, "affords", lambda self, charge: True)
         patch.setattr(StepPrice, "of", lambda self, num_more: 1.0)
+        yield
+
+
+@contextmanager
+def trees_verified(guess: Guess, seed: int) -> Iterator[None]:
+    """Has engines made inside verify trees around what a function guesses."""
+    with verified_at_any_cost(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 0.7)
+        patch.setitem(speculation.DRAFTERS, "ngram", lambda: BranchingDrafter(guess, seed))
         yield
 
 

@@ -11,7 +11,7 @@ from octavo.backends.batch import sampling_records
 from octavo.backends.sampling import gumbel, noise_words, noise_words_of, philox, sample
 from octavo.step import ScheduledRow
 from octavo.worker.draft_draws import DraftDraws, DraftIds
-from octavo.worker.guessed_draws import draws_of, kept_draws
+from octavo.worker.guessed_draws import StepRows, draws_of, kept_draws
 
 ROWS, VOCAB = 300, 60
 SAME_IDS = DraftIds(VOCAB, VOCAB, VOCAB)
@@ -27,7 +27,9 @@ def guesses(logits, records, ids=SAME_IDS):
     """Returns what is guessed from `logits [S, V]` of a draft model for rows with `records`."""
     draws = DraftDraws(ids, records)
     samples = sample(logits, draws.batch())
-    return [draws.token_of(samples, entry) for entry in range(len(records))]
+    found = [draws.tokens_of(samples, entry) for entry in range(len(records))]
+    assert all(len(each) <= 1 for each in found)
+    return [each[0] if each else None for each in found]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -83,6 +85,24 @@ def test_an_id_that_the_model_has_not_is_no_guess():
     ]
 
 
+@pytest.mark.parametrize("has_own_ids", [False, True])
+def test_the_next_guesses_are_what_is_drawn_without_those_before(has_own_ids):
+    """Each draw tells three tokens: the drawn one, what would be drawn were it banned, and what
+    would be drawn without both.
+    """
+    g = np.random.default_rng(8)
+    logits = (2 * g.normal(size=(ROWS, VOCAB))).astype(np.float32)
+    records = records_of(ROWS, temperature=np.where(np.arange(ROWS) % 3, 0.9, 0.0))
+    ids = DraftIds(VOCAB, VOCAB, VOCAB, np.zeros(VOCAB, np.int64)) if has_own_ids else SAME_IDS
+    draws = DraftDraws(ids, records, width=3)
+    samples = sample(logits, draws.batch())
+    found = np.array([draws.tokens_of(samples, entry) for entry in range(ROWS)])
+    for rank in range(3):
+        drawn = sample(logits, DraftDraws(SAME_IDS, records).batch()).token_ids
+        np.testing.assert_array_equal(found[:, rank], drawn)
+        logits[np.arange(ROWS), drawn] = -np.inf
+
+
 def test_the_words_of_some_tokens_are_those_of_all():
     record = records_of(3, sample_index=2)[1]
     some = np.array([17, 3, 8, 59, 0])
@@ -128,9 +148,9 @@ def test_texts_with_guesses_have_their_probabilities(error):
         row = ScheduledRow(
             "r", 0, 3, [], wants="draw", draft_ids=[int(guessed[0][text]), int(guessed[1][text])]
         )
-        draws, _ = draws_of([row], [False])
+        draws = draws_of([row], StepRows.of([row]), [False]).owners
         tokens = [int(each[text]) for each in target]
-        kept = [tokens[entry] for entry in kept_draws([row], draws, tokens, [False] * LENGTH)]
+        kept = [tokens[at] for at in kept_draws([row], draws, tokens, [False] * LENGTH).entries]
         num_held += len(kept) - 1
         # What a later step draws behind them follows the same rule, without guesses.
         texts.append(kept + [int(each[text]) for each in plain[len(kept) :]])

@@ -71,6 +71,8 @@ def _tiles(b: NDArray) -> NDArray:
 def _padded(array: NDArray, axis: int) -> NDArray:
     """Returns the array with zeros on an axis up to a multiple of 16."""
     missing = -array.shape[axis] % TILE
+    if not missing:
+        return np.ascontiguousarray(array)
     widths = [(0, missing if at == axis else 0) for at in range(array.ndim)]
     return np.ascontiguousarray(np.pad(array, widths))
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.backends.batch import KvCopies
 from octavo.backends.reference.step import Floats, Made, ReferenceStep, matvecs
 from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.place_tables import place_table
@@ -257,12 +258,27 @@ def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
     ]
     k = arrays.k[op.layer].reshape(-1, num_heads, arrays.k.shape[-1])
     k[slots[stored]] = arrays.as_stored(np.concatenate(parts, axis=-1)[stored])
+    written = [k]
     if op.v is not None:
         v = arrays.v[op.layer].reshape(-1, num_heads, arrays.v.shape[-1])
+        written.append(v)
         v[slots[stored]] = arrays.as_stored(
             step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored]
         )
+    if step.batch.copies is not None:
+        sources, targets = _copied_slots(slots, step.batch.copies, group)
+        for array in written:
+            array[targets] = array[sources]
     return ()
+
+
+def _copied_slots(
+    slots: NDArray[np.int32], copies: KvCopies, group: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Returns the slots of one group that are copied, and those that they are copied to."""
+    sources = slots.repeat(np.diff(copies.starts))
+    copied = copies.slots[group] >= 0
+    return sources[copied], copies.slots[group][copied]
 
 
 # -- experts ---------------------------------------------------------------------------------------

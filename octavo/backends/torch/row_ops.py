@@ -25,15 +25,15 @@ def embedding(op: ops.Embedding, step: Step) -> Made:
     ids = step.inputs["positions"][op.axis] + op.offset if op.ids is None else step.get(op.ids)
     if op.others_first:
         ids = ids.where(ids < op.table.shape[0], 0)
-    if op.first_row is None:
-        rows = step.weights.matrix(op.table).take(ids).floats(torch.float32) * op.scale
-        if step.adapters is not None and op.site:
-            rows = step.adapters.table(op, ids, rows, step.adapter_rows(op.out))
-        return (rows.to(step.dtype),)
-    ids = ids - op.first_row
-    here = (ids >= 0) & (ids < op.table.shape[0])
-    rows = step.weights.matrix(op.table).take(ids.where(here, 0)).floats(torch.float32)
-    return ((rows * op.scale).where(here[:, None], 0.0).to(step.dtype),)
+    here = None
+    if op.first_row is not None:
+        ids = ids - op.first_row
+        here = (ids >= 0) & (ids < op.table.shape[0])
+        ids = ids.where(here, 0)
+    rows = step.weights.matrix(op.table).take(ids).floats(torch.float32) * op.scale
+    if step.adapters is not None and op.site:
+        rows = step.adapters.table(op, ids, rows, step.adapter_rows(op.out))
+    return ((rows if here is None else rows.where(here[:, None], 0.0)).to(step.dtype),)
 
 
 def norm(op: ops.RmsNorm | ops.LayerNorm, step: Step) -> Made:

@@ -54,6 +54,11 @@ engines that share their experts."""
 
 OWN_COMMANDS = "inproc://own-commands"
 
+SWITCH_INTERVAL_S = 0.0005
+"""Longest time that a thread which reads adapters or blocks, or compiles grammars, keeps the
+interpreter from the next step, in seconds; Python's own 5 ms are more than many a step takes.
+"""
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,6 +67,7 @@ def main() -> None:
 
     The first two are ZeroMQ endpoints, the third the file descriptor of the heartbeat page.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     endpoints = sys.argv[1:3]
     context = zmq.Context()
     commands, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool
-from octavo.engine.kv.block_tables import BlockTables, Grant
+from octavo.engine.kv.block_tables import BlockTables, Grant, LeafBlocks
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.kv.prefix_finder import NO_HIT, Hit, PrefixFinder
@@ -238,6 +238,23 @@ class BlockManager:
         None, and nothing changed, where that cannot be.
         """
         return self._tables.reserve(ends)
+
+    @property
+    def can_branch(self) -> bool:
+        """Whether the paths of a guess can have blocks of their own."""
+        return self.shares_blocks and self._tables.can_branch
+
+    def branch(self, request_id: str, start: int, ends: Sequence[int]) -> LeafBlocks | None:
+        """Gives paths of a request's guess blocks of their own from the token `start` on, up to
+        their `ends`; None, and nothing changed, where not enough are free.
+        """
+        return self._tables.branch(request_id, start, ends)
+
+    def keep_path(self, request_id: str, path: int) -> None:
+        """Keeps the blocks of one path of a request's guess, 0 the first, and releases those of
+        the others.
+        """
+        self._tables.keep_path(request_id, path)
 
     def record(
         self,

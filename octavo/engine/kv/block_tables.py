@@ -35,12 +35,27 @@ class Grant:
 EMPTY_GRANT = Grant()
 
 
+@dataclass(frozen=True, slots=True)
+class LeafBlocks:
+    """The blocks that the paths of a guess have for themselves, all but its first path."""
+
+    entries: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    """Entries of each path that differ from the request's table: (group, index, block id)."""
+    moves: list[BlockMove] = field(default_factory=list)
+    """Copies of what the request has in the first of them already."""
+
+
+NO_LEAVES = LeafBlocks()
+
+
 class BlockTables:
     """The block tables of all requests on the device, by request id."""
 
     def __init__(self, pools: Sequence[BlockPool], block_size: int) -> None:
         self.of: dict[str, list[list[int]]] = {}
         """Block ids by request and group."""
+        self._leaves: dict[str, LeafBlocks] = {}
+        """Blocks of the paths of guesses in flight, by request."""
         self._pools = pools
         self._block_size = block_size
         lives = [pool.life for pool in pools]
@@ -48,6 +63,8 @@ class BlockTables:
         self._rewritten = [index for index, life in enumerate(lives) if life.is_rewritten]
         self._releasing = [index for index, life in enumerate(lives) if not life.keeps_every_token]
         self._allows_forks = all(life.allows_forks for life in lives)
+        self.can_branch = not self._rewritten and self._allows_forks
+        """Whether a guess may branch: no group has one block for all tokens of a request."""
         self._outlive_steps = all(life.outlives_step or not life.grows for life in lives)
 
     def place(
@@ -159,6 +176,41 @@ class BlockTables:
             for request_id, counts in missing.items()
         }
 
+    def branch(self, request_id: str, start: int, ends: Sequence[int]) -> LeafBlocks | None:
+        """Gives paths of a guess blocks of their own from the token `start` on, the first one that
+        the step writes, up to their `ends`. The request's own tables reach to them all.
+
+        None, and nothing changed, where not enough blocks are free.
+        """
+        size = self._block_size
+        first = start // size
+        counts = [blocks_for(end, size) - first for end in ends]
+        if any(len(self._pools[group].free) < sum(counts) for group in self._growing):
+            return None
+        leaves = LeafBlocks([[] for _ in ends])
+        tables = self.of[request_id]
+        for entries, count in zip(leaves.entries, counts, strict=True):
+            for group in self._growing:
+                pool, table = self._pools[group], tables[group]
+                entries += [(group, index, pool.take()) for index in range(first, first + count)]
+                if start % size and table[first] != HOLE:
+                    leaves.moves.append(BlockMove(group, table[first], entries[-count][2]))
+        self._leaves[request_id] = leaves
+        return leaves
+
+    def keep_path(self, request_id: str, path: int) -> None:
+        """Puts the blocks of one path of a request's guess in its tables, 0 for those that are
+        there, and releases those of all others.
+        """
+        leaves = self._leaves.pop(request_id, NO_LEAVES)
+        tables = self.of[request_id]
+        for at, entries in enumerate(leaves.entries, start=1):
+            for group, index, block_id in entries:
+                left = block_id
+                if at == path:
+                    left, tables[group][index] = tables[group][index], block_id
+                self._pools[group].release_all([left])
+
     def release_unread(self, request_id: str, num_computed_tokens: int, *, in_flight: bool) -> None:
         """Releases the blocks that nothing reads any more behind the computed tokens.
 
@@ -174,6 +226,8 @@ class BlockTables:
 
     def release(self, request_id: str) -> None:
         """Releases all of a request's blocks, if it has any."""
+        if request_id in self._leaves:
+            self.keep_path(request_id, 0)
         for pool, table in zip(self._pools, self.of.pop(request_id, []), strict=False):
             pool.release_all(table)
 

@@ -207,6 +207,8 @@ def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
         failure=row.failure,
         num_kept=row.num_kept,
         draft_ids=row.draft_ids,
+        draft_parents=row.draft_parents,
+        kept_path=row.kept_path,
     )
 
 

@@ -109,6 +109,7 @@ def _drafting(options: SchedulerOptions, *, redraws: bool) -> Drafting | None:
         options.spec_tokens,
         redraws=redraws,
         history_bytes=options.spec_history,
+        tree_width=options.spec_tree_width,
     )
 
 

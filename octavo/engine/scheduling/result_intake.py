@@ -19,7 +19,7 @@ from octavo.engine.scheduling.grammar_gate import GrammarGate
 from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
-from octavo.engine.speculation.speculation import Speculation
+from octavo.engine.speculation.speculation import Speculating
 from octavo.engine.stats import EngineStats
 from octavo.step import (
     RowResult,
@@ -44,7 +44,7 @@ class ResultIntake:
     times: Timekeeper
     stats: EngineStats
     keeps_kv: bool
-    speculation: Speculation | None = None
+    speculation: Speculating
     leaving: list[Request] = field(default_factory=list)
     """Finished requests whose last step is still in flight; freed when it has come back."""
 
@@ -63,8 +63,6 @@ class ResultIntake:
         """Returns whether a guess that follows from the next decode step of the plan in flight is
         worth ending it for.
         """
-        if self.speculation is None:
-            return False
         return self.speculation.is_tempted(self.in_flight.oldest.owners, rows)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
@@ -108,9 +106,8 @@ class ResultIntake:
         if result.prompt_logprobs:
             request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
         progress = request.consumer.take(request, row, result) if scheduled.wants else None
-        if self.speculation is not None:
-            request.num_draft_tokens += len(scheduled.draft_ids)
-            request.num_accepted_tokens += self.speculation.took(scheduled, result)
+        request.num_draft_tokens += len(scheduled.draft_ids)
+        request.num_accepted_tokens += self.speculation.took(scheduled, result)
         self._advance_row(request, row, scheduled, result)
         return None if progress is None else self._advance(request, progress)
 
@@ -118,6 +115,8 @@ class ResultIntake:
         self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult
     ) -> None:
         """Counts a row's computed tokens and names the blocks that they fill."""
+        if scheduled.leaf_blocks:
+            self.blocks.keep_path(row.request_id, result.kept_path)
         kept = scheduled.start + result.num_kept
         if result.num_kept < scheduled.num_tokens and not self.blocks.keeps_parts:
             kept = scheduled.start
@@ -198,8 +197,7 @@ class ResultIntake:
     def finish(self, request: Request, finish: Finish) -> EngineOutput:
         """Ends a request, frees all that it holds and returns its final output."""
         self.queues.end(request)
-        if self.speculation is not None:
-            self.speculation.forget(request)
+        self.speculation.forget(request)
         self.placement.sent(request)
         if finish.reason == "error":
             self.placement.forget(request)

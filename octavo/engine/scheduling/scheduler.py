@@ -31,7 +31,12 @@ from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.result_intake import ResultIntake
 from octavo.engine.scheduling.step_planner import StepLimits, StepPlanner
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
-from octavo.engine.speculation.speculation import Drafting, Speculation
+from octavo.engine.speculation.speculation import (
+    Drafting,
+    NoSpeculation,
+    Speculating,
+    Speculation,
+)
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.outputs import Timings
@@ -80,7 +85,7 @@ class Scheduler:
         """Final outputs of requests that were refused or aborted since the last update."""
         self._times = Timekeeper()
         self._stats = EngineStats()
-        speculation = None
+        speculation: Speculating = NoSpeculation()
         if drafting is not None:
             speculation = Speculation(blocks, self._stats, drafting)
         self._planner = StepPlanner(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from octavo.engine.kv.block_tables import Grant
+from octavo.engine.kv.block_tables import NO_LEAVES, Grant, LeafBlocks
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.step_time import StepTime
@@ -108,10 +108,20 @@ class StepBuilder:
             )
         )
 
-    def add_draft(self, index: int, draft_ids: list[int]) -> None:
-        """Adds guesses behind the last token of a row, for which it has the blocks."""
+    def add_draft(
+        self,
+        index: int,
+        draft_ids: list[int],
+        parents: Sequence[int] = (),
+        leaves: LeafBlocks = NO_LEAVES,
+    ) -> None:
+        """Adds guesses behind the last token of a row, for which it has the blocks; where they
+        branch, each one's parent, and the blocks of the paths but the first.
+        """
         scheduled = self.rows[index]
-        scheduled.draft_ids = draft_ids
+        scheduled.draft_ids, scheduled.draft_parents = draft_ids, list(parents)
+        scheduled.leaf_blocks = leaves.entries
+        self.moves += leaves.moves
         scheduled.num_tokens += len(draft_ids)
         self.owners[index][1].num_tokens_in_flight += len(draft_ids)
         self.budget -= len(draft_ids)

@@ -38,7 +38,7 @@ from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.engine.scheduling.step_time import step_time
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
-from octavo.engine.speculation.speculation import Speculation
+from octavo.engine.speculation.speculation import Speculating
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import StepCosts
 from octavo.step import StepPlan
@@ -78,7 +78,7 @@ class StepPlanner:
     batching: Batching
     placement: Placement
     multi_step_policy: MultiStepPolicy
-    speculation: Speculation | None
+    speculation: Speculating
     in_flight: StepsInFlight
     grammars: GrammarGate
     adapters: AdapterPlaces
@@ -290,8 +290,7 @@ class StepPlanner:
         freed_rows = self.placement.take_freed_rows()
         connector = self.blocks.connector.end_step()
         num_steps = 1
-        if self.speculation is not None and not self.in_flight:
-            single_step |= self.speculation.add_drafts(builder)
+        single_step |= self.speculation.add_drafts(builder)
         if not (single_step or queues.swapped or len(queues.waiting) or self.in_flight):
             num_steps = self.multi_step_policy.num_steps(builder, num_running=len(queues.running))
         plan = StepPlan(

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from octavo.engine.speculation.drafter import GIVEN_MATCH
+from octavo.engine.speculation.drafter import GIVEN_MATCH, RUNNER_UP
 
-MATCHES = (1, 2, 3, 4, 8, 16, GIVEN_MATCH)
-"""Least match of each class of guesses, in tokens; the last one's are the worker's."""
-FIRST_CHANCES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9)
+MATCHES = (1, 2, 3, 4, 8, 16, GIVEN_MATCH, RUNNER_UP)
+"""Least match of each class of guesses, in tokens; the last two are the worker's guesses, and
+tokens that are guessed beside likelier ones, for which depth is their rank among these.
+"""
+FIRST_CHANCES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.4)
 """Chances of a class of which nothing is known."""
 NUM_DEPTHS = 3
 """Classes of depth: a guess's first token, its second, and all others."""
@@ -74,7 +76,7 @@ class Acceptance:
         return shared if row is None else row[kind][place].chance(shared, ROW_PRIOR)
 
     def reached(self, request_id: str, num_matched: int, num_tokens: int) -> list[float]:
-        """Returns for each token of a guess the chance that it and all those before it hold."""
+        """Returns for each token of a chain the chance that it and all those before it hold."""
         each = [
             self.chance(request_id, num_matched, depth)
             for depth in range(min(num_tokens, NUM_DEPTHS))
@@ -86,15 +88,27 @@ class Acceptance:
         """Notes that of `num_guessed` tokens the first `num_held` were drawn."""
         kind = _class_of(num_matched)
         num_tried = min(num_guessed, num_held + 1)
-        row = self._rows.get(request_id)
-        if row is None:
-            row = self._rows[request_id] = _no_tallies()
+        row = self._tallies_of(request_id)
         for depth in range(min(num_tried, NUM_DEPTHS)):
             is_last = depth == NUM_DEPTHS - 1
             tried = num_tried - depth if is_last else 1
             held = min(tried, max(0, num_held - depth))
             row[kind][depth].add(tried, held, ROW_DECAY)
             self._shared[kind][depth].add(tried, held, SHARED_DECAY)
+
+    def took_runner_up(self, request_id: str, rank: int, *, held: bool) -> None:
+        """Notes that none of `rank + 1` guessed tokens was drawn, and whether the one beside them
+        was that comes next.
+        """
+        kind, place = _class_of(RUNNER_UP), min(rank, NUM_DEPTHS - 1)
+        self._tallies_of(request_id)[kind][place].add(1, held, ROW_DECAY)
+        self._shared[kind][place].add(1, held, SHARED_DECAY)
+
+    def _tallies_of(self, request_id: str) -> Tallies:
+        found = self._rows.get(request_id)
+        if found is None:
+            found = self._rows[request_id] = _no_tallies()
+        return found
 
     def forget(self, request_id: str) -> None:
         self._rows.pop(request_id, None)

@@ -16,6 +16,10 @@ class Draft(NamedTuple):
     token_ids: list[int]
     num_matched: int
     """Number of the row's last tokens that the guess follows from; 0 where there is no guess."""
+    parents: Sequence[int] = ()
+    """Index of each token's parent in the guess, -1: the row's last token; (): each follows the one
+    before. A parent comes before its children, and the likelier child before others.
+    """
 
 
 NO_DRAFT = Draft([], 0)
@@ -26,12 +30,15 @@ class GivenDraft(NamedTuple):
 
     num_tokens: int
     token_ids: list[int]
+    parents: list[int]
 
 
-NOTHING_GIVEN = GivenDraft(-1, [])
+NOTHING_GIVEN = GivenDraft(-1, [], [])
 GIVEN_MATCH = 1 << 20
 """Length of the match that stands for a guess of the worker, among which chances are measured apart
 from those of lookups."""
+RUNNER_UP = 1 << 21
+"""Length of the match that stands for tokens that are guessed beside a likelier one."""
 
 
 class Drafter(Protocol):
@@ -42,7 +49,9 @@ class Drafter(Protocol):
         ...
 
     def propose(self, max_tokens: int) -> Draft:
-        """Returns a guess of at most `max_tokens`; the tokens taken in decide it alone."""
+        """Returns a guess, of at most `max_tokens` on each path; the tokens taken in decide it
+        alone.
+        """
         ...
 
 

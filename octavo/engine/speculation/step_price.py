@@ -1,4 +1,5 @@
-"""What a step takes that computes guessed tokens too.
+"""What a step takes that computes guessed tokens too: what steps took that verified as many, not
+what a prompt's chunk took, which draws once.
 
 Measured times are noisy: a step that was measured in a bad moment makes every other look cheap. So
 no guess is priced below a floor, and a drafter that is seldom right is not asked whatever the
@@ -29,7 +30,6 @@ class StepPrice:
     def __init__(self, costs: StepCosts, num_tokens: int, num_keys: int) -> None:
         """Takes the tokens that the step must compute, and the keys that their rows read."""
         self._costs = costs
-        self._measured = costs.measured_sizes
         self._num_tokens = num_tokens
         self._num_keys = num_keys
         self._plain_s = costs.step_s(num_tokens, num_keys) or 1.0
@@ -38,16 +38,13 @@ class StepPrice:
     @property
     def is_known(self) -> bool:
         """Whether steps like the plain one were measured; what they take is a bound before."""
-        return self._costs.size_of(self._num_tokens) in self._measured
+        return self._costs.is_measured(self._num_tokens)
 
     def of(self, num_more: int) -> float:
         """Returns the seconds with `num_more` tokens, or any unit where no step was measured."""
         if num_more == 0:
             return self._plain_s
-        num_tokens = self._num_tokens + num_more
-        found = None
-        if self._costs.size_of(num_tokens) in self._measured:
-            found = self._costs.step_s(num_tokens, self._num_keys)
+        found = self._costs.verify_s(self._num_tokens + num_more, self._num_keys)
         share = TOKEN_SHARE * num_more / min(self._num_tokens, 2)
         least_share = LEAST_TOKEN_SHARE * num_more / self._num_tokens
         return max(

@@ -18,9 +18,11 @@ TIED_HEAD = "lm_head"
 """Module of an output layer that has no matrix of its own but the table of the embedding."""
 
 
-def with_sites(program: Program) -> Program:
-    """Returns the Program whose linears and table of tokens have sites."""
-    tables = {op.table for op in program.ops if isinstance(op, Embedding)}
+def with_sites(program: Program, whole: Program | None = None) -> Program:
+    """Returns the Program whose linears and table of tokens have sites; `whole` is the model's,
+    where this is one rank's part of it.
+    """
+    tables = {op.table.name for op in (whole or program).ops if isinstance(op, Embedding)}
 
     def placed(op: Op) -> Op:
         if isinstance(op, Linear):
@@ -48,5 +50,6 @@ def tables_of(program: Program) -> set[Site]:
     return {(op.site, op.table) for op in program.ops if isinstance(op, Embedding) and op.site}
 
 
-def _module(weight: Weight, tables: set[Weight]) -> str:
-    return TIED_HEAD if weight in tables else weight.name.removesuffix(".weight")
+def _module(weight: Weight, tables: set[str]) -> str:
+    """Returns the module of a matrix, of which a rank may have a part."""
+    return TIED_HEAD if weight.name in tables else weight.name.removesuffix(".weight")

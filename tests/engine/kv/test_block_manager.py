@@ -114,6 +114,49 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.move(grant.moves)
         self.compute(request_id, len(self.tokens[request_id]))
 
+    @rule(
+        request_id=requests,
+        paths=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=2, max_size=4),
+        kept=st.integers(0, 3),
+        share=st.floats(0, 1),
+    )
+    def verify(self, request_id, paths, kept, share):
+        """Computes the paths of a guess, each through blocks of its own, and keeps what holds of
+        one; the others' blocks are free again.
+        """
+        start = self.computed.get(request_id, -1)
+        if request_id not in self.blocks.tables or start < len(self.tokens[request_id]):
+            return
+        grant = self.blocks.grow(request_id, start, start + 1)
+        if grant is None:
+            return
+        self.move(grant.moves)
+        if self.blocks.reserve({request_id: start + max(map(len, paths))}) is None:
+            return
+        num_free = [len(pool.free) for pool in self.blocks.pools]
+        ends = [start + len(path) for path in paths[1:]]
+        leaves = self.blocks.branch(request_id, start, ends)
+        if leaves is None:
+            assert [len(pool.free) for pool in self.blocks.pools] == num_free, "all or nothing"
+            return
+        self.move(leaves.moves)
+        for path, entries in zip(paths, [[], *leaves.entries], strict=True):
+            tables = self.blocks.block_ids(request_id)
+            for group, index, block_id in entries:
+                tables[group][index] = block_id
+            for table, contents, pool in zip(tables, self.contents, self.blocks.pools, strict=True):
+                for position, token in enumerate(path, start):
+                    block_id = table[position // BLOCK]
+                    assert pool.ref_counts[block_id] == 1 and block_id not in pool.cache
+                    contents[block_id, position % BLOCK] = token
+        kept %= len(paths)
+        self.blocks.keep_path(request_id, kept)
+        assert [len(pool.free) for pool in self.blocks.pools] == num_free
+        held = paths[kept][: int(len(paths[kept]) * share)]
+        self.tokens[request_id] += held
+        self.computed[request_id] += len(held)
+        self.blocks.record(request_id, self.tokens[request_id], self.computed[request_id])
+
     @rule(target=requests, parent=requests, share=st.floats(0, 1))
     def fork(self, parent, share):
         """Forks a request at any of its tokens; the child writes when it is appended to, whether

@@ -95,7 +95,8 @@ def test_after_64_tokens_a_drafter_that_is_always_wrong_leaves_calls_as_they_are
     monkeypatch, num_streams, costs
 ):
     """The same calls, of as many decode steps each, as without guesses; the first, short answers
-    measure what steps cost.
+    measure what steps cost. One token may be guessed later: until one was verified beside as many
+    rows, nothing tells what that takes.
     """
     plain = Run(monkeypatch, costs)
     guessing = Run(monkeypatch, costs, lambda: SometimesDrafter(0.0))
@@ -106,8 +107,10 @@ def test_after_64_tokens_a_drafter_that_is_always_wrong_leaves_calls_as_they_are
     wanted, found = (
         run.answers(num_streams, 200, lambda outputs: True)[0] for run in (plain, guessing)
     )
-    assert found == wanted
-    assert guessing.num_guessed == num_guessed
+    num_later = guessing.num_guessed - num_guessed
+    assert num_later <= 1 and len(found) <= len(wanted) + 2 * num_later
+    assert num_later or found == wanted
+    assert sum(num_steps for num_steps, _ in found) == sum(num_steps for num_steps, _ in wanted)
     # Steps of many rows are too long here for calls of several.
     assert num_streams > 1 or any(num_steps > 1 for num_steps, _ in wanted)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.engine.requests.request import EngineRequest
-from octavo.engine.speculation.drafter import NO_DRAFT
+from octavo.engine.speculation.drafter import NO_DRAFT, Draft
 from octavo.engine.speculation.earlier import GRAM, LONGEST, TOKEN_BYTES, EarlierAnswers
 from octavo.sampling_params import SamplingParams
 from octavo.step import AdapterRef
@@ -28,7 +28,7 @@ def test_an_answer_is_found_by_its_own_tenant_salt_and_adapter_alone() -> None:
     kept = EarlierAnswers(1 << 20)
     kept.add(request(tenant="a", salt="s", adapter=b"x"), TEXT)
     same = request(tenant="a", salt="s", adapter=b"x")
-    assert kept.propose(same, [7, 7, *ANSWER[:6]], 5) == (ANSWER[6:11], 6)
+    assert kept.propose(same, [7, 7, *ANSWER[:6]], 5) == Draft(ANSWER[6:11], 6)
     for other in (
         request(tenant="b", salt="s", adapter=b"x"),
         request(tenant="a", salt="t", adapter=b"x"),
@@ -41,7 +41,7 @@ def test_an_answer_is_found_by_its_own_tenant_salt_and_adapter_alone() -> None:
 def test_an_answer_begins_behind_its_prompt() -> None:
     kept = EarlierAnswers(1 << 20)
     kept.add(request(), TEXT)
-    assert kept.propose(request(), [9, *TEXT[1:5]], 3) == (ANSWER[:3], GRAM)
+    assert kept.propose(request(), [9, *TEXT[1:5]], 3) == Draft(ANSWER[:3], GRAM)
     assert kept.propose(request(), TEXT[:4], 3) == NO_DRAFT
 
 
@@ -49,7 +49,7 @@ def test_the_latest_answer_wins_and_the_oldest_goes() -> None:
     kept = EarlierAnswers(100 * TOKEN_BYTES)
     for last in range(6):
         kept.add(request(), [1, 2, 3, 4, 5, *ANSWER, 100 + last])
-        assert kept.propose(request(), ANSWER[-5:], 4) == ([100 + last], 5)
+        assert kept.propose(request(), ANSWER[-5:], 4) == Draft([100 + last], 5)
     assert len(kept.answers) == 2 and sum(map(len, kept.answers)) <= 100
     assert kept.num_runs <= 100
 
@@ -58,7 +58,7 @@ def test_a_short_or_huge_answer_does_no_harm() -> None:
     kept = EarlierAnswers(20 * TOKEN_BYTES)
     kept.add(request((1,)), [1, 5])
     kept.add(request(), TEXT)
-    assert kept.propose(request(), TEXT[1:5], 2) == (ANSWER[:2], GRAM)
+    assert kept.propose(request(), TEXT[1:5], 2) == Draft(ANSWER[:2], GRAM)
     assert list(map(len, kept.answers)) == [20]
 
 

@@ -1,0 +1,126 @@
+"""One row's guess, put together from those of its drafters: the likeliest one, and where a guess
+may branch, the others' tokens beside it.
+
+Owns the chances of tokens that stand beside others: of these at most one holds. Knows neither steps
+nor blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.draft_tree import ROOT, DraftTree
+from octavo.engine.speculation.acceptance import Acceptance
+from octavo.engine.speculation.drafter import RUNNER_UP, Draft
+from octavo.engine.speculation.policy import RowDraft
+
+
+class Guess:
+    """The tokens of one row's guess, each behind its parent; the first guess added is its spine."""
+
+    def __init__(self, acceptance: Acceptance, request_id: str, *, most_leaves: int) -> None:
+        self._acceptance = acceptance
+        self._request_id = request_id
+        self._most_leaves = most_leaves
+        self._num_leaves = 0
+        self._token_ids: list[int] = []
+        self._parents: list[int] = []
+        self._depths: list[int] = []
+        self._reached: list[float] = []
+        self._children: dict[int, list[int]] = {}
+        self._beside: dict[int, float] = {}
+        """Chance that one of a token's children holds, given that it does."""
+        self._num_matched = 0
+
+    def add(self, draft: Draft, most: int) -> None:
+        """Adds a drafter's guess, paths up to `most` tokens, as far as leaves may be added."""
+        if not self._token_ids:
+            self._num_matched = draft.num_matched
+        places = {ROOT: ROOT}
+        parents = DraftTree.of(len(draft.token_ids), draft.parents).parents
+        for token, (token_id, parent) in enumerate(zip(draft.token_ids, parents, strict=True)):
+            at = places.get(parent)
+            if at is None or (at != ROOT and self._depths[at] + 1 >= most):
+                continue
+            place = self._place_of(at, token_id, draft.num_matched)
+            if place is not None:
+                places[token] = place
+
+    def row_draft(self, index: int) -> RowDraft:
+        """Returns the guess for the row at an index of a step, likeliest tokens first. A parent is
+        at least as likely as its children, and was added before them.
+        """
+        order = sorted(range(len(self._token_ids)), key=lambda at: -self._reached[at])
+        new = {ROOT: ROOT} | {old: at for at, old in enumerate(order)}
+        return RowDraft(
+            index,
+            [self._token_ids[old] for old in order],
+            [new[self._parents[old]] for old in order],
+            self._num_matched,
+            [self._reached[old] for old in order],
+        )
+
+    def _place_of(self, parent: int, token_id: int, num_matched: int) -> int | None:
+        """Returns the place of a token behind a parent, which is added where it is not there yet;
+        None where that would be one leaf too many.
+        """
+        siblings = self._children.setdefault(parent, [])
+        for sibling in siblings:
+            if self._token_ids[sibling] == token_id:
+                return sibling
+        if siblings or parent == ROOT:
+            if self._num_leaves == self._most_leaves:
+                return None
+            self._num_leaves += 1
+        place = len(self._token_ids)
+        depth = 0 if parent == ROOT else self._depths[parent] + 1
+        chance = self._chance(parent, siblings, num_matched, depth)
+        siblings.append(place)
+        self._token_ids.append(token_id)
+        self._parents.append(parent)
+        self._depths.append(depth)
+        self._reached.append(chance if parent == ROOT else chance * self._reached[parent])
+        return place
+
+    def _chance(self, parent: int, siblings: Sequence[int], num_matched: int, depth: int) -> float:
+        """Returns the chance of a new token behind its parent, given that that holds: as matches
+        and depth have it, or of a runner-up where none of the tokens beside it holds.
+        """
+        kind, at = (RUNNER_UP, len(siblings) - 1) if siblings else (num_matched, depth)
+        left = 1 - self._beside.get(parent, 0.0)
+        chance = left * self._acceptance.chance(self._request_id, kind, at)
+        self._beside[parent] = self._beside.get(parent, 0.0) + chance
+        return chance
+
+
+def row_draft_of(
+    acceptance: Acceptance,
+    request_id: str,
+    index: int,
+    drafts: Sequence[Draft],
+    *,
+    most: int,
+    most_leaves: int,
+) -> RowDraft:
+    """Returns the guess for the row at an index of a step, made of its drafters' guesses `drafts`,
+    the likeliest one first, with at most `most` tokens on each path.
+    """
+    if most_leaves == 1 or (len(drafts) == 1 and not drafts[0].parents):
+        return _chain(acceptance, request_id, index, drafts[0], most)
+    guess = Guess(acceptance, request_id, most_leaves=most_leaves)
+    for draft in drafts:
+        guess.add(draft, most)
+    return guess.row_draft(index)
+
+
+def _chain(
+    acceptance: Acceptance, request_id: str, index: int, draft: Draft, most: int
+) -> RowDraft:
+    """Returns a guess that does not branch: the first path of a drafter's."""
+    token_ids = draft.token_ids
+    if draft.parents:
+        path = DraftTree.of(len(token_ids), draft.parents).paths[0]
+        token_ids = [token_ids[at] for at in path]
+    token_ids = token_ids[:most]
+    reached = acceptance.reached(request_id, draft.num_matched, len(token_ids))
+    return RowDraft(index, token_ids, [], draft.num_matched, reached)
