@@ -1,15 +1,17 @@
 """One stream of a model whose feed-forward weights are read neuron by neuron, beside the same
 memory with whole products read in their order.
 
-    octavo calibrate MODEL --quantization int8 --text tests/data/opticks.txt --out FILE
-    python benchmarks/neuron_cache.py MODEL --weights-dir /data/weights --ffn-sparsity gate:0.5 \\
-        --calibration FILE --memory 64MiB --cache 40MiB --window 1 --window 5
+    python benchmarks/neuron_cache.py --weights-dir DIRECTORY
 
 Generates tokens behind a page of Opticks and prints a JSON line per way: tokens a second, bytes
-read for each token, and the share of used neurons that were found in memory. With --calibration,
-also with the calibration's hot neurons pinned, and with as many chosen at random. With `exact` no
-calibration is needed to run. What neurons a token uses depends on the model alone, so shares and
-bytes are the same on any machine; tokens a second want one that does nothing else.
+read for each token, the share of used neurons that were found in memory, and with a lookahead the
+share of what it read that was then used. Ways: whole layers, pinned products, neurons by their
+gates (with windows, with the calibration's hot neurons pinned, and with as many chosen at random),
+and neurons by a predictor, with and without a lookahead. The model is calibrated first where no
+--calibration is given, by the same text's first tokens; with `exact` no gates are taken for zero,
+and nothing is predicted. What neurons a token uses depends on the model alone, so shares and bytes
+are the same on any machine; tokens a second want one that does nothing else. With SmolLM2 it takes
+about three minutes on two cores.
 """
 
 import argparse
@@ -24,11 +26,28 @@ from typing import Any
 import msgspec
 
 from octavo import LLM, SamplingParams
+from octavo.config.engine_config import EngineConfig
 from octavo.program.activation_curves import Calibration
 from octavo.step import WeightArrivals
+from octavo.wiring.calibrate import calibrate_model
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"
 SEED = 17
+TOKENS = 4096
+"""Tokens of the text that a model is calibrated with."""
+RANK = 64
+
+
+def calibrated(model: str, directory: str) -> Path:
+    """Calibrates a model in int8, predictors included; returns the file."""
+    config = EngineConfig.from_options(model=model, backend="native", quantization="int8")
+    text = TEXT.read_text(encoding="utf-8")
+    found = calibrate_model(
+        config, text, num_tokens=TOKENS, report=lambda line: None, predictor_rank=RANK
+    )
+    path = Path(directory) / "calibration.json"
+    found.save(path)
+    return path
 
 
 def shuffled(calibration: Path, directory: str) -> str:
@@ -75,6 +94,9 @@ def measured(options: dict[str, Any], prompt: int, output: int) -> dict[str, Any
         "waited_share": round((whole.wait_s - first.wait_s) / seconds, 3),
         "neurons_per_token": round(used / count),
         "found_share": round(found / used, 4) if used else None,
+        "foreseen_used_share": round(whole.neurons_foreseen_used / whole.neurons_foreseen, 4)
+        if whole.neurons_foreseen
+        else None,
         "start_s": round(start_s, 1),
     }
 
@@ -96,6 +118,13 @@ def ways(args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
         if args.calibration:
             found.append(usual | {"hot_neurons": str(args.calibration)})
             found.append(usual | {"hot_neurons": shuffled(args.calibration, directory)})
+        if not exact:
+            predicted = {
+                "sparsity_predictor": str(args.calibration),
+                "predicted_share": args.predicted_share,
+                "neuron_cache_bytes": cache,
+            }
+            found += [predicted | {"weights_lookahead": layers} for layers in (0, *args.lookahead)]
     return found
 
 
@@ -103,18 +132,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--weights-dir", required=True)
-    parser.add_argument("--ffn-sparsity", required=True, help="exact, or gate:SHARE")
-    parser.add_argument("--calibration", type=Path)
-    parser.add_argument("--memory", required=True, help="weights_memory_bytes of all ways")
-    parser.add_argument("--cache", action="append", required=True, help="neuron_cache_bytes")
-    parser.add_argument("--window", action="append", type=int, default=[])
+    parser.add_argument("--ffn-sparsity", default="gate:0.5", help="exact, or gate:SHARE")
+    parser.add_argument("--calibration", type=Path, help="of the model in int8, with predictors")
+    parser.add_argument("--memory", default="96MiB", help="weights_memory_bytes of all ways")
+    parser.add_argument("--cache", nargs="+", default=["48MiB"], help="neuron_cache_bytes")
+    parser.add_argument("--window", nargs="+", type=int, default=[1, 5])
+    parser.add_argument("--lookahead", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--predicted-share", type=float, default=0.5)
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--output", type=int, default=48)
     args = parser.parse_args()
     print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg()}), flush=True)
     with tempfile.TemporaryDirectory() as directory:
+        if args.calibration is None and args.ffn_sparsity != "exact":
+            args.calibration = calibrated(args.model, directory)
         for way in ways(args, directory):
             options = way | {
                 "model": args.model,
@@ -127,7 +160,11 @@ def main() -> None:
                 "enable_prefix_caching": False,
             }
             figures = measured(options, args.prompt, args.output)
-            named = {k: "random" if str(v).endswith("random.json") else v for k, v in way.items()}
+            named = {
+                key: "random" if str(value).endswith("random.json") else value
+                for key, value in way.items()
+                if key not in ("calibration", "sparsity_predictor")
+            }
             print(json.dumps(named | figures), flush=True)
 
 

@@ -93,7 +93,10 @@ def measure_generated(num_windows: int | None = None, **options: object) -> dict
     }
 
 
-SPARSITY = ("activation_sparsity", "activation_sparsity_plan", "ffn_sparsity", "calibration")
+SPARSITY = (
+    *("activation_sparsity", "activation_sparsity_plan", "ffn_sparsity", "calibration"),
+    *("sparsity_predictor", "predicted_share", "kv_selection", "kv_budget"),
+)
 """Options that change generated tokens alone."""
 
 

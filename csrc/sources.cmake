@@ -6,6 +6,7 @@ set(OCTAVO_CORE
     disk_rate.cpp
     executor.cpp
     experts.cpp
+    key_selection.cpp
     levels.cpp
     memory.cpp
     mixers.cpp

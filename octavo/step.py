@@ -421,31 +421,24 @@ class WeightArrivals(msgspec.Struct, frozen=True):
     """Neurons that were in memory when a step used them."""
     neurons_read: int = 0
     """Neurons that were read for a step."""
+    neurons_foreseen: int = 0
+    """Neurons that were read by a guess, before a step asked for them."""
+    neurons_foreseen_used: int = 0
+    """Neurons that were read by a guess, and that the step then used."""
 
     def __add__(self, other: WeightArrivals) -> WeightArrivals:
         return WeightArrivals(
-            self.num_bytes + other.num_bytes,
-            self.num_found + other.num_found,
-            self.num_waited + other.num_waited,
-            self.wait_s + other.wait_s,
-            self.neurons_found + other.neurons_found,
-            self.neurons_read + other.neurons_read,
+            *(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__)
         )
 
     def share_since(self, earlier: WeightArrivals, count: int) -> WeightArrivals:
         """Returns each one's share of what has come since earlier sums, among `count`."""
-        found = (
-            (getattr(self, name) - getattr(earlier, name)) / count
+        found = {
+            name: (getattr(self, name) - getattr(earlier, name)) / count
             for name in self.__struct_fields__
-        )
-        num_bytes, num_found, num_waited, wait_s, neurons_found, neurons_read = found
+        }
         return WeightArrivals(
-            round(num_bytes),
-            round(num_found),
-            round(num_waited),
-            wait_s,
-            round(neurons_found),
-            round(neurons_read),
+            **{name: share if name == "wait_s" else round(share) for name, share in found.items()}
         )
 
 

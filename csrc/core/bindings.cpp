@@ -447,8 +447,26 @@ NB_MODULE(_native, m) {
                     NeuronCache({path, num_threads, most_bytes, gap_bytes, window}, neuron_layers_of(layers));
             },
             "path"_a, "layers"_a, "num_threads"_a, "most_bytes"_a, "gap_bytes"_a, "window"_a,
-            "Layers are (offset in the file, neurons, bytes of a row, bytes of a record, slots, pinned "
+            "Layers are (offset in the file, neurons, bytes of its rows, bytes of a record, slots, pinned "
             "neurons).")
+        .def_static(
+            "in_memory",
+            [](const std::vector<std::tuple<int, size_t, size_t>>& layers) {
+                std::vector<NeuronCache::Layer> shapes;
+                for (const auto& [neurons, up_bytes, record_bytes] : layers)
+                    shapes.push_back({0, neurons, up_bytes, record_bytes, 0});
+                return std::make_shared<NeuronCache>(std::move(shapes));
+            },
+            "layers"_a,
+            "Returns a cache of all records of layers (neurons, bytes of its rows, bytes of a record).")
+        .def(
+            "fill",
+            [](NeuronCache& self, int layer, const Array<uint8_t, nb::ndim<2>>& records) {
+                if (layer < 0 || layer >= self.num_layers())
+                    throw std::invalid_argument("no layer of the cache");
+                self.fill(layer, records.data(), records.size());
+            },
+            "layer"_a, "records"_a, "Brings all records of a layer of a cache in memory.")
         .def("columns", &columns_in, "layer"_a, "scales"_a,
              "Returns the PackedTiles of a layer's last product, whose outputs have these scales.")
         .def_prop_ro("is_direct", &NeuronCache::is_direct)
@@ -456,6 +474,9 @@ NB_MODULE(_native, m) {
         .def_prop_ro("bytes_read", &NeuronCache::bytes_read, "Bytes read since all was opened.")
         .def_prop_ro("num_found", &NeuronCache::num_found, "Records in memory that steps asked for.")
         .def_prop_ro("num_read", &NeuronCache::num_read, "Records that were read for a step.")
+        .def_prop_ro("num_foreseen", &NeuronCache::num_foreseen, "Records that were read by a guess.")
+        .def_prop_ro("num_foreseen_used", &NeuronCache::num_foreseen_used,
+                     "Records that were read by a guess, and then asked for.")
         .def_prop_ro("wait_seconds", &NeuronCache::wait_seconds, "Time that stages have waited for them.");
 
     m.def(
@@ -581,13 +602,15 @@ NB_MODULE(_native, m) {
         .def("experts", &Builder::experts, "route"_a, "rows"_a, "tiles"_a, "ups"_a, "out"_a, "bias"_a.none(),
              "up_bias"_a.none(), "gate"_a)
         .def("neurons", &Builder::neurons, "cache"_a, "layer"_a, "opened"_a, "threshold"_a, "out"_a.none(),
-             "x"_a, "norm"_a.none(), "x_threshold"_a, "up_scales"_a.none(), "up_bias"_a.none(), "up_offset"_a,
-             "Asks a layer's neurons of a NeuronCache; with an out, multiplies the up projection's rows.")
+             "x"_a, "norm"_a.none(), "x_threshold"_a, "scales"_a, "up_bias"_a.none(), "gate_bias"_a.none(),
+             "gate"_a, "computes_gate"_a,
+             "Asks a layer's neurons of a NeuronCache; with an out, multiplies the rows of records.")
+        .def("foresee", &Builder::foresee, "cache"_a, "layer"_a, "scores"_a)
         .def("combine", &Builder::combine, "x"_a, "weights"_a, "out"_a, "route"_a)
         .def("mix", &Builder::mix, "xs"_a, "bases"_a, "coefs"_a, "outs"_a, "offset"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
              "window"_a, "chunks"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(),
-             "distances"_a.none(), "reach"_a, "latent_width"_a, "by_places"_a.none())
+             "distances"_a.none(), "reach"_a, "latent_width"_a, "by_places"_a.none(), "selection"_a.none())
         .def("short_conv", &Builder::short_conv, "x"_a, "out"_a, "group"_a, "layer"_a, "weight"_a,
              "bias"_a.none(), "activation"_a, "fills"_a)
         .def("selective_scan", &Builder::selective_scan, "x"_a, "dt"_a, "b"_a, "c"_a, "out"_a,

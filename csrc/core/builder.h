@@ -290,20 +290,29 @@ struct Builder {
         executor.add_experts(std::move(spec));
     }
     // opened: f(gate), of which sparse rows lose what is below the threshold. With an out, f(gate) * (up +
-    // up_offset), up the product of x, after the norm, with the neurons' rows.
+    // offset of the gate), up the product of x, after the norm, with the neurons' rows. With computes_gate,
+    // opened are scores and gates are products, too. scales: of the rows of each matrix.
     void neurons(const std::shared_ptr<NeuronCache>& cache, int layer, const PlaceTuple& opened,
                  float threshold, const std::optional<PlaceTuple>& out, const PlaceTuple& x,
-                 const nb::object& norm, float x_threshold, const nb::object& up_scales,
-                 const nb::object& up_bias, float up_offset) {
-        executor.add_neurons(NeuronsSpec{.cache = cache,
-                                         .layer = layer,
-                                         .opened = place_of(opened),
-                                         .threshold = threshold,
-                                         .out = out ? place_of(*out) : Place{},
-                                         .up_scales = keep(up_scales),
-                                         .up_bias = keep(up_bias),
-                                         .up_offset = up_offset},
-                             place_of(x), norm_of(norm), x_threshold);
+                 const nb::object& norm, float x_threshold, const nb::list& scales, const nb::object& up_bias,
+                 const nb::object& gate_bias, const GateTuple& gate, bool computes_gate) {
+        NeuronsSpec spec{.cache = cache,
+                         .layer = layer,
+                         .opened = place_of(opened),
+                         .threshold = threshold,
+                         .out = out ? place_of(*out) : Place{},
+                         .up_bias = keep(up_bias),
+                         .gate_bias = keep(gate_bias),
+                         .gate = epilogue_of(gate, true)};
+        if (scales.size() != (size_t)(out ? computes_gate ? 2 : 1 : 0))
+            throw std::invalid_argument("neurons: not the scales of each matrix");
+        if (computes_gate) spec.gate_scales = keep(scales[0]);
+        if (out) spec.up_scales = keep(scales[computes_gate]);
+        executor.add_neurons(std::move(spec), place_of(x), norm_of(norm), x_threshold);
+    }
+    // scores: guessed ones of a layer that comes later.
+    void foresee(const std::shared_ptr<NeuronCache>& cache, int layer, const PlaceTuple& scores) {
+        executor.add_foresee(cache, layer, place_of(scores));
     }
     void combine(const PlaceTuple& x, const PlaceTuple& weights, const PlaceTuple& out, int route) {
         executor.add_row_op(
@@ -329,10 +338,11 @@ struct Builder {
                                              .offset = offset}));
     }
     // by_places: None, or (products of queries, products of keys, bucket by distance), as in AttentionSpec.
+    // selection: None, or (partial queries, group and layer of partial keys, budget), as in KeySelection.
     void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int num_heads,
                    int window, bool chunks, float scale, float softcap, const nb::object& sinks,
                    const nb::object& slopes, const nb::object& distances, int reach, int latent_width,
-                   const nb::object& by_places) {
+                   const nb::object& by_places, const nb::object& selection) {
         AttentionSpec spec{.q = place_of(q),
                            .out = place_of(out),
                            .group = group,
@@ -352,6 +362,11 @@ struct Builder {
             spec.of_queries = place_of(queries), spec.of_keys = place_of(keys);
             spec.buckets = buckets;
             spec.reach = (int)buckets.size() / 2;
+        }
+        if (!selection.is_none()) {
+            const auto [partial, of_group, of_layer, budget] =
+                nb::cast<std::tuple<PlaceTuple, int, int, double>>(selection);
+            spec.selection = {place_of(partial), of_group, of_layer, budget};
         }
         executor.add_attention(spec);
     }

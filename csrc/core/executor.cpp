@@ -10,6 +10,7 @@
 #include "collectives.h"
 #include "expert_stages.h"
 #include "neuron_stages.h"
+#include "selection_stages.h"
 #include "stages.h"
 #include "walk.h"
 
@@ -201,13 +202,28 @@ int Executor::plan_of(const AttentionSpec& spec) {
     return (int)plans_.size() - 1;
 }
 
-// Two stages: the pieces, then the merge of those that are parts of a run.
+// Two stages: the pieces, then the merge of those that are parts of a run. Two more in front of them where sparse
+// rows choose the keys that they read.
 void Executor::add_attention(const AttentionSpec& spec) {
     require(open_.is_empty, "an attention in a stage with other ops");
     const int plan = plan_of(spec);
-    push(std::make_unique<AttentionStage>(spec, plan, false));
-    body_.push_back(std::make_unique<AttentionStage>(spec, plan, true));
+    SelectedKeys* selected = nullptr;
+    if (spec.selection.budget > 0) {
+        require(spec.window == 0 && !spec.slopes && !spec.distances && spec.buckets.empty(),
+                "chosen keys of an attention that knows their places");
+        selected = &selected_keys(plan, spec.selection.budget);
+        push(std::make_unique<BlockMassStage>(spec, *selected));
+        push(std::make_unique<ChooseKeysStage>(*selected));
+    }
+    push(std::make_unique<AttentionStage>(spec, plan, false, selected));
+    body_.push_back(std::make_unique<AttentionStage>(spec, plan, true, selected));
     body_ranges_.push_back(open_.range);
+}
+
+SelectedKeys& Executor::selected_keys(int plan, double budget) {
+    selected_.resize(plans_.size());
+    if (!selected_[plan]) selected_[plan] = std::make_unique<SelectedKeys>(plans_[plan], budget);
+    return *selected_[plan];
 }
 
 // Two stages: the choice of each row, then the order of all rows.
@@ -264,7 +280,8 @@ void Executor::add_neurons(NeuronsSpec spec, const Place& x, const Norm& norm, f
     const Tiles tiles = tiles_of({Code::i8}, NeuronUpStage::kTilesAPiece * kTile, x.width);
     if (spec.out.width) {
         require(spec.out.width == spec.opened.width, "another number of neurons than there are");
-        require(layer.up_bytes == (size_t)tiles.num_groups * kGroup, "rows of another width");
+        const size_t row_bytes = (size_t)tiles.num_groups * kGroup;
+        require(layer.up_bytes == spec.num_rows() * row_bytes, "rows of another width");
         PreparedRows* rows = new_rows(tiles, x, RowArea::attended);
         rows->norm = norm;
         rows->threshold = threshold;
@@ -280,6 +297,13 @@ void Executor::add_neurons(NeuronsSpec spec, const Place& x, const Norm& norm, f
     Tiles gathered = tiles;
     gathered.tile_stride = tiles.tile_bytes;
     push(std::make_unique<NeuronUpStage>(std::move(spec), gathered));
+}
+
+void Executor::add_foresee(std::shared_ptr<NeuronCache> cache, int layer, const Place& scores) {
+    require(open_.is_empty, "a guess of neurons in a stage with other ops");
+    require(layer >= 0 && layer < cache->num_layers(), "neurons of no layer");
+    require(cache->layer(layer).num_neurons == scores.width, "another number of neurons than there are");
+    push(std::make_unique<ForeseeStage>(std::move(cache), layer, scores));
 }
 
 void Executor::add_collective(const CollectiveSpec& spec) {
@@ -622,6 +646,8 @@ void Executor::mark_sparse(const Batch& batch) {
 void Executor::run(const Batch& batch, const KvMemory& kv) {
     check(batch, kv);
     mark_sparse(batch);
+    for (const auto& selected : selected_)
+        if (selected) selected->begin(batch, kv, sparse_rows_.data());
     num_kept_ = batch.keeps_logits ? batch.num_samples : 0;
     sort_adapters(batch);
     int last = 0;

@@ -21,6 +21,7 @@
 #include "../kernels/table.h"
 #include "adapters.h"
 #include "attention_plan.h"
+#include "key_selection.h"
 #include "neuron_cache.h"
 #include "packing.h"
 #include "shared_ranks.h"
@@ -223,6 +224,14 @@ struct LinearSpec {
     Epilogue epilogue{};  // without what differs from part to part: biases and the residual
 };
 
+// A choice of the blocks of keys that sparse rows read: those to which most of the attention of `q` goes, a part
+// of the columns of queries, by the same part of the keys, which another group keeps.
+struct KeySelection {
+    Place q{};
+    int group = 0, layer = 0;
+    double budget = 0;  // share of the blocks that are read; 0: all
+};
+
 struct AttentionSpec {
     Place q, out;
     int group, layer, num_heads;
@@ -236,6 +245,7 @@ struct AttentionSpec {
     // from -reach on. None: empty.
     Place of_queries{}, of_keys{};
     std::vector<int32_t> buckets = {};
+    KeySelection selection = {};
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
     bool keeps_out = false;  // whether the out is written too in steps with adapters
 };
@@ -315,12 +325,18 @@ struct ExpertsSpec {
 struct NeuronsSpec {
     std::shared_ptr<NeuronCache> cache;
     int layer;  // of the cache
-    Place opened;  // f(gate), or without an up projection what the last product reads
+    // f(gate), or without an up projection what the last product reads. Where gates are computed here: scores,
+    // of which a sparse row uses the neurons that are not negative.
+    Place opened;
     float threshold;  // f(gate) of smaller magnitude becomes zero in sparse rows, where `opened` is; 0: none
     Place out{};  // f(gate) * (up + offset); of width 0: there is no up projection
     const PreparedRows* rows = nullptr;  // what the up projection reads; null: there is none
-    const float *up_scales = nullptr, *up_bias = nullptr;  // by neuron; a bias may be null
-    float up_offset = 0;
+    // Numbers by neuron; a bias may be null.
+    const float *up_scales = nullptr, *up_bias = nullptr, *gate_scales = nullptr, *gate_bias = nullptr;
+    Epilogue gate{};  // of gates that are computed here; else its offset alone counts
+    bool computes_gate() const { return gate_scales != nullptr; }
+    // Rows of matrices in front of a record's column.
+    int num_rows() const { return out.width ? computes_gate() ? 2 : 1 : 0; }
 };
 
 // A collective over the ranks: the sum of their x, or with the width of each rank's x their columns side by
@@ -404,6 +420,8 @@ class Executor {
     // Three stages; with an `out`, `rows` are made here: x after the norm, in sparse rows without numbers below
     // `threshold`.
     void add_neurons(NeuronsSpec spec, const Place& x, const Norm& norm, float threshold);
+    // A stage: has neurons of a layer of the cache read that comes later, by guessed scores.
+    void add_foresee(std::shared_ptr<NeuronCache> cache, int layer, const Place& scores);
     // Draws from the logits of the stage before, or copies them to where the batch wants them.
     void add_sampling(const Place& logits);
     // Notes that a step needs positions on this axis.
@@ -499,6 +517,7 @@ class Executor {
     int plan_of(const AttentionSpec& spec);
     int most_expert_tokens() const { return max_tokens_ * num_engines_; }
     void count_expert_exchange(size_t slot_bytes);
+    SelectedKeys& selected_keys(int plan, double budget);
     void place_rows();
     void group_stages();
     void size_thread_states();
@@ -552,6 +571,7 @@ class Executor {
     std::vector<std::unique_ptr<RopeAngles>> angles_;
     std::vector<std::unique_ptr<std::vector<float>>> kept_;
     std::vector<AttentionPlan> plans_;
+    std::vector<std::unique_ptr<SelectedKeys>> selected_;  // by plan; null where all keys are read
     std::vector<std::unique_ptr<ExpertPlan>> expert_plans_;
     std::vector<std::unique_ptr<PreparedRows>> rows_;
     std::unique_ptr<Memory> arenas_[kNumAxes], areas_[kNumRowAreas], partials_;

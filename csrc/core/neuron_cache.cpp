@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -25,11 +26,22 @@ size_t largest_record(const std::vector<NeuronCache::Layer>& layers) {
     return most;
 }
 
-size_t total_bytes(const std::vector<NeuronCache::Layer>& layers) {
-    size_t sum = landing_bytes(layers) + largest_record(layers) + kSlack;
+// A record of zeros, the landing place where a file is read, and the slots.
+size_t total_bytes(const std::vector<NeuronCache::Layer>& layers, bool has_file) {
+    size_t sum = (has_file ? landing_bytes(layers) : 0) + largest_record(layers) + kSlack;
     for (const auto& layer : layers)
         sum += ((size_t)layer.num_slots + layer.pinned.size()) * layer.record_bytes;
     return sum;
+}
+
+// Pins all neurons.
+std::vector<NeuronCache::Layer> all_pinned(std::vector<NeuronCache::Layer> layers) {
+    for (auto& layer : layers) {
+        layer.num_slots = 0;
+        layer.pinned.resize(layer.num_neurons);
+        std::iota(layer.pinned.begin(), layer.pinned.end(), 0);
+    }
+    return layers;
 }
 
 int64_t aligned_down(int64_t offset) { return offset / kDirectAlign * kDirectAlign; }
@@ -40,18 +52,16 @@ int64_t aligned_up(int64_t offset) { return (offset + kDirectAlign - 1) / kDirec
 NeuronCache::NeuronCache(Source source, std::vector<Layer> layers)
     : source_(std::move(source)),
       buffer_bytes_(source_.most_bytes + 2 * kDirectAlign),
-      memory_(total_bytes(layers)),
+      memory_(total_bytes(layers, true)),
       buffers_(source_.num_threads * buffer_bytes_),
-      file_(source_.path, source_.read_at, buffers_.data()) {
-    if (source_.num_threads < 1 || source_.most_bytes % kDirectAlign || layers.empty())
+      file_(std::make_unique<WeightFile>(source_.path, source_.read_at, buffers_.data())) {
+    if (source_.num_threads < 1 || source_.most_bytes % kDirectAlign)
         throw std::logic_error("a cache of no neurons");
+    check(layers);
     for (const Layer& each : layers)
-        if (each.num_neurons < 1 || each.record_bytes % kSlack || each.up_bytes % kSlack ||
-            each.up_bytes >= each.record_bytes || each.record_bytes > source_.most_bytes ||
-            each.file_offset % kDirectAlign || each.num_slots < 1)
+        if (each.record_bytes > source_.most_bytes || each.file_offset % kDirectAlign || each.num_slots < 1)
             throw std::logic_error("neurons that lie wrong");
-    for (Layer& each : layers) layers_.push_back({.shape = std::move(each)});
-    lay_out();
+    lay_out(std::move(layers));
     read_pinned();
     bytes_read_ = 0;
     try {
@@ -60,6 +70,27 @@ NeuronCache::NeuronCache(Source source, std::vector<Layer> layers)
         stop();
         throw;
     }
+}
+
+NeuronCache::NeuronCache(std::vector<Layer> layers)
+    : source_{}, buffer_bytes_(0), memory_(total_bytes(all_pinned(layers), false)), buffers_(0) {
+    check(layers);
+    lay_out(all_pinned(std::move(layers)));
+}
+
+void NeuronCache::check(const std::vector<Layer>& layers) {
+    if (layers.empty()) throw std::logic_error("a cache of no neurons");
+    for (const Layer& each : layers)
+        if (each.num_neurons < 1 || each.record_bytes % kSlack || each.up_bytes % kSlack ||
+            each.up_bytes >= each.record_bytes)
+            throw std::logic_error("neurons that lie wrong");
+}
+
+void NeuronCache::fill(int layer, const uint8_t* records, size_t bytes) {
+    LayerState& state = layers_.at(layer);
+    if (file_ || bytes != state.shape.num_neurons * state.shape.record_bytes)
+        throw std::logic_error("records of another size than the layer's");
+    std::memcpy(state.slots, records, bytes);
 }
 
 NeuronCache::~NeuronCache() { stop(); }
@@ -75,12 +106,11 @@ void NeuronCache::stop() {
 }
 
 // Zeros, the landing place, then each layer's slots, the pinned ones behind the others.
-void NeuronCache::lay_out() {
-    std::vector<Layer> shapes;
-    for (const LayerState& state : layers_) shapes.push_back(state.shape);
+void NeuronCache::lay_out(std::vector<Layer> layers) {
     uint8_t* at = memory_.data();
-    zeros_ = std::exchange(at, at + largest_record(shapes));
-    landing_ = std::exchange(at, at + landing_bytes(shapes));
+    zeros_ = std::exchange(at, at + largest_record(layers));
+    if (file_) landing_ = std::exchange(at, at + landing_bytes(layers));
+    for (Layer& each : layers) layers_.push_back({.shape = std::move(each)});
     size_t most = 0;
     for (LayerState& state : layers_) {
         const size_t slots = state.shape.num_slots + state.shape.pinned.size();
@@ -88,6 +118,7 @@ void NeuronCache::lay_out() {
         state.slot_of.assign(state.shape.num_neurons, -1);
         state.neuron_in.assign(slots, -1);
         state.used_at.assign(slots, -1);
+        state.is_foreseen.assign(state.shape.num_neurons, 0);
         for (size_t i = 0; i < state.shape.pinned.size(); i++) {
             const int neuron = state.shape.pinned[i], slot = state.shape.num_slots + (int)i;
             if (neuron < 0 || neuron >= state.shape.num_neurons || state.slot_of[neuron] >= 0)
@@ -110,23 +141,74 @@ void NeuronCache::read_pinned() {
         std::sort(missing_.begin(), missing_.end());
         reads_.clear();
         for (const int neuron : missing_)
-            reads_.push_back({state.shape.file_offset + (int64_t)neuron * (int64_t)state.shape.record_bytes,
-                              state.slots + state.slot_of[neuron] * state.shape.record_bytes});
-        make_jobs(state);
-        for (const Job& job : jobs_) {
-            const auto failure = file_.read(job.offset, job.bytes, buffer(0), bytes_read_);
-            if (failure) file_.raise(failure);
-            fetch(job, state, buffer(0));
+            reads_.push_back(
+                {offset_of(state, neuron), state.slots + state.slot_of[neuron] * state.shape.record_bytes});
+        for (const Job& job : jobs_of(reads_, state)) {
+            const auto failure = file_->read(job.offset, job.bytes, buffer(0), bytes_read_);
+            if (failure) file_->raise(failure);
+            fetch(job, reads_, state.shape.record_bytes, buffer(0));
         }
     }
     reads_.clear();
-    jobs_.clear();
+}
+
+int64_t NeuronCache::offset_of(const LayerState& state, int neuron) const {
+    return state.shape.file_offset + (int64_t)neuron * (int64_t)state.shape.record_bytes;
+}
+
+// Slots are taken at once, and hold their neurons once the bytes are there.
+void NeuronCache::foresee(int layer, const std::vector<int32_t>& neurons) {
+    LayerState& state = layers_[layer];
+    settle(&state);
+    Ahead ahead{.state = &state};
+    for (const int32_t neuron : neurons)
+        if (state.slot_of[neuron] < 0)
+            ahead.reads.push_back({offset_of(state, neuron), nullptr, neuron});
+        else if (state.used_at[state.slot_of[neuron]] != kPinned)
+            state.used_at[state.slot_of[neuron]] = now_;
+    const auto is_free = [&](int64_t used_at) { return used_at < now_; };
+    const auto slots_end = state.used_at.begin() + state.shape.num_slots;
+    const auto room = (size_t)std::count_if(state.used_at.begin(), slots_end, is_free);
+    ahead.reads.resize(std::min(ahead.reads.size(), room));
+    if (!file_ || ahead.reads.empty()) return;
+    const std::vector<int32_t> slots = free_slots(state, ahead.reads.size());
+    for (size_t i = 0; i < slots.size(); i++) {
+        ahead.reads[i].slot = slots[i];
+        ahead.reads[i].to = state.slots + slots[i] * state.shape.record_bytes;
+        state.used_at[slots[i]] = now_;
+    }
+    ahead.jobs = jobs_of(ahead.reads, state);
+    const std::lock_guard lock(mutex_);
+    ahead_.push_back(std::move(ahead));
+    may_read_.notify_all();
+}
+
+// Ends the guess of a layer, or of all: what is not being read yet is given up, the rest is waited for.
+void NeuronCache::settle(const LayerState* only) {
+    std::unique_lock lock(mutex_);
+    for (auto it = ahead_.begin(); it != ahead_.end();) {
+        if (only && it->state != only) {
+            ++it;
+            continue;
+        }
+        for (size_t job = it->next; job < it->jobs.size(); job++)
+            for (int i = it->jobs[job].first; i < it->jobs[job].end; i++)
+                it->state->used_at[it->reads[i].slot] = -1;
+        it->next = it->jobs.size();
+        const auto start = std::chrono::steady_clock::now();
+        has_arrived_.wait(lock, [&] { return it->in_flight == 0; });
+        const auto waited = std::chrono::steady_clock::now() - start;
+        wait_ns_.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count(),
+                           std::memory_order_relaxed);
+        it = ahead_.erase(it);
+    }
 }
 
 void NeuronCache::request(int layer) {
     if (running_)
         for (const int neuron : running_->requested) columns_[neuron] = zeros_;
     LayerState& state = layers_[layer];
+    if (!ahead_.empty()) settle(&state);
     running_ = &state;
     drop_old(state);
     take_marks(state);
@@ -148,11 +230,11 @@ void NeuronCache::request(int layer) {
             state.used_at[slots[i]] = now_;
         }
         columns_[neuron] = to + column;
-        reads_.push_back({state.shape.file_offset + neuron * (int64_t)record, to});
+        reads_.push_back({offset_of(state, neuron), to});
         state.requested.push_back(neuron);
     }
     const std::lock_guard lock(mutex_);
-    make_jobs(state);
+    jobs_ = jobs_of(reads_, state);
     next_ = done_ = 0;
     is_done_.assign(jobs_.size(), 0);
     arrived_.store(0, std::memory_order_release);
@@ -172,8 +254,10 @@ void NeuronCache::take_marks(LayerState& state) {
             continue;
         }
         if (state.used_at[slot] != kPinned) state.used_at[slot] = now_;
+        if (state.is_foreseen[neuron]) num_foreseen_used_.fetch_add(1, std::memory_order_relaxed);
         state.requested.push_back(neuron);
     }
+    std::fill(state.is_foreseen.begin(), state.is_foreseen.end(), 0);
 }
 
 // Gives up the slots of neurons that none of the window's steps has used.
@@ -206,55 +290,95 @@ std::vector<int32_t> NeuronCache::free_slots(LayerState& state, size_t count) co
 }
 
 // Puts neighbouring records into one read, as long as what lies between them costs less than another one.
-void NeuronCache::make_jobs(const LayerState& state) {
+std::vector<NeuronCache::Job> NeuronCache::jobs_of(const std::vector<Read>& reads,
+                                                   const LayerState& state) const {
     const auto record = (int64_t)state.shape.record_bytes;
-    jobs_.clear();
-    for (int i = 0; i < (int)reads_.size(); i++) {
-        const int64_t end = reads_[i].offset + record;
-        if (!jobs_.empty()) {
-            Job& last = jobs_.back();
-            const int64_t gap = reads_[i].offset - (reads_[i - 1].offset + record);
+    std::vector<Job> jobs;
+    for (int i = 0; i < (int)reads.size(); i++) {
+        const int64_t end = reads[i].offset + record;
+        if (!jobs.empty()) {
+            Job& last = jobs.back();
+            const int64_t gap = reads[i].offset - (reads[i - 1].offset + record);
             if (gap <= (int64_t)source_.gap_bytes &&
-                end - reads_[last.first].offset <= (int64_t)source_.most_bytes) {
+                end - reads[last.first].offset <= (int64_t)source_.most_bytes) {
                 last.end = i + 1;
                 last.bytes = (size_t)(aligned_up(end) - last.offset);
                 continue;
             }
         }
-        const int64_t offset = aligned_down(reads_[i].offset);
-        jobs_.push_back({offset, (size_t)(aligned_up(end) - offset), i, i + 1});
+        const int64_t offset = aligned_down(reads[i].offset);
+        jobs.push_back({offset, (size_t)(aligned_up(end) - offset), i, i + 1});
     }
+    return jobs;
 }
 
 // Copies a read's records to their places.
-void NeuronCache::fetch(const Job& job, const LayerState& state, const uint8_t* buffer) const {
+void NeuronCache::fetch(const Job& job, const std::vector<Read>& reads, size_t record,
+                        const uint8_t* buffer) {
     for (int i = job.first; i < job.end; i++)
-        std::memcpy(reads_[i].to, buffer + (reads_[i].offset - job.offset), state.shape.record_bytes);
+        std::memcpy(reads[i].to, buffer + (reads[i].offset - job.offset), record);
+}
+
+NeuronCache::Ahead* NeuronCache::next_ahead() {
+    for (Ahead& ahead : ahead_)
+        if (ahead.next < ahead.jobs.size()) return &ahead;
+    return nullptr;
 }
 
 void NeuronCache::serve(int thread) {
     std::unique_lock lock(mutex_);
+    const auto is_asked = [&] { return next_ < jobs_.size() && !failed_; };
     while (true) {
-        may_read_.wait(lock, [&] { return stopping_ || (next_ < jobs_.size() && !failed_); });
+        may_read_.wait(lock, [&] { return stopping_ || is_asked() || next_ahead(); });
         if (stopping_) return;
-        const size_t index = next_++;
-        const Job job = jobs_[index];
-        const LayerState& state = *running_;
-        in_flight_++;
-        lock.unlock();
-        const auto failure = file_.read(job.offset, job.bytes, buffer(thread), bytes_read_);
-        if (!failure) fetch(job, state, buffer(thread));
-        lock.lock();
-        in_flight_--;
-        is_done_[index] = !failure;
-        if (failure && !failed_) {
-            failure_ = failure;
-            failed_.store(true, std::memory_order_release);
-        }
-        while (done_ < jobs_.size() && is_done_[done_]) done_++;
-        arrived_.store(done_ < jobs_.size() ? jobs_[done_].first : (int)reads_.size(),
-                       std::memory_order_release);
+        if (is_asked())
+            read_job(lock, buffer(thread));
+        else
+            read_ahead(lock, *next_ahead(), buffer(thread));
         has_arrived_.notify_all();
+    }
+}
+
+// Reads the next of what a step asks for.
+void NeuronCache::read_job(std::unique_lock<std::mutex>& lock, uint8_t* buffer) {
+    const size_t index = next_++;
+    const Job job = jobs_[index];
+    const size_t record = running_->shape.record_bytes;
+    in_flight_++;
+    lock.unlock();
+    const auto failure = file_->read(job.offset, job.bytes, buffer, bytes_read_);
+    if (!failure) fetch(job, reads_, record, buffer);
+    lock.lock();
+    in_flight_--;
+    is_done_[index] = !failure;
+    if (failure && !failed_) {
+        failure_ = failure;
+        failed_.store(true, std::memory_order_release);
+    }
+    while (done_ < jobs_.size() && is_done_[done_]) done_++;
+    arrived_.store(done_ < jobs_.size() ? jobs_[done_].first : (int)reads_.size(), std::memory_order_release);
+}
+
+// Reads the next of a guess. A read that fails is forgotten: if its neurons are asked for, they are read again.
+void NeuronCache::read_ahead(std::unique_lock<std::mutex>& lock, Ahead& ahead, uint8_t* buffer) {
+    const Job job = ahead.jobs[ahead.next++];
+    LayerState& state = *ahead.state;
+    ahead.in_flight++;
+    lock.unlock();
+    const auto failure = file_->read(job.offset, job.bytes, buffer, bytes_read_);
+    if (!failure) fetch(job, ahead.reads, state.shape.record_bytes, buffer);
+    lock.lock();
+    ahead.in_flight--;
+    for (int i = job.first; i < job.end; i++) {
+        const auto [offset, to, neuron, slot] = ahead.reads[i];
+        if (failure) {
+            state.used_at[slot] = -1;
+            continue;
+        }
+        state.slot_of[neuron] = slot;
+        state.neuron_in[slot] = neuron;
+        state.is_foreseen[neuron] = 1;
+        num_foreseen_.fetch_add(1, std::memory_order_relaxed);
     }
 }
 
@@ -273,6 +397,7 @@ bool NeuronCache::await(int layer, int count) {
 
 // Slots of a layer that were to be filled when a read failed hold nothing.
 void NeuronCache::end_step() {
+    settle(nullptr);
     std::unique_lock lock(mutex_);
     has_arrived_.wait(lock, [&] { return in_flight_ == 0 && (failed_ || done_ == jobs_.size()); });
     if (!failed_) return;
@@ -283,7 +408,7 @@ void NeuronCache::end_step() {
     for (int slot = 0; slot < running_->shape.num_slots; slot++)
         if (running_->used_at[slot] == now_) clear(*running_, slot);
     lock.unlock();
-    file_.raise(failure);
+    file_->raise(failure);
 }
 
 }  // namespace octavo

@@ -1,7 +1,10 @@
-// Feed-forward weights by neuron. A file holds a record for each neuron of a layer: its row of the up
-// projection, where there is one, and its column of the last product. Records of neurons that the last tokens
+// Feed-forward weights by neuron. A file holds a record for each neuron of a layer: its rows of the matrices
+// before the last product, where there are some, and its column of that. Records of neurons that the last tokens
 // used stay in slots of memory; those of the others that a step uses are read for it by threads of their own,
-// neighbours in one read.
+// neighbours in one read. Without a file all records are in memory.
+//
+// Neurons of later layers may be read before they are asked for, by a guess (`foresee`), where the running layer
+// leaves the disk idle; what was not guessed is read as ever. Idea: ActiveFlow (arXiv 2504.08378).
 //
 // A step uses one layer after the other: `request` names the neurons that its rows use, and `await` waits for
 // them in the order in which they arrive. Where they are more than a layer has slots for, the missing ones go
@@ -12,6 +15,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,7 +32,7 @@ class NeuronCache {
     struct Layer {
         int64_t file_offset;  // of the first record, a multiple of kDirectAlign
         int num_neurons;
-        size_t up_bytes, record_bytes;  // multiples of 64; the column lies behind the row
+        size_t up_bytes, record_bytes;  // multiples of 64; the column lies behind the rows
         int num_slots;
         std::vector<int32_t> pinned{};  // neurons that are read once and stay, in slots of their own
     };
@@ -42,11 +46,15 @@ class NeuronCache {
     };
     // Opens the file and reads the pinned neurons.
     NeuronCache(Source source, std::vector<Layer> layers);
+    // Takes memory for all records of the layers, which `fill` then brings.
+    explicit NeuronCache(std::vector<Layer> layers);
+    // Brings the records of a layer; `bytes` are all that it has.
+    void fill(int layer, const uint8_t* records, size_t bytes);
     ~NeuronCache();
     NeuronCache(const NeuronCache&) = delete;
     NeuronCache& operator=(const NeuronCache&) = delete;
 
-    bool is_direct() const { return file_.is_direct(); }
+    bool is_direct() const { return !file_ || file_->is_direct(); }
     size_t memory_bytes() const { return memory_.size() + buffers_.size(); }
     int num_layers() const { return (int)layers_.size(); }
     const Layer& layer(int index) const { return layers_[index].shape; }
@@ -55,6 +63,9 @@ class NeuronCache {
     int64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
     int64_t num_found() const { return num_found_.load(std::memory_order_relaxed); }
     int64_t num_read() const { return num_read_.load(std::memory_order_relaxed); }
+    // Records that were read by a guess, and those of them that the layer then asked for.
+    int64_t num_foreseen() const { return num_foreseen_.load(std::memory_order_relaxed); }
+    int64_t num_foreseen_used() const { return num_foreseen_used_.load(std::memory_order_relaxed); }
     double wait_seconds() const { return (double)wait_ns_.load(std::memory_order_relaxed) * 1e-9; }
 
     void begin_step() { now_++; }
@@ -63,13 +74,15 @@ class NeuronCache {
         if (!marks_[neuron].load(std::memory_order_relaxed))
             marks_[neuron].store(1, std::memory_order_relaxed);
     }
+    // Has neurons of a layer that comes later read, as far as it has slots, behind what is asked for.
+    void foresee(int layer, const std::vector<int32_t>& neurons);
     // Takes in the marks of a layer, whose stages come next, and has what is missing read.
     void request(int layer);
     // The neurons that were requested of a layer in this step, in the order in which they arrive.
     const std::vector<int32_t>& requested(int layer) const { return layers_[layer].requested; }
     // Waits for the first `count` of them; false where a read has failed. From any thread.
     bool await(int layer, int count);
-    // The row of the up projection of a requested neuron of the running layer.
+    // The first row of a requested neuron of the running layer, in front of all others.
     const uint8_t* row(int layer, int neuron) const {
         return columns_[neuron] - layers_[layer].shape.up_bytes;
     }
@@ -90,10 +103,12 @@ class NeuronCache {
         std::vector<int64_t> used_at;  // by slot: the last step that used it
         std::vector<int32_t> requested;
         int num_found = 0;  // of these, which come first
+        std::vector<uint8_t> is_foreseen;  // by neuron: whether a guess of this step has read it
     };
     struct Read {
         int64_t offset;
         uint8_t* to;
+        int32_t neuron = -1, slot = -1;
     };
     // A read from the file for records `first` .. `end` - 1 of reads_.
     struct Job {
@@ -101,18 +116,32 @@ class NeuronCache {
         size_t bytes;
         int first, end;
     };
+    // The reads of a layer's guess.
+    struct Ahead {
+        LayerState* state;
+        std::vector<Read> reads;
+        std::vector<Job> jobs;
+        size_t next = 0;
+        int in_flight = 0;
+    };
     static constexpr int64_t kPinned = INT64_MAX;
 
-    void lay_out();
+    static void check(const std::vector<Layer>& layers);
+    void lay_out(std::vector<Layer> layers);
     void read_pinned();
     void take_marks(LayerState& state);
     void drop_old(LayerState& state) const;
     static void clear(LayerState& state, int slot);
     // Returns `count` slots, emptied; none where fewer are free of what this step uses.
     std::vector<int32_t> free_slots(LayerState& state, size_t count) const;
-    void make_jobs(const LayerState& state);
-    void fetch(const Job& job, const LayerState& state, const uint8_t* buffer) const;
+    int64_t offset_of(const LayerState& state, int neuron) const;
+    std::vector<Job> jobs_of(const std::vector<Read>& reads, const LayerState& state) const;
+    static void fetch(const Job& job, const std::vector<Read>& reads, size_t record, const uint8_t* buffer);
+    void settle(const LayerState* state);
+    Ahead* next_ahead();
     void serve(int thread);
+    void read_job(std::unique_lock<std::mutex>& lock, uint8_t* buffer);
+    void read_ahead(std::unique_lock<std::mutex>& lock, Ahead& ahead, uint8_t* buffer);
     void stop();
     uint8_t* buffer(int thread) const { return buffers_.data() + thread * buffer_bytes_; }
 
@@ -120,17 +149,19 @@ class NeuronCache {
     std::vector<LayerState> layers_;
     const size_t buffer_bytes_;
     Memory memory_, buffers_;
-    const WeightFile file_;
+    const std::unique_ptr<const WeightFile> file_;  // null: all records are in memory
     uint8_t *landing_ = nullptr, *zeros_ = nullptr;
     std::unique_ptr<std::atomic<uint8_t>[]> marks_;
     std::vector<const uint8_t*> columns_;
     std::vector<int32_t> missing_;
     int64_t now_ = 0;
     LayerState* running_ = nullptr;
-    std::atomic<int64_t> bytes_read_{0}, wait_ns_{0}, num_found_{0}, num_read_{0};
+    std::atomic<int64_t> bytes_read_{0}, wait_ns_{0}, num_found_{0}, num_read_{0}, num_foreseen_{0},
+        num_foreseen_used_{0};
 
     std::vector<Read> reads_;  // of the running layer, in the file's order; changed while no job is left
     std::vector<Job> jobs_;
+    std::list<Ahead> ahead_;  // guesses of layers that have not been asked for
     std::mutex mutex_;
     std::condition_variable may_read_, has_arrived_;
     size_t next_ = 0;  // the job that is handed out next

@@ -17,7 +17,7 @@
 namespace octavo {
 namespace {
 
-// Prepares the rows: marks the neurons that each row uses, and converts x for the up projection.
+// Prepares the rows: marks the neurons that each row uses, and converts x for the rows of records.
 struct NeuronRowsStage : Stage {
     static constexpr int kRowsAPiece = 4;
     NeuronsSpec spec;
@@ -32,10 +32,7 @@ struct NeuronRowsStage : Stage {
     void run(const View& view, int piece, ThreadState&, int) const override {
         const int last = std::min(view.batch.num_tokens, (piece + 1) * kRowsAPiece);
         for (int row = piece * kRowsAPiece; row < last; row++) {
-            float* opened = view.at(spec.opened, row);
-            if (spec.threshold > 0 && view.sparse_rows(false)[row]) cut(opened);
-            for (int n = 0; n < spec.opened.width; n++)
-                if (opened[n] != 0) spec.cache->mark(n);
+            mark(view.at(spec.opened, row), view.sparse_rows(false)[row]);
             if (!spec.rows) continue;
             std::fill_n(view.at(spec.out, row), spec.out.width, 0.0f);
             spec.rows->convert(view, row, spec.rows->rows, row);
@@ -47,10 +44,43 @@ struct NeuronRowsStage : Stage {
         // No later stage waits where there is no up projection.
         if (!spec.rows) spec.cache->await(spec.layer, (int)spec.cache->requested(spec.layer).size());
     }
+    // `opened` are scores where gates are not computed yet; rows that are not sparse then use all neurons.
+    void mark(float* opened, bool is_sparse) const {
+        if (is_sparse && spec.threshold > 0) cut(opened);
+        for (int n = 0; n < spec.opened.width; n++)
+            if (spec.computes_gate() ? !is_sparse || opened[n] >= 0 : opened[n] != 0) spec.cache->mark(n);
+    }
     // Compares magnitudes by their bits, as the kernels do.
     void cut(float* opened) const {
         for (int n = 0; n < spec.opened.width; n++)
             if (std::fabs(opened[n]) < spec.threshold) opened[n] = 0;
+    }
+};
+
+// Has the neurons of a later layer read that guessed scores say rows may use; rows that are not sparse use all,
+// and nothing is guessed of their steps.
+struct ForeseeStage : Stage {
+    std::shared_ptr<NeuronCache> cache;
+    int layer;
+    Place scores;
+    ForeseeStage(std::shared_ptr<NeuronCache> c, int l, const Place& s)
+        : cache(std::move(c)), layer(l), scores(s) {}
+    std::string name() const override { return "neurons foreseen"; }
+    bool on_samples() const override { return false; }
+    int pieces(const View& view) const override {
+        const uint8_t* rows = view.sparse_rows(false);
+        const int count = view.batch.num_tokens;
+        return count && std::all_of(rows, rows + count, [](uint8_t is_sparse) { return is_sparse; }) ? 1 : 0;
+    }
+    void run(const View& view, int, ThreadState&, int) const override {
+        std::vector<int32_t> neurons;
+        for (int n = 0; n < scores.width; n++)
+            for (int row = 0; row < view.batch.num_tokens; row++)
+                if (view.at(scores, row)[n] >= 0) {
+                    neurons.push_back(n);
+                    break;
+                }
+        cache->foresee(layer, neurons);
     }
 };
 
@@ -64,46 +94,59 @@ struct NeuronRequestStage : Stage {
     void run(const View& view, int, ThreadState&, int) const override { rows.request(view); }
 };
 
-// Multiplies the rows of the up projection as they arrive: tiles are put together from the rows of sixteen
-// neurons each, so that sums have the bits of the same weight in tiles.
+// Multiplies the rows of records as they arrive: tiles are put together from the rows of sixteen neurons each,
+// so that sums have the bits of the same weight in tiles. Two tiles are taken at a time: of the up projection,
+// or of the gates and the up projection of the same neurons.
 struct NeuronUpStage : Stage {
     static constexpr int kTilesAPiece = 2;
     NeuronsSpec spec;
     Tiles gathered;  // a weight of kTilesAPiece tiles, without memory
     NeuronUpStage(NeuronsSpec s, const Tiles& g) : spec(std::move(s)), gathered(g) {}
-    std::string name() const override { return "neurons up"; }
+    std::string name() const override { return spec.computes_gate() ? "neurons gate and up" : "neurons up"; }
     const char* code() const override { return kCodeNames[(int)gathered.code]; }
     bool on_samples() const override { return false; }
     bool depends_on_data() const override { return true; }
     int count() const { return (int)spec.cache->requested(spec.layer).size(); }
+    int neurons_a_piece() const { return spec.computes_gate() ? kTile : kTilesAPiece * kTile; }
     Cost cost(const View& view) const override {
-        const double numbers = (double)count() * spec.rows->x.width;
+        const double numbers = (double)count() * spec.rows->x.width * spec.num_rows();
         return {numbers, 2.0 * numbers * view.batch.num_tokens};
     }
     int pieces(const View& view) const override {
-        constexpr int kNeurons = kTilesAPiece * kTile;
-        return view.batch.num_tokens ? (count() + kNeurons - 1) / kNeurons : 0;
+        return view.batch.num_tokens ? (count() + neurons_a_piece() - 1) / neurons_a_piece() : 0;
     }
     void run(const View& view, int piece, ThreadState& thread, int) const override {
-        const int first = piece * kTilesAPiece * kTile,
-                  used = std::min(count() - first, kTilesAPiece * kTile);
+        const int first = piece * neurons_a_piece(), used = std::min(count() - first, neurons_a_piece());
         if (!spec.cache->await(spec.layer, first + used)) return;
         const int32_t* neurons = spec.cache->requested(spec.layer).data() + first;
-        Tiles tiles = gathered;
-        tiles.num_rows = used;
-        tiles.data = thread.gathered->data();
-        for (int t = 0; t < tiles.num_tiles(); t++)
-            gather(neurons + t * kTile, std::min(kTile, used - t * kTile),
-                   thread.gathered->data() + t * tiles.tile_bytes);
+        const Tiles tiles = gather_all(neurons, used, thread.gathered->data());
         const int rows = view.batch.num_tokens;
         for (int row0 = 0; row0 < rows; row0 += kRowBlock) {
             const int num_rows = std::min(kRowBlock, rows - row0);
             const TileRef refs[2] = {{&tiles, 0, thread.acc[0].data()}, {&tiles, 1, thread.acc[1].data()}};
             view.executor.kernels().tile_products(refs, tiles.num_tiles(), spec.rows->rows, row0, num_rows,
                                                   thread.product->data());
-            for (int i = 0; i < used; i++)
-                write(view, neurons[i], row0, num_rows, thread.acc[i / kTile].data() + i % kTile);
+            if (spec.computes_gate())
+                open_gates(view, thread, neurons, used, row0, num_rows);
+            else
+                for (int i = 0; i < used; i++)
+                    write(view, neurons[i], row0, num_rows, thread.acc[i / kTile].data() + i % kTile);
         }
+    }
+    // Returns tiles of the neurons' rows, which lie at `to`.
+    Tiles gather_all(const int32_t* neurons, int used, uint8_t* to) const {
+        Tiles tiles = gathered;
+        tiles.num_rows = spec.computes_gate() ? kTilesAPiece * kTile : used;
+        tiles.data = to;
+        if (spec.computes_gate()) {
+            gather(neurons, used, 0, spec.gate_scales, to);
+            gather(neurons, used, 1, spec.up_scales, to + tiles.tile_bytes);
+        } else {
+            for (int t = 0; t < tiles.num_tiles(); t++)
+                gather(neurons + t * kTile, std::min(kTile, used - t * kTile), 0, spec.up_scales,
+                       to + t * tiles.tile_bytes);
+        }
+        return tiles;
     }
     // Writes f(gate) * (up + bias + offset) of a neuron; `sums` lie a tile apart.
     void write(const View& view, int neuron, int row0, int num_rows, const float* sums) const {
@@ -111,19 +154,42 @@ struct NeuronUpStage : Stage {
         for (int i = 0; i < num_rows; i++) {
             const float up = sums[i * kTile] + bias;
             view.at(spec.out, row0 + i)[neuron] =
-                view.at(spec.opened, row0 + i)[neuron] * (up + spec.up_offset);
+                view.at(spec.opened, row0 + i)[neuron] * (up + spec.gate.up_offset);
         }
     }
-    // Puts up to sixteen neurons' rows together as a tile, their scales behind them.
-    void gather(const int32_t* neurons, int used, uint8_t* to) const {
+    // Writes the same from the sums of both, by the products' epilogue, where a row's scores say so.
+    void open_gates(const View& view, ThreadState& thread, const int32_t* neurons, int used, int row0,
+                    int num_rows) const {
+        const uint8_t* is_sparse = view.sparse_rows(false);
+        float gate_bias[kTile] = {}, up_bias[kTile] = {};
+        for (int i = 0; i < used; i++) {
+            if (spec.gate_bias) gate_bias[i] = spec.gate_bias[neurons[i]];
+            if (spec.up_bias) up_bias[i] = spec.up_bias[neurons[i]];
+        }
+        Epilogue gate = spec.gate;
+        gate.gated = true;
+        gate.bias = gate_bias, gate.up_bias = up_bias;
+        if (gate.threshold > 0) gate.is_sparse = is_sparse;
+        float* made = thread.group.data();
+        view.executor.kernels().write_tile(gate, thread.acc[0].data(), thread.acc[1].data(), row0, num_rows,
+                                           0, kTile, made, kTile);
+        for (int row = row0; row < row0 + num_rows; row++, made += kTile) {
+            const float* scores = view.at(spec.opened, row);
+            float* out = view.at(spec.out, row);
+            for (int i = 0; i < used; i++)
+                if (!is_sparse[row] || scores[neurons[i]] >= 0) out[neurons[i]] = made[i];
+        }
+    }
+    // Puts up to sixteen neurons' rows of one matrix together as a tile, their scales behind them.
+    void gather(const int32_t* neurons, int used, int matrix, const float* of_neurons, uint8_t* to) const {
+        const int inputs = gathered.num_groups * kGroup;
         const uint8_t* rows[kTile];
         float scales[kTile] = {};
         std::fill_n(rows, kTile, spec.cache->zeros());
         for (int i = 0; i < used; i++) {
-            rows[i] = spec.cache->row(spec.layer, neurons[i]);
-            scales[i] = spec.up_scales[neurons[i]];
+            rows[i] = spec.cache->row(spec.layer, neurons[i]) + (size_t)matrix * inputs;
+            scales[i] = of_neurons[neurons[i]];
         }
-        const int inputs = gathered.num_groups * kGroup;
         for (int k = 0; k < inputs; k += 16)
             for (int o = 0; o < kTile; o += 4) put_quads(rows + o, k, to + (size_t)k * kTile + 4 * o);
         std::memcpy(to + (size_t)inputs * kTile, scales, sizeof scales);

@@ -416,9 +416,23 @@ struct AttentionStage : Stage {
     AttentionSpec spec;
     int plan_index;
     bool merges;  // the second of the two stages
+    const SelectedKeys* selected;  // what sparse rows read; null: all
 
-    AttentionStage(const AttentionSpec& s, int plan, bool m) : spec(s), plan_index(plan), merges(m) {}
+    AttentionStage(const AttentionSpec& s, int plan, bool m, const SelectedKeys* keys)
+        : spec(s), plan_index(plan), merges(m), selected(keys) {}
     bool on_samples() const override { return false; }
+    bool depends_on_data() const override { return selected && selected->num_rows() > 0; }
+    // The plan, the step and the group's place in its arrays, as the rows that choose keys make them.
+    const AttentionPlan& plan(const View& view) const {
+        return depends_on_data() ? selected->plan() : view.executor.plan(plan_index);
+    }
+    const Batch& batch(const View& view) const { return depends_on_data() ? selected->batch() : view.batch; }
+    int64_t first_request(const View& view) const {
+        return depends_on_data() ? 0 : (int64_t)spec.group * view.batch.num_requests;
+    }
+    float* partials(const View& view) const {
+        return depends_on_data() ? selected->partials() : view.executor.partials();
+    }
     std::string name() const override { return merges ? "attention merge" : "attention"; }
     Cost cost(const View& view) const override {
         if (merges) return {};
@@ -440,13 +454,13 @@ struct AttentionStage : Stage {
         return sum;
     }
     int pieces(const View& view) const override {
-        const AttentionPlan& plan = view.executor.plan(plan_index);
+        const AttentionPlan& plan = this->plan(view);
         return merges ? (int)plan.merged.size() * view.kv.group(spec.group).num_heads
                       : (int)plan.pieces.size();
     }
 
     void run(const View& view, int piece, ThreadState& thread, int) const override {
-        const AttentionPlan& plan = view.executor.plan(plan_index);
+        const AttentionPlan& plan = this->plan(view);
         const KvLayer kv = layer(view);
         const AttentionArgs args{.q = view.at(spec.q, 0),
                                  .out = view.at(spec.out, 0),
@@ -464,8 +478,8 @@ struct AttentionStage : Stage {
                                  .distances = spec.distances,
                                  .reach = spec.reach};
         AttentionPiece work;  // not zeroed: it has room for many rows, and most pieces have few
-        work.places = view.batch.places;
-        work.limits = view.batch.limits;
+        work.places = batch(view).places;
+        work.limits = batch(view).limits;
         work.num_rows = 0;
         if (merges) {
             const QueryRun& run = plan.runs[plan.merged[piece / kv.num_heads]];
@@ -559,30 +573,28 @@ struct AttentionStage : Stage {
 
     // The blocks that a piece reads first.
     BlockRange read_first(const View& view, int piece) const {
-        const AttentionPlan& plan = view.executor.plan(plan_index);
+        const AttentionPlan& plan = this->plan(view);
         const auto [index, kv_head] = plan.pieces[piece];
         const AttentionWork& work = plan.works[index];
         const QueryRun& run = plan.runs[work.shared ? plan.sharers[plan.shared[work.run].first] : work.run];
         return {block_table(view, run), kv_head, work.first_block, work.last_block};
     }
     const int32_t* block_table(const View& view, const QueryRun& run) const {
-        return view.batch.block_tables +
-               ((int64_t)spec.group * view.batch.num_requests + run.request) * view.batch.table_width;
+        const Batch& b = batch(view);
+        return b.block_tables + (first_request(view) + run.request) * b.table_width;
     }
 
     // Adds a run's rows to a piece, with the places that the states of its splits go to.
     void add_run(const View& view, AttentionPiece& work, const QueryRun& run, const KvLayer& kv) const {
-        const Batch& b = view.batch;
-        const int64_t request = (int64_t)spec.group * b.num_requests + run.request;
         work.block_table = block_table(view, run);
-        work.context_len = b.context_lens[request];
+        work.context_len = batch(view).context_lens[first_request(view) + run.request];
         const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded);
         const int64_t split_floats = run.num_rows * row_floats;
         const int64_t splits_before =
             (int64_t)work.kv_head * (run.last_split - run.first_split) + work.first_split - run.first_split;
         const int64_t at = run.partial + splits_before * split_floats;
         for (int i = 0; i < run.num_rows; i++) {
-            float* partial = run.partial < 0 ? nullptr : view.executor.partials() + at + i * row_floats;
+            float* partial = run.partial < 0 ? nullptr : partials(view) + at + i * row_floats;
             work.rows[work.num_rows++] = AttentionRow{run.row0 + i, partial, split_floats};
         }
     }

@@ -3,6 +3,7 @@
 // machine runs.
 #include "adapters.inl"
 #include "attention.inl"
+#include "block_masses.inl"
 #include "epilogue.inl"
 #include "linear.inl"
 #include "linear_columns.inl"
@@ -66,6 +67,7 @@ const KernelTable kTable = {
     .kv_store = kv_store,
     .attention = attention,
     .attention_merge = attention_merge,
+    .block_masses = block_masses,
     .short_conv = short_conv,
     .scan_lanes = scan_lanes,
     .shrink = shrink,

@@ -293,6 +293,19 @@ struct AttentionPiece {
     AttentionRow rows[kMaxSets * kMaxLanes];
 };
 
+// Queries of one row that share a kv head, and the keys that they are compared with: the first num_keys of a
+// table, by part of their columns.
+struct BlockMassArgs {
+    KvLayer kv;
+    const int32_t* block_table;
+    int32_t kv_head, num_keys;
+    const float* q;  // [lanes][k_width]
+    int32_t num_lanes;
+    float scale;
+    float* scores;  // scratch [blocks][16]
+    float* masses;  // [blocks], each the sum of the lanes' shares of attention
+};
+
 // Prefetches bytes `from` .. `to` - 1 of each block of the range into the second-level cache. A few blocks at
 // a time: they lie scattered over pages, where the hardware's prefetcher is of no help, and finding several
 // pages at once hides what finding each costs.
@@ -410,6 +423,7 @@ struct KernelTable {
     void (*kv_store)(const KvLayer& kv, int32_t slot, const float* k, const float* v);
     void (*attention)(const AttentionArgs& args, const AttentionPiece& piece, float* scratch);
     void (*attention_merge)(const AttentionArgs& args, const AttentionPiece& piece);
+    void (*block_masses)(const BlockMassArgs& args);
     void (*short_conv)(const ShortConvArgs& args, const float* const* rows, float* out);
     // Takes a block of up to 16 columns through all rows of a scan.
     void (*scan_lanes)(const ScanArgs& args, const ScanLanes& lanes);

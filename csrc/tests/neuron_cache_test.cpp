@@ -175,6 +175,39 @@ void test_pinned(const std::string& directory) {
     CHECK(is_refused);
 }
 
+// Neurons that were foreseen are found, those that were not are read, and a guess changes no byte.
+void test_foreseen(const std::string& directory) {
+    const Records records(directory);
+    const auto cache = records.open();
+    cache->begin_step();
+    cache->foresee(0, {3, 4, 50});
+    cache->foresee(1, {7, 8, 150});
+    CHECK(use(*cache, 2, {1}));
+    while (cache->num_foreseen() < 6) std::this_thread::yield();
+    CHECK(use(*cache, 0, {3, 4, 60}) && use(*cache, 1, {8}) && ended(*cache).empty());
+    CHECK(cache->num_foreseen_used() == 3 && cache->num_read() == 2);
+    std::mt19937 generator(11);
+    for (const bool slow : {false, true}) {
+        is_slow = slow;
+        for (int step = 0; step < 60; step++) {
+            error_code = EIO;
+            reads_until_error = step % 6 ? -1 : step / 3;
+            cache->begin_step();
+            bool is_whole = true;
+            for (int layer = 0; is_whole && layer < cache->num_layers(); layer++) {
+                for (int later = layer + 1; later < cache->num_layers(); later++) {
+                    const std::set<int> guess = some(generator, cache->layer(later).num_neurons, 0.2);
+                    cache->foresee(later, {guess.begin(), guess.end()});
+                }
+                is_whole = use(*cache, layer, some(generator, cache->layer(layer).num_neurons, 0.2));
+            }
+            reads_until_error = -1;
+            CHECK(is_whole == ended(*cache).empty());
+        }
+    }
+    is_slow = false;
+}
+
 void test_failing_reads(const std::string& directory) {
     const Records records(directory);
     std::mt19937 generator(3);
@@ -204,6 +237,7 @@ void test_neuron_cache(const std::string& directory) {
     test_window(directory);
     test_room(directory);
     test_pinned(directory);
+    test_foreseen(directory);
     test_failing_reads(directory);
 }
 

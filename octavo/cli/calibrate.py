@@ -24,6 +24,7 @@ LEFT_OUT = (
     *options_of(SparsityOptions),
     "neuron_cache_bytes",
     "neuron_window",
+    "weights_lookahead",
     "hot_neurons",
 )
 
@@ -41,19 +42,28 @@ def calibrate(
     tokens: Annotated[
         int, typer.Option(min=256, help="Tokens of the text that are measured at most.")
     ] = DEFAULT_TOKENS,
+    predictor_rank: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Rank of predictors for --sparsity-predictor, 64 as a rule; they want 16384"
+            " tokens. 0: makes none.",
+        ),
+    ] = 0,
     options: dict[str, Any],
 ) -> None:
-    """Measure a model for --activation-sparsity, --ffn-sparsity gate:SHARE and --hot-neurons, by
-    running a text through it.
+    """Measure a model for --activation-sparsity, --ffn-sparsity gate:SHARE, --sparsity-predictor
+    and --hot-neurons, by running a text through it.
     """
     from octavo.config.engine_config import EngineConfig
-    from octavo.wiring.calibrate import calibrate_model, read_text
+    from octavo.wiring.calibrate import calibrate_model, read_text, recall_of
 
     config = EngineConfig.from_options(**options, model=model)
     found = calibrate_model(
         config,
         read_text(text),
         num_tokens=tokens,
+        predictor_rank=predictor_rank,
         report=lambda line: print(line, file=sys.stderr),
     )
     found.save(out)
@@ -61,3 +71,5 @@ def calibrate(
         f"{out}: {len(found.inputs)} inputs of products and {len(found.gates)} gates, from"
         f" {found.num_tokens} tokens"
     )
+    for line in recall_of(found):
+        print(f"  {line}")

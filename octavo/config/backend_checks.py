@@ -19,6 +19,9 @@ MAX_ENGINES = 64
 MAX_SPARSITY = 0.95
 """Largest share of inputs or gates that may be taken for zero."""
 
+MAX_LOOKAHEAD = 4
+"""Most layers ahead whose neurons are guessed."""
+
 TORCH_ONLY = ("device", "attention_backend", "torch_kernels", "enforce_eager")
 NATIVE_ONLY = ("cpu_level",)
 """Options that mean nothing on other backends, which are batch-invariant as they are."""
@@ -85,7 +88,7 @@ def _check_offload(config: EngineConfig) -> None:
 def _check_neurons(config: EngineConfig) -> None:
     options = config.offload
     if options.neuron_cache_bytes is None:
-        for name in ("neuron_window", "hot_neurons"):
+        for name in ("neuron_window", "weights_lookahead", "hot_neurons"):
             if getattr(options, name):
                 raise ConfigError(
                     f"{name}: allowed only with neuron_cache_bytes",
@@ -93,10 +96,21 @@ def _check_neurons(config: EngineConfig) -> None:
                 )
         return
     hint = "leave neuron_cache_bytes out"
-    if config.sparsity.ffn_sparsity is None:
+    if config.sparsity.ffn_sparsity is None and config.sparsity.sparsity_predictor is None:
         raise ConfigError(
-            "neuron_cache_bytes: allowed only with ffn_sparsity, which says what a token uses",
+            "neuron_cache_bytes: allowed only with ffn_sparsity or sparsity_predictor, which say"
+            " what a token uses",
             hint="set ffn_sparsity to exact for a model with relu, else to gate:SHARE",
+        )
+    if options.weights_lookahead and config.sparsity.sparsity_predictor is None:
+        raise ConfigError(
+            "weights_lookahead: allowed only with sparsity_predictor, which guesses",
+            hint="make one: octavo calibrate MODEL --predictor-rank 64",
+        )
+    if options.weights_lookahead > MAX_LOOKAHEAD:
+        raise ConfigError(
+            f"weights_lookahead: got {options.weights_lookahead}, allowed is at most"
+            f" {MAX_LOOKAHEAD}"
         )
     if config.lora.enable_lora:
         raise ConfigError("neuron_cache_bytes: not allowed beside enable_lora", hint=hint)
@@ -131,15 +145,27 @@ def _check_sparsity(config: EngineConfig) -> None:
             f"ffn_sparsity: allowed only with the native backend, got {backend!r}",
             hint="set backend to native",
         )
-    name = "activation_sparsity" if options.activation_sparsity else "ffn_sparsity"
-    if not options.is_approximate:
+    _check_predictor(config)
+    _check_selection(config)
+    if not options.activation_sparsity and not options.gate_sparsity:
         for unused in ("calibration", "activation_sparsity_plan"):
             if getattr(options, unused) != getattr(usual, unused):
                 raise ConfigError(
                     f"{unused}: allowed only with activation_sparsity or ffn_sparsity gate:SHARE",
                     hint=f"leave {unused} out",
                 )
+    if not options.is_approximate:
         return
+    name = next(
+        name
+        for name, given in (
+            ("activation_sparsity", options.activation_sparsity),
+            ("ffn_sparsity", options.gate_sparsity),
+            ("sparsity_predictor", options.sparsity_predictor),
+            ("kv_selection", options.kv_selection),
+        )
+        if given
+    )
     if backend == "torch":
         raise ConfigError(
             f"{name}: allowed with the native and the reference backend, got 'torch'",
@@ -150,10 +176,52 @@ def _check_sparsity(config: EngineConfig) -> None:
         raise ConfigError(
             f"{name}: allowed where {option} is 1, got {size}", hint=f"leave {name} out"
         )
-    if not options.calibration:
+    if not options.calibration and name not in ("sparsity_predictor", "kv_selection"):
         raise ConfigError(
             f"{name}: allowed only with a calibration",
             hint="make one: octavo calibrate MODEL --text FILE --out FILE",
+        )
+
+
+def _check_selection(config: EngineConfig) -> None:
+    """Raises ConfigError where keys are to be chosen that cannot be, or not like this."""
+    options = config.sparsity
+    if options.kv_selection is None:
+        if options.kv_budget != SparsityOptions().kv_budget:
+            raise ConfigError(
+                "kv_budget: allowed only with kv_selection", hint="leave kv_budget out"
+            )
+        return
+    if not 1 - MAX_SPARSITY <= options.kv_budget + 1e-9 <= 1 + 1e-9:
+        raise ConfigError(
+            f"kv_budget: got {options.kv_budget:g}, allowed is {1 - MAX_SPARSITY:.2f} to 1"
+        )
+    if config.lora.enable_lora:
+        raise ConfigError(
+            "kv_selection: not allowed beside enable_lora, which changes queries and keys",
+            hint="merge the adapter into the model",
+        )
+
+
+def _check_predictor(config: EngineConfig) -> None:
+    """Raises ConfigError where neurons are to be predicted that cannot be, or not like this."""
+    options = config.sparsity
+    if options.sparsity_predictor is None:
+        if options.predicted_share != SparsityOptions().predicted_share:
+            raise ConfigError(
+                "predicted_share: allowed only with sparsity_predictor",
+                hint="leave predicted_share out",
+            )
+        return
+    if not 1 - MAX_SPARSITY <= options.predicted_share + 1e-9 <= 1 + 1e-9:
+        raise ConfigError(
+            f"predicted_share: got {options.predicted_share:g}, allowed is"
+            f" {1 - MAX_SPARSITY:.2f} to 1"
+        )
+    if config.lora.enable_lora:
+        raise ConfigError(
+            "sparsity_predictor: not allowed beside enable_lora, which changes the gates",
+            hint="merge the adapter into the model, and calibrate that",
         )
 
 
@@ -197,6 +265,8 @@ def _check_stages(config: EngineConfig) -> None:
         ("transfer", "kv_transfer"),
         ("sparsity", "ffn_sparsity"),
         ("sparsity", "activation_sparsity"),
+        ("sparsity", "sparsity_predictor"),
+        ("sparsity", "kv_selection"),
     ):
         given = getattr(getattr(config, part), name)
         if given != getattr(getattr(usual, part), name):

@@ -154,6 +154,12 @@ class OffloadOptions:
         " 0: as long as there is room",
         low=0,
     )
+    weights_lookahead: int = option(
+        0,
+        "with neuron_cache_bytes and sparsity_predictor: layers ahead whose neurons are guessed,"
+        " and read while the disk is idle (ActiveFlow); no result depends on it",
+        low=0,
+    )
     hot_neurons: str | None = option(
         None,
         "with neuron_cache_bytes: file of `octavo calibrate` for the same weights; the neurons that"
@@ -187,6 +193,26 @@ class SparsityOptions:
         None, "file of `octavo calibrate` for the same weights, which says what is small"
     )
 
+    sparsity_predictor: str | None = option(
+        None,
+        "file of `octavo calibrate --predictor-rank` for the same weights: of generated tokens only"
+        " the neurons are computed of which a low-rank predictor says, from the attention's input,"
+        " that their gates open widest (DejaVu); native takes weights in int8; changes results",
+    )
+    predicted_share: float = option(
+        0.5, "with sparsity_predictor: share of each layer's neurons that are computed", low=0
+    )
+
+    kv_selection: Literal["speculated"] | None = option(
+        None,
+        "native, reference: generated tokens read, in all layers but the first two, the blocks of"
+        " keys to which most of their attention goes, guessed from the layer before (InfiniGen);"
+        " changes results",
+    )
+    kv_budget: float = option(
+        0.3, "with kv_selection: share of a request's blocks of keys that a token reads", low=0
+    )
+
     @property
     def gate_sparsity(self) -> float:
         """Share of gates that are taken for zero; NaN where the option is of no form."""
@@ -200,8 +226,26 @@ class SparsityOptions:
     @property
     def is_approximate(self) -> bool:
         """Whether generated tokens are computed otherwise than a prompt's."""
-        return bool(self.activation_sparsity or self.gate_sparsity)
+        return bool(
+            self.activation_sparsity
+            or self.gate_sparsity
+            or self.sparsity_predictor
+            or self.kv_selection
+        )
 
     def numbers(self) -> list[Any]:
         """Returns what decides the numbers of generated tokens, beside the calibration."""
-        return [self.activation_sparsity, self.activation_sparsity_plan, self.gate_sparsity]
+        thresholds = [self.activation_sparsity, self.activation_sparsity_plan, self.gate_sparsity]
+        predicted = [] if self.sparsity_predictor is None else ["predicted", self.predicted_share]
+        selected = [] if self.kv_selection is None else [self.kv_selection, self.kv_budget]
+        return thresholds + predicted + selected
+
+    @property
+    def neuron_sparsity(self) -> float:
+        """Share of a feed-forward layer's neurons that a predictor leaves out."""
+        return 0.0 if self.sparsity_predictor is None else 1.0 - self.predicted_share
+
+    @property
+    def key_sparsity(self) -> float:
+        """Share of the blocks of keys that generated tokens do not read."""
+        return 0.0 if self.kv_selection is None else 1.0 - self.kv_budget

@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from octavo.errors import ConfigError
+from octavo.program.neuron_predictors import NeuronPredictor
 from octavo.program.passes.sparsify import Thresholds
 
 VERSION = 1
@@ -77,6 +78,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: list[ActivationCurve]
     gates: list[ActivationCurve]
     neurons: list[NeuronUse] = []
+    predictors: list[NeuronPredictor] = []
 
     def save(self, path: Path) -> None:
         """Writes the file, whole or not at all."""
@@ -85,9 +87,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         part.replace(path)
 
 
-def read_calibration(path: Path, fingerprint: str, *, name: str = "calibration") -> Calibration:
-    """Reads the calibration of the weights with that fingerprint; ConfigError names what is wrong
-    with a file, and the option `name` that names it.
+def read_calibration(
+    path: Path, fingerprint: str | None, *, name: str = "calibration"
+) -> Calibration:
+    """Reads the calibration of the weights with that fingerprint, or of any; ConfigError names what
+    is wrong with a file, and the option `name` that names it.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
@@ -97,7 +101,7 @@ def read_calibration(path: Path, fingerprint: str, *, name: str = "calibration")
         raise _refused(name, path, f"it is no calibration: {error}") from None
     if found.version != VERSION:
         raise _refused(name, path, f"its version is {found.version}, allowed is {VERSION}")
-    if found.fingerprint != fingerprint:
+    if fingerprint is not None and found.fingerprint != fingerprint:
         raise _refused(name, path, "it was made of other weights than this model's")
     for curve in (*found.inputs, *found.gates):
         numbers = curve.thresholds + curve.losses
@@ -109,6 +113,10 @@ def read_calibration(path: Path, fingerprint: str, *, name: str = "calibration")
     for layer in found.neurons:
         if not all(0 <= each <= found.num_tokens for each in layer.counts):
             raise _refused(name, path, f"the counts of {layer.weight or 'nothing'} are damaged")
+    for predictor in found.predictors:
+        if not predictor.is_whole:
+            what = f"the predictor of {predictor.gate or 'nothing'} is damaged"
+            raise _refused(name, path, what)
     return found
 
 

@@ -12,6 +12,7 @@ learned embeddings read, and nothing else does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -220,6 +221,8 @@ class Linear(Op):
     threshold: float = 0.0
     """Magnitude below which the products take a number of x, after the norm, for zero, in rows that
     are sparse (`StepBatch.sparse_from`); adapters take it as it is. Set by the pass `sparsify`."""
+    scores: Value | None = None
+    """Scores of a gated product's outs, as ActMul's; made by the fuse pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +302,9 @@ class ActMul(Op):
     threshold: float = 0.0
     """Magnitude of f(gate) below which out is zero, in rows that are sparse. Set by the pass
     `sparsify`."""
+    scores: Value | None = None
+    """Scores `[T, width]` of the columns, known before gate and up are: where one is negative, out
+    is zero in rows that are sparse, and neither need be computed. Set by the pass `predict`."""
 
 
 # -- attention and its cache -----------------------------------------------------------------------
@@ -341,6 +347,30 @@ class KvWrite(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class KeySelection:
+    """Choice of the blocks of 16 keys that a sparse row reads: those to which most of its attention
+    would go by a part of the columns of queries and keys, summed over the heads.
+
+    The first block and the last `LAST_BLOCKS` are always read, and `LEAST_BLOCKS` at least. The
+    attention's splits are counted over the keys that are read.
+    """
+
+    group: str
+    """Cache group of the same columns of the keys, under the same places."""
+    layer: int
+    budget: float
+    """Share of the blocks that are read."""
+
+    def num_blocks(self, num_blocks: int) -> int:
+        """Returns the number of blocks that are read of those that a row sees."""
+        return min(num_blocks, max(LEAST_BLOCKS, math.ceil(self.budget * num_blocks)))
+
+
+LEAST_BLOCKS = 4
+LAST_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
 class Attention(Op):
     """Attention over the keys of the row's request, read from the cache group: out[t, h] =
     softmax(scale * q[t, h] . K + bias) . V.
@@ -376,6 +406,10 @@ class Attention(Op):
     one another."""
     latent_width: int = 0
     """Columns of a latent group's K that are V too; 0: the group stores V."""
+    partial_q: Value | None = None
+    """Columns of queries `[T, H * part]` by which `selection` chooses keys, known before q is."""
+    selection: KeySelection | None = None
+    """Choice of the keys that sparse rows read; None: all. Set by the pass `select_keys`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +490,18 @@ class ScatterRows(Op):
 
     out: Value
     base: Value | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Foresee(Op):
+    """Guess of the neurons that a feed-forward layer further on will use, those whose scores `[T,
+    width]` are not negative, so that their weights may be read early. Makes nothing. Set by the
+    pass `predict`.
+    """
+
+    scores: Value
+    gate: str
+    """Name of the first matrix that makes that layer's gate."""
 
 
 def num_position_axes(program: Program) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import ObservingBackend, Runnable
+from octavo.backends.base import ObservedInputs, ObservingBackend, Runnable
 from octavo.backends.kv import KvCache
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader
@@ -21,6 +21,7 @@ from octavo.config.backend_options import SparsityOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.program.activation_curves import VERSION, Calibration
+from octavo.program.neuron_predictors import SHARES, WANTED_SHARE
 from octavo.program.ops import original_context
 from octavo.program.program import Program, Weight
 from octavo.progress import Report
@@ -35,6 +36,7 @@ from octavo.wiring.model import (
 from octavo.wiring.sparsity import weights_name
 from octavo.worker.activation_meter import ActivationMeter
 from octavo.worker.calibration import whole_text
+from octavo.worker.predictor_fit import PredictorFit
 
 WINDOW = 256
 """Tokens of the text that are computed together, as a text of their own."""
@@ -50,23 +52,66 @@ class MeasuredText:
     windows: Iterator[None]
     """Runs one window of WINDOW tokens at each step; the meter then shows it."""
     num_tokens: int
+    observed: ObservedInputs
+    floats: Callable[[Weight], NDArray[np.float32]]
+    """Function that reads a weight, `[out, in]`."""
 
 
 def calibrate_model(
-    config: EngineConfig, text: str, *, num_tokens: int, report: Report
+    config: EngineConfig, text: str, *, num_tokens: int, report: Report, predictor_rank: int = 0
 ) -> Calibration:
-    """Measures a model with the first tokens of a text, in windows that are texts of their own."""
+    """Measures a model with the first tokens of a text, in windows that are texts of their own.
+
+    With a rank, makes predictors of its gates too, of all windows but the last quarter, on which
+    they are measured.
+    """
     seen = measure_text(config, text, num_tokens=num_tokens, report=report)
-    for _ in seen.windows:
+    fit = _predictor_fit(seen, predictor_rank) if predictor_rank else None
+    num_windows = seen.num_tokens // WINDOW
+    num_fitted = num_windows - num_windows // 4
+    for index, _ in enumerate(seen.windows):
         seen.meter.take(WINDOW)
+        if fit is None:
+            continue
+        if index < num_fitted:
+            fit.take(WINDOW)
+        if index == num_fitted - 1:
+            fit.solve()
+        if index >= num_fitted:
+            fit.judge(WINDOW)
     return Calibration(
         VERSION,
         weights_name(seen.model.checkpoint),
         seen.num_tokens,
-        seen.meter.inputs(),
-        seen.meter.gates(),
-        seen.meter.neurons(),
+        inputs=seen.meter.inputs(),
+        gates=seen.meter.gates(),
+        neurons=seen.meter.neurons(),
+        predictors=[] if fit is None else fit.predictors(),
     )
+
+
+def recall_of(found: Calibration) -> list[str]:
+    """Returns what a calibration's predictors find at some shares, a sentence each; nothing without
+    predictors.
+    """
+    if not found.predictors:
+        return []
+    return [
+        f"predictors that compute {share:.0%} of the neurons find"
+        f" {np.mean([each.recall[SHARES.index(share)] for each in found.predictors]):.0%} of the"
+        f" widest open {WANTED_SHARE:.0%}"
+        for share in (0.2, 0.3, 0.5, 0.7)
+    ]
+
+
+def _predictor_fit(seen: MeasuredText, rank: int) -> PredictorFit:
+    if seen.num_tokens < 4 * WINDOW:
+        raise ConfigError(
+            f"text: got {seen.num_tokens} tokens to make predictors of, needed are at least"
+            f" {4 * WINDOW}",
+            hint="give a longer text; 16384 tokens of one are a good number",
+        )
+    return PredictorFit(seen.program, seen.observed.inputs, seen.floats, rank)
 
 
 def measure_text(
@@ -109,7 +154,15 @@ def measure_text(
             _run(runnable, kv, program, window)
             yield
 
-    return MeasuredText(model, program, meter, run(), WINDOW * len(windows))
+    return MeasuredText(
+        model,
+        program,
+        meter,
+        run(),
+        num_tokens=WINDOW * len(windows),
+        observed=observed,
+        floats=_floats_of(reader.load),
+    )
 
 
 def _measuring(config: EngineConfig) -> EngineConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.backends.base import Footprint
+from octavo.config.backend_options import SparsityOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.original_context import ONE_CONTEXT
@@ -29,7 +30,15 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         chat_template=None,
     )
     scheduler = replace(config.scheduler, spec_method=None, spec_model=None, spec_tree_width=1)
-    return replace(config, model=model, scheduler=scheduler)
+    usual = SparsityOptions()
+    sparsity = replace(
+        config.sparsity,
+        sparsity_predictor=None,
+        predicted_share=usual.predicted_share,
+        kv_selection=None,
+        kv_budget=usual.kv_budget,
+    )
+    return replace(config, model=model, scheduler=scheduler, sparsity=sparsity)
 
 
 def check_draft_program(target: Program, draft: Program, name: str) -> None:

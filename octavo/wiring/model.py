@@ -62,8 +62,9 @@ from octavo.wiring.draft_head import OpenedHead, Reader, describe_unread, open_h
 from octavo.wiring.images import load_tower, tower_programs, with_tower
 from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
+from octavo.wiring.predictors import Predictors, open_predictors
 from octavo.wiring.score_tokens import set_score_tokens
-from octavo.wiring.sparsity import describe, for_sparsity, hot_neurons
+from octavo.wiring.sparsity import describe, for_sparsity, hot_neurons, with_selection
 from octavo.wiring.speech_tokens import with_timestamps
 from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
@@ -90,6 +91,8 @@ class Model:
     config: EngineConfig
     checkpoint: Checkpoint
     info: ModelInfo
+    predictors: Predictors | None = None
+    """Predictors of its neurons, whose tensors the checkpoint has; None: all are computed."""
 
     def program(self) -> Program:
         """Builds the whole Program that its requests run."""
@@ -99,7 +102,10 @@ class Model:
         """Builds the whole Programs that its requests go through, that which draws or pools
         first.
         """
-        return programs_of(self.info, self.checkpoint)
+        program, *others = programs_of(self.info, self.checkpoint)
+        if self.predictors is not None:
+            program = self.predictors.into(program)
+        return [with_selection(self.config, program), *others]
 
     def pools(self) -> Pools | None:
         """Returns what the model makes of a text besides generating; None where it generates."""
@@ -137,7 +143,10 @@ def open_model(config: EngineConfig) -> Model:
         checkpoint = open_checkpoint(resolve(name, progress=True))
     set_score_tokens(config.model, checkpoint)
     config, info = derive_from(config, checkpoint, checkpoint.names())
-    return Model(config, checkpoint, info)
+    predictors = open_predictors(config, checkpoint)
+    if predictors is not None:
+        checkpoint = predictors.beside(checkpoint)
+    return Model(config, checkpoint, info, predictors)
 
 
 def derive_from(
@@ -342,11 +351,13 @@ def _weights_key(model: Model) -> str:
         return ""
     assert options.weights_dir is not None, "derive() has checked it"
     config, checkpoint = model.config.model, model.checkpoint
-    parts = {
+    parts: dict[str, Any] = {
         "octavo": __version__,
         "config": checkpoint.config,
         "options": [config.dtype, config.quantization, config.load_format],
     }
+    if model.predictors is not None:
+        parts["predictors"] = model.predictors.digest
     return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()
 
 

@@ -24,8 +24,9 @@ from octavo.wiring.model import (
     part_of,
     programs_of,
 )
+from octavo.wiring.predictors import predictors_of_file
 from octavo.wiring.score_tokens import set_score_tokens
-from octavo.wiring.sparsity import as_if_calibrated
+from octavo.wiring.sparsity import as_if_calibrated, with_selection
 from octavo.worker.capacity import Capacity, capacity_of
 
 
@@ -49,6 +50,10 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     set_score_tokens(config.model, header)
     config, info = derive_from(config, header)
     whole, *encoders = programs_of(info, header)
+    predictors = predictors_of_file(config)
+    if predictors is not None:
+        header, whole = predictors.in_header(header), predictors.into(whole)
+    whole = with_selection(config, whole)
     program = part_of(config, header, whole, 0)
     backend = build_backend(config)
     program = as_if_calibrated(config, program)

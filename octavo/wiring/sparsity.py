@@ -12,6 +12,7 @@ from octavo.config.paths import open_state_home, user_path
 from octavo.errors import ConfigError
 from octavo.program.activation_curves import read_calibration, thresholds_of
 from octavo.program.ops import ActMul
+from octavo.program.passes.select_keys import select_keys
 from octavo.program.passes.sparsify import Thresholds, gate_of, sparsify
 from octavo.program.program import Program
 from octavo.worker.connectors.fingerprint import fingerprint
@@ -24,19 +25,24 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
     options = config.sparsity
     if not options.is_approximate:
         return program
+    name = next(
+        (each for each in ("sparsity_predictor", "kv_selection") if getattr(options, each)),
+        "activation_sparsity",
+    )
     if "pooled" in program.outputs:
         raise ConfigError(
-            f"activation_sparsity: {config.model.model} pools its texts and generates nothing;"
+            f"{name}: {config.model.model} pools its texts and generates nothing;"
             " a prompt is always computed whole",
-            hint="leave activation_sparsity and ffn_sparsity out",
+            hint=f"leave {name} and ffn_sparsity out",
         )
     if any(group.kind == "cross" for group in program.groups):
         raise ConfigError(
-            f"activation_sparsity: {config.model.model} has an encoder before its decoder;"
+            f"{name}: {config.model.model} has an encoder before its decoder;"
             " thresholds are for decoders alone",
-            hint="leave activation_sparsity and ffn_sparsity out",
+            hint=f"leave {name} and ffn_sparsity out",
         )
-    assert options.calibration is not None, "derive() has checked it"
+    if options.calibration is None:
+        return program  # what is predicted stands in it already
     found = read_calibration(user_path(options.calibration), weights_name(checkpoint))
     gate_share = options.gate_sparsity
     if gate_share and not found.gates:
@@ -84,18 +90,32 @@ def describe(options: SparsityOptions) -> str:
     """Returns what a start says of work that is left out; "" where results are exact."""
     if not options.is_approximate:
         return ""
-    parts = []
+    zeros, unread = [], []
     if options.activation_sparsity:
-        parts.append(
+        zeros.append(
             f"{options.activation_sparsity:.0%} of the inputs of products"
             f" ({options.activation_sparsity_plan})"
         )
     if options.gate_sparsity:
-        parts.append(f"{options.gate_sparsity:.0%} of the gates")
+        zeros.append(f"{options.gate_sparsity:.0%} of the gates")
+    if options.sparsity_predictor:
+        zeros.append(f"{options.neuron_sparsity:.0%} of the neurons that a predictor knows")
+    if options.kv_selection:
+        unread.append(f"{options.key_sparsity:.0%} of the blocks of keys ({options.kv_selection})")
+    said = [
+        f"{' and '.join(parts)} {what}"
+        for parts, what in ((zeros, "count as zeros"), (unread, "are not read"))
+        if parts
+    ]
     return (
-        f"approximate: in generated tokens, {' and '.join(parts)} count as zeros; K and V of them"
-        " are not found again"
+        f"approximate: in generated tokens, {', '.join(said)}; K and V of them are not found again"
     )
+
+
+def with_selection(config: EngineConfig, program: Program) -> Program:
+    """Returns the Program whose generated rows choose the keys that they read, where they do."""
+    options = config.sparsity
+    return program if options.kv_selection is None else select_keys(program, options.kv_budget)
 
 
 def weights_name(checkpoint: Checkpoint) -> str:

@@ -55,7 +55,7 @@ class Magnitudes:
 
 
 @dataclass(frozen=True, slots=True)
-class _MeasuredGate:
+class MeasuredGate:
     """An ActMul and the product that makes its gate."""
 
     op: ActMul
@@ -64,6 +64,18 @@ class _MeasuredGate:
     """First output of the product that is the gate's."""
     last: Weight | None
     """Matrix of the one product that reads what the gate lets through; None where others do."""
+
+    def projection(self, floats: Callable[[Weight], Floats]) -> tuple[Floats, Floats]:
+        """Returns the matrix `[gates, in]` and the bias `[gates]` that make the gates."""
+        part = slice(self.first, self.first + self.op.gate.width)
+        weights = self.maker.weights_
+        biases = self.maker.biases or (None,) * len(weights)
+        whole = [
+            np.zeros(weight.shape[0], np.float32) if bias is None else floats(bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        matrix = np.concatenate([floats(weight) for weight in weights])
+        return matrix[part], np.concatenate(whole)[part]
 
 
 class ActivationMeter:
@@ -76,7 +88,7 @@ class ActivationMeter:
         self._observed = observed.inputs
         self._floats = floats
         self._products = _by_input(program, self._observed)
-        self._gates = _gates(program, self._observed)
+        self._gates = measured_gates(program, self._observed)
         self._gains = {
             value: sum(
                 np.square(floats(weight), dtype=np.float64).sum(axis=0) for weight in weights
@@ -139,19 +151,11 @@ class ActivationMeter:
         """
         return [NeuronUse(name, counts.tolist()) for name, counts in self._used.items()]
 
-    def _open(self, gate: _MeasuredGate, num_rows: int) -> Floats:
+    def _open(self, gate: MeasuredGate, num_rows: int) -> Floats:
         """Computes f(gate) of the last step's rows."""
         rows = self._observed[gate.maker.weights_[0]][:num_rows]
-        matrix = np.concatenate([self._floats(weight) for weight in gate.maker.weights_])
-        part = slice(gate.first, gate.first + gate.op.gate.width)
-        products = rows @ matrix[part].T
-        biases = gate.maker.biases
-        if any(biases):
-            whole = [
-                np.zeros(weight.shape[0], np.float32) if bias is None else self._floats(bias)
-                for weight, bias in zip(gate.maker.weights_, biases, strict=True)
-            ]
-            products = products + np.concatenate(whole)[part]
+        matrix, bias = gate.projection(self._floats)
+        products = rows @ matrix.T + bias
         ones = np.full(products.shape, 1.0 - gate.op.up_offset)
         opened: Floats = gated(products.astype(np.float64), ones, gate.op).astype(np.float32)
         return opened
@@ -170,17 +174,17 @@ def _by_input(program: Program, observed: Mapping[Weight, Floats]) -> dict[Value
     return found
 
 
-def _gates(program: Program, observed: Mapping[Weight, Floats]) -> dict[str, _MeasuredGate]:
+def measured_gates(program: Program, observed: Mapping[Weight, Floats]) -> dict[str, MeasuredGate]:
     """Returns the gates that observed products make, by the name of their matrix."""
     makers = {value: op for op in program.ops for value in op.outputs}
-    found: dict[str, _MeasuredGate] = {}
+    found: dict[str, MeasuredGate] = {}
     for op in program.ops:
         if not isinstance(op, ActMul):
             continue
         maker, name = makers.get(op.gate), gate_of(op, makers)
         if isinstance(maker, Linear) and name and maker.weights_[0] in observed:
             first = sum(out.width for out in maker.outs[: maker.outs.index(op.gate)])
-            found[name] = _MeasuredGate(op, maker, first, _last_product(program, op.out))
+            found[name] = MeasuredGate(op, maker, first, _last_product(program, op.out))
     return found
 
 

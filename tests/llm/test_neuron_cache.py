@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 
 from octavo import LLM
 from octavo.backends.native.neurons import split_neurons
-from octavo.backends.native.weight_file import file_system_of
 from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable, ConfigError, EngineDead
 from octavo.program.activation_curves import Calibration
@@ -56,16 +55,6 @@ ALL = 1 << 40
 @pytest.fixture(scope="module", autouse=True)
 def native():
     require_native()
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A directory on a disk."""
-    if file_system_of(tmp_path) not in ("tmpfs", "ramfs"):
-        return tmp_path
-    on_disk = Path(__file__).parents[2] / "build" / tmp_path.name
-    shutil.rmtree(on_disk, ignore_errors=True)
-    return on_disk
 
 
 def measured(model: Path) -> Calibration:

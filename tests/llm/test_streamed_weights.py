@@ -40,16 +40,6 @@ def native():
     require_native()
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A directory on a disk."""
-    if file_system_of(tmp_path) not in ("tmpfs", "ramfs"):
-        return tmp_path
-    on_disk = Path(__file__).parents[2] / "build" / tmp_path.name
-    shutil.rmtree(on_disk, ignore_errors=True)
-    return on_disk
-
-
 def streamed(directory: Path, memory: int, family: str = "llama", **options: Any) -> LLM:
     return make_llm(
         model_path=tiny_model(family).path,

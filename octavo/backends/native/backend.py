@@ -43,16 +43,28 @@ from octavo.backends.native.footprint import native_footprint
 from octavo.backends.native.formats import PRODUCTS
 from octavo.backends.native.hidden import with_hidden
 from octavo.backends.native.lower import Lowering
-from octavo.backends.native.neurons import split_neurons
-from octavo.backends.native.offload import OffloadedProgram, StreamedWeights, offload
+from octavo.backends.native.neurons import (
+    OpenedNeurons,
+    neuron_layers,
+    neurons_in_memory,
+    split_neurons,
+)
+from octavo.backends.native.offload import (
+    OffloadedProgram,
+    StreamedWeights,
+    adopt_columns,
+    offload,
+    tiles_of_neurons,
+)
 from octavo.backends.native.ranks import EngineRanks, SharedMemoryRanks
+from octavo.backends.native.stages import body_first
 from octavo.backends.native.states import StateBlocks
 from octavo.backends.native.weights import NativeWeights
 from octavo.backends.rank_grid import ALONE
 from octavo.errors import BackendUnavailable, ConfigError, EngineDead
 from octavo.outputs import OpProfile, Profile
 from octavo.program.low_rank import Site
-from octavo.program.ops import Linear, num_position_axes
+from octavo.program.ops import ActMul, Linear, num_position_axes
 from octavo.program.passes.adapters import tables_of
 from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.fuse import fuse
@@ -74,6 +86,8 @@ def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
     """
     if group.kind in ("conv", "state"):
         dtype = "fp32"
+    elif group.kind == "full" and not group.v_width and dtype == "int8":
+        dtype = "bf16"  # what keys are chosen by
     heads, *_ = shape = _shape_of(group, dtype)
     layer_bytes = native_module().kv_layer_bytes(*shape)
     return KvLayout(group, dtype, (layer_bytes // heads,) * heads)
@@ -181,22 +195,43 @@ class NativeBackend:
             executor.stream(streamed.stream)
         chunk_of = _in_memory if streamed is None else streamed.chunk_of
         neurons = None if streamed is None else streamed.neurons
+        if neurons is None:
+            neurons = self._neurons_of(optimized, load, weights)
         lowering = Lowering(optimized, executor, weights, chunk_of, observed, neurons=neurons)
         with _fatal_as_engine_dead():
             lowering.run()
         weights.pack()
         products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
         computes_fp32 = all(weights.reads_fp32(op) for op in products)
+        in_records = 0 if neurons is None else neurons.rows_bytes
         return NativeProgram(
             self._device,
             executor,
             program,
-            weights.num_bytes if self._offloaded is None else self._offloaded.memory_bytes,
+            weights.num_bytes + in_records
+            if self._offloaded is None
+            else self._offloaded.memory_bytes,
             self._kv_layouts(program, computes_fp32=computes_fp32),
             sites=lowering.sites,
             streamed=streamed,
             ranks=self._ranks,
         )
+
+    def _neurons_of(
+        self, optimized: Program, load: LoadWeight, into: NativeWeights
+    ) -> OpenedNeurons | None:
+        """Returns the records in memory of the layers that are computed neuron by neuron; None
+        where none are.
+        """
+        layers = neuron_layers(body_first(optimized))
+        if not layers:
+            return None
+        dtype = self.options.dtype
+        neurons = neurons_in_memory(
+            layers, lambda layer: tiles_of_neurons(self._device, layer, load, dtype)
+        )
+        adopt_columns(neurons, layers, into)
+        return neurons
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         found = native_footprint(
@@ -270,6 +305,7 @@ class NativeBackend:
             offload = self.options.offload
             by_neurons = offload is not None and offload.neurons is not None
             # The neurons of the last layer are those of all tokens, too.
+            by_neurons = by_neurons or _predicts(program)
             optimized = fuse(program) if by_neurons else optimize(program)
             optimized = absorb_latents(fold_expert_gates(optimized))
             if self.options.skips_zeros:
@@ -435,6 +471,10 @@ class NativeRows:
         found = np.empty((len(samples), MOST_CANDIDATES), np.int32)
         self._executor.candidates(samples, found)
         return found
+
+
+def _predicts(program: Program) -> bool:
+    return any(isinstance(op, ActMul) and op.scores is not None for op in program.ops)
 
 
 def _skipping(program: Program) -> set[Weight]:

@@ -53,7 +53,7 @@ IN_BLOCKS = (ops.Linear, ops.HeadLinear, family_ops.PlaceScores)
 
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
-    *(family_ops.PlaceScores, ShortConv, SelectiveScan, Neurons),
+    *(family_ops.PlaceScores, ShortConv, SelectiveScan, Neurons, ops.Foresee),
 )
 """Ops that read the step's arrays of tokens."""
 
@@ -131,8 +131,10 @@ def _check_attributes(program: Program, op: Op) -> None:
         _check_attention(program, op)
     if isinstance(op, ops.KvWrite):
         _check_write(program, op)
-    if isinstance(op, ops.Linear | expert_ops.GroupedLinear) and op.gate is not None:
+    if isinstance(op, ops.Linear | expert_ops.GroupedLinear | Neurons) and op.gate is not None:
         _check_activation(program, op.gate.activation)
+    if isinstance(op, ops.Linear | ops.ActMul) and op.scores is not None:
+        raise _refusal(program, "predicted neurons of a layer that is not gate, up and down alone")
     if isinstance(op, SelectiveScan) and op.num_heads == op.x.width and op.num_runs > 1:
         raise _refusal(program, "a scan of heads of one column with several runs of b and c")
     if isinstance(op, SelectiveScan) and op.beta is not None and op.num_heads == op.x.width:

@@ -124,7 +124,7 @@ def matrices_of(op: Op) -> tuple[Weight, ...]:
     if isinstance(op, HeadLinear):
         return (op.weight,)
     if isinstance(op, Neurons):
-        return () if op.up is None else (op.up,)
+        return op.matrices[:-1]
     return (op.table,) if isinstance(op, Embedding) else ()
 
 

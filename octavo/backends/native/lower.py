@@ -152,10 +152,18 @@ class Lowering:
             x=self._span(op.opened if op.x is None else op.x),
             norm=self._norm_of(op),
             x_threshold=op.x_threshold,
-            up_scales=scales,
+            scales=scales,
             up_bias=self._emitter.optional(op.up_bias),
-            up_offset=op.up_offset,
+            gate_bias=self._emitter.optional(op.gate_bias),
+            gate=gate_numbers(op.gate or ops.Gate("relu", up_offset=op.up_offset)),
+            computes_gate=op.gate_row is not None,
         )
+
+    def lower_Foresee(self, op: ops.Foresee) -> None:
+        assert self._neurons is not None, "records are opened before"
+        self._emitter.begin()
+        layer = self._neurons.of_gate[op.gate]
+        self._builder.foresee(self._neurons.cache, layer, self._span(op.scores))
 
     def _norm_of(
         self, op: ops.Linear | Neurons, permutation: NDArray[np.int32] | None = None
@@ -287,7 +295,17 @@ class Lowering:
             reach=0 if distances is None else distances.shape[1] // 2,
             latent_width=op.latent_width,
             by_places=self._by_places(op),
+            selection=self._selection(op),
         )
+
+    def _selection(self, op: ops.Attention) -> tuple[Span, int, int, float] | None:
+        """Returns the partial queries, the group and layer of the partial keys, and the share of
+        the blocks that sparse rows read; None where they read all.
+        """
+        if op.selection is None or op.partial_q is None:
+            return None
+        group = self._program.group_index(op.selection.group)
+        return (self._span(op.partial_q), group, op.selection.layer, op.selection.budget)
 
     def _by_places(self, op: ops.Attention) -> tuple[Span, Span, list[int]] | None:
         """Returns the products of queries and of keys with tables of places, and the bucket by the

@@ -2,14 +2,16 @@
 and how many of them stay in memory.
 
 A layer is split behind its gates, which say what a row uses: they are multiplied whole, and a
-neuron's row of the up projection and its column of the last product lie together in a file. Who
-reads them is csrc/core/neuron_cache.h. Source of the idea: LLM in a Flash (arXiv 2312.11514).
+neuron's row of the up projection and its column of the last product lie together in a file. Where a
+predictor says it, the row that makes the gate is part of the record, and no gate is computed that
+nothing needs. Who reads them is csrc/core/neuron_cache.h; with a predictor they may all be in
+memory. Source of the idea: LLM in a Flash (arXiv 2312.11514).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from octavo.backends.base import NeuronCacheOptions
 from octavo.backends.native.extension import native_module
 from octavo.config.sizes import format_bytes
 from octavo.errors import BackendUnavailable, ConfigError
-from octavo.program.ops import Act, Linear, PreNorm
+from octavo.program.ops import Act, Gate, Linear, PreNorm
 from octavo.program.passes.offload import ALIGN
 from octavo.program.passes.skip_zeros import ZEROING
 from octavo.program.program import Op, Program, Value, Weight
@@ -51,7 +53,9 @@ class Neurons(Op):
     say which neurons it uses: out = opened * (x @ up^T + bias + offset).
 
     `opened [T, F]` is f(gate), of which sparse rows lose what is smaller than `threshold`. Without
-    an up projection it is what the last product reads, and there is no `out`.
+    an up projection it is what the last product reads, and there is no `out`. With a `gate_row` it
+    is scores: f(gate) is computed here, of the neurons whose score is not negative in sparse rows,
+    of all in the others.
     """
 
     opened: Value
@@ -66,6 +70,16 @@ class Neurons(Op):
     threshold: float = 0.0
     x_threshold: float = 0.0
     """Magnitude below which sparse rows take a number of x, after the norm, for zero."""
+    gate_row: Weight | None = None
+    """Matrix that makes the gate; its rows are parts of the records. None: `opened` is f(gate)."""
+    gate_bias: Weight | None = None
+    gate: Gate | None = None
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """Weights of which a record has a row each, and then the column of the last one."""
+        rows = (each for each in (self.gate_row, self.up) if each is not None)
+        return (*rows, self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +93,22 @@ class NeuronLayer:
     num_outputs: int
 
     @property
-    def up_bytes(self) -> int:
+    def num_rows(self) -> int:
+        """Rows of matrices in a record: of the gate and of the up projection, where there are."""
+        return len(self.op.matrices) - 1
+
+    @property
+    def row_bytes(self) -> int:
         return _round_up(self.num_inputs, LINE)
 
     @property
+    def rows_bytes(self) -> int:
+        """Bytes of a record in front of its column."""
+        return self.num_rows * self.row_bytes
+
+    @property
     def record_bytes(self) -> int:
-        return self.up_bytes + _round_up(self.num_outputs, LINE)
+        return self.rows_bytes + _round_up(self.num_outputs, LINE)
 
     @property
     def all_records_bytes(self) -> int:
@@ -93,9 +117,9 @@ class NeuronLayer:
     @property
     def num_scales(self) -> int:
         """Scales of the records, which lie behind them in the file and stay in memory: of each row
-        of the up projection, then of each output.
+        of each matrix, then of each output.
         """
-        return (self.num_neurons if self.num_inputs else 0) + self.num_outputs
+        return self.num_rows * self.num_neurons + self.num_outputs
 
     @property
     def num_bytes(self) -> int:
@@ -136,11 +160,11 @@ def split_neurons(program: Program) -> Program:
             ops.append(op)
         else:
             ops += _split(op, down)
-    if len(ops) == len(program.ops):
+    if not any(isinstance(op, Neurons) for op in ops):
         raise ConfigError(
             f"neuron_cache_bytes: {program.name} has no feed-forward layer whose zeros say which"
             f" neurons a token uses: {' or '.join(ZEROING)} with ffn_sparsity exact, or gates with"
-            " ffn_sparsity gate:SHARE",
+            " ffn_sparsity gate:SHARE or a sparsity_predictor",
             hint=HINT,
         )
     result = replace(program, ops=tuple(ops))
@@ -169,12 +193,13 @@ def check_neurons(program: Program, code_of: dict[Weight, str]) -> None:
     for op in program.ops:
         if not isinstance(op, Neurons):
             continue
-        for weight in (op.down, *((op.up,) if op.up else ())):
+        name = "neuron_cache_bytes" if op.gate_row is None else "sparsity_predictor"
+        for weight in op.matrices:
             if code_of[weight] != "i8":
                 raise BackendUnavailable(
-                    f"neuron_cache_bytes: takes weights with one scale for each output, got"
+                    f"{name}: takes weights with one scale for each output, got"
                     f" {weight.name}, which is computed as {code_of[weight]}",
-                    hint=f"set quantization to int8, or {HINT}",
+                    hint=f"set quantization to int8, or leave {name} out",
                 )
 
 
@@ -219,21 +244,30 @@ def _pinned(
     return tuple(hot[name][:count])
 
 
-def records_of(up: bytes, down: bytes, layer: NeuronLayer) -> bytes:
-    """Returns a layer's bytes in the file, from the tiles of its two matrices; `up` is empty
-    without an up projection.
+def records_of(matrices: Sequence[bytes], layer: NeuronLayer) -> bytes:
+    """Returns a layer's bytes in the file, from the tiles of its matrices, the last product's
+    last.
     """
+    records, scales = neuron_records(matrices, layer)
+    data = records.tobytes() + scales.tobytes()
+    return data + bytes(layer.num_bytes - len(data))
+
+
+def neuron_records(
+    matrices: Sequence[bytes], layer: NeuronLayer
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Returns a layer's records `[neurons, record_bytes]` and its scales `[num_scales]`."""
     records = np.zeros((layer.num_neurons, layer.record_bytes), np.uint8)
     scales = []
-    if layer.num_inputs:
-        codes, of_rows = _untiled(up, layer.num_neurons, layer.num_inputs)
-        records[:, : layer.num_inputs] = codes
+    *rows, down = matrices
+    for index, tiles in enumerate(rows):
+        codes, of_rows = _untiled(tiles, layer.num_neurons, layer.num_inputs)
+        first = index * layer.row_bytes
+        records[:, first : first + layer.num_inputs] = codes
         scales.append(of_rows)
     codes, of_outputs = _untiled(down, layer.num_outputs, layer.num_neurons)
-    records[:, layer.up_bytes : layer.up_bytes + layer.num_outputs] = codes.T
-    scales.append(of_outputs)
-    data = records.tobytes() + b"".join(each.tobytes() for each in scales)
-    return data + bytes(layer.num_bytes - len(data))
+    records[:, layer.rows_bytes : layer.rows_bytes + layer.num_outputs] = codes.T
+    return records, np.concatenate([*scales, of_outputs])
 
 
 def _untiled(
@@ -250,16 +284,33 @@ def _untiled(
     return codes, scales[:num_rows]
 
 
-@dataclass(frozen=True, slots=True)
 class OpenedNeurons:
     """The records of a prepared Program, as lowering needs them."""
 
-    cache: Any
-    """The extension's NeuronCache."""
-    columns: tuple[Any, ...]
-    """The PackedTiles of each layer's last product."""
-    layers: dict[int, tuple[int, NDArray[np.float32] | None]]
-    """Index in the cache, and the scales of the up projection, by the identity of the op."""
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        """The extension's NeuronCache."""
+        self.columns: list[Any] = []
+        """The PackedTiles of each layer's last product."""
+        self.layers: dict[int, tuple[int, list[NDArray[np.float32]]]] = {}
+        """Index in the cache, and the scales of the rows of each matrix, by the identity of the
+        op."""
+        self.of_gate: dict[str, int] = {}
+        """Index in the cache of layers with gate rows, by the name of that matrix."""
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the records but for the columns, which count as the last products' tiles."""
+        return int(self.cache.memory_bytes) - sum(int(each.num_bytes) for each in self.columns)
+
+    def add(self, layer: NeuronLayer, scales: NDArray[np.float32]) -> None:
+        """Takes in the scales of the next layer of the cache."""
+        index = len(self.columns)
+        of_rows, of_outputs = np.split(scales, [layer.num_scales - layer.num_outputs])
+        self.columns.append(self.cache.columns(index, of_outputs))
+        if layer.op.gate_row is not None:
+            self.of_gate[layer.op.gate_row.name] = index
+        self.layers[id(layer.op)] = (index, list(of_rows.reshape(-1, layer.num_neurons)))
 
 
 def open_neurons(
@@ -269,7 +320,7 @@ def open_neurons(
     cache = native_module().NeuronCache(
         str(path),
         [
-            (offset, each.num_neurons, each.up_bytes, each.record_bytes, slots, list(pinned))
+            (offset, each.num_neurons, each.rows_bytes, each.record_bytes, slots, list(pinned))
             for offset, each, slots, pinned in zip(
                 offsets, plan.layers, plan.num_slots, plan.pinned, strict=True
             )
@@ -279,15 +330,26 @@ def open_neurons(
         gap_bytes=GAP_BYTES,
         window=window,
     )
-    columns: list[Any] = []
-    layers: dict[int, tuple[int, NDArray[np.float32] | None]] = {}
-    for index, (offset, layer) in enumerate(zip(offsets, plan.layers, strict=True)):
+    opened = OpenedNeurons(cache)
+    for offset, layer in zip(offsets, plan.layers, strict=True):
         place = offset + layer.all_records_bytes
-        scales = np.fromfile(path, np.float32, layer.num_scales, offset=place)
-        of_rows, of_outputs = np.split(scales, [layer.num_scales - layer.num_outputs])
-        columns.append(cache.columns(index, of_outputs))
-        layers[id(layer.op)] = (index, of_rows if layer.num_inputs else None)
-    return OpenedNeurons(cache, tuple(columns), layers)
+        opened.add(layer, np.fromfile(path, np.float32, layer.num_scales, offset=place))
+    return opened
+
+
+def neurons_in_memory(
+    layers: Sequence[NeuronLayer], tiles_of: Callable[[NeuronLayer], Sequence[bytes]]
+) -> OpenedNeurons:
+    """Makes the records of all layers in memory, from the tiles of each layer's matrices."""
+    cache = native_module().NeuronCache.in_memory(
+        [(each.num_neurons, each.rows_bytes, each.record_bytes) for each in layers]
+    )
+    opened = OpenedNeurons(cache)
+    for index, layer in enumerate(layers):
+        records, scales = neuron_records(tiles_of(layer), layer)
+        cache.fill(index, records)
+        opened.add(layer, scales)
+    return opened
 
 
 def _last_product(op: Op, downs: dict[Value, Linear], readers: Counter[Value]) -> Linear | None:
@@ -303,6 +365,8 @@ def _last_product(op: Op, downs: dict[Value, Linear], readers: Counter[Value]) -
 def _makes_zeros(op: Op) -> bool:
     if not isinstance(op, Linear):
         return isinstance(op, Act) and op.activation in ZEROING
+    if op.scores is not None:
+        return True
     if op.gate is None:
         return op.activation in ZEROING and op.residual is None
     if op.gate.clamp is not None or op.gate.alpha != 1.0:
@@ -316,6 +380,22 @@ def _split(op: Op, down: Linear) -> tuple[Op, ...]:
         return op, Neurons(out, down.weights_[0])
     gate, up = op.weights_
     gate_bias, up_bias = op.biases or (None, None)
+    if op.scores is not None:
+        return (
+            Neurons(
+                op.scores,
+                down.weights_[0],
+                x=op.x,
+                up=up,
+                up_bias=up_bias,
+                norm=op.norm,
+                out=out,
+                x_threshold=op.threshold,
+                gate_row=gate,
+                gate_bias=gate_bias,
+                gate=op.gate,
+            ),
+        )
     opened = replace(out, name=f"{out.name}.opened")
     gates = replace(
         op,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,7 @@ def offload(
     """Plans a Program's weights; ConfigError where the memory allowed is too little."""
     program = body_first(optimized)
     layers = neuron_layers(program)
-    in_records = {w for each in layers for w in (each.op.down, each.op.up) if w is not None}
+    in_records = {weight for each in layers for weight in each.op.matrices}
     used = Counter(weight for op in program.ops for weight in matrices_of(op))
     tables = {op.table for op in program.ops if isinstance(op, Embedding)}
     products, units = [], []
@@ -120,6 +120,8 @@ def offload(
     if place.neurons is not None:
         neurons = plan_neurons(layers, place.neurons)
         always += neurons.memory_bytes + neurons.scales_bytes
+    else:
+        always += sum(layer.num_bytes for layer in layers)
     plan = plan_offload(
         units, allowed_bytes=place.memory_bytes, other_bytes=always, schedule=place.schedule
     )
@@ -184,10 +186,7 @@ class StreamedWeights:
                 " another disk",
             ) from None
         if self.neurons is not None:
-            for layer, columns in zip(
-                self._offloaded.neuron_layers, self.neurons.columns, strict=True
-            ):
-                into.adopt_tiles(layer.op.down, columns)
+            adopt_columns(self.neurons, self._offloaded.neuron_layers, into)
         if not self.stream.is_direct:
             logger.warning(
                 "%s: this file system has no direct reads (O_DIRECT); weights go through the"
@@ -218,6 +217,8 @@ class StreamedWeights:
             wait_s=cache.wait_seconds,
             neurons_found=cache.num_found,
             neurons_read=cache.num_read,
+            neurons_foreseen=cache.num_foreseen,
+            neurons_foreseen_used=cache.num_foreseen_used,
         )
 
     def _adopt(self, op: Product, unit: StoredUnit, offset: int, into: NativeWeights) -> None:
@@ -241,12 +242,7 @@ class StreamedWeights:
         return units
 
     def _records(self, layer: NeuronLayer, load: LoadWeight, dtype: str) -> bytes:
-        weights = NativeWeights(self._device, load, dtype, apart=True)
-        matrices = [each for each in (layer.op.up, layer.op.down) if each is not None]
-        handles = [weights.table(each).handle for each in matrices]
-        weights.pack()
-        *up, down = (handle.raw(handle.num_bytes) for handle in handles)
-        return records_of(up[0] if up else b"", down, layer)
+        return records_of(tiles_of_neurons(self._device, layer, load, dtype), layer)
 
     def _packed(self, op: Product, load: LoadWeight, dtype: str) -> tuple[bytes, list[PlacedTiles]]:
         """Returns a unit's bytes and the places of its tiles, in the order of `adopt`."""
@@ -269,6 +265,22 @@ class StreamedWeights:
                 data += _filled(handle.raw(handle.num_bytes), size)
         tiles = [PlacedTiles(places[i], handle.layout) for i, handle in enumerate(handles)]
         return _filled(bytes(data), _round_up(len(data), ALIGN)), tiles
+
+
+def tiles_of_neurons(device: Any, layer: NeuronLayer, load: LoadWeight, dtype: str) -> list[bytes]:
+    """Returns the tiles of the matrices of a layer that is read neuron by neuron."""
+    weights = NativeWeights(device, load, dtype, apart=True)
+    handles = [weights.table(each).handle for each in layer.op.matrices]
+    weights.pack()
+    return [handle.raw(handle.num_bytes) for handle in handles]
+
+
+def adopt_columns(
+    neurons: OpenedNeurons, layers: Sequence[NeuronLayer], into: NativeWeights
+) -> None:
+    """Gives the last product of each layer the columns of its neurons."""
+    for layer, columns in zip(layers, neurons.columns, strict=True):
+        into.adopt_tiles(layer.op.down, columns)
 
 
 def _padded_bytes(op: Product, num_bytes: int) -> int:

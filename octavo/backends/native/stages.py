@@ -25,7 +25,8 @@ ROW_LOCAL = (
 
 BEHIND_BARRIERS = (
     *(ops.Attention, expert_ops.Route, expert_ops.GroupedLinear, ShortConv, SelectiveScan),
-    *(rank_ops.AllReduce, rank_ops.AllGather, rank_ops.Dispatch, rank_ops.Collect, Neurons),
+    *(rank_ops.AllReduce, rank_ops.AllGather, rank_ops.Dispatch, rank_ops.Collect),
+    *(Neurons, ops.Foresee),
 )
 """Ops with a range of their own, since a row needs what other rows or ranks compute."""
 

@@ -22,6 +22,7 @@ from octavo.backends.reference.step import (
     Made,
     ReferenceStep,
     matvecs,
+    sparse_rows,
 )
 from octavo.program import ops
 from octavo.program.place_tables import place_buckets
@@ -59,8 +60,56 @@ def attention(op: ops.Attention, step: ReferenceStep) -> Made:
     for queries, keys in _requests(op, op.mask, op.window, step):
         for query in queries:
             adjust = _adjustment(op, query, step)
-            out[query.row] = attend(q[query.row] * op.scale, keys, query, adjust, sinks).reshape(-1)
+            seen = _selected(op, query, keys, step)
+            out[query.row] = attend(q[query.row] * op.scale, *seen, adjust, sinks).reshape(-1)
     return (out,)
+
+
+def _selected(
+    op: ops.Attention, query: Query, keys: Keys, step: ReferenceStep
+) -> tuple[Keys, Query]:
+    """Returns the keys that a query reads, side by side where it chooses some of them, and the
+    query as it sees these.
+    """
+    if op.selection is None or not sparse_rows(len(step.batch.places), step)[query.row, 0]:
+        return keys, query
+    assert op.partial_q is not None
+    masses = _block_masses(op, op.selection, query, step)
+    chosen = chosen_blocks(masses, op.selection)
+    places = (chosen[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
+    places = places[places < query.last] - keys.start
+    own = Keys(0, keys.k[places], keys.v[places])
+    return own, Query(query.row, len(places) - 1, 0, len(places))
+
+
+def chosen_blocks(masses: Floats, selection: ops.KeySelection) -> NDArray[np.int64]:
+    """Returns the blocks that a row reads, in order, by the shares of its attention `[blocks]`."""
+    ranked = masses.copy()
+    ranked[0] = np.inf
+    ranked[-ops.LAST_BLOCKS :] = np.inf
+    order = np.lexsort((np.arange(len(ranked)), -ranked))
+    return np.sort(order[: selection.num_blocks(len(ranked))])
+
+
+def _block_masses(
+    op: ops.Attention, selection: ops.KeySelection, query: Query, step: ReferenceStep
+) -> Floats:
+    """Returns the shares of a query's attention that fall on each block, by partial keys, summed
+    over the heads.
+    """
+    assert op.partial_q is not None
+    group = step.program.group_index(selection.group)
+    request = int(np.searchsorted(step.batch.query_starts, query.row, side="right")) - 1
+    places = np.arange(query.last)
+    blocks = step.batch.block_tables[group, request][places // BLOCK_SIZE]
+    k = step.kv[group].k[selection.layer][blocks, places % BLOCK_SIZE].astype(np.float64)
+    q = step.get(op.partial_q)[query.row].reshape(k.shape[1], -1, k.shape[2])
+    scores = op.scale * (q @ k.transpose(1, 2, 0)).reshape(op.num_heads, -1)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    shares = (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
+    masses = np.zeros(-(-query.last // BLOCK_SIZE))
+    np.add.at(masses, places // BLOCK_SIZE, shares)
+    return masses
 
 
 def mla_attention(op: ops.MlaAttention, step: ReferenceStep) -> Made:

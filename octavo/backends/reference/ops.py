@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.batch import KvCopies
-from octavo.backends.reference.step import Floats, Made, ReferenceStep, matvecs
+from octavo.backends.reference.step import Floats, Made, ReferenceStep, matvecs, sparse_rows
 from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.place_tables import place_table
 from octavo.program.program import Op, Weight
@@ -89,7 +89,7 @@ def linear(op: ops.Linear, step: ReferenceStep) -> Made:
         for weight, bias, site in zip(op.weights_, biases, sites, strict=True)
     ]
     if op.gate is not None:
-        parts = [gated(parts[0], parts[1], op.gate, step)]
+        parts = [_predicted(op, gated(parts[0], parts[1], op.gate, step), step)]
     y = np.concatenate(parts, axis=1)
     if op.activation is not None:
         y = ACTIVATIONS[op.activation](y)
@@ -100,12 +100,15 @@ def linear(op: ops.Linear, step: ReferenceStep) -> Made:
 
 def _below(x: Floats, threshold: float, step: ReferenceStep) -> NDArray[np.bool_]:
     """Says which numbers of rows of tokens are below a threshold and in a sparse row."""
-    batch, is_sparse = step.batch, np.zeros((len(x), 1), np.bool_)
-    if batch.sparse_from is not None:
-        begins = batch.sparse_from.repeat(np.diff(batch.query_starts))
-        is_sparse[: len(begins), 0] = batch.places[: len(begins)] >= begins
-    found: NDArray[np.bool_] = (np.abs(x) < threshold) & is_sparse
+    found: NDArray[np.bool_] = (np.abs(x) < threshold) & sparse_rows(len(x), step)
     return found
+
+
+def _predicted(op: ops.Linear | ops.ActMul, made: Floats, step: ReferenceStep) -> Floats:
+    """Returns what an op has made, with zeros in sparse rows where its scores are negative."""
+    if op.scores is None:
+        return made
+    return np.where((step.get(op.scores) < 0) & sparse_rows(len(made), step), 0.0, made)
 
 
 def _pre_norm(norm: ops.PreNorm, x: Floats, step: ReferenceStep) -> Floats:
@@ -161,7 +164,8 @@ def act(op: ops.Act, step: ReferenceStep) -> Made:
 
 
 def act_mul(op: ops.ActMul, step: ReferenceStep) -> Made:
-    return (gated(step.get(op.gate), step.get(op.up), op, step),)
+    made = gated(step.get(op.gate), step.get(op.up), op, step)
+    return (_predicted(op, made, step),)
 
 
 def gated(
@@ -245,6 +249,11 @@ def place_scores(op: family_ops.PlaceScores, step: ReferenceStep) -> Made:
     x = step.get(op.x).reshape(-1, op.num_heads, table.shape[2])
     heads = [matvecs(rows, x[:, head]) for head, rows in enumerate(table)]
     return (np.stack(heads, axis=1).reshape(len(x), op.out.width),)
+
+
+def foresee(op: ops.Foresee, step: ReferenceStep) -> Made:
+    """Does nothing: all weights are in memory."""
+    return ()
 
 
 def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
@@ -463,6 +472,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.ActMul: act_mul,
     ops.Rope: rope,
     ops.KvWrite: kv_write,
+    ops.Foresee: foresee,
     expert_ops.Route: route,
     expert_ops.GroupedLinear: grouped_linear,
     rank_ops.Dispatch: dispatch,

@@ -96,3 +96,12 @@ class ReferenceStep:
         elif axis == "requests":
             slots = slots[np.maximum(self.batch.query_starts[1:] - 1, 0)]
         return updated(y, site, slots, self.adapters, shrink)
+
+
+def sparse_rows(num_rows: int, step: ReferenceStep) -> NDArray[np.bool_]:
+    """Says which rows of tokens are sparse `[num_rows, 1]`."""
+    batch, is_sparse = step.batch, np.zeros((num_rows, 1), np.bool_)
+    if batch.sparse_from is not None:
+        begins = batch.sparse_from.repeat(np.diff(batch.query_starts))
+        is_sparse[: len(begins), 0] = batch.places[: len(begins)] >= begins
+    return is_sparse

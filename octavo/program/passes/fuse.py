@@ -92,10 +92,11 @@ def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:
             or linear.outs != (op.gate, op.up)
             or len(linear.weights_) != 2
             or any(uses.read_once_by(value) != at for value in linear.outs)
+            or (op.scores is not None and uses.maker[op.scores] >= source)
         ):
             continue
         gate = Gate(op.activation, op.clamp, op.alpha, op.up_offset, op.threshold)
-        result[source] = replace(linear, outs=(op.out,), gate=gate)
+        result[source] = replace(linear, outs=(op.out,), gate=gate, scores=op.scores)
         gone.add(at)
     return [op for at, op in enumerate(result) if at not in gone]
 

@@ -29,10 +29,12 @@ OF_THE_MACHINE = frozenset(
         "weights_dir",
         "calibration",
         "hot_neurons",
+        "sparsity_predictor",
         "record",
         "cpu_level",
     }
     | {"device", "weights_memory_bytes", "weights_schedule", "neuron_cache_bytes", "neuron_window"}
+    | {"weights_lookahead"}
 )
 """Options that name the machine's files or devices, which are the command line's business."""
 OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})

@@ -164,6 +164,14 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Neurons that were read for a step.",
         lambda stats: stats.weights.neurons_read,
     ),
+    "neurons_foreseen": (
+        "Neurons that were read by a guess, with weights_lookahead.",
+        lambda stats: stats.weights.neurons_foreseen,
+    ),
+    "neurons_foreseen_used": (
+        "Neurons that were read by a guess, and that the step then used.",
+        lambda stats: stats.weights.neurons_foreseen_used,
+    ),
     "num_preemptions": (
         "Requests that had to give up their KV blocks.",
         lambda stats: stats.num_preemptions,
@@ -177,7 +185,8 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 READINESS = ("model_ready", "Whether the model's engine takes requests: 1, or 0.")
 LEFT_OUT = (
     "sparsity",
-    "Share of generated tokens' numbers that count as zeros; above 0, results are approximate.",
+    "Share of generated tokens' inputs, gates and neurons that count as zeros, and of the keys that"
+    " they do not read; above 0, results are approximate.",
 )
 CACHE = (
     "cache_config_info",
@@ -249,6 +258,8 @@ class ServerMetrics:
                 sparsity = slot.loaded.config.sparsity
                 family.add_metric((slot.name, ENGINE, "inputs"), sparsity.activation_sparsity)
                 family.add_metric((slot.name, ENGINE, "gates"), sparsity.gate_sparsity)
+                family.add_metric((slot.name, ENGINE, "neurons"), sparsity.neuron_sparsity)
+                family.add_metric((slot.name, ENGINE, "keys"), sparsity.key_sparsity)
         return family
 
     def _readiness(self) -> Metric:

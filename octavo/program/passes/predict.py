@@ -1,0 +1,133 @@
+"""The predict pass: scores of a feed-forward layer's neurons, made from the attention's input, say
+which of them generated rows use.
+
+Adds two small products before the attention and sets `ActMul.scores`. Runs before the other passes,
+on the whole Program. Knows no kernel, and of predictors only their shapes. Source: DejaVu (Liu et
+al. 2023, arXiv 2310.17157); of the lookahead: ActiveFlow (Jia et al. 2025, arXiv 2504.08378).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.errors import ConfigError
+from octavo.program.neuron_predictors import PredictorNames
+from octavo.program.ops import ActMul, Foresee, Linear
+from octavo.program.passes.sparsify import gate_of
+from octavo.program.program import Op, Program, Value, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorShape:
+    """Shape of a predictor: where it stands, and its rank."""
+
+    gate: str
+    """First matrix that makes the gate."""
+    input: str
+    """First matrix that reads what the predictor reads."""
+    rank: int
+
+
+def predict(
+    program: Program, predictors: Sequence[PredictorShape], *, lookahead: int = 0
+) -> Program:
+    """Returns the Program with predictors; ConfigError where one of them has no place in it, or a
+    gate has none.
+
+    With a lookahead each layer's neurons are guessed as many layers before, too, by the same
+    predictor from what that layer's attention reads.
+    """
+    shapes = _by_gate(program, predictors)
+    places = _places(program, shapes)
+    before: dict[int, list[Op]] = {}
+    scored: dict[ActMul, Value] = {}
+    for index, (gate, shape) in enumerate(shapes.items()):
+        added = _products(shape, _read_at(program, places[index]), gate.out)
+        before.setdefault(places[index], []).extend(added)
+        scored[gate] = added[-1].outs[0]
+        if lookahead and index >= lookahead:
+            at = places[index - lookahead]
+            guess = _products(shape, _read_at(program, at), gate.out, suffix=".guessed")
+            hint = Foresee(guess[-1].outs[0], shape.gate)
+            before.setdefault(at, []).extend([*guess, hint])
+    ops: list[Op] = []
+    for at, op in enumerate(program.ops):
+        ops += before.get(at, [])
+        scores = scored.get(op) if isinstance(op, ActMul) else None
+        ops.append(replace(op, scores=scores) if isinstance(op, ActMul) and scores else op)
+    result = replace(program, ops=tuple(ops))
+    result.check()
+    return result
+
+
+def _by_gate(
+    program: Program, predictors: Sequence[PredictorShape]
+) -> dict[ActMul, PredictorShape]:
+    """Returns the predictor of each gate, in the Program's order."""
+    makers = {value: op for op in program.ops for value in op.outputs}
+    gates = {
+        name: op for op in program.ops if isinstance(op, ActMul) and (name := gate_of(op, makers))
+    }
+    if not gates:
+        raise ConfigError(
+            f"sparsity_predictor: {program.name} has no gates to predict",
+            hint="leave sparsity_predictor out",
+        )
+    by_gate = {each.gate: each for each in predictors}
+    if wrong := sorted(gates.keys() ^ by_gate.keys()):
+        what = "has no predictor of" if wrong[0] in gates else "predicts"
+        raise ConfigError(
+            f"sparsity_predictor: the file {what} {wrong[0]}, unlike {program.name}",
+            hint="calibrate this model: octavo calibrate MODEL --predictor-rank 64",
+        )
+    return {op: by_gate[name] for name, op in gates.items()}
+
+
+def _places(program: Program, shapes: Mapping[ActMul, PredictorShape]) -> list[int]:
+    """Returns the index of the product in front of which each predictor stands."""
+    readers = {
+        weight.name: at
+        for at, op in enumerate(program.ops)
+        if isinstance(op, Linear)
+        for weight in op.weights_
+    }
+    found = [readers.get(shape.input, len(program.ops)) for shape in shapes.values()]
+    for at, (gate, shape) in zip(found, shapes.items(), strict=True):
+        if at >= program.ops.index(gate):
+            raise ConfigError(
+                f"sparsity_predictor: {shape.input} is no product before {shape.gate}",
+                hint="calibrate this model",
+            )
+    return found
+
+
+def _read_at(program: Program, at: int) -> Value:
+    """Returns what the product at an index reads."""
+    reader = program.ops[at]
+    assert isinstance(reader, Linear), "it is one of them"
+    return reader.x
+
+
+def _products(
+    shape: PredictorShape, x: Value, out: Value, *, suffix: str = ""
+) -> tuple[Linear, Linear]:
+    """Returns the products that make scores. A guess has weights of its own, with the same numbers:
+    a product may be read from a disk whole only where no other needs a part of it.
+    """
+    names = PredictorNames(shape.gate)
+    low = Value(f"{out.name}.predicted{suffix}", x.axis, shape.rank)
+    scores = Value(f"{out.name}.scores{suffix}", out.axis, out.width)
+
+    def weight(name: str, *shape: int) -> Weight:
+        return Weight(f"{name}{suffix}", shape, sources=(name,) if suffix else ())
+
+    return (
+        Linear(x, (low,), (weight(names.down, shape.rank, x.width),)),
+        Linear(
+            low,
+            (scores,),
+            (weight(names.up, out.width, shape.rank),),
+            (weight(names.bias, out.width),),
+        ),
+    )
