@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.added import CheckpointWith, HeaderWith
+from octavo.checkpoint_ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import user_path
 from octavo.errors import ConfigError
-from octavo.ports import Checkpoint, ModelHeader
 from octavo.program.activation_curves import Calibration, read_calibration
 from octavo.program.neuron_predictors import NeuronPredictor
 from octavo.program.passes.predict import PredictorShape, predict
