@@ -209,7 +209,7 @@ void Executor::add_attention(const AttentionSpec& spec) {
     const int plan = plan_of(spec);
     SelectedKeys* selected = nullptr;
     if (spec.selection.budget > 0) {
-        require(spec.window == 0 && !spec.slopes && !spec.distances && spec.buckets.empty(),
+        require(spec.mask == Mask{} && !spec.slopes && !spec.distances && spec.buckets.empty(),
                 "chosen keys of an attention that knows their places");
         selected = &selected_keys(plan, spec.selection.budget);
         push(std::make_unique<BlockMassStage>(spec, *selected));
