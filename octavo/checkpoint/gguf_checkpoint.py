@@ -84,9 +84,9 @@ class GgufCheckpoint:
 
     def format_of(self, name: str) -> str:
         place = self.place(name)
-        found = {self.file.tensors[each].kind for each in place.joined or (place.tensor,)}
-        kind = next(iter(found))
-        return kind.form if not place.joined or (len(found) == 1 and kind.dtype) else "F32"
+        kinds = [self.file.tensors[each].kind for each in place.joined or (place.tensor,)]
+        is_one_type = len({kind.name for kind in kinds}) == 1 and kinds[0].dtype is not None
+        return kinds[0].form if not place.joined or is_one_type else "F32"
 
     def tensor(self, name: str) -> StoredWeight:
         source, expert, parts = self.place(name)

@@ -64,7 +64,7 @@ def test_a_call_lasts_a_tenth_of_a_second(step_s, num_steps):
 
 @pytest.mark.parametrize(
     "params",
-    [{"bad_words_token_ids": [[5]]}, {"beam_width": 2, "n": 2}, {"min_tokens": 0, "max_tokens": 2}],
+    [{"logprob_token_ids": [5]}, {"beam_width": 2, "n": 2}, {"min_tokens": 0, "max_tokens": 2}],
     ids=str,
 )
 def test_requests_that_somebody_looks_after(params):
