@@ -141,7 +141,7 @@ def test_experts_beside_other_options(options: dict[str, Any]) -> None:
         ({"expert_parallel_size": 99}, "expert_parallel_size: got 99, but decoder has 7 experts"),
         ({"backend": "reference"}, "expert_parallel_size: got 2, allowed only with the backends"),
         ({"num_scheduler_steps": 4}, "got 4, allowed is 1 with expert_parallel_size 2"),
-        ({"enable_lora": True}, "adapters are for one rank, got expert_parallel_size 2"),
+        ({"enable_lora": True}, "enable_lora: not allowed beside expert_parallel_size 2"),
     ],
 )
 def test_what_experts_cannot_do_is_refused_before_anything_starts(
