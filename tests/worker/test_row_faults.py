@@ -149,6 +149,7 @@ READ = {
         "num_tokens",
         "num_prompt_logprobs",
         "draft_ids",
+        "leaf_blocks",
     },
 }
 """Fields that a row's preparation reads."""
