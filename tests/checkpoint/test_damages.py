@@ -169,6 +169,7 @@ def _damage_json(file, draw):
     return said
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     "stored", ["safetensors", "experts", "sharded", "gguf", "parts", *QUANTIZED]
 )

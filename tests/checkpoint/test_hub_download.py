@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.live_hub import HubRepository, live_hub
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 WEIGHTS = random.Random(5).randbytes(36_000_000)
 CHUNK_BYTES = 10 << 20
 """Bytes that huggingface-hub writes at a time; a cut loses less."""

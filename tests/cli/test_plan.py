@@ -19,6 +19,8 @@ from tests.support.tiny_images import FAMILIES, seeing_model
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_shapes import WIDTHS_OF_32
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 GIVEN = ("--bandwidth=1G", "--flops=1T")
 
 

@@ -300,6 +300,7 @@ TestControlPlane.settings = settings(
 )
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("seed", range(examples(8)))
 def test_long_runs(seed):
     """Runs of hundreds of requests keep the invariants, most of them with common prefixes, and a

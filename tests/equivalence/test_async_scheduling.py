@@ -26,6 +26,8 @@ from octavo.wiring.engine import build_executor
 from tests.equivalence.test_llm_equivalence import Setup
 from tests.support.llm_tools import GREEDY, PENALISED, core_of, fingerprint, make_llm, prompts_of
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 STOPS = list(range(3, 320, 40))
 VARIED = {"temperature": 1.3, "max_tokens": 50, "seed": 5, "stop_token_ids": STOPS, "logprobs": 2}
 PARAMS = [

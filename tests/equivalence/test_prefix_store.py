@@ -32,6 +32,8 @@ from tests.support.llm_tools import (
     small_options,
 )
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 SETUPS = [
     *(("reference", family, {}) for family in ("llama", "gemma3_text")),
     *(

@@ -29,6 +29,8 @@ from octavo.worker.ranks.ranked_worker import RankedWorker
 from tests.support.llm_tools import prompts_of, small_options
 from tests.support.tiny_models import tiny_model
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 torch.set_num_threads(1)
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

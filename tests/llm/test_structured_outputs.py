@@ -17,6 +17,8 @@ from tests.support.schemas import some_schema
 from tests.support.tiers import examples
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 SCHEMA = {
     "type": "object",
     "properties": {

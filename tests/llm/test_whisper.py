@@ -258,6 +258,7 @@ SENTENCES = {
 """Sentences, and the texts that CTranslate2 4.8.5 makes of espeak-ng's speech in float32."""
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng, which speaks")
 def test_texts_of_spoken_sentences_are_those_of_ctranslate2(tmp_path):

@@ -60,6 +60,7 @@ def oracle() -> torch.nn.Module:
     return network
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers(oracle: torch.nn.Module) -> None:
     """Each of 48 greedy tokens of each prompt, fp32 on both sides, is the best of transformers'
     logits after those before it.

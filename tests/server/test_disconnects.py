@@ -13,6 +13,8 @@ import pytest
 from tests.server.test_charges import STREAMS
 from tests.support.live_server import until
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 LENGTH = 400
 
 

@@ -9,6 +9,8 @@ from tests.server.test_dialects import lines, named_events
 from tests.support.live_server import LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 HELLO = [{"role": "user", "content": "hi"}]
 SCHEMA = {
     "type": "object",

@@ -211,6 +211,7 @@ def test_an_engine_that_has_lost_a_rank_is_replaced(start):
     check_replaced(server, f"the engine can compute nothing any more: {reason}")
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_server(start):
     server = start("--backend=torch", "--device=cpu", "--tensor-parallel-size=2")
     (rank,) = children_of(server.core_pid)
@@ -330,6 +331,7 @@ def test_a_port_that_is_taken(start):
     assert server.lines[1].startswith("hint: ")
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -353,6 +355,7 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
     assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("flag", "message"),
     [

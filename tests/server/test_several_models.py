@@ -19,6 +19,8 @@ from octavo.server.state.slot import EngineSlot
 from tests.support.live_server import LONG, LiveServer, events_of, runs, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 LLAMA, GEMMA = str(tiny_model_with_text()), str(tiny_model_with_text("gemma3_text"))
 GREEDY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 IDS = {"return_token_ids": True}

@@ -159,6 +159,7 @@ async def weigh(pids, begin, end):
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
 def test_mixed_traffic_leaves_memory_flat(server):
     pids = [server.process.pid, *server.children]

@@ -192,6 +192,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what is resident")
 def test_forms_that_are_gone_leave_no_memory_behind(grammars):
     """Forms are admitted, compiled, followed and dropped; to do all of it again takes no more."""

@@ -27,6 +27,8 @@ from tests.support.tiny_gguf import tiny_model as tiny_for_gguf
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import TinyModel, tiny_model
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 96},
     "phi3": {"hidden_size": 64, "intermediate_size": 96},

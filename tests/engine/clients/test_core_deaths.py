@@ -22,6 +22,8 @@ from tests.support.supervised_cores import (
     take_steps,
 )
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 KILLED = "the engine process has ended (killed by signal 9)"
 SOON_S = 5.0
 

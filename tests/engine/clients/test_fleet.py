@@ -16,6 +16,8 @@ from tests.support.core_builders import BAD
 from tests.support.engine_fakes import expected_tokens, make_request
 from tests.support.supervised_cores import NotedClient, collect, collect_good
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 BLOCK = 4
 PROMPTS = {f"request {number}": [number, 1, 2, 3, number] for number in range(8)}
 

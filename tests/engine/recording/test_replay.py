@@ -88,6 +88,7 @@ def traffic(core, seed, *, num_requests=60):
     core.close()
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize("seed", range(examples(1)))
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -19,6 +19,8 @@ from tests.support.engine_fakes import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.sampled(one_in=2)
+
 
 def from_device(core: EngineCore) -> int:
     """Returns the number of tokens that steps took before they were known to the scheduler."""
