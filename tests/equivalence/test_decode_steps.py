@@ -191,7 +191,6 @@ def test_many_steps_in_a_call_are_single_steps(family, seed):
 FOLLOWING: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words_token_ids": [[a, b] for a in range(4, 12) for b in range(4, 9)]},
     "DRY": {"dry_multiplier": 3.0, "dry_allowed_length": 1},
-    "mirostat": {"mirostat_mode": 2, "mirostat_tau": 1.0},
 }
 """Options by which a draw follows from the tokens before it, by rules that only Python knows."""
 

@@ -73,6 +73,7 @@ class PlainGeneration:
             rules.one_token
             or rules.repetition is not None
             or params.logprob_token_ids is not None
+            or params.mirostat_mode > 0  # a replaced engine goes on from each token's bound
             or (has_grammar and params.min_tokens > 0)
         )
         """Whether something has to be done for each of its tokens."""
