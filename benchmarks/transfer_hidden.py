@@ -57,7 +57,8 @@ def server(machines: TwoMachines, at: int, model: Path, *flags: str) -> Iterator
     command += ["--load-format=dummy", "--skip-tokenizer-init", "--quantization=int8"]
     command += ["--max-model-len=4096", "--kv-cache-memory-bytes=256MiB", "--threads=1"]
     command += [f"--host={ADDRESSES[at]}", "--port=8000", *flags]
-    command += [f"--kv-transfer-secret={SECRET}"]
+    # Both have the same port; what a server keeps on disk is named after it.
+    command += [f"--kv-transfer-secret={SECRET}", f"--state-dir={model / f'state-{at}'}"]
     running = subprocess.Popen(command, env=os.environ | {"OCTAVO_API_KEY": SECRET})
     url = f"http://{ADDRESSES[at]}:8000"
     try:

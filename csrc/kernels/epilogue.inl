@@ -9,12 +9,7 @@ namespace {
 OCTAVO_INLINE vf activated(int kind, vf v) {
     switch (kind) {
         case 0: return v * sigmoid(v);  // silu
-        case 1: {  // gelu
-            float x[kLanes];
-            store(x, v);
-            for (float& each : x) each = 0.5f * each * (1.0f + std::erf(each * 0.70710678f));
-            return load(x);
-        }
+        case 1: return gelu(v);
         case 2:
             return v * sigmoid(splat(1.59576912f) *
                                fma(splat(0.044715f) * v * v, v, v));  // gelu_tanh: 2 sqrt(2 / pi)

@@ -106,6 +106,17 @@ def test_what_a_llama_layer_becomes():
     assert [op.gate is not None for op in linears] == [False, False, True, False] * layers + [False]
 
 
+def test_what_an_encoders_layer_becomes():
+    """No activation and no sum of a fused bert layer is an op by itself."""
+    config = open_checkpoint(tiny_model("bert").path).config | {"pooling": "mean"}
+    program = fuse(build_programs(config)["encoder"])
+    kinds = Counter(op.kind for op in program.ops)
+    layers = tiny_model("bert").config["num_hidden_layers"]
+    assert (kinds["Act"], kinds["Linear"], kinds["LayerNorm"]) == (0, 4 * layers, 1 + 2 * layers)
+    activations = [op.activation for op in program.ops if isinstance(op, ops.Linear)]
+    assert activations == [None, None, "gelu", None] * layers
+
+
 # -- what must stay as it is -----------------------------------------------------------------------
 
 X, NORMED, Y, Z, OUT = (Value(name, "tokens", 8) for name in ("x", "normed", "y", "z", "out"))
@@ -134,6 +145,14 @@ def test_halves_of_a_gate_that_others_read_stay():
     body = (ops.Linear(X, (Y,), (W1,)), ops.Linear(X, (Z,), (W2,)), ops.ActMul(Y, Z, OUT, "silu"))
     assert [op.kind for op in fused(*body)] == ["Linear"]
     assert [op.kind for op in fused(*body, outputs=(OUT, Z))] == ["Linear", "ActMul"]
+
+
+def test_an_activation_of_rows_that_others_read_stays():
+    body = (ops.Linear(X, (Y,), (W1,)), ops.Act(Y, OUT, "gelu"))
+    assert [op.kind for op in fused(*body)] == ["Linear"]
+    assert [op.kind for op in fused(*body, outputs=(OUT, Y))] == ["Linear", "Act"]
+    two = (ops.Linear(X, (Y, Z), (W1, W2)), ops.Act(Y, OUT, "gelu"))
+    assert [op.kind for op in fused(*two, outputs=(OUT, Z))] == ["Linear", "Act"]
 
 
 def test_a_gate_the_other_way_round_stays():

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from octavo.engine.core import EngineCore
 from octavo.engine.requests.request import EngineRequest
@@ -104,8 +105,8 @@ def request_of(
     tenant: str = "",
     priority: int = 0,
 ) -> EngineRequest:
-    """Returns a request whose prompt no other one shares."""
-    number = hash(request_id) % 100_000
+    """Returns a request whose prompt no other one shares, the same in every process."""
+    number = crc32(request_id.encode()) % 100_000
     params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
     prompt = [number + i for i in range(num_prompt)]
     return EngineRequest(

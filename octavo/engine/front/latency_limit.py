@@ -25,7 +25,7 @@ LEAST_CHUNK = 16
 """Fewest prompt tokens of a step that a bound on steps is taken to leave."""
 FULL_CACHE = 0.9
 """Share of the KV blocks beyond which blocks are what waiting requests wait for."""
-SPREAD = 1.0
+SPREAD = 2.0
 """Standard deviations of the number of answers that end in a time, by which it is taken to be
 smaller: a request that comes too late has cost others their place.
 """

@@ -1,9 +1,9 @@
 """The fuse pass: fewer, larger ops with the same meaning.
 
 Merges Linears that read the same rows (q + k + v, gate + up), and folds into a Linear the norm
-before it, the gate after it and the residual sum behind it. Each rewrite looks only at the makers
-and readers of Values, and knows no family. It leaves alone what it cannot fold; the result equals
-the input op for op within rounding.
+before it, the activation or gate after it and the residual sum behind it. Each rewrite looks only
+at the makers and readers of Values, and knows no family. It leaves alone what it cannot fold; the
+result equals the input op for op within rounding.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from octavo.program.ops import ActMul, Add, Gate, LayerNorm, Linear, PreNorm, RmsNorm
+from octavo.program.ops import Act, ActMul, Add, Gate, LayerNorm, Linear, PreNorm, RmsNorm
 from octavo.program.program import Op, Program, Value
 
 
 def fuse(program: Program) -> Program:
     """Folds all that can be folded."""
     ops: list[Op] = list(program.ops)
-    for rewrite in (_merge_linears, _fold_gates, _fold_norms, _fold_residuals):
+    for rewrite in (_merge_linears, _fold_activations, _fold_gates, _fold_norms, _fold_residuals):
         ops = rewrite(ops, _Uses(ops, program))
     fused = replace(program, ops=tuple(ops))
     fused.check()
@@ -75,6 +75,27 @@ def _concatenated(a: Linear, b: Linear) -> Linear:
         sites=a.sites + b.sites,
         biases=biases if any(biases) else (),
     )
+
+
+def _fold_activations(ops: list[Op], uses: _Uses) -> list[Op]:
+    """Turns Act over a Linear's only out into the Linear's activation."""
+    result = list(ops)
+    gone: set[int] = set()
+    for at, op in enumerate(ops):
+        source = uses.maker.get(op.x) if isinstance(op, Act) else None
+        linear = ops[source] if source is not None else None
+        if (
+            source is None
+            or not isinstance(op, Act)
+            or not isinstance(linear, Linear)
+            or not _is_plain(linear)
+            or linear.outs != (op.x,)
+            or uses.read_once_by(op.x) != at
+        ):
+            continue
+        result[source] = replace(linear, outs=(op.out,), activation=op.activation)
+        gone.add(at)
+    return [op for at, op in enumerate(result) if at not in gone]
 
 
 def _fold_gates(ops: list[Op], uses: _Uses) -> list[Op]:

@@ -138,6 +138,18 @@ def test_elementwise(level, kind, width):
 
 
 @cache
+def gelu_tails():
+    sizes = np.geomspace(1e-6, 5.5, NUM_ROWS * 32, dtype=np.float32).reshape(NUM_ROWS, 32)
+    sizes[:, 1::2] *= -1
+    return Case({"a": sizes}, lambda v: [ops.Act(v["a"], like(v["a"]), "gelu")], rtol=4e-6, atol=0)
+
+
+def test_gelu_keeps_the_digits_of_its_tails(level):
+    """Holds down to -5.5, where the result is a fifty-millionth of the input."""
+    check_rows(gelu_tails(), level)
+
+
+@cache
 def spread_product(width):
     inputs = {"a": normal(NUM_ROWS, width), "b": normal(NUM_ROWS, 1, seed=1)}
     return Case(inputs, lambda v: [ops.Mul(v["a"], v["b"], like(v["a"]))], atol=0)
