@@ -108,7 +108,7 @@ def test_what_a_llama_layer_becomes():
 
 def test_what_an_encoders_layer_becomes():
     """No activation and no sum of a fused bert layer is an op by itself."""
-    config = open_checkpoint(tiny_model("bert").path).config | {"pooling": "mean"}
+    config = open_checkpoint(tiny_model("bert").path).config | {"pooling": {"mode": "mean"}}
     program = fuse(build_programs(config)["encoder"])
     kinds = Counter(op.kind for op in program.ops)
     layers = tiny_model("bert").config["num_hidden_layers"]
