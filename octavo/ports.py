@@ -19,6 +19,7 @@ from octavo.step import (
     RowResult,
     StepPlan,
     StepResult,
+    StreamedBlock,
 )
 
 Between = Callable[[Sequence[RowResult]], bool]
@@ -173,6 +174,15 @@ class Connector(Protocol):
         """Notes that the device has a full block of that name; the connector chooses whether to
         save it.
         """
+        ...
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers of a block may leave while the step computes that fills it."""
+        ...
+
+    def stream(self, block: StreamedBlock) -> None:
+        """Has the layers of a block that the coming step fills leave while it computes."""
         ...
 
     def complete(self, names: Iterable[BlockName]) -> None:

@@ -234,6 +234,21 @@ class SlotBlock(msgspec.Struct):
         return BlockName(self.group, self.key.digest)
 
 
+class StreamedBlock(msgspec.Struct):
+    """A block of the device that a step fills, and whose layers other engines get as it writes
+    them.
+    """
+
+    request_id: str
+    group: int
+    block_id: int
+    key: BlockKey
+
+    @property
+    def name(self) -> BlockName:
+        return BlockName(self.group, self.key.digest)
+
+
 class ConnectorPlan(msgspec.Struct):
     """Work that a connector's worker half begins once the step's moves are made, and goes on with
     while steps compute.
@@ -263,6 +278,8 @@ class ConnectorPlan(msgspec.Struct):
     """Blocks of prompts that were computed to be sent: those that are not kept by now never will
     be.
     """
+    stream: list[StreamedBlock] = []
+    """Blocks that the plan's own step fills; they are saved and kept later, like all others."""
 
 
 class ConnectorReport(msgspec.Struct):

@@ -282,6 +282,16 @@ void check_block(const KvMemory& kv, int group, int block, size_t num_bytes) {
                                     std::to_string(num_bytes));
 }
 
+void check_layer(const KvMemory& kv, int group, int layer, int block, size_t num_bytes) {
+    if (kv.has_block(group, block) && layer >= 0 && layer < kv.group(group).num_layers &&
+        num_bytes == kv.group(group).block_bytes())
+        return;
+    throw std::invalid_argument("layer " + std::to_string(layer) + " of block " + std::to_string(block) +
+                                " of group " + std::to_string(group) +
+                                " is not in the KV memory, or has not " + std::to_string(num_bytes) +
+                                " bytes");
+}
+
 void check_blocks(const KvMemory& kv, int group, int first, int count) {
     if (count > 0 && kv.has_block(group, first) && kv.has_block(group, first + count - 1)) return;
     throw std::invalid_argument(std::to_string(count) + " blocks from " + std::to_string(first) +
@@ -387,6 +397,13 @@ NB_MODULE(_native, m) {
                 kv.read_block(group, block, bytes.data());
             },
             "group"_a, "block_id"_a, "into"_a)
+        .def(
+            "read_layer",
+            [](const KvMemory& kv, int group, int layer, int block, const Out<uint8_t>& bytes) {
+                check_layer(kv, group, layer, block, bytes.size());
+                kv.read_layer(group, layer, block, bytes.data());
+            },
+            "group"_a, "layer"_a, "block_id"_a, "into"_a)
         .def(
             "write_block",
             [](KvMemory& kv, int group, int block, const Array<uint8_t>& bytes) {
@@ -628,6 +645,22 @@ NB_MODULE(_native, m) {
         .def_prop_ro(
             "rows_of_blocks", [](const Builder& b) { return b.executor.rows_of_blocks(); },
             "Rows of a step from which on threads may share its rows instead of a product's outputs.")
+        .def_prop_ro(
+            "kv_writes",
+            [](const Builder& b) {
+                std::vector<std::pair<int, int>> layers;
+                for (const KvWrite& write : b.executor.kv_writes())
+                    layers.emplace_back(write.group, write.layer);
+                return layers;
+            },
+            "The (group, layer) of each write of keys and values, in the order of a step.")
+        .def_prop_ro(
+            "kv_written",
+            [](const Builder& b) {
+                const uint64_t packed = b.executor.kv_written();
+                return std::make_pair((uint32_t)(packed >> 32), (uint32_t)packed);
+            },
+            "The number of the newest walk over the stages, and how many of its kv_writes are done.")
         .def_prop_ro(
             "progress", [](const Builder& b) { return b.executor.progress(); },
             "Grows while a step computes or weights arrive; may be read meanwhile.")

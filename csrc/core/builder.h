@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -126,6 +127,7 @@ struct Builder {
         std::vector<Place> parts = places_of(k_parts);
         const Place values = v.is_none() ? Place{} : place_of(nb::cast<PlaceTuple>(v));
         executor.add_row_op(make_kv_write(std::move(parts), values, group, layer));
+        executor.note_kv_write(group, layer);
     }
     void elementwise(const std::string& kind, const PlaceTuple& a, const PlaceTuple& b, const PlaceTuple& out,
                      float factor, const GateTuple& gate) {

@@ -98,6 +98,11 @@ void Executor::add_row_op(std::unique_ptr<RowOp> op) {
     stage->ops.push_back(std::move(op));
 }
 
+void Executor::note_kv_write(int group, int layer) {
+    require(!open_.samples, "keys written by sampled rows");
+    kv_writes_.push_back({(int)body_.size() - 1, group, layer});
+}
+
 // Rows as the product of `w` reads them; their memory is sized by finish(), which fills the pointers and
 // strides in.
 PreparedRows* Executor::new_rows(const Tiles& w, const Place& x, RowArea area) {

@@ -146,6 +146,11 @@ struct StageRange {
     int first, last;
 };
 
+// A stage of the body that writes the keys and values of a group's layer.
+struct KvWrite {
+    int stage, group, layer;
+};
+
 struct RowOp {
     virtual ~RowOp() = default;
     virtual void run(const View& view, int64_t row) const = 0;
@@ -438,6 +443,8 @@ class Executor {
     RopeAngles* add_angles(Frequencies all);
     // Copies parameters, to live as long as the executor.
     const float* keep(std::vector<float> values);
+    // Notes that the row op added last writes a layer's keys and values.
+    void note_kv_write(int group, int layer);
     // Notes that rows of this width may be given.
     void take_given(int width) { given_width_ = width; }
 
@@ -468,6 +475,12 @@ class Executor {
                (stream_ ? (uint64_t)stream_->bytes_read() : 0) +
                (neurons_ ? (uint64_t)neurons_->bytes_read() : 0);
     }
+
+    // The writes of keys and values in the order of a step.
+    const std::vector<KvWrite>& kv_writes() const { return kv_writes_; }
+    // The number of the newest walk, from 1 on, in the upper 32 bits, and in the lower ones how many of
+    // kv_writes it has done. Any thread may look; one that sees a number sees what was written as well.
+    uint64_t kv_written() const { return kv_written_.load(std::memory_order_acquire); }
 
     // Times each stage of the steps from now on, from zero.
     void profile(bool on);
@@ -576,7 +589,8 @@ class Executor {
     std::vector<std::unique_ptr<PreparedRows>> rows_;
     std::unique_ptr<Memory> arenas_[kNumAxes], areas_[kNumRowAreas], partials_;
     std::vector<ThreadState> threads_;
-    std::atomic<uint64_t> stages_done_{0};
+    std::atomic<uint64_t> stages_done_{0}, kv_written_{0};
+    std::vector<KvWrite> kv_writes_;
     bool profiling_ = false, share_prefixes_ = true;
     std::map<std::string, StageTime> profiled_;
     bool has_row_blocks_ = false;  // whether threads put up to kExpertRows rows together

@@ -48,6 +48,12 @@ void KvMemory::read_block(int group, int block, uint8_t* to) const {
     });
 }
 
+void KvMemory::read_layer(int group, int layer, int block, uint8_t* to) const {
+    const KvGroup& g = groups_[group];
+    for (int head = 0; head < g.num_heads; head++)
+        std::memcpy(to + head * g.head_bytes(), at(group, layer * g.num_heads + head, block), g.head_bytes());
+}
+
 void KvMemory::write_block(int group, int block, const uint8_t* from) {
     for_each_part(group, [&](int part, size_t bytes) {
         std::memcpy(at(group, part, block), from + part * bytes, bytes);

@@ -52,6 +52,8 @@ class KvMemory {
     void copy_block(int group, int source, int target);
     // Copies a block's bytes, [layer][head]: num_layers * block_bytes.
     void read_block(int group, int block, uint8_t* bytes) const;
+    // Copies one layer's part of them, [head]: block_bytes, from offset layer * block_bytes on.
+    void read_layer(int group, int layer, int block, uint8_t* bytes) const;
     void write_block(int group, int block, const uint8_t* bytes);
     // Frees the memory of whole pages within `count` neighbouring blocks; their contents are lost.
     void give_back(int group, int block, int count);

@@ -30,7 +30,10 @@ struct Walk : ThreadPool::Work {
                             : e.plain_),
           head((int)e.head_.size()),
           chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk),
-          best_only(b.draws_best() ? e.logits_product_ : nullptr) {}
+          best_only(b.draws_best() ? e.logits_product_ : nullptr) {
+        const uint64_t walks = (executor.kv_written_.load(std::memory_order_relaxed) >> 32) + 1;
+        executor.kv_written_.store(walks << 32, std::memory_order_release);
+    }
 
     // Threads that share a product's outputs each read a part of its weights, and all rows; threads that
     // share the rows read all weights, which costs as much as some eight rows more. The latter pays where
@@ -138,6 +141,7 @@ struct Walk : ThreadPool::Work {
     }
     void finished(int index) override {
         executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
+        if (index < (int)body.size()) count_kv_writes(body[index].last);
         if (executor.stream_ && index < (int)body.size())
             executor.stream_->release(executor.released_[body[index].last - 1]);
         if (!executor.profiling_) return;
@@ -148,6 +152,14 @@ struct Walk : ThreadPool::Work {
             executor.record(stage(index), view(index), seconds_since(since));
         }
         since = Clock::now();
+    }
+
+    // Counts the writes of keys and values before a stage, once all threads have passed it.
+    void count_kv_writes(int end) {
+        const auto& writes = executor.kv_writes_;
+        int done = 0;
+        for (; next_write < writes.size() && writes[next_write].stage < end; next_write++) done++;
+        if (done) executor.kv_written_.fetch_add(done, std::memory_order_release);
     }
 
   private:
@@ -161,6 +173,7 @@ struct Walk : ThreadPool::Work {
         for (auto& thread : executor.threads_) sum += std::exchange(thread.seconds[i], 0.0);
         return sum / (double)executor.threads_.size();
     }
+    size_t next_write = 0;  // the first of the executor's kv_writes that is not counted
     Clock::time_point since = Clock::now();
 };
 

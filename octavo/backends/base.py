@@ -248,6 +248,23 @@ class StreamingRunnable(Protocol):
 
 
 @runtime_checkable
+class LayeredRunnable(Protocol):
+    """A Runnable that says, while it computes, of which layers keys and values are written."""
+
+    @property
+    def kv_writes(self) -> Sequence[tuple[int, int]]:
+        """The (group, layer) of each write of keys and values, in the order of a step."""
+        ...
+
+    @property
+    def kv_written(self) -> tuple[int, int]:
+        """Number of the newest step, which counts up, and how many of `kv_writes` it has done;
+        another thread may read it, and then the bytes.
+        """
+        ...
+
+
+@runtime_checkable
 class AdapterRunnable(Protocol):
     """A Runnable whose Program has sites, which adapters may update."""
 

@@ -69,6 +69,17 @@ class KvCache(Protocol):
         ...
 
 
+@runtime_checkable
+class LayeredKvCache(Protocol):
+    """A KvCache of which single layers of a block can be read while a step computes."""
+
+    def read_layer(self, group: int, layer: int, block_id: int, into: NDArray[np.uint8]) -> None:
+        """Reads one layer of a block into `[KvLayout.layer_bytes]`: the part of what `read_block`
+        gives from `layer * layer_bytes` on.
+        """
+        ...
+
+
 class BlockMover(Protocol):
     """Copies blocks in batches, perhaps while steps compute, with the same effect as one copy after
     the other in the order of the calls.

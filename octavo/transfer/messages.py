@@ -2,10 +2,10 @@
 
 Two conversations. Fronts (DEALER to ROUTER): Hello, Welcome; then Prefill, which is Accepted or
 Declined and later Ended, unless it is Withdrawn. Workers (DEALER to ROUTER): WantBlocks,
-DropBlocks, HoldBlocks and TookBlocks go up; BlockPart (with the bytes as a second frame) or
-BlockAt, NoBlocks, StillThere and NotYours come down. A block is asked for by its name before it is
-computed, and sent when it is. Every ask has an epoch, which its answers repeat: what answers an
-older one lands nowhere.
+DropBlocks, HoldBlocks and TookBlocks go up; BlockPart and LayerPart (with the bytes as a second
+frame) or BlockAt, NoBlocks, StillThere and NotYours come down. A block is asked for by its name
+before it is computed, and sent when it is. Every ask has an epoch, which its answers repeat: what
+answers an older one lands nowhere.
 """
 
 from __future__ import annotations
@@ -146,6 +146,22 @@ class BlockPart(msgspec.Struct, tag=True):
     that one comes is the link's."""
 
 
+class LayerPart(msgspec.Struct, tag=True):
+    """One layer of some blocks of one cache group, which comes as the message's second frame: each
+    block's bytes, one block after the other. Sent while later layers are still computed.
+    """
+
+    names: list[BlockName]
+    offset: int
+    """Offset of the layer's bytes in each block."""
+    checksum: int
+    """CRC-32 of all these bytes."""
+    epoch: int
+    """Epoch of the ask that it answers."""
+    more: bool = False
+    """Whether another part for the same peer was waiting, as in a BlockPart."""
+
+
 class BlockAt(msgspec.Struct, tag=True):
     """A block that the receiver may read out of the sender's memory, past these messages."""
 
@@ -181,4 +197,4 @@ class NotYours(msgspec.Struct, tag=True):
 FrontRequestMessage = Hello | Prefill | Withdrawn
 FrontReplyMessage = Welcome | Accepted | Declined | Ended
 WorkerRequestMessage = WantBlocks | DropBlocks | HoldBlocks | TookBlocks
-WorkerReplyMessage = BlockPart | BlockAt | NoBlocks | StillThere | NotYours
+WorkerReplyMessage = BlockPart | LayerPart | BlockAt | NoBlocks | StillThere | NotYours

@@ -194,21 +194,23 @@ def _other_engines(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) 
 
     ends = _transfer_ends(checkpoint, loaded)
     block_bytes = [layout.block_bytes for layout in loaded.layouts]
+    worker = TransferWorker(
+        [HostShape(num_slots, size) for size in block_bytes],
+        ends,
+        _mover(loaded.config.transfer),
+    )
     tiers = Tiers(
         block_bytes,
         num_slots,
         keeps=ends.listen is not None,
         saved_bytes_per_step=SENT_BYTES_PER_STEP,
+        streams=worker.sends_layers and loaded.writes_layers,
     )
     facts = {name: _short(value) for name, value in _parts(checkpoint, loaded).items()}
     facts["transport"] = str(loaded.config.transfer.kv_transfer)
     return BuiltTiers(
         tiers,
-        TransferWorker(
-            [HostShape(num_slots, size) for size in block_bytes],
-            ends,
-            _mover(loaded.config.transfer),
-        ),
+        worker,
         TransferFacts(
             {**facts, "weights": ends.fingerprint.hex()},
             ends.listen,

@@ -14,6 +14,7 @@ from octavo.backends.base import (
     CheckingRunnable,
     DeviceBackend,
     DeviceMemory,
+    LayeredRunnable,
     OnDemandBackend,
     Runnable,
 )
@@ -40,6 +41,7 @@ from octavo.worker.draft_draws import DraftIds
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.encoder_runner import EncoderRunner
 from octavo.worker.image_tower import ImageTower
+from octavo.worker.kv_layers import layer_streaming
 from octavo.worker.logits_processors import LogitsProcessors, load_processors
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, plan_kv
@@ -159,7 +161,15 @@ class LoadedModel:
             adapters=self.adapters,
             draft=self._draft_model(kv),
             media=media,
+            streaming=layer_streaming(
+                connector, next(iter(self.runnables.values())), kv, places, self.layouts
+            ),
         )
+
+    @property
+    def writes_layers(self) -> bool:
+        """Whether its steps say, while they compute, which layers' keys and values are written."""
+        return isinstance(next(iter(self.runnables.values())), LayeredRunnable)
 
     def _media(self) -> StepMedia | None:
         if self.tower is None:

@@ -8,6 +8,7 @@ one by one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from octavo.step import (
 from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.draft_model import DraftModel
+from octavo.worker.kv_layers import LayerStreaming
 from octavo.worker.prepared_step import DecodedRows
 from octavo.worker.program_runners import LaunchedParts, ProgramRunners
 from octavo.worker.request_rows import RequestRows
@@ -84,6 +86,7 @@ class Worker:
         adapters: AdapterStore | None = None,
         draft: DraftModel | None = None,
         media: StepMedia | None = None,
+        streaming: LayerStreaming | None = None,
     ) -> None:
         """`is_alone`: there are no other ranks, which would not know of a step taken apart;
         `shares_steps`: there are other engines, whose experts compute its rows, and its own theirs.
@@ -102,6 +105,7 @@ class Worker:
         self._adapters = adapters
         self._draft = draft
         self._media = media
+        self._streaming = streaming
         self._faults = RowFaults(is_alone=is_alone)
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
@@ -110,6 +114,8 @@ class Worker:
         began = time.perf_counter()
         moved_s = max(self._apply(plan), self.cache_engine.settle(plan.moves))
         self._begin_connector(plan)
+        if self._streaming is not None:
+            self._streaming.take(plan.connector)
         if plan.joins:
             self._runner.join()
         results, num_steps = self._compute(plan, between) if plan.rows else DecodedRows([], 1)
@@ -183,7 +189,11 @@ class Worker:
         prepared = self._faults.prepare(rows, self._runner.prepare)
         if prepared.step is None and self._shares_steps:
             self._runner.join()
-        return prepared.in_order([] if prepared.step is None else self._runner.run(prepared.step))
+        if prepared.step is None:
+            return prepared.in_order([])
+        streaming = self._streaming
+        with contextlib.nullcontext() if streaming is None else streaming.during(prepared.step):
+            return prepared.in_order(self._runner.run(prepared.step))
 
     def _take_in(self, step: LaunchedStep) -> StepResult:
         first = self._launched.popleft()

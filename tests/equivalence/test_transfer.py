@@ -11,6 +11,8 @@ import re
 import signal
 import socket
 import sys
+import threading
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
@@ -20,7 +22,11 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.front import prefill_peers
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.progress import quiet
+from octavo.step import BlockName
 from octavo.wiring.engine import build_with_process
+from octavo.worker.connectors.block_sender import BlockSender
+from octavo.worker.connectors.outbox import Outbox
+from octavo.worker.program_runners import ProgramRunners
 from tests.support.llm_tools import (
     GREEDY,
     LONG,
@@ -28,6 +34,7 @@ from tests.support.llm_tools import (
     fingerprint,
     make_async,
     make_llm,
+    prompts_of,
     small_options,
 )
 from tests.support.transfer_pairs import (
@@ -77,6 +84,62 @@ def test_answers_are_those_of_one_engine(model, transport):
         assert stats.num_not_fetched == 0
         assert stats.num_fetched == stats.num_loaded > 0
         assert stats.num_fetched * 16 >= 112 + 128 + 192
+
+
+@pytest.mark.parametrize("model", MODELS[:3], ids=lambda model: f"{model[0]}-{model[1]}")
+def test_the_blocks_of_the_last_step_leave_in_layers(model, monkeypatch):
+    """Each prompt has three steps, which begin once its blocks are asked for. The last one's blocks
+    come as its layers are written, those of the others whole, and none of them twice.
+    """
+    prompts, may_begin, asked = prompts_of(180, 150), threading.Event(), threading.Event()
+    layers: Counter[BlockName] = Counter()
+    whole: Counter[BlockName] = Counter()
+    run, wait = ProgramRunners.run, Outbox.wait
+    send_layer, send_block = BlockSender.send_layer, BlockSender.send_block
+
+    def run_later(one, step):
+        assert not may_begin.is_set() or asked.wait(20), "no block was asked for"
+        return run(one, step)
+
+    def note_ask(one, ask, wanted, until):
+        refused = wait(one, ask, wanted, until)
+        asked.set()
+        return refused
+
+    def note_layer(one, ask, names, offset, data):
+        layers.update(names)
+        send_layer(one, ask, names, offset, data)
+
+    def note_block(one, ask, name, data):
+        whole[name] += 1
+        send_block(one, ask, name, data)
+
+    monkeypatch.setattr(ProgramRunners, "run", run_later)
+    monkeypatch.setattr(Outbox, "wait", note_ask)
+    monkeypatch.setattr(BlockSender, "send_layer", note_layer)
+    monkeypatch.setattr(BlockSender, "send_block", note_block)
+
+    async def ask() -> None:
+        await met(prefill, decode)
+        may_begin.set()
+        for prompt, answer in zip(prompts, answers, strict=True):
+            asked.clear()
+            assert fingerprint(await final(decode, prompt, GREEDY)) == answer
+
+    answers = expected(model, prompts, GREEDY)
+    with pair(model, max_num_batched_tokens=64) as (prefill, decode):
+        asyncio.run(asyncio.wait_for(ask(), 60))
+        stats = decode.stats().connector
+        assert stats.num_not_fetched == 0
+        groups = {name.group for name in whole}
+        assert {name.group for name in layers} == groups
+        for group in groups:  # each block once in each layer
+            assert len({num for name, num in layers.items() if name.group == group}) == 1
+        if len(groups) == 1:  # of a window's group fewer are asked for
+            assert len(layers) == 3 + 1  # those that end at 144 to 176, and at 144
+        assert not layers.keys() & whole.keys() and set(whole.values()) == {1}
+        assert len(layers) + len(whole) == stats.num_fetched
+        assert prefill.stats().connector.stored.num_expired_leases == 0
 
 
 def test_what_the_peer_found_in_its_own_cache_is_sent_too():

@@ -17,7 +17,7 @@ from octavo.step import BlockKey, BlockName, ConnectorPlan, ConnectorReport, Slo
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import PIECE_BYTES, BlockTransport, RemoteBytes, pieces_of
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.connectors import outbox, transfer_mail
+from octavo.worker.connectors import block_fetcher, outbox
 from octavo.worker.connectors.block_arena import BlockArena
 from octavo.worker.connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
@@ -168,7 +168,7 @@ def test_a_slot_that_is_being_written_is_not_given_back(
 @pytest.fixture
 def short_leases(monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(outbox, "LEASE_S", 1.0)
-    monkeypatch.setattr(transfer_mail, "RENEWAL_S", 0.1)
+    monkeypatch.setattr(block_fetcher, "RENEWAL_S", 0.1)
     return 1.0
 
 
@@ -203,7 +203,7 @@ def test_a_reader_that_never_ends_loses_its_lease_and_takes_no_wrong_bytes(
     """Nothing is heard of it: the block's place is used for another, and what it reads then is a
     miss by its checksum.
     """
-    monkeypatch.setattr(transfer_mail.TransferMail, "renew_leases", lambda mail: None)
+    monkeypatch.setattr(block_fetcher.BlockFetcher, "renew_leases", lambda one: None)
     pair = Pair(movers, max_bytes=NUM_BYTES)
     try:
         movers[1].may_go_on.clear()

@@ -18,6 +18,7 @@ from octavo.transfer.address import TransferEnds
 from octavo.transfer.messages import (
     BlockPart,
     DropBlocks,
+    LayerPart,
     NoBlocks,
     NotYours,
     StillThere,
@@ -25,7 +26,7 @@ from octavo.transfer.messages import (
     WantedBlock,
 )
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.connectors import transfer_mail
+from octavo.worker.connectors import block_fetcher
 from octavo.worker.connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
 from tests.support.slow_relay import SlowRelay
@@ -134,7 +135,7 @@ def test_blocks_come_whole_over_a_long_way(sender, fetcher):
 
 def test_a_way_that_falls_silent_is_given_up(sender, fetcher, monkeypatch):
     """The connection stays open, and nothing comes: neither a block nor a sign of life."""
-    monkeypatch.setattr(transfer_mail, "SILENCE_S", 0.5)
+    monkeypatch.setattr(block_fetcher, "SILENCE_S", 0.5)
     _, endpoint = sender
     with contextlib.closing(SlowRelay(int(endpoint.rpartition(":")[2]), 0.0)) as relay:
         source = f"tcp://127.0.0.1:{relay.port}"
@@ -214,6 +215,37 @@ def test_a_damaged_part_makes_it_a_miss(fetcher, part):
         head = BlockPart(name=BlockName(0, key_of(7).digest), **{**usual, **part})
         router.send_multipart([peer, msgspec.msgpack.encode(head), data])
         assert reported(fetcher).not_fetched == [BlockName(0, key_of(7).digest)]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"offset": -1},
+        {"offset": NUM_BYTES},
+        {"checksum": 1},
+        {"data": b""},
+        {"data": bytes(101)},
+        {"names": []},
+    ],
+    ids=["before", "behind", "checksum", "empty", "uneven", "no names"],
+)
+def test_a_damaged_layer_makes_its_blocks_a_miss(fetcher, part):
+    """One without names harms nothing: the blocks end by the clock."""
+    names = [BlockName(0, key_of(number).digest) for number in (7, 8)]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        blocks = [SlotBlock(0, at, key_of(7 + at), f"tcp://127.0.0.1:{port}") for at in range(2)]
+        fetcher.begin(ConnectorPlan(fetch=blocks))
+        peer, _ = router.recv_multipart()
+        data = part.pop("data", bytes(100))
+        usual = {"names": names, "offset": 0, "checksum": zlib.crc32(data), "epoch": 1}
+        head = LayerPart(**{**usual, **part})
+        router.send_multipart([peer, msgspec.msgpack.encode(head), data])
+        missed = reported(fetcher).not_fetched
+        while len(missed) < 2:
+            missed += reported(fetcher).not_fetched
+        assert sorted(missed) == names
 
 
 def test_a_slot_is_never_written_after_its_end_was_reported(fetcher):

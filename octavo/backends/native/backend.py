@@ -366,6 +366,16 @@ class NativeProgram:
         return int(self._executor.progress)
 
     @property
+    def kv_writes(self) -> Sequence[tuple[int, int]]:
+        writes: list[tuple[int, int]] = self._executor.kv_writes
+        return writes
+
+    @property
+    def kv_written(self) -> tuple[int, int]:
+        written: tuple[int, int] = self._executor.kv_written
+        return written
+
+    @property
     def arrivals(self) -> WeightArrivals | None:
         return None if self._streamed is None else self._streamed.arrivals()
 

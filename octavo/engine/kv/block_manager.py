@@ -24,7 +24,7 @@ from octavo.engine.kv.tier_connector import no_connector
 from octavo.group_life import UNBOUNDED, Extent
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.ports import Connector
-from octavo.step import BlockKey, BlockMove, BlockName
+from octavo.step import BlockKey, BlockMove, BlockName, StreamedBlock
 from octavo.transfer.block_events import BlockEventLog
 
 PLAIN = BlockNaming()
@@ -281,6 +281,23 @@ class BlockManager:
         """
         for group, key in self._named(self._chains[request_id].named()):
             self.connector.offer(group, key)
+
+    def stream(self, request_id: str, token_ids: Sequence[int], start: int, end: int) -> None:
+        """Has the connector send the blocks that the coming step fills, which computes the tokens
+        from `start` up to `end`, while it computes.
+        """
+        if not (self.connector.streams and self._caching):
+            return
+        chain = self._chains[request_id]
+        num_full = min(end, chain.naming.num_named_tokens) // self.block_size
+        keys = chain.extend(token_ids, num_full, self.block_size)
+        for group, table in enumerate(self.tables[request_id]):
+            life = self.pools[group].life
+            if life.is_named and not life.is_rewritten:
+                for index in range(start // self.block_size, num_full):
+                    if table[index] != HOLE:
+                        block = StreamedBlock(request_id, group, table[index], keys[index])
+                        self.connector.stream(block)
 
     def complete(
         self, request_id: str, token_ids: Sequence[int], naming: BlockNaming = PLAIN

@@ -26,6 +26,7 @@ from octavo.step import (
     ConnectorReport,
     ConnectorStats,
     SlotBlock,
+    StreamedBlock,
 )
 
 SAVED_BYTES_PER_STEP = 16 << 20
@@ -57,6 +58,8 @@ class Tiers(msgspec.Struct):
     """Report of the blocks that are stored at the start."""
     asks: bool = False
     """Whether only asking the store tells which blocks it has."""
+    streams: bool = False
+    """Whether layers of a block may leave while the step computes that fills it."""
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class TierConnector:
     def __init__(self, tiers: Tiers) -> None:
         self.keeps = tiers.keeps
         self._asks = tiers.asks
+        self.streams = tiers.streams
         self.max_pinned_bytes = tiers.max_pinned_bytes
         self.stats = ConnectorStats(tiers.num_slots)
         self._block_bytes = tiers.block_bytes
@@ -210,6 +214,10 @@ class TierConnector:
         """Queues a block to be saved that was just filled on the device."""
         if self.stats.num_slots and len(self._unsaved) < MAX_UNSAVED:
             self._unsaved[BlockName(group, key.digest)] = key
+
+    def stream(self, block: StreamedBlock) -> None:
+        """Has the layers of a block that the coming step fills leave while it computes."""
+        self._plan.stream.append(block)
 
     def complete(self, names: Iterable[BlockName]) -> None:
         """Notes the blocks of a prompt that was computed for another engine and has ended."""

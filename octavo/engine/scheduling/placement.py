@@ -161,6 +161,15 @@ class Placement:
             request.source = msgspec.structs.replace(request.source, kv_source="")
             self._blocks.connector.release(request.request_id)
 
+    def stream(self, builder: StepBuilder) -> None:
+        """Has the blocks leave, layer by layer, that a step fills with the last tokens of prompts
+        which are computed for other engines.
+        """
+        for (request, row), scheduled in zip(builder.owners, builder.rows, strict=True):
+            end = scheduled.start + scheduled.num_tokens
+            if request.source.sends_kv and scheduled.start < request.num_prompt_tokens <= end:
+                self._blocks.stream(row.request_id, row.token_ids, scheduled.start, end)
+
     def sent(self, request: Request) -> None:
         """Notes the end of a request; where it was computed for another engine, that one is told
         which of the prompt's blocks it gets.

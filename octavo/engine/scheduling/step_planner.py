@@ -288,6 +288,7 @@ class StepPlanner:
     def _finish(self, builder: StepBuilder, *, single_step: bool) -> StepPlan:
         queues = self.queues
         freed_rows = self.placement.take_freed_rows()
+        self.placement.stream(builder)
         connector = self.blocks.connector.end_step()
         num_steps = 1
         single_step |= self.speculation.add_drafts(builder)

@@ -3,7 +3,7 @@
 A block that was not fetched stays for a lease, and so does one that a peer reads out of this
 engine's memory, which the peer renews or ends; a peer of which nothing is heard loses it. Of blocks
 without a lease the least recently used go first. Reads no clock and knows no socket:
-`transfer_mail.py` sends what it is told to.
+`block_sender.py` sends what it is told to.
 """
 
 from __future__ import annotations
@@ -170,6 +170,15 @@ class Outbox:
     def waiting(self, name: BlockName) -> list[Ask]:
         """Returns the asks that wait for a block, and ends their waits."""
         return [wait.ask for wait in self._waits.pop(name, ())]
+
+    def asks(self, name: BlockName) -> list[Ask]:
+        """Returns the asks that wait for a block."""
+        return [wait.ask for wait in self._waits.get(name, ())]
+
+    def served(self, ask: Ask, names: Iterable[BlockName]) -> None:
+        """Ends the waits of an ask whose peer has been sent some blocks that are not here yet."""
+        for name in names:
+            self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask != ask])
 
     def ended(self, name: BlockName, now: float) -> list[Ask]:
         """Notes that a block's prompt has ended; returns the asks that wait for it in vain."""

@@ -3,8 +3,9 @@ that ask for them and fetched from those that compute them, over ZeroMQ.
 
 Owns the slots' bytes and one thread, which has all sockets. A block is asked for by its name,
 often before it is computed: the engine that computes it sends it once its own scheduler half has
-saved it. The bytes go to memory that the fetching side holds until it has told the outcome, so that
-nothing that comes late can land elsewhere. Any failure is a miss: the prompt is computed here.
+saved it, and those of a prompt's last step layer by layer, as the step writes them. The bytes go
+to memory that the fetching side holds until it has told the outcome, so that nothing that comes
+late can land elsewhere. Any failure is a miss: the prompt is computed here.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from octavo.step import BlockName, ConnectorPlan, ConnectorReport, StoredBytes
+from octavo.step import BlockName, ConnectorPlan, ConnectorReport, StoredBytes, StreamedBlock
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.cache_engine import HostShape
+from octavo.worker.connectors.layer_stream import LayerStream
 from octavo.worker.connectors.transfer_mail import TransferMail
+from octavo.worker.kv_layers import KvLayers
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,9 @@ EMPTY = ConnectorReport()
 
 
 class TransferWorker:
-    """Slots of host memory, and the sockets behind them. Implements `ports.ConnectorWorker`."""
+    """Slots of host memory, and the sockets behind them. Implements `ports.ConnectorWorker` and
+    `kv_layers.LayerSender`.
+    """
 
     def __init__(
         self,
@@ -52,8 +57,12 @@ class TransferWorker:
         """Guards the report and the number; notified when something is added."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake, listener = self._pair()
-        self._plans: deque[ConnectorPlan | None] = deque()
-        """Plans for the thread; None ends it."""
+        self.sends_layers = ends.listen is not None and mover is None
+        """Whether layers of a block may leave while the step computes that fills it."""
+        self._stream: LayerStream | None = None
+        """Blocks of the step that is being computed."""
+        self._plans: deque[ConnectorPlan | LayerStream | None] = deque()
+        """Plans and streams for the thread; None ends it."""
         try:
             self._mail = TransferMail(self._context, self._slots, ends, self._note, mover)
         except BaseException:
@@ -81,7 +90,16 @@ class TransferWorker:
             self._num_under_way += len(plan.fetch) + len(plan.keep)
         self._tell(plan)
 
-    def _tell(self, plan: ConnectorPlan | None) -> None:
+    def begin_stream(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
+        self._stream = LayerStream(blocks, layers)
+        self._tell(self._stream)
+
+    def end_stream(self) -> None:
+        assert self._stream is not None, "it was begun"
+        self._stream.end()
+        self._stream = None
+
+    def _tell(self, plan: ConnectorPlan | LayerStream | None) -> None:
         self._plans.append(plan)
         self._wake.send(b"")
 
@@ -97,8 +115,8 @@ class TransferWorker:
         with self._changed:
             for name, blocks in found.items():
                 getattr(self._report, name).extend(blocks)
-            outbox = self._mail.outbox
-            link = self._mail.link
+            outbox = self._mail.sender.outbox
+            link = self._mail.fetcher.link
             self._report.stored = StoredBytes(
                 outbox.num_bytes,
                 num_expired_leases=outbox.num_expired,
@@ -130,7 +148,10 @@ class TransferWorker:
                         plan = self._plans.popleft()
                         if plan is None:
                             return
-                        self._mail.carry_out(plan)
+                        if isinstance(plan, LayerStream):
+                            self._mail.stream(plan)
+                        else:
+                            self._mail.carry_out(plan)
                     self._mail.move()
                 except Exception:
                     logger.exception("the transfer of KV blocks goes on after a fault")
