@@ -26,6 +26,7 @@ COMMANDS = (
     "serve",
     "route",
     "cluster",
+    "rank",
     "pull",
     "models",
     "quantize",

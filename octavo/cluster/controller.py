@@ -85,7 +85,8 @@ class Cluster:
         """Raises ConfigError where the plan wants machines that are not there."""
         machines = self.placer.machines()
         for group in self.plan.instances:
-            check_machines(group.name, group.needs, group.count, machines, spread=group.spread)
+            count = group.count * group.num_ranks
+            check_machines(group.name, group.needs, count, machines, spread=group.spread)
         check_machines(ROUTER, self.plan.router.needs, 1, machines, spread=False)
 
     def change(self, plan: ClusterPlan) -> None:
@@ -189,6 +190,8 @@ class Cluster:
             environment=self._environment(OCTAVO_API_KEY=self.keys.secret),
             transfers=transfers,
             peers=peers,
+            num_ranks=group.num_ranks,
+            rank_secret=self.keys.secret if group.num_ranks > 1 else None,
         )
 
     def _router_spec(self, url: str) -> InstanceSpec:
@@ -234,14 +237,14 @@ class Cluster:
         if not missing:
             return
         try:
-            needs = [group.needs] * len(missing)
+            needs = [group.needs] * (len(missing) * group.num_ranks)
             place = self.placer.reserve(group.name, needs, spread=group.spread)
         except Exception as error:
             self._tell_failure(group.name, error)
             return
         shared = SharedPlace(place, len(missing))
         for index, name in enumerate(missing):
-            handle = self.placer.start(place, index, wanted[name])
+            handle = self.placer.start(place, index * group.num_ranks, wanted[name])
             answers = group.role != "prefill"
             self.members[name] = ClusterMember(group.name, wanted[name], handle, shared, answers)
             self.report(f"{name} is being started")

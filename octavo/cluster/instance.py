@@ -24,8 +24,10 @@ from octavo.child_process import end_process, start_bound
 MAIN = "octavo.cli.bound:main"
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that instances have, below those that systems give out by themselves."""
-PORTS_EACH = 3
-"""Ports of an instance: of its HTTP server, of its prompts and of its blocks."""
+PORTS_EACH = 4
+"""Ports of an instance: of its HTTP server, its prompts, its blocks and its ranks."""
+RANK_SECRET = "OCTAVO_RANK_SECRET"
+"""Environment variable in which `octavo rank` looks for the secret."""
 ANSWER_S = 2.0
 """Seconds in which a server must say how it is."""
 
@@ -41,7 +43,8 @@ class InstanceSpec(msgspec.Struct, frozen=True):
     port: int = 0
     """Port of its HTTP server; 0: a free one."""
     health: str = "/health"
-    """Path that answers 200 once it takes requests."""
+    """Path that answers 200 once it takes requests; "": it answers no one, and is ready as soon as
+    it runs."""
     config: dict[str, str | int | float | bool | list[str]] = {}
     """Contents of its configuration file, where `serve` has one."""
     environment: dict[str, str] = {}
@@ -50,6 +53,10 @@ class InstanceSpec(msgspec.Struct, frozen=True):
     """Whether its engine exchanges blocks with others."""
     peers: list[str] = []
     """Addresses of the instances that compute prompts for it."""
+    num_ranks: int = 1
+    """Ranks of its engine, of which all but the first run by themselves, as `rank_spec` says."""
+    rank_secret: str | None = None
+    """Secret that the ranks share."""
 
 
 class InstanceState(msgspec.Struct, frozen=True):
@@ -58,6 +65,19 @@ class InstanceState(msgspec.Struct, frozen=True):
     url: str
     kv_address: str
     is_ready: bool
+    rank_address: str = ""
+    """Address at which the other ranks join its first one."""
+
+
+def rank_spec(spec: InstanceSpec, rank: int, address: str) -> InstanceSpec:
+    """Returns the command of another rank of an instance whose first one is at an address."""
+    return InstanceSpec(
+        f"{spec.name}-rank-{rank}",
+        spec.host,
+        ["rank", address, "--rank", str(rank)],
+        health="",
+        environment={} if spec.rank_secret is None else {RANK_SECRET: spec.rank_secret},
+    )
 
 
 class Instance:
@@ -70,7 +90,9 @@ class Instance:
         self._host = spec.host or host
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-instance-")
         first = spec.port or free_ports(self._host, spec.name)
-        self._port, self._kv_port = first, first + 1
+        self._port = first
+        self._kv_port = first + 1
+        self._rank_port = first + 3
         self._process = self._start()
 
     @property
@@ -84,9 +106,13 @@ class Instance:
         if self._process.poll() is not None:
             self._ended()
         url = f"http://{self._host}:{self._port}"
-        return InstanceState(
-            url, f"{self._host}:{self._kv_port}", _answers(url + self._spec.health)
-        )
+        health = self._spec.health
+        is_ready = not health or _answers(url + health)
+        return InstanceState(url, f"{self._host}:{self._kv_port}", is_ready, self._rank_address)
+
+    @property
+    def _rank_address(self) -> str:
+        return f"{self._host}:{self._rank_port}"
 
     def stop(self, patience_s: float) -> None:
         """Tells the process to finish what runs, and ends it if that takes longer."""
@@ -96,7 +122,9 @@ class Instance:
 
     def _start(self) -> subprocess.Popen[bytes]:
         spec = self._spec
-        words = [*spec.words, "--host", self._host, "--port", str(self._port)]
+        words = list(spec.words)
+        if spec.health:
+            words += ["--host", self._host, "--port", str(self._port)]
         if spec.words[0] == "serve":
             words += ["--config", self._write_config()]
         return start_bound(MAIN, words, environment=spec.environment)
@@ -108,6 +136,10 @@ class Instance:
             config["kv-transfer-address"] = f"{self._host}:{self._kv_port}"
         if self._spec.peers:
             config["prefill-peer"] = list(self._spec.peers)
+        if self._spec.num_ranks > 1:
+            config["rank-address"] = self._rank_address
+            if self._spec.rank_secret is not None:
+                config["rank-secret"] = self._spec.rank_secret
         path = Path(self._folder.name) / "config.yaml"
         path.touch(mode=0o600)
         path.write_text(json.dumps(config))  # YAML too

@@ -29,11 +29,15 @@ class ClusterPlacer(Protocol):
         ...
 
     def reserve(self, name: str, needs: Sequence[Mapping[str, float]], *, spread: bool) -> Any:
-        """Returns a place for each of some instances, or raises ConfigError where there is none."""
+        """Returns a place for each of some instances, or of their ranks; raises ConfigError where
+        there is none.
+        """
         ...
 
     def start(self, place: Any, index: int, spec: InstanceSpec) -> Any:
-        """Starts an instance at place `index` of a reservation; returns its handle at once."""
+        """Starts an instance at place `index` of a reservation, and its other ranks at the places
+        behind it; returns its handle at once.
+        """
         ...
 
     def state_of(self, handle: Any) -> InstanceState | None:
@@ -78,7 +82,7 @@ def check_machines(
         )
     if spread and len(fitting) < count:
         raise ConfigError(
-            f"plan: {name}: {count} instances want machines of their own with {wanted}, and Ray has"
-            f" {len(fitting)}; there are {there}",
+            f"plan: {name}: {count} instances or ranks want machines of their own with {wanted},"
+            f" and Ray has {len(fitting)}; there are {there}",
             hint=hint,
         )

@@ -34,7 +34,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 OWN_OPTIONS = frozenset(
     (
         *("host", "port", "config", "api_key", "role", "prefill_peer"),
-        *("kv_transfer_address", "kv_transfer_secret"),
+        *("kv_transfer_address", "kv_transfer_secret", "rank_address", "rank_secret"),
     )
 )
 """Options of an instance that follow from the plan."""
@@ -57,6 +57,9 @@ class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Further needs of each, by the names that Ray's machines were started with."""
     spread: bool = False
     """Whether each is on a machine of its own."""
+    ranks_apart: bool = False
+    """Whether each rank is placed by itself, with its own `cpus` and `resources`; with `spread` on
+    a machine of its own."""
     options: Options = {}
     """Options of `octavo serve`, by the names of its flags."""
 
@@ -64,6 +67,16 @@ class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     def needs(self) -> dict[str, float]:
         """Resources of each instance as Ray counts them."""
         return {"CPU": self.cpus, **self.resources}
+
+    @property
+    def num_ranks(self) -> int:
+        """Parts of each instance that are placed by themselves."""
+        return self._num_tensor if self.ranks_apart else 1
+
+    @property
+    def _num_tensor(self) -> int:
+        size = flag_names(self.options).get("tensor_parallel_size", 1)
+        return size if isinstance(size, int) else 1
 
 
 class RouterPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -157,6 +170,13 @@ def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
         raise ConfigError(f"plan: {where}: count: got {group.count}, allowed is at least 1")
     _check_needs(where, group.needs)
     _check_options(where, group.options, OWN_OPTIONS)
+    if group.ranks_apart and (group.num_ranks == 1 or group.options.get("backend") != "torch"):
+        raise ConfigError(
+            f"plan: {where}: ranks_apart: allowed only with the options backend: torch and"
+            f" tensor-parallel-size above 1, got {group.options.get('backend', 'auto')} and"
+            f" {group.num_ranks}",
+            hint="native ranks share the memory of one machine; leave ranks_apart out",
+        )
     if (group.role == "decode") != (group.peers is not None):
         raise ConfigError(
             f"plan: {where}: role {group.role} with peers {group.peers}; the role decode and peers"

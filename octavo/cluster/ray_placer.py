@@ -1,4 +1,4 @@
-"""Ray as the placer: an actor for each instance, in placement groups.
+"""Ray as the placer: an actor for each instance, or each of its ranks, in placement groups.
 
 Ray chooses the machine, notices when an actor or a machine ends, and starts the actor again. What
 clients send and get goes past it, over HTTP, and KV blocks over their own transport.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.cluster.instance import Instance, InstanceSpec, InstanceState
+from octavo.cluster.instance import Instance, InstanceSpec, InstanceState, rank_spec
 from octavo.cluster.placing import ClusterMachine
 from octavo.errors import BackendUnavailable, ConfigError
 
@@ -21,6 +21,8 @@ PLACE_S = 5.0
 """Seconds in which Ray must find places for instances that some machine could hold."""
 ANSWER_S = 5.0
 """Seconds in which an actor must say how it is; one that does not is away."""
+RETRY_S = 0.5
+"""Seconds until a rank whose first one is away asks for it again."""
 
 
 OBJECT_BYTES = 100 << 20
@@ -29,10 +31,15 @@ OBJECT_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class ActorHandle:
-    """An instance's actor, and a name for messages."""
+    """An instance's actor, those of its other ranks, and a name for messages."""
 
     name: str
     actor: Any
+    ranks: Sequence[Any] = ()
+
+    @property
+    def actors(self) -> list[Any]:
+        return [self.actor, *self.ranks]
 
 
 class RayPlacer:
@@ -80,10 +87,19 @@ class RayPlacer:
         return group
 
     def start(self, place: Any, index: int, spec: InstanceSpec) -> ActorHandle:
+        first = self._actor(ActorBody, place, index).remote(spec)
+        ranks = [
+            self._actor(RankBody, place, index + rank).remote(spec, rank, first)
+            for rank in range(1, spec.num_ranks)
+        ]
+        return ActorHandle(spec.name, first, ranks)
+
+    def _actor(self, body: type, place: Any, index: int) -> Any:
+        """Returns the kind of actor that has the needs of one place of a reservation."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         needs = dict(place.bundle_specs[index])
-        kind = self._ray.remote(ActorBody).options(
+        return self._ray.remote(body).options(
             num_cpus=needs.pop("CPU"),
             resources=needs,
             max_restarts=-1,
@@ -92,20 +108,23 @@ class RayPlacer:
                 place, placement_group_bundle_index=index
             ),
         )
-        return ActorHandle(spec.name, kind.remote(spec))
 
     def state_of(self, handle: ActorHandle) -> InstanceState | None:
+        """Asks the other ranks as well, so that an actor ends whose process has ended."""
+        asked = [actor.state.remote() for actor in handle.actors]
         try:
-            found: InstanceState = self._ray.get(handle.actor.state.remote(), timeout=ANSWER_S)
+            found: InstanceState = self._ray.get(asked[0], timeout=ANSWER_S)
         except (self._ray.exceptions.RayError, TimeoutError):
             return None
         return found
 
     def stop(self, handle: ActorHandle, patience_s: float) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            asked = handle.actor.stop.remote(patience_s)
-            self._ray.get(asked, timeout=patience_s + ANSWER_S)
-        self._ray.kill(handle.actor, no_restart=True)
+        """Stops the first rank before the others, which it tells to end."""
+        for actor in handle.actors:
+            with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+                asked = actor.stop.remote(patience_s)
+                self._ray.get(asked, timeout=patience_s + ANSWER_S)
+            self._ray.kill(actor, no_restart=True)
 
     def give_back(self, place: Any) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -121,6 +140,27 @@ class ActorBody(Instance):
 
     def __init__(self, spec: InstanceSpec) -> None:
         super().__init__(spec, require_ray().util.get_node_ip_address())
+
+
+class RankBody(Instance):
+    """Another rank of an instance, which asks the first one's actor where to join it: again
+    whenever Ray starts this one again.
+    """
+
+    def __init__(self, spec: InstanceSpec, rank: int, first: Any) -> None:
+        ray = require_ray()
+        address = _rank_address(ray, first)
+        super().__init__(rank_spec(spec, rank, address), ray.util.get_node_ip_address())
+
+
+def _rank_address(ray: Any, first: Any) -> str:
+    """Waits until the actor of an instance's first rank says where the others join."""
+    while True:
+        try:
+            state: InstanceState = ray.get(first.state.remote(), timeout=ANSWER_S)
+            return state.rank_address
+        except (ray.exceptions.RayError, TimeoutError):
+            time.sleep(RETRY_S)
 
 
 def require_ray() -> Any:

@@ -10,6 +10,7 @@ from octavo.config.backend_options import (
 )
 from octavo.config.cache_options import TransferOptions
 from octavo.config.engine_config import EngineConfig
+from octavo.config.rank_address import check_rank_secret, parse_rank_address
 from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 
@@ -225,8 +226,32 @@ def _check_predictor(config: EngineConfig) -> None:
         )
 
 
+def _check_rank_address(config: EngineConfig) -> None:
+    """Raises ConfigError where ranks cannot come from other machines."""
+    options = config.backend
+    if options.rank_address is None:
+        if options.rank_secret is not None:
+            raise ConfigError(
+                "rank_secret: allowed only with rank_address", hint="leave it out, or set both"
+            )
+        return
+    if options.backend != "torch":
+        raise ConfigError(
+            f"rank_address: allowed only with the backend torch, got {options.backend!r}",
+            hint="native ranks share the memory of one machine; leave rank_address out",
+        )
+    if options.num_ranks == 1 or config.fleet.data_parallel_size > 1:
+        raise ConfigError(
+            f"rank_address: allowed only where one engine has several ranks, got"
+            f" {options.num_ranks} of each of {config.fleet.data_parallel_size}",
+            hint="set tensor_parallel_size, or leave rank_address out",
+        )
+    check_rank_secret(parse_rank_address(options.rank_address)[0], options.rank_secret)
+
+
 def _check_ranks(config: EngineConfig) -> None:
     option, num_ranks = config.backend.meeting_option
+    _check_rank_address(config)
     if config.backend.pipeline_parallel_size > 1:
         _check_stages(config)
     if num_ranks == 1:

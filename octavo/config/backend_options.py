@@ -58,6 +58,14 @@ class BackendChoice:
         low=1,
         short="-ep",
     )
+    rank_address: str | None = option(
+        None,
+        "torch: HOST:PORT of this machine to which the other ranks come from theirs (octavo rank);"
+        " default they are processes of this machine",
+    )
+    rank_secret: str | None = option(
+        None, "secret that these ranks share; without one they come from this machine only"
+    )
     cpu_level: Literal[
         "auto", "portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"
     ] = option(

@@ -409,7 +409,8 @@ def _without_secrets(config: EngineConfig) -> EngineConfig:
     """Returns the config as it may stand in a file that is passed on."""
     cache = replace(config.cache, kv_events_config=logged_only(config.cache.kv_events_config))
     transfer = replace(config.transfer, kv_transfer_secret=None)
-    return replace(config, cache=cache, transfer=transfer)
+    backend = replace(config.backend, rank_secret=None)
+    return replace(config, cache=cache, transfer=transfer, backend=backend)
 
 
 def build_executor(header: RecordingHeader, *, model: str | None, report: Report) -> Executor:

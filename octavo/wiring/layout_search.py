@@ -139,6 +139,8 @@ def goodput(
     make: MakeRequests,
     objective: Objective,
     options: FleetOptionsSimulated,
+    *,
+    num_halvings: int = NUM_HALVINGS,
 ) -> float:
     """Returns the highest rate, in requests a second, at which enough requests are good."""
 
@@ -156,7 +158,7 @@ def goodput(
                 return 0.0
             high /= 2
         low, high = high, 2 * high
-    for _ in range(NUM_HALVINGS):
+    for _ in range(num_halvings):
         middle = (low + high) / 2
         low, high = (middle, high) if is_good(middle) else (low, middle)
     return _rate(make(low))

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.backends.devices import choose_device
+from octavo.backends.devices import Device, choose_device
 from octavo.backends.rank_grid import RankGrid
 from octavo.backends.ranks import Ranks
 from octavo.config.engine_config import EngineConfig
+from octavo.config.rank_address import parse_rank_address
 from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.worker.stages.stage_link import StagePipes, joined
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.backends.torch.ranks import Rendezvous
     from octavo.wiring.engine_meetings import EnginePlace
 
+LOOPBACK = "127.0.0.1"
 NUM_PIPES = 2
 """Numbers of an address that stand for pipes: from the stage before, and to the stage behind."""
 NUM_OF_ENGINE = 2
@@ -131,10 +133,23 @@ def _room_of(config: EngineConfig) -> SharedMemory | Rendezvous:
         from octavo.backends.native.ranks import SharedMemory
 
         return SharedMemory()
-    choose_device(config.backend.device, num_devices=config.backend.num_stage_ranks)
+    _device_of(config)
     from octavo.backends.torch.ranks import Rendezvous
 
-    return Rendezvous(config.backend.num_stage_ranks)
+    return Rendezvous(config.backend.num_stage_ranks, _host_of(config))
+
+
+def _host_of(config: EngineConfig) -> str:
+    """Returns the address at which the ranks of a stage meet."""
+    address = config.backend.rank_address
+    return LOOPBACK if address is None else parse_rank_address(address)[0]
+
+
+def _device_of(config: EngineConfig) -> Device:
+    """Returns the kind of device that ranks have: each one of this machine's, or its own's."""
+    options = config.backend
+    num_devices = options.num_stage_ranks if options.rank_address is None else 1
+    return choose_device(options.device, num_devices=num_devices)
 
 
 def _joined_ranks(
@@ -145,8 +160,7 @@ def _joined_ranks(
     from octavo.backends.torch.ranks import Rendezvous, TorchRanks
 
     assert isinstance(room, Rendezvous)
-    device = choose_device(config.backend.device, num_devices=grid.num_ranks)
-    return TorchRanks(grid, device, room)
+    return TorchRanks(grid, _device_of(config), room, room.host)
 
 
 def _joining_ranks(config: EngineConfig, grid: RankGrid, address: int) -> Callable[[], Ranks[Any]]:
@@ -154,7 +168,7 @@ def _joining_ranks(config: EngineConfig, grid: RankGrid, address: int) -> Callab
         from octavo.backends.native.ranks import SharedMemoryRanks
 
         return lambda: SharedMemoryRanks(grid, address)
-    device = choose_device(config.backend.device, num_devices=grid.num_ranks)
+    device, host = _device_of(config), _host_of(config)
     from octavo.backends.torch.ranks import TorchRanks
 
-    return lambda: TorchRanks(grid, device, address)
+    return lambda: TorchRanks(grid, device, address, host)

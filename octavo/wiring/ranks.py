@@ -1,5 +1,5 @@
-"""Starts the other ranks of a model that several processes share out, and loads one rank's part in
-each of them.
+"""Starts the other ranks of a model that several processes share out, or awaits them from their own
+machines, and loads one rank's part in each of them.
 
 This process is the first rank. How ranks talk to each other is `octavo/worker/ranks`' business.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
+from octavo.config.rank_address import parse_rank_address
 from octavo.progress import quiet
 from octavo.wiring.meeting import ModelMeeting, joining
 from octavo.wiring.model import (
@@ -27,6 +28,7 @@ from octavo.worker.ranks.start import start_ranks
 
 if TYPE_CHECKING:
     from octavo.wiring.engine_meetings import EnginePlace
+    from octavo.worker.ranks.joining import JoiningRanks
     from octavo.worker.ranks.other_ranks import OtherRanks
 
 LOAD = "octavo.wiring.ranks:load_rank"
@@ -42,14 +44,32 @@ def start_other_ranks(
     # A model that cannot be split is refused before any process is started.
     part_of(config, model.checkpoint, model.program(), 0)
     options = model.options() | {"record": None}
-    meeting = ModelMeeting(config, engine)
+    joining_ranks = _joining_ranks(config)
     try:
-        return start_ranks(LOAD, options, config.backend.num_ranks, meeting, meeting.join)
-    except BaseException:
-        meeting.give_up()
-        raise
+        meeting = ModelMeeting(config, engine)
+        start = None if joining_ranks is None else joining_ranks.start
+        num_ranks = config.backend.num_ranks
+        try:
+            return start_ranks(LOAD, options, num_ranks, meeting, meeting.join, start=start)
+        except BaseException:
+            meeting.give_up()
+            raise
+        finally:
+            meeting.close()
     finally:
-        meeting.close()
+        if joining_ranks is not None:
+            joining_ranks.close()
+
+
+def _joining_ranks(config: EngineConfig) -> JoiningRanks | None:
+    """Begins to await the ranks of other machines; None where all are processes of this one."""
+    address = config.backend.rank_address
+    if address is None:
+        return None
+    from octavo.worker.ranks.joining import JoiningRanks
+
+    host, port = parse_rank_address(address)
+    return JoiningRanks(host, port, config.backend.rank_secret)
 
 
 def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:

@@ -29,6 +29,8 @@ class FakePlacer:
     instances: list[FakeInstance] = field(default_factory=list)
     reserved: list[tuple[str, int, bool]] = field(default_factory=list)
     given_back: list[object] = field(default_factory=list)
+    places: list[tuple[str, int]] = field(default_factory=list)
+    """Name and place of each instance that was started."""
     is_full: bool = False
 
     def machines(self) -> Sequence[ClusterMachine]:
@@ -43,6 +45,7 @@ class FakePlacer:
         return self.reserved[-1]
 
     def start(self, place: object, index: int, spec: InstanceSpec) -> FakeInstance:
+        self.places.append((spec.name, index))
         self.instances.append(FakeInstance(spec, spec.port or 20_000 + len(self.instances)))
         return self.instances[-1]
 

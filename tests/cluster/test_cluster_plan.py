@@ -46,6 +46,15 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ({"instances": [{"name": "a", "count": 0}]}, "a: count: got 0, allowed is at least 1"),
         ({"instances": [{"name": "a", "count": 999}]}, "999 instances, allowed are 256"),
         ({"instances": [{"name": "a", "cpus": 0}]}, "a: CPU: got 0"),
+        (
+            {"instances": [{"name": "a", "ranks_apart": True, "options": {"backend": "torch"}}]},
+            "ranks_apart: allowed only with the options backend: torch and tensor-parallel-size"
+            " above 1, got torch and 1",
+        ),
+        (
+            {"instances": [{"name": "a", "options": {"rank-address": "127.0.0.1:9"}}]},
+            "options: rank_address follows from the plan",
+        ),
         ({"instances": [{"name": "a", "role": "decode"}]}, "role decode with peers None"),
         ({"instances": [{"name": "a", "peers": "b"}]}, "role both with peers b"),
         (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.cluster.controller import LEAVE_S, Cluster, ClusterKeys
+from octavo.cluster.instance import InstanceSpec, rank_spec
 from octavo.cluster.placing import ClusterMachine
 from octavo.cluster.plan import ClusterPlan, plan_of
 from octavo.errors import ConfigError
@@ -58,6 +59,31 @@ def test_who_computes_prompts_is_started_first_and_gets_no_requests() -> None:
     assert answers.peers == ["127.0.0.1:20001"]
     assert answers.config["role"] == "decode" and answers.config["kv-transfer"] == "zmq"
     assert len(router.there) == 2
+
+
+def test_ranks_apart_have_places_of_their_own() -> None:
+    """Two instances of two ranks on four machines: two do not do."""
+    options = {"backend": "torch", "tensor-parallel-size": 2}
+    group = {"name": "a", "count": 2, "ranks_apart": True, "spread": True, "options": options}
+    with pytest.raises(ConfigError, match="a: 4 instances or ranks want machines of their own"):
+        cluster({"instances": [group]}, hosts=2)[0].check()
+    made, placer, router, _ = cluster(
+        {"instances": [group]}, hosts=4, keys=ClusterKeys("clients", "of all")
+    )
+    made.check()
+    steps(made)
+    assert placer.reserved[0] == ("a", 4, True)
+    assert placer.places == [("a-0", 0), ("a-1", 2), ("router", 0)]
+    spec = placer.running("a-1").spec
+    assert (spec.num_ranks, spec.rank_secret) == (2, "of all")
+    assert len(router.there) == 2
+
+
+def test_another_rank_of_an_instance_joins_the_first_one() -> None:
+    spec = InstanceSpec("a-0", "", ["serve", "m"], num_ranks=2, rank_secret="of all")
+    rank = rank_spec(spec, 1, "10.0.0.1:20003")
+    assert rank.words == ["rank", "10.0.0.1:20003", "--rank", "1"]
+    assert rank.environment == {"OCTAVO_RANK_SECRET": "of all"} and not rank.health
 
 
 def test_peers_at_another_address_are_followed() -> None:
@@ -177,7 +203,7 @@ def test_secrets_go_by_the_environment_and_files_and_several_machines_are_reache
     [
         ({"cpus": 9}, "a: an instance wants a machine with 9 CPU, and Ray has none; there are 10"),
         ({"resources": {"big": 1}}, "wants a machine with 1 CPU, 1 big, and Ray has none"),
-        ({"count": 3, "spread": True}, "a: 3 instances want machines of their own with 1 CPU, and"),
+        ({"count": 3, "spread": True}, "a: 3 instances or ranks want machines"),
     ],
 )
 def test_machines_that_ray_does_not_have_are_refused(

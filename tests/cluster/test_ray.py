@@ -4,8 +4,9 @@ not among the development packages: `pip install 'octavo[ray]'`.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -90,15 +91,68 @@ def test_a_cluster_on_one_machine(tmp_path: Path) -> None:
         assert running.wait(90) == 0, log.read_text()
 
 
+@pytest.mark.slow
+def test_ranks_that_ray_places(tmp_path: Path) -> None:
+    """An instance of two ranks, each an actor, answers, and answers again once Ray has replaced a
+    rank that was killed.
+    """
+    pytest.importorskip("ray", reason="Ray is not installed")
+    port, log, plan = free_port(), tmp_path / "log", tmp_path / "plan.yaml"
+    options = {
+        "backend": "torch",
+        "device": "cpu",
+        "tensor-parallel-size": 2,
+        "max-model-len": 256,
+        "kv-cache-memory-bytes": "16MiB",
+        "skip-tokenizer-init": True,
+    }
+    group = {"name": "a", "model": str(tiny_model("llama").path), "cpus": 0.1}
+    group |= {"ranks_apart": True, "options": options}
+    plan.write_text(json.dumps({"instances": [group], "router": {"port": port, "cpus": 0.1}}))
+
+    def answer() -> list[int]:
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        with contextlib.suppress(httpx.HTTPError):
+            found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+            if found.status_code == 200:
+                return found.json()["choices"][0]["token_ids"]
+        return []
+
+    with log.open("w") as file:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "octavo.cli.main", "cluster", str(plan)],
+            stderr=file,
+            stdout=file,
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+        )
+    try:
+        until(lambda: bool(answer()) or running.poll() is not None)
+        assert running.poll() is None, log.read_text()
+        wanted = answer()
+        before = process_with("rank", "--rank", "1")
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        until(lambda: process_with("rank", "--rank", "1") not in (None, before))
+        until(lambda: answer() == wanted)
+    finally:
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(90) == 0, log.read_text()
+
+
 def end_server_at(url: str) -> None:
     """Kills the process that serves at a URL, which nothing but its actor notices."""
-    port = url.rpartition(":")[2]
+    pid = process_with("serve", url.rpartition(":")[2])
+    assert pid is not None, f"no process serves at {url}"
+    os.kill(pid, signal.SIGKILL)
+
+
+def process_with(*some: str) -> int | None:
+    """Returns the id of an instance's process among whose arguments these are."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if "serve" in words and port in words:
-            os.kill(int(folder.name), signal.SIGKILL)
-            return
-    raise AssertionError(f"no process serves at {re.escape(url)}")
+        if "octavo.cli.bound" in " ".join(words) and set(some) <= set(words):
+            return int(folder.name)
+    return None

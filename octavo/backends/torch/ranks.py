@@ -2,8 +2,8 @@
 torch.distributed: sums, columns, drawn tokens.
 
 Gloo on a CPU, NCCL on CUDA, as process groups of their own: PyTorch's default group is left alone,
-so that one process may belong to several engines. Ranks meet at a store that listens on 127.0.0.1
-only. Knows tensors and no op.
+so that one process may belong to several engines. Ranks meet at a store of the first one, on
+127.0.0.1 unless they come from other machines. Knows tensors and no op.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from octavo.errors import BackendUnavailable
 dist: Any = torch_distributed  # its stores and groups are not in its typed names
 
 HOST = "127.0.0.1"
+"""Address at which ranks meet that are processes of one machine."""
 
 MEETING_S = 120.0
 """Time that the first rank waits for the last one to start, in seconds."""
@@ -36,12 +37,14 @@ so it is no watchdog: the front is, with `stall_timeout`."""
 class Rendezvous:
     """The first rank's store, at which the other ranks join. Implements `ranks.Meeting`."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._listener = socket.create_server((HOST, 0))
+    def __init__(self, num_ranks: int, host: str = HOST) -> None:
+        """`host` is the address of this machine by which the other ranks reach it."""
+        self.host = host
+        self._listener = socket.create_server((host, 0))
         self.address: int = self._listener.getsockname()[1]
         """Port of the store, which the other ranks have to be given."""
         self.store = dist.TCPStore(
-            HOST,
+            host,
             self.address,
             num_ranks,
             is_master=True,
@@ -67,18 +70,24 @@ class TorchRanks:
     Implements `ranks.Ranks`.
     """
 
-    def __init__(self, grid: RankGrid, device: str, rendezvous: Rendezvous | int) -> None:
+    def __init__(
+        self, grid: RankGrid, device: str, rendezvous: Rendezvous | int, host: str = HOST
+    ) -> None:
         """Waits until all ranks are connected. `rendezvous` is the store itself on the first rank
-        and its port on the others. Each rank has a CUDA device of its own.
+        and its port at `host` on the others. Each rank has a CUDA device of its own: of several on
+        one machine, the one of its number, else the first that it sees.
         """
         self.grid = grid
         self.rank = rank = grid.rank
         self.num_ranks = num_ranks = grid.num_ranks
-        self.device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+        at = rank if host == HOST else 0
+        self.device = torch.device(device, at) if device == "cuda" else torch.device(device)
+        self.host = own_address(host)
+        """Address of this machine by which the others reach it."""
         self._store = (
             rendezvous.store
             if isinstance(rendezvous, Rendezvous)
-            else _joined_store(rendezvous, num_ranks)
+            else _joined_store(host, rendezvous, num_ranks)
         )
         self._group = _nccl(self) if device == "cuda" else _gloo(self)
         self.all_reduce(torch.zeros(1, device=self.device))
@@ -148,9 +157,17 @@ def broadcast_drawn(ranks: TorchRanks, drawn: Drawn | None, count: int) -> Drawn
     return drawn or Drawn(message[0], message[1].bool(), None)
 
 
-def _joined_store(port: int, num_ranks: int) -> Any:
+def own_address(host: str) -> str:
+    """Returns the address of this machine from which it reaches a host; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        found: str = probe.getsockname()[0]
+    return found
+
+
+def _joined_store(host: str, port: int, num_ranks: int) -> Any:
     return dist.TCPStore(
-        HOST,
+        host,
         port,
         num_ranks,
         is_master=False,
@@ -161,7 +178,7 @@ def _joined_store(port: int, num_ranks: int) -> Any:
 
 def _gloo(ranks: TorchRanks) -> Any:
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=ranks.host)]
     options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     return dist.ProcessGroupGloo(ranks._store, ranks.rank, ranks.num_ranks, options)
 

@@ -1,5 +1,5 @@
-"""The other ranks as the first one sees them: starts their processes, talks to all of them alike,
-and notices when one is gone.
+"""The other ranks as the first one sees them: has them started, talks to all of them alike, and
+notices when one is gone.
 
 A rank that ends, for whatever reason, takes the engine along: its weights and KV are lost.
 """
@@ -7,12 +7,17 @@ A rank that ends, for whatever reason, takes the engine along: its weights and K
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import Pipe
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -32,23 +37,47 @@ OnLoss = Callable[[OctavoError], None]
 """Is told, from another thread, why a rank has ended."""
 
 
-class RankProcess:
-    """One other rank: its process, and a thread that reads what it says."""
+@dataclass(frozen=True, slots=True)
+class StartedRank:
+    """Another rank, which waits for its first message."""
 
-    def __init__(self, setup: RankSetup, inherited: tuple[int, ...], on_loss: OnLoss) -> None:
+    connection: Connection
+    process: subprocess.Popen[bytes] | None
+    """Process of the rank; None where it is another machine's."""
+
+
+class StartRank(Protocol):
+    """Starts a rank, or waits until it has come."""
+
+    def __call__(self, setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
+        """`inherited` are the descriptors that its process inherits."""
+        ...
+
+
+def start_here(setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
+    """Starts a rank as a process of this machine, which ends with this one."""
+    connection, theirs = Pipe()
+    # The kernel counts the thread that starts a process as its parent, so the child may be
+    # killed with that thread only if it is the main one, which lives as long as the process.
+    dies_with_parent = int(threading.current_thread() is threading.main_thread())
+    arguments = [str(theirs.fileno()), str(dies_with_parent)]
+    process = start_bound(MAIN, arguments, pass_fds=[theirs.fileno(), *inherited])
+    theirs.close()
+    return StartedRank(connection, process)
+
+
+class RankLink:
+    """The connection to one other rank, and a thread that reads what it says."""
+
+    def __init__(self, setup: RankSetup, started: StartedRank, on_loss: OnLoss) -> None:
         self._name = f"rank {setup.rank} of {setup.num_ranks}"
         self._on_loss = on_loss
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._said: queue.SimpleQueue[FromRank | OctavoError] = queue.SimpleQueue()
         self.is_closing = False
         """Whether it was told to end, so that its end is no loss."""
-        self._connection, theirs = Pipe()
-        # The kernel counts the thread that starts a process as its parent, so the child may be
-        # killed with that thread only if it is the main one, which lives as long as the process.
-        dies_with_parent = int(threading.current_thread() is threading.main_thread())
-        arguments = [str(theirs.fileno()), str(dies_with_parent)]
-        self.process = start_bound(MAIN, arguments, pass_fds=[theirs.fileno(), *inherited])
-        theirs.close()
+        self._connection = started.connection
+        self.process = started.process
         self._reader = threading.Thread(
             target=self._read, name=f"octavo-rank-{setup.rank}", daemon=True
         )
@@ -69,8 +98,18 @@ class RankProcess:
         return said
 
     def close(self, patience_s: float) -> None:
-        """Waits for a rank that was told to end, and kills it if that takes longer."""
-        end_process(self.process, patience_s)
+        """Waits for a rank that was told to end, and kills it if that takes longer; one of another
+        machine loses its connection, and ends with it.
+        """
+        if self.process is not None:
+            end_process(self.process, patience_s)
+        else:
+            self._reader.join(patience_s)
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(self._connection.fileno())) as peer,
+            ):
+                peer.shutdown(socket.SHUT_RDWR)  # which ends a read that waits
         self._reader.join()
         self._connection.close()
 
@@ -84,17 +123,27 @@ class RankProcess:
                 else:
                     self._said.put(said)
         except (EOFError, OSError):
-            lost = EngineDead(f"{self._name} has ended ({describe_exit(self.process.wait())})")
+            lost = EngineDead(f"{self._name} has ended ({self._describe_end()})")
         if not self.is_closing:
             self._said.put(lost)
             self._on_loss(lost)
+
+    def _describe_end(self) -> str:
+        if self.process is None:
+            return "its connection has broken"
+        return describe_exit(self.process.wait())
 
 
 class OtherRanks:
     """Ranks 1 to num_ranks - 1, started at once."""
 
     def __init__(
-        self, build: str, options: dict[str, Any], num_ranks: int, meeting: Meeting
+        self,
+        build: str,
+        options: dict[str, Any],
+        num_ranks: int,
+        meeting: Meeting,
+        start: StartRank = start_here,
     ) -> None:
         """`build` names a `process.BuildRank`, "module:function"."""
         self.num_ranks = num_ranks
@@ -105,18 +154,20 @@ class OtherRanks:
         self._is_lost = threading.Event()
         self._on_loss: list[OnLoss] = []
         self._lock = threading.Lock()
-        self._ranks: list[RankProcess] = []
+        self._ranks: list[RankLink] = []
         try:
             for rank in range(1, num_ranks):
                 setup = RankSetup(build, options, rank, num_ranks, meeting.address_of(rank))
-                self._ranks.append(RankProcess(setup, meeting.inherited_by(rank), self._note_loss))
+                started = start(setup, meeting.inherited_by(rank))
+                self._ranks.append(RankLink(setup, started, self._note_loss))
         except BaseException:
             self.close()
             raise
 
     @property
     def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        """Processes of this machine."""
+        return [rank.process.pid for rank in self._ranks if rank.process is not None]
 
     @property
     def lost(self) -> OctavoError | None:

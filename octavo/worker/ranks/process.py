@@ -1,7 +1,8 @@
 """The process of a rank other than the first: loads its part of the model, then carries out every
 plan that the first rank sends.
 
-Started by `other_ranks.py` with a pipe to the first rank. Ends when it is told to, when that pipe
+Started by `other_ranks.py` with a pipe to the first rank, or by `octavo rank` on another machine.
+Ends when it is told to, when that pipe
 or its standard input closes, and when anything fails, since it is then out of step with the others.
 """
 
@@ -90,6 +91,20 @@ def main() -> None:
         pass  # the first rank has gone
     except Exception as error:
         loop.fail(error)
+
+
+def run_joined(connection: Connection) -> bool:
+    """Runs a rank that has come to the first one from its own machine; returns whether it was told
+    to end.
+    """
+    loop = RankLoop(connection)
+    try:
+        loop.run()
+    except (EOFError, ConnectionError):
+        return False
+    except Exception as error:
+        loop.fail(error)
+    return True
 
 
 class RankLoop:

@@ -26,7 +26,7 @@ from octavo.worker.ranks.messages import (
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from octavo.worker.ranks.other_ranks import OtherRanks
+    from octavo.worker.ranks.other_ranks import OtherRanks, StartRank
     from octavo.worker.ranks.ranked_worker import RankedWorker
     from octavo.worker.stages.pipelined_worker import PipelinedWorker
 
@@ -39,14 +39,17 @@ def start_ranks(
     num_ranks: int,
     meeting: Meeting,
     join: Callable[[], Joined],
+    *,
+    start: StartRank | None = None,
 ) -> tuple[Joined, OtherRanks]:
     """Starts the other ranks and meets them.
 
     `build` names a `process.BuildRank`, "module:function"; `join` makes this process the first one.
+    Without `start` the others are processes of this machine.
     """
-    from octavo.worker.ranks.other_ranks import OtherRanks
+    from octavo.worker.ranks.other_ranks import OtherRanks, start_here
 
-    others = OtherRanks(build, options, num_ranks, meeting)
+    others = OtherRanks(build, options, num_ranks, meeting, start or start_here)
     try:
         others.expect(RankStarted)
         ranks = join()

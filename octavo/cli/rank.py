@@ -1,0 +1,35 @@
+"""`octavo rank HOST:PORT --rank N`: a rank of an engine whose first rank is on another machine."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+SECRET_VARIABLE = "OCTAVO_RANK_SECRET"
+
+
+def rank(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="The rank_address of the engine.")
+    ],
+    *,
+    number: Annotated[
+        int, typer.Option("--rank", min=1, help="Place among the engine's ranks, from 1 on.")
+    ],
+) -> None:
+    """Be one rank of an engine on another machine (`octavo serve --rank-address`): wait for its
+    first rank, load this one's part of the model, and compute until that one ends. The secret comes
+    from OCTAVO_RANK_SECRET.
+    """
+    from octavo.config.rank_address import check_rank_secret, parse_rank_address
+    from octavo.errors import EngineDead
+    from octavo.worker.ranks.joining import join_first
+    from octavo.worker.ranks.process import run_joined
+
+    host, port = parse_rank_address(address)
+    secret = os.environ.get(SECRET_VARIABLE) or None
+    check_rank_secret(host, secret)
+    if not run_joined(join_first(host, port, secret, number)):
+        raise EngineDead(f"rank {number}: the first rank, at {address}, has ended")

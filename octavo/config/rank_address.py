@@ -1,0 +1,26 @@
+"""The address at which the ranks of one engine come from other machines."""
+
+from __future__ import annotations
+
+from octavo.config.hosts import is_local
+from octavo.errors import ConfigError
+
+
+def parse_rank_address(text: str) -> tuple[str, int]:
+    """Returns the host and the port of "HOST:PORT"; ConfigError says what is wrong in it."""
+    host, _, port = text.rpartition(":")
+    if not host or host == "0.0.0.0" or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"rank_address: got {text!r}, allowed is HOST:PORT, such as 10.0.0.1:8990",
+            hint="the host is an address of the first rank's machine that the others reach",
+        )
+    return host, int(port)
+
+
+def check_rank_secret(host: str, secret: str | None) -> None:
+    """Raises ConfigError where other machines reach the address and no secret is set."""
+    if not is_local(host) and not secret:
+        raise ConfigError(
+            f"rank_address: got the host {host!r}, which others may reach, and no rank_secret",
+            hint="set the same rank_secret on the engine and its ranks, or use 127.0.0.1",
+        )

@@ -1,0 +1,150 @@
+"""Ranks that come to the first one's address: who is taken, and who is not."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from octavo.config.checks import check
+from octavo.config.engine_config import EngineConfig
+from octavo.errors import ConfigError, EngineDead
+from octavo.worker.ranks import joining
+from octavo.worker.ranks.joining import JoiningRanks, join_first
+from octavo.worker.ranks.messages import RankSetup
+from tests.support.free_ports import free_port
+
+SECRET = "of three ranks"
+
+
+class Meeting:
+    """A first rank that awaits two others, in a thread for each that comes."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.ranks = JoiningRanks("127.0.0.1", self.port, SECRET)
+        self.theirs: list[tuple[int, Connection]] = []
+        """Ends of the ranks that have come, by their numbers."""
+        self.own: list[Connection] = []
+
+    def come(self, rank: int, secret: str | None = SECRET) -> threading.Thread:
+        def run() -> None:
+            with contextlib.suppress(ConfigError):
+                self.theirs.append((rank, join_first("127.0.0.1", self.port, secret, rank)))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def start(self, rank: int) -> Connection:
+        """Waits for a rank; returns the first one's end."""
+        setup = RankSetup("nothing:here", {}, rank, 3, [0])
+        started = self.ranks.start(setup, ())
+        assert started.process is None
+        self.own.append(started.connection)
+        return started.connection
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    meeting = Meeting()
+    yield meeting
+    meeting.ranks.close()
+    for end in [*meeting.own, *(end for _, end in meeting.theirs)]:
+        end.close()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "JOIN_S", 1.5)
+    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(joining, "RETRY_S", 0.05)
+
+
+def test_ranks_come_in_any_order_and_are_told_apart(meeting: Meeting) -> None:
+    threads = [meeting.come(2), meeting.come(1)]
+    first, second = meeting.start(1), meeting.start(2)
+    for thread in threads:
+        thread.join(10)
+    for number, end in ((1, first), (2, second)):
+        end.send_bytes(bytes([number]))
+    assert all(end.recv_bytes() == bytes([rank]) for rank, end in meeting.theirs)
+
+
+@pytest.mark.usefixtures("soon")
+def test_those_without_the_secret_are_left_and_hold_up_no_other(
+    meeting: Meeting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another secret, none, a number that is no rank, bytes that mean nothing, and silence."""
+    silent = socket.create_connection(("127.0.0.1", meeting.port))
+    noise = socket.create_connection(("127.0.0.1", meeting.port))
+    noise.sendall(b"\x00\x00\x00\x20" + bytes(32))
+    meeting.come(1, "another")
+    meeting.come(1, None)
+    meeting.come(7)
+    time.sleep(0.2)
+    meeting.come(1)
+    meeting.start(1)
+    assert caplog.text.count("is no rank") >= 4
+    silent.close()
+    noise.close()
+
+
+def test_a_rank_that_is_started_again_before_its_turn_takes_its_place(meeting: Meeting) -> None:
+    for rank in (2, 2, 1):
+        coming = meeting.come(rank)
+        if rank == 1:
+            meeting.start(1)
+        coming.join(10 if rank == 1 else 0.3)
+    meeting.start(2).send_bytes(b"x")
+    found = []
+    for rank, end in meeting.theirs:
+        if rank == 2:
+            try:
+                found.append(end.recv_bytes())
+            except (EOFError, OSError):
+                found.append(b"lost")
+    assert sorted(found) == [b"lost", b"x"]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_rank_that_does_not_come_is_named(meeting: Meeting) -> None:
+    with pytest.raises(EngineDead, match=r"rank 2 of 3 has not come to 127.0.0.1:\d+ in 1.5 s"):
+        meeting.start(2)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_first_rank_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"127.0.0.1:\d+ could not be joined in 1.5 s"):
+        join_first("127.0.0.1", free_port(), None, 1)
+
+
+def test_an_address_that_is_taken_is_named(meeting: Meeting) -> None:
+    with pytest.raises(ConfigError, match="cannot be listened on"):
+        JoiningRanks("127.0.0.1", meeting.port, None)
+
+
+TORCH = {"backend": "torch", "device": "cpu", "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"backend": "native", "tensor_parallel_size": 2}, "only with the backend torch"),
+        ({"backend": "torch"}, "only where one engine has several ranks"),
+        ({**TORCH, "data_parallel_size": 2}, "only where one engine has several ranks"),
+        ({**TORCH, "rank_address": "8990"}, "allowed is HOST:PORT"),
+        ({**TORCH, "rank_address": "0.0.0.0:8990"}, "allowed is HOST:PORT"),
+        ({**TORCH, "rank_address": "10.0.0.1:8990"}, "no rank_secret"),
+        ({**TORCH, "rank_address": None, "rank_secret": "x"}, "only with rank_address"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, object], refused: str) -> None:
+    given = {"rank_address": "127.0.0.1:8990", **options}
+    with pytest.raises(ConfigError, match=refused):
+        check(EngineConfig.from_options(model="none", **given))
