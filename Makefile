@@ -6,6 +6,8 @@
 #                  the tests of imports, prose and documents are those of make check
 #   make test-all  ten times that, and the slow tests (about an hour)
 #   make soak      the full counts; goes on where it was stopped (hours)
+#   make faults    200 seeded faults of servers, routers, links and store nodes; goes on where it was
+#                  stopped (an hour); needs root, for network namespaces
 #   make clients   other projects' clients (langchain, litellm, lm-eval ...) against a live server
 #   make browser   the page in headless Chromium, which the system must have; UPDATE=1 stores new pictures
 #   make check     lint, formatting (Python and C++), types, who may import whom
@@ -42,12 +44,13 @@ ZIG_TARGET := -target $(ARCHITECTURE)-linux-gnu.$(WHEEL_GLIBC)
 
 PYTEST = $(DEV_VENV)/bin/python -m pytest
 SOAK_LOG := build/soak.jsonl
+FAULTS_LOG := build/faults.jsonl
 ALONE := -m alone $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 # One more than there are cores, for many tests wait; at most four, for each holds a model or two.
 WORKERS := $(shell expr $$(nproc) + 1)
 BESIDE_EACH_OTHER := --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all soak clients browser check bench wheel wheel-test sanitize qemu clean
+.PHONY: demo serve test test-all soak faults clients browser check bench wheel wheel-test sanitize qemu clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -77,6 +80,9 @@ soak: $(DEV_VENV)/.stamp
 	$(PYTEST) --tier soak --progress $(SOAK_LOG) $(BESIDE_EACH_OTHER) -m "not alone"
 	$(PYTEST) --tier soak --progress $(SOAK_LOG) $(ALONE)
 	cp $(SOAK_LOG:.jsonl=.summary.json) benchmarks/results/soak.json
+
+faults: $(DEV_VENV)/.stamp
+	$(PYTEST) --tier soak --progress $(FAULTS_LOG) -k whatever_breaks tests/server/test_two_machines.py tests/equivalence/test_kv_pool.py
 
 clients: $(CLIENTS_VENV)/.stamp tests/clients/node/node_modules/.stamp
 	@$(CLIENTS_VENV)/bin/octavo pull $(MODEL) > /dev/null

@@ -3,9 +3,10 @@
     python -m benchmarks.layout_choice [--machines 4] [--requests 150] [--parts 2]
 
 Simulated throughout: the costs of steps are those that SmolLM2 was measured to have on two cores.
-The choice is that of the command, by the first requests of the trace. Every layout is then rated by
-the parts of the trace that follow, with a finer search; the choice's goodput is compared with the
-best of these. Prints a JSON line for each objective.
+The choice is that of the command, by the first requests of the trace. It is rated twice, each time
+beside every layout and with a finer search than the command's: by the requests that it was chosen
+by, which asks whether the search finds the best, and by each of the parts of the trace that follow,
+which asks whether the choice holds for what comes next. Prints a JSON line for each objective.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import json
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from octavo.cli.traffic import TrafficRequest, prompt_of, read_trace
 from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.step_costs import CostPoint, StepCosts
-from octavo.wiring import layout_search
-from octavo.wiring.layout_search import Objective, goodput, layouts_of
+from octavo.wiring.layout_search import NUM_HALVINGS, Objective, goodput, layouts_of
 from octavo.wiring.simulated_fleet import (
-    FleetLayout,
     FleetOptionsSimulated,
     SimulatedEngine,
     SimulatedRequest,
@@ -82,33 +82,38 @@ def main() -> None:
     first, *parts = (
         requests_of(rows[start : start + count]) for start in range(0, len(rows), count)
     )
-    options, one = FleetOptionsSimulated(link_bytes_per_s=125e6), engine()
     for text in OBJECTIVES:
-        objective = Objective.parse(text)
+        print(json.dumps({"simulated": True, **judged(text, args.machines, first, parts)}))
 
-        def rated(layout: FleetLayout, make: Make, limits: Objective = objective) -> float:
-            return goodput(one, layout, make, limits, options)
 
-        chosen = max(layouts_of(args.machines), key=lambda layout: rated(layout, first))
-        layout_search.NUM_HALVINGS = FINE
-        means: dict[str, float] = {}
-        for layout in layouts_of(args.machines):
-            found = [rated(layout, part) for part in parts]
-            means[str(layout)] = sum(found) / len(found)
-        layout_search.NUM_HALVINGS = 6
-        best = max(means, key=means.__getitem__)
-        share = means[str(chosen)] / means[best]
-        row = {
-            "simulated": True,
-            "objective": text,
-            "chosen": str(chosen),
-            "best": best,
-            "share": round(share, 3),
-            "goal": GOAL,
-            "met": share >= GOAL,
-            "requests_per_s": {name: round(rate, 2) for name, rate in means.items()},
+def judged(text: str, num_machines: int, first: Make, parts: Sequence[Make]) -> dict[str, Any]:
+    """Chooses a layout by the first requests, and compares it with the best of all."""
+    options, one = FleetOptionsSimulated(link_bytes_per_s=125e6), engine()
+    objective, layouts = Objective.parse(text), layouts_of(num_machines)
+
+    def rates(make: Make, num_halvings: int) -> dict[str, float]:
+        return {
+            str(layout): goodput(one, layout, make, objective, options, num_halvings=num_halvings)
+            for layout in layouts
         }
-        print(json.dumps(row), flush=True)
+
+    by_command = rates(first, NUM_HALVINGS)
+    chosen = max(by_command, key=by_command.__getitem__)
+    same, *later = (rates(make, FINE) for make in (first, *parts))
+    shares = [found[chosen] / max(found.values()) for found in later]
+    return {
+        "objective": text,
+        "goal": GOAL,
+        "chosen": chosen,
+        "same_requests": round(same[chosen] / max(same.values()), 3),
+        "same_met": same[chosen] >= GOAL * max(same.values()),
+        "later_requests": [round(share, 3) for share in shares],
+        "later_met": min(shares) >= GOAL,
+        "best_later": [max(found, key=found.__getitem__) for found in later],
+        "requests_per_s": {
+            name: [round(found[name], 2) for found in (same, *later)] for name in same
+        },
+    }
 
 
 if __name__ == "__main__":

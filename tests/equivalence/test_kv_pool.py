@@ -6,9 +6,12 @@ Bitwise. The store is a dict, and Mooncake's own where it is installed.
 
 from __future__ import annotations
 
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +25,7 @@ from octavo.worker.connectors import mooncake_pool
 from tests.support.fake_store import FakeStore
 from tests.support.free_ports import free_port
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
+from tests.support.tiers import tier
 
 PROMPTS = prompts_of(120, 130, 17, 200)
 PARAMS = [GREEDY, SAMPLED, PENALISED, SAMPLED]
@@ -136,34 +140,90 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def master() -> Iterator[str]:
-    """Starts a master and one store node."""
-    pytest.importorskip("mooncake.store", reason="mooncake is not installed", exc_type=ImportError)
-    program = Path(sys.executable).parent / "mooncake_master"
-    assert program.exists() or shutil.which("mooncake_master")
-    address = f"127.0.0.1:{free_port()}"
-    port, metrics = address.partition(":")[2], free_port()
-    arguments = [f"--rpc_port={port}", f"--metrics_port={metrics}"]
-    started = [subprocess.Popen([program, *arguments], stderr=subprocess.DEVNULL)]
-    try:
-        time.sleep(2)
+class StorePool:
+    """A master and store nodes, which may be ended, stopped and started again."""
+
+    def __init__(self, num_nodes: int) -> None:
+        program = Path(sys.executable).parent / "mooncake_master"
+        assert program.exists() or shutil.which("mooncake_master")
+        self._address = f"127.0.0.1:{free_port()}"
+        port, metrics = self._address.partition(":")[2], free_port()
+        arguments = [f"--rpc_port={port}", f"--metrics_port={metrics}"]
+        self._master = subprocess.Popen([program, *arguments], stderr=subprocess.DEVNULL)
+        self.nodes: list[subprocess.Popen[str]] = []
+        try:
+            time.sleep(2)
+            self.nodes += [self.start_node() for _ in range(num_nodes)]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        return f"mooncake://{self._address}"
+
+    def start_node(self) -> subprocess.Popen[str]:
         node = subprocess.Popen(
-            [sys.executable, "-c", NODE, address],
+            [sys.executable, "-c", NODE, self._address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        started.append(node)
         assert node.stdout is not None
         while not node.stdout.readline().startswith("ready"):
             assert node.poll() is None, "the store node did not start"
-        yield f"mooncake://{address}"
-    finally:
-        for process in started:
+        return node
+
+    def close(self) -> None:
+        for process in [self._master, *self.nodes]:
+            process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def pool() -> Iterator[StorePool]:
+    """Starts a master and two store nodes."""
+    pytest.importorskip("mooncake.store", reason="mooncake is not installed", exc_type=ImportError)
+    pool = StorePool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def master(pool: StorePool) -> str:
+    return pool.url
+
+
+NUM_FAULTS = {"sample": 0, "all": 2, "soak": 20}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_answer_is_wrong_whatever_breaks(pool: StorePool) -> None:
+    """Engines that share a pool ask as one store node is killed or stopped, and later is there
+    again, by a seed.
+    """
+    expected, _, _ = answers()
+    for seed in range(NUM_FAULTS[tier()]):
+        draw = random.Random(seed)
+        at = draw.randrange(len(pool.nodes))
+        node, kills = pool.nodes[at], draw.random() < 0.5
+
+        def harm(node: subprocess.Popen[str] = node, *, kills: bool = kills) -> None:
+            node.send_signal(signal.SIGKILL if kills else signal.SIGSTOP)
+
+        later = threading.Timer(draw.uniform(0, 2), harm)
+        later.start()
+        for _ in range(3):
+            assert answers(kv_pool=pool.url)[0] == expected, f"seed {seed}"
+        later.join()
+        if kills:
+            node.wait()
+            pool.nodes[at] = pool.start_node()
+        else:
+            node.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.slow
