@@ -34,6 +34,11 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=C
         if self.max_pattern_size:
             _check("min_count", self.min_count, 2, MAX_COUNT)
 
+    @property
+    def num_looked_at(self) -> int:
+        """Number of last tokens that decide whether it holds."""
+        return self.max_pattern_size * max(2, self.min_count)
+
     def holds_for(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """Returns whether the tokens after the prompt end with a repeated pattern."""
         num_tokens, last = len(token_ids), token_ids[-1]

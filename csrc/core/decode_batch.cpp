@@ -14,12 +14,14 @@ std::vector<T> copy(const T* from, size_t count) {
 
 void check(const Batch& b, int num_groups, int num_steps) {
     const auto fail = [](const char* what) { throw std::invalid_argument(what); };
-    if (!b.draws || b.num_tokens != b.num_requests || b.num_samples != b.num_requests)
+    if (!b.draws || b.num_tokens != b.num_requests || b.num_samples < b.num_requests)
         fail("decode steps: a request has other than one row, or does not draw");
     if (b.given || b.limits) fail("decode steps: rows from outside, or rows that see later keys");
     for (int r = 0; r < b.num_requests; r++)
         if (b.query_starts[r] != r || b.sample_rows[r] != r)
             fail("decode steps: the rows do not stand in the order of the requests");
+    for (int s = b.num_requests; s < b.num_samples; s++)
+        if (b.sampling.records[s].target_id < 0) fail("decode steps: a request draws twice");
     for (int i = 0; i < num_groups * b.num_requests; i++)
         if (b.slots[i] >= 0 && b.context_lens[i] + num_steps - 1 > b.table_width * kTile)
             fail("decode steps: a block table ends before the last step");
@@ -30,14 +32,15 @@ void check(const Batch& b, int num_groups, int num_steps) {
 DecodeBatch::DecodeBatch(const Batch& first, int num_groups, int num_steps, const EndTokens& ends)
     : batch_(first), num_groups_(num_groups), ends_(ends) {
     check(first, num_groups, num_steps);
-    const size_t num = first.num_requests, history = first.sampling.history_starts[num];
+    const size_t num = first.num_requests, samples = first.num_samples;
+    const size_t history = first.sampling.history_starts[samples];
     token_ids_ = copy(first.token_ids, num);
     places_ = copy(first.places, num);
     positions_ = copy(first.positions, num * first.num_axes);
     context_lens_ = copy(first.context_lens, num * num_groups);
     slots_ = copy(first.slots, num * num_groups);
-    records_ = copy(first.sampling.records, num);
-    history_starts_ = copy(first.sampling.history_starts, num + 1);
+    records_ = copy(first.sampling.records, samples);
+    history_starts_ = copy(first.sampling.history_starts, samples + 1);
     history_ids_ = copy(first.sampling.history_ids, history);
     history_counts_ = copy(first.sampling.history_counts, history);
     batch_.token_ids = token_ids_.data();
@@ -54,10 +57,10 @@ bool DecodeBatch::advance() {
     for (int r = 0; r < batch_.num_requests; r++) {
         const int32_t token = batch_.sampling.out_ids[r];
         token_ids_[r] = token;
-        records_[r].position++;
         place(r);
         count(r, token);
     }
+    for (SamplingRecord& record : records_) record.position++;
     batch_.sampling.history_ids = history_ids_.data();
     batch_.sampling.history_counts = history_counts_.data();
     next_results();
@@ -107,12 +110,12 @@ void DecodeBatch::count(int request, int32_t token) {
     }
     history_ids_.insert(history_ids_.begin() + at, token);
     history_counts_.insert(history_counts_.begin() + at, 1);
-    for (int r = request + 1; r <= batch_.num_requests; r++) history_starts_[r]++;
+    for (int s = request + 1; s <= batch_.num_samples; s++) history_starts_[s]++;
 }
 
 void DecodeBatch::next_results() {
     SampleArgs& s = batch_.sampling;
-    const int num = batch_.num_requests;
+    const int num = batch_.num_samples;
     s.out_ids += num;
     s.out_failed += num;
     if (s.out_surprises) s.out_surprises += num;

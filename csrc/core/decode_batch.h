@@ -1,5 +1,5 @@
 // A batch of requests that all decode, advanced from step to step without Python: the token that a row draws
-// is its next one.
+// is its next one. Behind the draws may stand tokens whose logprobs are wanted after the same rows.
 //
 // It owns copies of what changes between steps (tokens, places, positions, slots, contexts, sampling records,
 // the history that penalties count). Block tables reach beyond the last step, and the rest stays as it is, but
@@ -20,7 +20,7 @@ struct EndTokens {
 class DecodeBatch {
   public:
     // `first` has one row for each request, in order, and each draws. Step i writes its results from index i
-    // * num_requests on. Throws invalid_argument where the batch is another, or a block table ends before the
+    // * num_samples on. Throws invalid_argument where the batch is another, or a block table ends before the
     // last of `num_steps`.
     DecodeBatch(const Batch& first, int num_groups, int num_steps, const EndTokens& ends);
     DecodeBatch(const DecodeBatch&) = delete;

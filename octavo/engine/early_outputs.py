@@ -2,8 +2,9 @@
 plan's last one.
 
 Stands between the steps of an executor (`ports.Between`), where it also sees that they do not last
-too long, and that no promising guess waits for the last one. What it has handed on is taken out of
-the scheduler's outputs of the whole plan.
+too long, that they end with a request whose end the worker does not know, and that no promising
+guess waits for the last one. What it has handed on is taken out of the scheduler's outputs of the
+whole plan.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class EarlyOutputs:
         num_steps, elapsed_s = self._num_sent + 1, self._clock() - self._began
         if elapsed_s * (num_steps + 1) > multi_step.MAX_CALL_S * num_steps:
             return False
-        if self._scheduler.is_tempted(rows):
+        if self._scheduler.ends_any(rows) or self._scheduler.is_tempted(rows):
             return False
         try:
             goes_on = self._send(self._scheduler.preview(rows, elapsed_s))

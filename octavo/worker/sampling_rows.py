@@ -333,11 +333,14 @@ class SamplingRows:
         token_ids: NDArray[np.int32],
         ends: NDArray[np.int32],
     ) -> None:
-        """Sets in a batch of `rows [S]`, which it was gathered from, what follows from the tokens
-        that these have by now, `ends [S]` of them.
+        """Sets in a batch that was gathered from `rows [S]` what follows from the tokens
+        that these have by now, `ends [S]` of them. Prompt tokens and others that the batch has
+        behind these rows stay as they are.
         """
-        batch.records["mirostat_mu"] = self._records["mirostat_mu"][rows]
+        batch.records["mirostat_mu"][: len(rows)] = self._records["mirostat_mu"][rows]
         self._add_bias(batch, rows.tolist(), token_ids, ends.tolist())
+        num_targets = len(batch.records) - len(rows)
+        batch.bias_starts = np.pad(batch.bias_starts, (0, num_targets), "edge")
 
     def _add_extras(
         self,

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams, StructuredOutputs
+from octavo.engine.clients.ledger import RequestLedger
 from octavo.engine.core import CoreOutputs
 from octavo.engine.recording.recorder import StepComputed, StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
+from octavo.engine.requests.request import EngineRequest
 from octavo.engine.scheduling import multi_step
 from octavo.worker.checked_draws import CheckedDraws
 from octavo.worker.model_runner import ModelRunner
@@ -54,6 +56,12 @@ KINDS: list[dict[str, Any]] = [
         "allowed_token_ids": list(range(4, 12)),
     },
     {"temperature": 0.8, "mirostat_mode": 2, "mirostat_tau": 3.0, "logprobs": 1},
+    {"temperature": 0.7, "logprob_token_ids": [3, 7, 250], "presence_penalty": 0.5},
+    {
+        "temperature": 1.0,
+        "allowed_token_ids": [4, 5, 6],
+        "repetition_detection": {"max_pattern_size": 4, "min_count": 2, "min_pattern_size": 2},
+    },
     {"temperature": 1.1, "n": 2},
     {"temperature": 0, "prompt_logprobs": 1},
 ]
@@ -191,8 +199,17 @@ def test_many_steps_in_a_call_are_single_steps(family, seed):
 FOLLOWING: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words_token_ids": [[a, b] for a in range(4, 12) for b in range(4, 9)]},
     "DRY": {"dry_multiplier": 3.0, "dry_allowed_length": 1},
+    "mirostat": {"mirostat_mode": 2, "mirostat_tau": 1.0},
+    "listed logprobs": {"logprob_token_ids": [5, 200, 6]},
+    "listed logprobs and DRY": {
+        "logprob_token_ids": [5, 200, 6],
+        "dry_multiplier": 3.0,
+        "dry_allowed_length": 1,
+    },
 }
-"""Options by which a draw follows from the tokens before it, by rules that only Python knows."""
+"""Options by which a draw follows from the tokens before it, by rules that only Python knows, or
+by which more is read than the draws.
+"""
 
 
 @pytest.mark.parametrize("kind", FOLLOWING)
@@ -215,6 +232,101 @@ def test_draws_that_follow_from_tokens_are_made_in_one_call(kind, tmp_path):
     _, events = read_log(path)
     steps = [event.result.num_steps for event in events if isinstance(event, StepComputed)]
     assert sum(num == 8 for num in steps) >= 6, "two calls of 40 tokens each"
+
+
+LOOP = {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 2}
+LOOPING = {
+    "temperature": 1.0,
+    "seed": 5,
+    "max_tokens": 60,
+    "ignore_eos": True,
+    "allowed_token_ids": [4, 5, 6, 7],
+}
+
+
+def test_a_loop_ends_its_call():
+    """An answer that repeats itself ends with the token that it ends with in single steps, and
+    nothing behind it leaves for a stream; the call ends with it, and the others go on.
+    """
+    prompts = prompts_of(5, 9)
+    wanted = [
+        SamplingParams(**LOOPING, repetition_detection=LOOP),
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    ]
+    with llm_of("llama", 1) as llm:
+        single = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+        (endless,) = llm.generate(prompts[0], SamplingParams(**LOOPING))
+    with llm_of("llama", 8) as llm:
+        assert [fingerprint(output) for output in llm.generate(prompts, wanted)] == single
+        front, sent = llm.front, dict[str, list[int]]()
+        for name, prompt, params in zip("ab", prompts, wanted, strict=True):
+            samples = front.inputs.process(name, prompt, params).samples
+            front.client.add(samples)
+            sent[samples[0].request_id] = []
+        reasons: dict[str, str] = {}
+        num_early = 0
+
+        def take(step: CoreOutputs) -> bool:
+            for output in step.outputs:
+                sent[output.request_id] += output.token_ids
+                if output.finish_reason is not None:
+                    reasons[output.request_id] = output.finish_reason
+            return True
+
+        def take_early(step: CoreOutputs) -> bool:
+            nonlocal num_early
+            num_early += 1
+            return take(step)
+
+        while len(reasons) < 2:
+            step = front.client.receive(take_early=take_early)
+            assert step is not None
+            take(step)
+    loop = list(single[0][0][1])
+    found = [(sent[name], reasons[name]) for name in sent]
+    assert found == [(loop, "repetition"), (list(single[1][0][1]), "length")] and num_early > 20
+    assert len(loop) < 60 and loop == list(endless.outputs[0].token_ids[: len(loop)])
+
+
+def test_what_leaves_between_steps_tells_the_bound_of_mirostat():
+    """An engine that is told any token that was sent, and the bound sent with it, draws the rest of
+    the answer.
+    """
+    params = SamplingParams(
+        temperature=1.0, mirostat_mode=2, mirostat_tau=2.0, mirostat_eta=0.5, seed=4, max_tokens=20
+    )
+    ledger = RequestLedger()
+    resumed: list[EngineRequest] = []
+    with llm_of("llama", 8) as llm:
+        front = llm.front
+        samples = front.inputs.process("a", [3, 4, 5], params).samples
+        ledger.add(samples)
+        front.client.add(samples)
+        (name,) = ledger.unfinished
+
+        def take(step: CoreOutputs) -> bool:
+            for output in step.outputs:
+                ledger.unfinished[name].take(output)
+                resumed.append(ledger.unfinished[name].resumed())
+            return True
+
+        while len(ledger.unfinished[name].token_ids) < 20:
+            step = front.client.receive(take_early=take)
+            assert step is not None
+            take(step)
+        whole = ledger.unfinished[name].token_ids
+    assert len(resumed) >= 17, "one for each token, but those of calls that end early"
+    assert len({request.mirostat_mu for request in resumed}) == len(resumed)
+    with llm_of("llama", 8) as llm:
+        client = llm.front.client
+        for request in resumed[1:-1:5]:
+            token_ids = list(request.output_token_ids)
+            client.add([request])
+            while len(token_ids) < 20:
+                step = client.receive()
+                assert step is not None
+                token_ids += [one for output in step.outputs for one in output.token_ids]
+            assert token_ids == whole
 
 
 def test_a_stream_gets_each_token_when_it_is_made():

@@ -53,11 +53,23 @@ class ResultIntake:
         no request and is not its last.
         """
         self.times.went_on(busy_s)
+        outputs = []
+        for (request, _), row in zip(self.in_flight.oldest.owners, rows, strict=True):
+            output = self._output(request, row.token_ids, row.logprobs)
+            output.mirostat_mu = row.mirostat_mu
+            outputs.append(output)
+        return outputs
+
+    def ends_any(self, rows: Sequence[RowResult]) -> bool:
+        """Returns whether the next decode step of the plan in flight ends a request by a rule that
+        the worker does not know.
+        """
         owners = self.in_flight.oldest.owners
-        return [
-            self._output(request, row.token_ids, row.logprobs)
-            for (request, _), row in zip(owners, rows, strict=True)
+        found = [
+            request.consumer.foresee(owner, row.token_ids)
+            for (request, owner), row in zip(owners, rows, strict=True)
         ]
+        return any(found)
 
     def is_tempted(self, rows: Sequence[RowResult]) -> bool:
         """Returns whether a guess that follows from the next decode step of the plan in flight is

@@ -128,6 +128,12 @@ class Scheduler:
         """
         return self._intake.preview(rows, busy_s)
 
+    def ends_any(self, rows: Sequence[RowResult]) -> bool:
+        """Returns whether `rows`, the next decode step of the plan in flight, end a request by a
+        rule that the worker does not know.
+        """
+        return self._intake.ends_any(rows)
+
     def is_tempted(self, rows: Sequence[RowResult]) -> bool:
         """Returns whether the plan in flight should end behind a decode step that has yielded
         `rows`, for a guess of what follows them.
