@@ -128,6 +128,10 @@ class SamplingBatch:
     with another filter: the witnesses of the draw tell the Check what these would have made of it.
     None: no row is. A row that is drawn again has its cuts.
     """
+    counts_last: NDArray[np.bool_] | None = None
+    """Rows whose histories lack the token that the step before has drawn, which the device alone
+    knows (`StepBatch.last_tokens`) and counts as generated once more, `[S]`; None: no row's does.
+    """
 
     def __len__(self) -> int:
         return len(self.records)
@@ -146,6 +150,7 @@ class SamplingBatch:
             allowed_masks=self.allowed_masks,
             late=None if self.late is None else self.late[first:end],
             uncut=None if self.uncut is None else self.uncut[first:end],
+            counts_last=None if self.counts_last is None else self.counts_last[first:end],
         )
 
 

@@ -293,7 +293,8 @@ class SamplingRows:
     ) -> SamplingBatch:
         """Returns how to draw from `rows [S]`, each after the first `ends [S]` of its `token_ids
         [N, context]`. Rows that `checks` has get no mask of their grammars. A row that occurs
-        several times is drawn from after guesses: those behind its first end.
+        several times is drawn from after guesses: those behind its first end. The last token of a
+        row may be known to the device alone.
         """
         records = self._records[rows]
         records["position"] = ends
@@ -352,6 +353,7 @@ class SamplingRows:
     ) -> None:
         self._add_bias(batch, rows, token_ids, ends)
         history, masks = Csr(), Masks()
+        lags = np.zeros(len(rows), np.bool_)
         known: dict[int, int] = {}
         self._grammars.make_masks(self._masked_rows(rows, checks))
         for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
@@ -362,6 +364,7 @@ class SamplingRows:
             if extras.counts is not None:
                 guesses = token_ids[row, end - num_guesses : end]
                 history.add(entry, *extras.counts.arrays_after(guesses.tolist()))
+                lags[entry] = end - num_guesses > extras.counts.num_tokens
             is_checked = checks is not None and entry in checks
             mask = extras.allowed_mask if is_checked else self._mask(row, extras, num_guesses)
             if mask is not None:
@@ -370,6 +373,7 @@ class SamplingRows:
             batch.history_starts = history.starts(len(rows))
             batch.history_ids = np.concatenate(history.ids)
             batch.history_counts = np.concatenate(history.values)
+            batch.counts_last = lags if lags.any() else None
         if masks.arrays:
             batch.allowed_masks = np.stack(masks.arrays)
 
@@ -488,5 +492,7 @@ def append_targets(batch: SamplingBatch, targets: NDArray[np.void]) -> None:
         batch.late = np.pad(batch.late, (0, num))
     if batch.uncut is not None:
         batch.uncut = np.pad(batch.uncut, (0, num))
+    if batch.counts_last is not None:
+        batch.counts_last = np.pad(batch.counts_last, (0, num))
     batch.history_starts = np.pad(batch.history_starts, (0, num), "edge")
     batch.bias_starts = np.pad(batch.bias_starts, (0, num), "edge")

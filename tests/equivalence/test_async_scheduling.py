@@ -12,6 +12,7 @@ import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
@@ -24,7 +25,7 @@ from octavo.ports import Executor
 from octavo.step import StepPlan, StepResult
 from octavo.wiring.engine import build_executor
 from tests.equivalence.test_llm_equivalence import Setup
-from tests.support.llm_tools import GREEDY, PENALISED, core_of, fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import GREEDY, core_of, fingerprint, make_llm, prompts_of
 
 pytestmark = pytest.mark.sampled(one_in=2)
 
@@ -42,6 +43,12 @@ PARAMS = [
     SamplingParams(**VARIED | {"frequency_penalty": 0.7, "repetition_penalty": 1.2}),
     SamplingParams(**VARIED | {"bad_words_token_ids": [[7, 8], [9]]}),
 ]
+
+PENALTIES: list[dict[str, Any]] = [
+    {"temperature": 0.8, "repetition_penalty": 1.4},
+    {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.3, "logprobs": 1},
+]
+REPEATED = msgspec.structs.replace(GREEDY, dry_multiplier=2.0, dry_allowed_length=1)
 
 
 class InAThread:
@@ -141,8 +148,8 @@ def test_a_mix_of_requests_gets_the_same(backend: str, family: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_steps_do_run_ahead(backend: str) -> None:
-    """Rows run ahead after the first of their request; one with penalties never does, and takes
-    part in every second step beside others that do.
+    """Rows run ahead after the first of their request; one with DRY never does, and takes part in
+    every second step beside others that do.
     """
     taken = []
     with engine(backend, ahead=True) as llm:
@@ -155,10 +162,31 @@ def test_steps_do_run_ahead(backend: str) -> None:
         llm.generate(prompts_of(5, 9), GREEDY, use_tqdm=False)
         assert taken == [[False, False], *[[True, True]] * 7]
         taken.clear()
-        llm.generate(prompts_of(5, 9), [GREEDY, PENALISED], use_tqdm=False)
+        llm.generate(prompts_of(5, 9), [GREEDY, REPEATED], use_tqdm=False)
         num_tokens = GREEDY.max_tokens
         assert sum(flag for row in taken for flag in row) == num_tokens - 1
         assert [len(row) for row in taken[:4]] == [2, 1, 2, 1] and len(taken) >= num_tokens
+
+
+@pytest.mark.parametrize("params", PENALTIES, ids=str)
+def test_the_device_counts_the_last_token_itself(params: dict[str, Any]) -> None:
+    """Rows with penalties run ahead, and draw what they draw after their tokens are known: few
+    tokens may come, so that they are counted again and again, and new ones at first.
+    """
+    wanted = [
+        SamplingParams(
+            max_tokens=30, ignore_eos=True, seed=3, allowed_token_ids=list(range(4, 16)), **params
+        ),
+        SamplingParams(max_tokens=30, ignore_eos=True, seed=4, temperature=1.0),
+        SamplingParams(max_tokens=30, ignore_eos=True, seed=5, **params),
+    ]
+    prompts = prompts_of(5, 9, 20)
+    with engine("torch", ahead=False) as llm:
+        in_turn = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+    with engine("torch", ahead=True) as llm:
+        ahead = [fingerprint(output) for output in llm.generate(prompts, wanted)]
+        steps = core_of(llm).scheduler.stats().num_steps
+    assert ahead == in_turn and steps < 34, "a token of each row in every step"
 
 
 def test_a_recording_that_ran_ahead_is_made_again(tmp_path) -> None:

@@ -312,6 +312,8 @@ class TorchProgram:
         drawn: list[Drawn] = []
         for index, part in enumerate(draws):
             own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
+            if part.wants.counts_last:
+                own["last_ids"] = self._last_tokens[own["last_targets"]]
             one = self._drawn(
                 values_of(part.chunk)[self.program.outputs["logits"].name], own, part.wants
             )

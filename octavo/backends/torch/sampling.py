@@ -38,6 +38,8 @@ class Wants:
     """Whether one has XTC or mirostat, which look at what the cuts leave."""
     surprises: bool = False
     """Whether the tokens' surprises go back."""
+    counts_last: bool = False
+    """Whether a row's history lacks the last token that the device has drawn for it."""
 
 
 GREEDY = Wants(draws=False, cuts=False, biased=False, masked=False, penalised=False, num_top=-1)
@@ -60,6 +62,7 @@ def wants_of(batch: SamplingBatch, vocab_size: int) -> Wants:
         narrows=_any(drawn["typical_p"] < 1, drawn["top_n_sigma"] > 0, drawn["dynatemp_range"] > 0),
         steers=_any(drawn["xtc_probability"] > 0, drawn["mirostat_mode"] > 0),
         surprises=_any(records["mirostat_mode"] > 0),
+        counts_last=batch.counts_last is not None and _any(batch.counts_last),
     )
 
 
@@ -84,6 +87,9 @@ def draw_arrays(batch: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
             "history_ids": batch.history_ids,
             "history_counts": batch.history_counts,
         }
+    if wants.counts_last:
+        assert batch.counts_last is not None
+        arrays["counts_last"] = batch.counts_last.astype(np.int32)
     return arrays
 
 
@@ -146,15 +152,38 @@ def _changed(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
         bits = _bits(inputs["allowed_masks"][allowed.clamp(min=0)], z.shape[1])
         z.masked_fill_(~bits & (allowed >= 0)[:, None], -torch.inf)
     if wants.penalised:
-        rows, ids = inputs["history_rows"], inputs["history_ids"].long()
-        repetition, presence, frequency = (
-            field(records, f"{name}_penalty").double()[rows]
-            for name in ("repetition", "presence", "frequency")
-        )
-        seen, counts = z[rows, ids], inputs["history_counts"].double()
-        seen = torch.where(seen > 0, seen / repetition, seen * repetition)
-        z[rows, ids] = seen - frequency * counts - presence * (counts > 0)
+        _penalise(z, inputs, wants)
     return z
+
+
+def _penalise(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> None:
+    """Penalises tokens of the rows' histories in z. A last token that the device alone knows counts
+    with those of its history, or by itself where this does not have it.
+    """
+    rows, ids = inputs["history_rows"], inputs["history_ids"].long()
+    counts = inputs["history_counts"]
+    if not wants.counts_last:
+        z[rows, ids] = _penalised(z[rows, ids], rows, counts, inputs["records"])
+        return
+    last, counts_last = inputs["last_ids"].long(), inputs["counts_last"]
+    is_last = (ids == last[rows]).int() * counts_last[rows]
+    z[rows, ids] = _penalised(z[rows, ids], rows, counts + is_last, inputs["records"])
+    is_new = counts_last - torch.zeros_like(counts_last).index_add_(0, rows, is_last)
+    every = torch.arange(len(z), device=z.device)
+    own = z[every, last]
+    alone = _penalised(own, every, is_new, inputs["records"])
+    z[every, last] = torch.where(is_new > 0, alone, own)
+
+
+def _penalised(seen: Tensor, rows: Tensor, counts: Tensor, records: Tensor) -> Tensor:
+    """Returns logits `[N]` of tokens of `rows [N]` that were generated `counts [N]` times."""
+    repetition, presence, frequency = (
+        field(records, f"{name}_penalty").double()[rows]
+        for name in ("repetition", "presence", "frequency")
+    )
+    times = counts.double()
+    seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+    return seen - frequency * times - presence * (times > 0)
 
 
 def _bits(words: Tensor, vocab_size: int) -> Tensor:

@@ -114,6 +114,7 @@ class BeamSearch:
     wants: Wants = "draw"
     reads_logprobs = True
     may_draft = False
+    may_branch = False
     draws_in_turn = False
     needs_last_token = "a beam search: which beams go on is decided by what they yield"
 

@@ -67,6 +67,7 @@ class PlainGeneration:
     ) -> None:
         self.row_params = params
         self.needs_last_token = GRAMMAR if has_grammar else _needs_last_token(params)
+        self.may_branch = not (self.needs_last_token or _is_penalised(params))
         self._rules = rules
         # A processor is a user's function: it is called for no text that may never come.
         self.may_draft = not (rules.one_token or params.logits_processors)
@@ -129,9 +130,14 @@ class PlainGeneration:
         return token_ids
 
 
+def _is_penalised(params: SamplingParams) -> bool:
+    """Returns whether tokens are counted for penalties; a device counts the last one itself."""
+    return bool(
+        params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    )
+
+
 def _needs_last_token(params: SamplingParams) -> str:
-    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-        return "a penalty: it counts the tokens"
     if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
         return "bad_words: what is banned depends on the tokens before"
     if params.dry_multiplier:

@@ -20,6 +20,7 @@ class Pooling:
     reads_logprobs = False
     num_seqs = 1
     may_draft = False
+    may_branch = False
     draws_in_turn = False
     needs_last_token = ""
 

@@ -104,6 +104,11 @@ class ResultConsumer(Protocol):
         ...
 
     @property
+    def may_branch(self) -> bool:
+        """Whether guesses may branch: nothing but the model depends on which tokens a row has."""
+        ...
+
+    @property
     def draws_in_turn(self) -> bool:
         """Whether how a token is drawn changes with what was drawn before, beyond its tokens: with
         guesses, the backend then has to draw again.

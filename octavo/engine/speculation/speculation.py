@@ -313,7 +313,7 @@ class Speculation:
             if drafts:
                 found.append(
                     self._row_draft(
-                        index, row, drafts, most, may_branch=not request.consumer.needs_last_token
+                        index, row, drafts, most, may_branch=request.consumer.may_branch
                     )
                 )
         return found

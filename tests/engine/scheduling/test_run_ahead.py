@@ -128,9 +128,9 @@ def test_what_ends_with_a_stop_token_holds_its_blocks_until_the_step_in_flight_i
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"repetition_penalty": 1.2}, "a penalty: it counts the tokens"),
-        ({"presence_penalty": 0.1}, "a penalty: it counts the tokens"),
-        ({"frequency_penalty": 0.1}, "a penalty: it counts the tokens"),
+        ({"repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1}, ""),
+        ({"dry_multiplier": 1.0}, "DRY: what is a repetition depends on the tokens before"),
+        ({"mirostat_mode": 1}, "mirostat: its bound depends on the token before"),
         (
             {"bad_words_token_ids": [[4, 5]]},
             "bad_words: what is banned depends on the tokens before",
@@ -164,7 +164,7 @@ def test_what_needs_a_requests_last_token_waits_for_it(fields, reason):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"presence_penalty": 1.0}, {"beam_width": 2, "n": 2}], ids=["penalty", "beams"]
+    "fields", [{"dry_multiplier": 1.0}, {"beam_width": 2, "n": 2}], ids=["DRY", "beams"]
 )
 def test_a_row_that_waits_for_its_token_holds_up_no_other(fields):
     """Other requests run ahead in every step; a row that waits for its token takes part in every
