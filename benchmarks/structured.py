@@ -2,6 +2,7 @@
 
     python benchmarks/structured.py [--model smollm2] [--rounds 5] [--tokens 96] [--schemas 100]
     python benchmarks/structured.py --cases "32 T=1" "32 top_p"
+    python benchmarks/structured.py --guessing
 
 Every request of a batch has a schema of its own, which only the first round has not seen. Rounds
 with and without a form take turns. Prints one JSON line for each of these, the medians of rounds:
@@ -9,15 +10,17 @@ with and without a form take turns. Prints one JSON line for each of these, the 
 - throughput of a batch of 32 greedy, at T = 1 and with top_p 0.9, and of one stream greedy and at
   T = 1, and their ratio: the schemas have an array that is longer than an answer, so that both
   sides compute as many tokens;
-- throughput of one stream whose schemas have long keys, as it is and with forced text guessed
-  (`spec_method` grammar), against as many tokens without a form;
+- throughput of one stream whose schemas have long keys, without guesses (`spec_method` none) and as
+  it is, with forced text guessed, against as many tokens without a form;
 - milliseconds that a schema which was never seen adds to the time to the first token;
 - the 99th percentile of the time between tokens of 8 streams while such schemas come ten a second,
   against as many requests without a form;
 - bytes of a running answer beside its compiled grammar, and of all the compiled ones that a worker
   keeps.
 
-With `--cases` only these cases of the throughput are measured.
+With `--cases` only these cases of the throughput are measured. With `--guessing` only what guessing
+forced text gives and costs: an engine as it is against one without guesses, round by round in
+turns, with long keys, with the schemas above and without a form, in one stream and in several.
 """
 
 from __future__ import annotations
@@ -146,13 +149,60 @@ def throughput(
 def long_forced_keys(model: str, num_rounds: int) -> Iterable[dict[str, Any]]:
     """Yields a line for an engine as it is, and for one that guesses forced text."""
     for case, options in (
-        ("1 long keys", {}),
-        ("1 long keys, guessed", {"spec_method": "grammar"}),
+        ("1 long keys", {"spec_method": "none"}),
+        ("1 long keys, guessed", {}),
     ):
         llm = LLM(model, max_model_len=2048, report=lambda text: None, **options)
         forced_rates(llm, 0)
         found = [forced_rates(llm, 1 + number) for number in range(num_rounds)]
         yield ratio_line(case, [formed for formed, _ in found], [plain for _, plain in found])
+        llm.close()
+
+
+# -- what guesses give and cost --------------------------------------------------------------------
+
+KINDS = ("long keys", "schemas", "no form")
+FEW_STREAMS = (1, 4, 32)
+
+
+def rate_of(llm: LLM, kind: str, num: int, tokens: int) -> float:
+    """Returns tokens per second of `num` greedy requests of a kind."""
+    if kind != "long keys":
+        return rate(llm, num, tokens, formed=kind == "schemas", temperature=0)
+    prompts = [f"A JSON object of measurements by {i}:" for i in range(num)]
+    forms = [StructuredOutputs(json=long_keys(i), disable_any_whitespace=True) for i in range(num)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=400, structured_outputs=form) for form in forms
+    ]
+    return timed(llm, prompts, params)
+
+
+def guessing(model: str, num_rounds: int, tokens: int) -> Iterable[dict[str, Any]]:
+    """Yields a line for each kind of request and number of streams."""
+    engines = {
+        method: LLM(model, max_model_len=2048, spec_method=method, report=lambda text: None)
+        for method in (None, "none")
+    }
+    for kind in KINDS:
+        for num in FEW_STREAMS:
+            rates: dict[str | None, list[float]] = {method: [] for method in engines}
+            for number in range(num_rounds + 1):
+                for method, llm in engines.items():
+                    found = rate_of(llm, kind, num, tokens)
+                    if number > 0:  # the first round compiles, and measures steps
+                        rates[method].append(found)
+            guessed, plain = (statistics.median(rates[method]) for method in (None, "none"))
+            yield {
+                "case": f"{num} {kind}",
+                "guessed": round(guessed, 1),
+                "none": round(plain, 1),
+                "ratio": round(guessed / plain, 3),
+                "ratios of rounds": [
+                    round(one / other, 3)
+                    for one, other in zip(rates[None], rates["none"], strict=True)
+                ],
+            }
+    for llm in engines.values():
         llm.close()
 
 
@@ -281,7 +331,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--schemas", type=int, default=100, help="schemas that were never seen")
     parser.add_argument("--cases", nargs="+", choices=CASES, help="only these, and nothing else")
+    parser.add_argument("--guessing", action="store_true", help="only what guesses give and cost")
     given = parser.parse_args()
+    if given.guessing:
+        for line in guessing(given.model, given.rounds, given.tokens):
+            print(json.dumps(line), flush=True)
+        return
     if given.cases is None:
         print(json.dumps(memory_line(given.model, given.schemas)), flush=True)
     llm = LLM(given.model, max_model_len=2048, report=lambda text: None)

@@ -294,7 +294,7 @@ def _check_stages(config: EngineConfig) -> None:
         ("sparsity", "kv_selection"),
     ):
         given = getattr(getattr(config, part), name)
-        if given != getattr(getattr(usual, part), name):
+        if given not in (getattr(getattr(usual, part), name), "none"):
             raise ConfigError(
                 f"{got}, which is not allowed beside {name} {given}",
                 hint=f"leave {name} out, or leave pipeline_parallel_size at 1",

@@ -184,7 +184,7 @@ def _check_trees(config: EngineConfig) -> None:
     if width > MAX_TREE_WIDTH:
         raise ConfigError(f"spec_tree_width: got {width}, allowed is at most {MAX_TREE_WIDTH}")
     against = {
-        "without spec_method": config.scheduler.spec_method is None,
+        "without spec_method": not config.scheduler.guesses,
         "with the backend torch": backend.backend == "torch",
         f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
         "beside kv_layout virtual": config.cache.kv_layout == "virtual",
@@ -206,7 +206,7 @@ def against_async_scheduling(config: EngineConfig) -> str:
         return f"the {config.backend.backend} backend computes where the plans are made"
     if config.backend.num_stage_ranks > 1:
         return f"ranks ({config.backend.meeting_option[0]}) carry out one step at a time"
-    if config.scheduler.spec_method is not None:
+    if config.scheduler.guesses:
         return "what is guessed (spec_method) follows from the last token"
     if not config.cache.kv_cache:
         return "without the KV cache (kv_cache) a step computes again what the one before has drawn"

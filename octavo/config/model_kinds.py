@@ -72,7 +72,7 @@ def for_encoder(config: EngineConfig, max_input_len: int) -> EngineConfig:
 def check_states(config: EngineConfig) -> None:
     """Raises ConfigError where an option asks for what a model with recurrent states cannot do."""
     backend, method = config.backend, config.scheduler.spec_method
-    if method is not None and backend.backend == "torch" and backend.batch_invariant:
+    if config.scheduler.guesses and backend.backend == "torch" and backend.batch_invariant:
         raise ConfigError(
             f"spec_method: got {method} with batch_invariant on torch, where the rows of a guess"
             " are steps of their own and a recurrent state cannot return behind them",

@@ -93,7 +93,7 @@ class SchedulerOptions:
         " the cheaper as measured",
     )
     spec_method: (
-        Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "auto"] | None
+        Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "auto", "none"] | None
     ) = option(
         None,
         "guess tokens and verify several in one step, where that is measured to pay: ngram, what"
@@ -101,7 +101,9 @@ class SchedulerOptions:
         " what the model of spec_model would write; eagle3, what the head of spec_model makes of"
         " the model's hidden states; mtp, the same of the head in the model's own checkpoint;"
         " grammar, only text that a form leaves no choice of, which the others guess too; auto,"
-        " suffix, and mtp where the checkpoint has a head that can be used; no token changes",
+        " suffix, and mtp where the checkpoint has a head that can be used; none, nothing; no token"
+        " changes; default grammar with native and reference, and with torch where batch_invariant"
+        " is on and async_scheduling off; else none",
     )
     spec_model: str | None = option(
         None,
@@ -127,6 +129,11 @@ class SchedulerOptions:
         "plan a step while the device computes the one before (torch); auto: on CUDA, where nothing"
         " speaks against it",
     )
+
+    @property
+    def guesses(self) -> bool:
+        """Whether tokens are guessed, as far as these options say by name."""
+        return self.spec_method not in (None, "none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
-"""Chooses how tokens are guessed where the options leave that to the engine (spec_method auto):
-suffix lookups, together with the head of the checkpoint where it has one that can be used.
+"""Chooses how tokens are guessed where the options leave that to the engine: with spec_method auto
+suffix lookups, together with the head of the checkpoint where it has one that can be used; without
+a spec_method the text that forms leave no choice of, where guesses change no bit.
 
 Knows headers and options; nothing is refused for a choice that was not asked for by name.
 """
@@ -32,6 +33,20 @@ def with_spec_method(
     if _can_guess(config, program):
         method = "auto" if _can_ask(config) and _has_head(header, program, names) else "suffix"
     return replace(config, scheduler=replace(options, spec_method=method))
+
+
+def with_forced_guesses(config: EngineConfig, program: Program) -> EngineConfig:
+    """Returns a derived config with what no spec_method comes to: grammar where answers with
+    guesses are bitwise those without, and guesses keep no other request from running ahead.
+    """
+    options, backend = config.scheduler, config.backend
+    if options.spec_method is not None or not _can_guess(config, program):
+        return config
+    if backend.backend == "torch":
+        keeps = backend.batch_invariant and options.async_scheduling == "off"
+    else:
+        keeps = True
+    return replace(config, scheduler=replace(options, spec_method="grammar")) if keeps else config
 
 
 def _can_guess(config: EngineConfig, program: Program) -> bool:

@@ -29,7 +29,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         tokenizer=None,
         chat_template=None,
     )
-    scheduler = replace(config.scheduler, spec_method=None, spec_model=None, spec_tree_width=1)
+    scheduler = replace(config.scheduler, spec_method="none", spec_model=None, spec_tree_width=1)
     usual = SparsityOptions()
     sparsity = replace(
         config.sparsity,

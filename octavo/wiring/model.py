@@ -50,7 +50,7 @@ from octavo.prompt_ports import Grammars, Tokenizer
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.version import __version__
 from octavo.wiring.adapters import adapter_store, for_adapters
-from octavo.wiring.auto_speculation import with_spec_method
+from octavo.wiring.auto_speculation import with_forced_guesses, with_spec_method
 from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.draft import (
     check_draft_program,
@@ -183,7 +183,7 @@ def derive_from(
         num_threads=Machine().num_threads(),
         backend=config.backend.backend or default_backend(),
     )
-    return derived, info
+    return with_forced_guesses(derived, program), info
 
 
 def load_model(

@@ -343,7 +343,7 @@ class GrammarRows:
         if matcher is None or row in self._faults:
             return []
         try:
-            return matcher.copy().likely_tokens()
+            return matcher.likely_tokens()
         except Exception:
             return []
 

@@ -278,7 +278,7 @@ def request_rows(
                 load_processors(config.draws.processors),
                 config.draws.logits_processor_timeout,
             ),
-            guesses_forced=config.scheduler.spec_method is not None,
+            guesses_forced=config.scheduler.guesses,
             states=[at for at, group in enumerate(program.groups) if group.kind == "state"],
             closes=config.draws.structured_close,
             input_groups=program.input_groups,

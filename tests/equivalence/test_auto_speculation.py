@@ -1,5 +1,5 @@
-"""`spec_method auto` guesses in the ways that the model and the options allow, refuses nothing that
-was not asked for by name, and changes no bit of an answer.
+"""Where no `spec_method` is named, or auto, tokens are guessed in the ways that the model and the
+options allow; nothing is refused that was not asked for by name, and no bit of an answer changes.
 """
 
 from __future__ import annotations
@@ -54,6 +54,24 @@ def test_the_head_is_used_where_there_is_one(head):
 )
 def test_what_options_stand_against_is_left_out(head, options, method):
     assert method_of(head.path, **options) == method
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        ({}, "grammar"),
+        ({"backend": "reference"}, "grammar"),
+        ({"backend": "torch"}, None),
+        ({"backend": "torch", "batch_invariant": True}, None),
+        ({"backend": "torch", "batch_invariant": True, "async_scheduling": "off"}, "grammar"),
+        ({"pipeline_parallel_size": 2}, None),
+        ({"pipeline_parallel_size": 2, "spec_method": "none"}, "none"),
+        ({"spec_method": "none"}, "none"),
+        ({"backend": "torch", "async_scheduling": "on", "spec_method": "none"}, "none"),
+    ],
+)
+def test_what_forms_force_is_guessed_where_that_changes_no_bit(options, method):
+    assert method_of(tiny_model("llama").path, **{"spec_method": None} | options) == method
 
 
 def test_both_kinds_of_guesses_change_no_bit(head, monkeypatch):

@@ -74,7 +74,7 @@ def wordy_model(tmp_path_factory):
     return save_tokenizer_json(folder, bpe_with_specials())
 
 
-@pytest.mark.parametrize("method", ["grammar", "ngram"])
+@pytest.mark.parametrize("method", ["grammar", "ngram", None])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 def test_a_text_without_choice_is_guessed_as_a_tokenizer_spells_it(wordy_model, mode, method):
     """Only its bytes are sure; a model may spell them in other tokens, and then does."""
@@ -84,8 +84,9 @@ def test_a_text_without_choice_is_guessed_as_a_tokenizer_spells_it(wordy_model, 
     form = StructuredOutputs(json=schema | {"additionalProperties": False})
     params = SamplingParams(max_tokens=90, seed=7, structured_outputs=form, **MODES[mode])
     options = {"backend": "native", "skip_tokenizer_init": False, "model_path": wordy_model}
-    with make_llm(**options) as llm:
+    with make_llm(**options, spec_method="none") as llm:
         plain = llm.generate(PROMPTS, params)
+        assert guess_counts(llm) == (0, 0)
     with verified_at_any_cost(), make_llm(**options, spec_method=method) as llm:
         found = llm.generate(PROMPTS, params)
         num_guessed, num_held = guess_counts(llm)
@@ -98,7 +99,7 @@ def test_a_text_without_choice_is_guessed_as_a_tokenizer_spells_it(wordy_model, 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["native", "reference", "torch"])
 def test_guesses_change_no_bit_of_a_grammars_text(backend, mode):
-    options = {"backend": backend, "skip_tokenizer_init": False}
+    options = {"backend": backend, "skip_tokenizer_init": False, "spec_method": "none"}
     params = of_mode(mode)
     with make_llm(model_path=tiny_model_with_text(), **options) as llm:
         plain = llm.generate(PROMPTS, params)

@@ -34,8 +34,9 @@ SCHEMA["properties"]["sizes"]["maxItems"] = 3
 
 @pytest.fixture(scope="module")
 def llm(backend):
-    path = tiny_model_with_text()
-    with make_llm(model_path=path, backend=backend, skip_tokenizer_init=False) as llm:
+    path, options = tiny_model_with_text(), {"backend": backend, "skip_tokenizer_init": False}
+    # What a form forces is guessed in `tests/equivalence`; here each step draws one token.
+    with make_llm(model_path=path, spec_method="none", **options) as llm:
         yield llm
 
 

@@ -102,7 +102,7 @@ def build_scheduler(
 
 
 def _drafting(options: SchedulerOptions, *, redraws: bool) -> Drafting | None:
-    if options.spec_method is None:
+    if options.spec_method is None or options.spec_method == "none":
         return None
     return Drafting(
         options.spec_method,

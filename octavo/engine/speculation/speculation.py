@@ -183,6 +183,8 @@ class Speculation:
         self._tree_width = drafting.tree_width if blocks.can_branch else 1
         self._asks = drafting.method in ASKING
         """Whether the worker is asked for guesses, a step before they are verified."""
+        self._is_given = drafting.method == "grammar"
+        """Whether all guesses come of forms, with the results of steps."""
         self._earlier = EarlierAnswers(drafting.history_bytes) if drafting.history_bytes else None
         self._rows: dict[str, RowHistory] = {}
         self._acceptance = Acceptance()
@@ -198,7 +200,7 @@ class Speculation:
         """Adds to the step the guesses that are worth verifying, or asks the worker for some;
         returns whether there are any. Where a step is in flight, there are none.
         """
-        if builder.runs_ahead:
+        if builder.runs_ahead or self._is_idle:
             return False
         self._plain = PlainStep.of(builder)
         drafts = self._proposed(builder)
@@ -302,6 +304,8 @@ class Speculation:
             if not self._may_draft(request.consumer):
                 continue
             history = self._history_of(row)
+            if history is None:
+                continue
             num_left = max(0, num_left - history.follow(row.token_ids, num_left))
             most = min(self._max_tokens, request.num_guessable_tokens - row.num_tokens)
             first = scheduled.start + scheduled.num_tokens
@@ -354,9 +358,17 @@ class Speculation:
     def _may_draft(self, consumer: ResultConsumer) -> bool:
         return consumer.may_draft and (self._redraws or not consumer.draws_in_turn)
 
-    def _history_of(self, row: TokenRow) -> RowHistory:
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing can be guessed: forms alone leave no choice, and none of the running
+        requests has come to such a place.
+        """
+        return self._is_given and not self._rows
+
+    def _history_of(self, row: TokenRow) -> RowHistory | None:
+        """Returns what is known of a row; None where only the worker guesses, and has not yet."""
         found = self._rows.get(row.request_id)
-        if found is None:
+        if found is None and not self._is_given:
             drafter = None if self._make_drafter is None else self._make_drafter()
             found = self._rows[row.request_id] = RowHistory(drafter)
         return found
@@ -413,6 +425,8 @@ class Speculation:
 
     def took(self, scheduled: ScheduledRow, result: RowResult) -> int:
         """Notes what became of a row's guess; returns how many of its tokens held."""
+        if self._is_idle and (scheduled.search_of or not result.draft_ids):
+            return 0
         num_held = self._took(scheduled, result)
         self._policy.took(len(result.token_ids), num_held, self._plain)
         return num_held
@@ -420,6 +434,8 @@ class Speculation:
     def _took(self, scheduled: ScheduledRow, result: RowResult) -> int:
         history = self._rows.get(scheduled.request_id)
         num_known = scheduled.num_tokens - len(scheduled.draft_ids)
+        if result.draft_ids and history is None and self._is_given and not scheduled.search_of:
+            history = self._rows[scheduled.request_id] = RowHistory(None)
         if result.draft_ids and history is not None:
             num_tokens = scheduled.start + num_known + len(result.token_ids)
             history.given = GivenDraft(num_tokens, result.draft_ids, result.draft_parents)

@@ -156,7 +156,7 @@ class TokenMatcher:
     def likely_tokens(self) -> list[int]:
         if self.is_complete or not self._matcher.compute_ff_bytes():
             return []
-        return list(self._matcher.compute_ff_tokens())
+        return list(self._matcher.deep_copy().compute_ff_tokens())
 
     @property
     def is_complete(self) -> bool:
