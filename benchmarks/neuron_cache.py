@@ -161,7 +161,7 @@ def main() -> None:
             }
             figures = measured(options, args.prompt, args.output)
             named = {
-                key: "random" if str(value).endswith("random.json") else value
+                key: Path(value).stem if key == "hot_neurons" else value
                 for key, value in way.items()
                 if key not in ("calibration", "sparsity_predictor")
             }
