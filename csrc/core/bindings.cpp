@@ -10,6 +10,7 @@
 #include "ceilings.h"
 #include "disk_rate.h"
 #include "packing.h"
+#include "source_digest.h"
 
 namespace octavo {
 
@@ -302,6 +303,7 @@ void check_blocks(const KvMemory& kv, int group, int first, int count) {
 
 NB_MODULE(_native, m) {
     m.def("supported_levels", &supported_levels, "Instruction-set levels that this machine runs, best last.");
+    m.attr("SOURCE_DIGEST") = source_digest();
     m.attr("SAMPLE_CHUNK") = kSampleChunk;
     m.attr("MOST_CANDIDATES") = kMostCandidates;
     m.attr("MOST_WITNESSES") = kMostWitnesses;

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from octavo.backends.base import BackendOptions
+from octavo.backends.native import extension
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.native.extension import native_module, supported_levels
+from octavo.errors import BackendUnavailable
 from tests.support.native_harness import require_native
 
 pytestmark = pytest.mark.skipif(
@@ -28,6 +30,28 @@ ALL_LEVELS = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_
 def directory():
     require_native()
     return Path(native_module().__file__).parent
+
+
+def test_a_build_of_other_sources_is_refused(monkeypatch, tmp_path):
+    """Whatever has changed in a source, the older build is refused with how to build it again."""
+    require_native()
+    shutil.copytree(extension.SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(extension, "SOURCES", tmp_path / "csrc")
+    native_module()
+    with (tmp_path / "csrc/kernels/cuts.inl").open("a") as file:
+        file.write("// one more line\n")
+    extension.source_digest.cache_clear()
+    with pytest.raises(BackendUnavailable, match="built from other sources") as caught:
+        native_module()
+    assert "make .venv-dev/.stamp" in caught.value.hint
+    extension.source_digest.cache_clear()
+
+
+def test_an_installed_build_needs_no_sources(monkeypatch, tmp_path):
+    require_native()
+    monkeypatch.setattr(extension, "SOURCES", tmp_path / "none")
+    monkeypatch.setattr(native_module(), "SOURCE_DIGEST", "of some other tree")
+    assert native_module().supported_levels()
 
 
 def tool(*command):

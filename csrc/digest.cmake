@@ -1,0 +1,14 @@
+# A digest of the sources, which the extension keeps: by it Python tells a build that is older than the sources
+# beside it (octavo/backends/native/extension.py, which computes the same).
+file(GLOB sources RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}/csrc" CONFIGURE_DEPENDS
+  csrc/core/*.cpp csrc/core/*.h csrc/kernels/*.cpp csrc/kernels/*.h csrc/kernels/*.inl)
+list(SORT sources)
+set(lines "")
+foreach(source IN LISTS sources)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "csrc/${source}")
+  file(SHA256 "${CMAKE_CURRENT_SOURCE_DIR}/csrc/${source}" digest)
+  string(APPEND lines "${digest} ${source}\n")
+endforeach()
+string(SHA256 OCTAVO_SOURCE_DIGEST "${lines}")
+set_source_files_properties(csrc/core/source_digest.cpp PROPERTIES
+  COMPILE_DEFINITIONS "OCTAVO_SOURCE_DIGEST=\"${OCTAVO_SOURCE_DIGEST}\"")
