@@ -8,14 +8,13 @@ positions. Its numbers are seeded, so the file is the same each time; it measure
 nothing. Needs the package gguf (extra `dev`).
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
-from moe_2b import WIDTH, q4_0, write_vocabulary
+from moe_2b import WIDTH, file_argument, finish, q4_0, write_vocabulary
 
 
 @dataclass(frozen=True)
@@ -113,19 +112,8 @@ def write(path: Path, shape: HybridShape) -> None:
     for name, size in matrices(shape):
         writer.add_tensor(name, q4_0(draw, size), raw_dtype=GGMLQuantizationType.Q4_0)
     write_floats(writer, shape, draw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", type=Path)
-    write(parser.parse_args().file, HybridShape())
+    finish(writer)
 
 
 if __name__ == "__main__":
-    main()
+    write(file_argument(__doc__), HybridShape())

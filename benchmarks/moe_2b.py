@@ -120,19 +120,26 @@ def write(path: Path, shape: Shape) -> None:
     for name, size in floats(shape):
         plain = np.ones(size) if len(size) == 1 else WIDTH * draw.standard_normal(size)
         writer.add_tensor(name, plain.astype(np.float32))
+    finish(writer)
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Writes what a writer was given into its file, and closes it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def main() -> None:
+def file_argument(description: str | None) -> Path:
+    """Returns the file that the command line names, the only argument of such a script."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path)
-    write(parser.parse_args().file, Shape())
+    file: Path = parser.parse_args().file
+    return file
 
 
 if __name__ == "__main__":
-    main()
+    write(file_argument(__doc__), Shape())

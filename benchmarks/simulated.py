@@ -13,22 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-import httpx
-
 from benchmarks.compare import machine
 from octavo.cli.load import LoadTest, run_load
+from octavo.cli.own_server import own_server
 from octavo.cli.serve_figures import first_token_s, per_token_s
 from octavo.cli.traffic import TrafficRequest, at_rate, prompt_of, read_trace
 from octavo.wiring.layout_search import engine_of
@@ -44,30 +39,14 @@ TRACE = Path(__file__).parent / "data" / "mooncake_conversation.jsonl"
 SCALE = Fraction(1, 32)
 LOAD = 0.7
 GOALS = {"p50": 0.10, "p90": 0.15}
-PORT = 8917
 LONGEST = 1900
 """Tokens of the longest prompt and answer together that are taken from the trace."""
 
 
-@contextmanager
-def served(model: str, record: Path) -> Iterator[str]:
+def served(model: str, record: Path) -> AbstractContextManager[str]:
     """Runs a server that records its steps; yields its URL."""
-    command = [sys.executable, "-m", "octavo.cli.main", "serve", model, f"--port={PORT}"]
-    command += ["--max-model-len=2048", "--kv-cache-memory-bytes=512MiB", f"--record={record}"]
-    running = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()})
-    url = f"http://127.0.0.1:{PORT}"
-    try:
-        for _ in range(600):
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.2)
-        yield url
-    finally:
-        running.terminate()
-        running.wait(30)
+    sizes = {"max_model_len": 2048, "kv_cache_memory_bytes": "512MiB"}
+    return own_server({"model": model, **sizes, "record": str(record)})
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -28,6 +28,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.compare import machine
+from benchmarks.engines.servers import END_S, is_healthy
+from octavo.child_process import end_process
 from tests.support.two_machines import ADDRESSES, TwoMachines, two_machines
 
 SHAPE = {
@@ -62,22 +64,12 @@ def server(machines: TwoMachines, at: int, model: Path, *flags: str) -> Iterator
     running = subprocess.Popen(command, env=os.environ | {"OCTAVO_API_KEY": SECRET})
     url = f"http://{ADDRESSES[at]}:8000"
     try:
-        machines.call(0, lambda: wait_for(url))
+        if not machines.call(0, lambda: is_healthy(running, url)):
+            raise SystemExit(f"{url} does not come up")
         yield url
     finally:
         running.terminate()
-        running.wait(20)
-
-
-def wait_for(url: str) -> None:
-    for _ in range(600):
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise SystemExit(f"{url} does not come up")
+        end_process(running, END_S)
 
 
 def ttft(url: str, num_tokens: int, seed: int) -> float:

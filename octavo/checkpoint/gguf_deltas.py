@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.checkpoint.gguf_experts import EXPERTS, SHARED_EXPERT, experts_config, widths
 from octavo.checkpoint.gguf_family import (
+    TOP,
     Config,
     Family,
     Header,
@@ -84,7 +85,6 @@ def _by_key_head(width_key: str | None, keys_before: int = 0) -> RowOrder:
     return order
 
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -116,7 +116,7 @@ _DENSE = {
 _NEXT = Family(
     "qwen3_next",
     qwen3_next_config,
-    _TOP,
+    TOP,
     _LAYER
     | EXPERTS
     | SHARED_EXPERT

@@ -64,6 +64,7 @@ from octavo.checkpoint.gguf_experts import (
     has_experts,
 )
 from octavo.checkpoint.gguf_family import (
+    TOP,
     Family,
     Joined,
     by_head,
@@ -73,7 +74,6 @@ from octavo.checkpoint.gguf_family import (
 )
 from octavo.checkpoint.gguf_states import STATE_FAMILIES
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -134,8 +134,8 @@ _BIGSCIENCE_BLOCK = {
     **_PLAIN_MLP,
 }
 
-_LLAMA = Family("llama", llama_config, _TOP, _BLOCK, row_orders=_PAIRS)
-_MIXTRAL = Family("mixtral", mixtral_config, _TOP, _BLOCK | MIXTRAL_EXPERTS, row_orders=_PAIRS)
+_LLAMA = Family("llama", llama_config, TOP, _BLOCK, row_orders=_PAIRS)
+_MIXTRAL = Family("mixtral", mixtral_config, TOP, _BLOCK | MIXTRAL_EXPERTS, row_orders=_PAIRS)
 _FALCON = Family(
     "falcon",
     falcon_config,
@@ -165,7 +165,7 @@ _CHATGLM = Family(
 _DEEPSEEK_V2 = Family(
     "deepseek_v2",
     deepseek_config,
-    _TOP,
+    TOP,
     _BLOCK
     | EXPERTS
     | SHARED_EXPERTS
@@ -190,31 +190,31 @@ _DEEPSEEK_V2 = Family(
     },
 )
 """Older files have attn_kv_b, newer ones its keys, turned, and its values."""
-_OLMO2 = Family("olmo2", rms_config, _TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER)
+_OLMO2 = Family("olmo2", rms_config, TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER)
 
 FAMILIES: dict[str, Family] = {
     **STATE_FAMILIES,
     **DELTA_FAMILIES,
     **ENCODER_FAMILIES,
     "llama": replace(_LLAMA, variants=((has_experts, _MIXTRAL),)),
-    "qwen2": Family("qwen2", qwen_config, _TOP, _BLOCK),
-    "qwen2moe": Family("qwen2_moe", qwen2_moe_config, _TOP, _BLOCK | EXPERTS | SHARED_EXPERT),
-    "qwen3moe": Family("qwen3_moe", qwen3_moe_config, _TOP, _BLOCK | _HEAD_NORMS | EXPERTS),
-    "olmoe": Family("olmoe", olmoe_config, _TOP, _BLOCK | _HEAD_NORMS | EXPERTS),
-    "qwen3": Family("qwen3", qwen_config, _TOP, _BLOCK | _HEAD_NORMS),
-    "gemma": Family("gemma", gemma_config, _TOP, _BLOCK, norm_offset=1.0),
-    "gemma2": Family("gemma2", gemma2_config, _TOP, _BLOCK | _NORMS_AROUND, norm_offset=1.0),
+    "qwen2": Family("qwen2", qwen_config, TOP, _BLOCK),
+    "qwen2moe": Family("qwen2_moe", qwen2_moe_config, TOP, _BLOCK | EXPERTS | SHARED_EXPERT),
+    "qwen3moe": Family("qwen3_moe", qwen3_moe_config, TOP, _BLOCK | _HEAD_NORMS | EXPERTS),
+    "olmoe": Family("olmoe", olmoe_config, TOP, _BLOCK | _HEAD_NORMS | EXPERTS),
+    "qwen3": Family("qwen3", qwen_config, TOP, _BLOCK | _HEAD_NORMS),
+    "gemma": Family("gemma", gemma_config, TOP, _BLOCK, norm_offset=1.0),
+    "gemma2": Family("gemma2", gemma2_config, TOP, _BLOCK | _NORMS_AROUND, norm_offset=1.0),
     "gemma3": Family(
         "gemma3_text",
         gemma3_config,
-        _TOP,
+        TOP,
         _BLOCK | _HEAD_NORMS | _NORMS_AROUND,
         norm_offset=1.0,
     ),
     "gemma3n": Family(
         "gemma3n_text",
         gemma3n_config,
-        _TOP
+        TOP
         | {
             "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",
@@ -243,24 +243,24 @@ FAMILIES: dict[str, Family] = {
     "phi2": Family(
         "phi",
         phi_config,
-        _TOP | {"output_norm": "model.final_layernorm"},
+        TOP | {"output_norm": "model.final_layernorm"},
         _BLOCK | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
     ),
     "phi3": Family(
-        "phi3", phi3_config, _TOP, _BLOCK | {"attn_qkv": "self_attn.qkv_proj"} | _GATE_AND_UP
+        "phi3", phi3_config, TOP, _BLOCK | {"attn_qkv": "self_attn.qkv_proj"} | _GATE_AND_UP
     ),
-    "phimoe": Family("phimoe", phimoe_config, _TOP, _BLOCK | MIXTRAL_EXPERTS),
+    "phimoe": Family("phimoe", phimoe_config, TOP, _BLOCK | MIXTRAL_EXPERTS),
     "chatglm": Family(
         "glm",
         rms_config,
-        _TOP,
+        TOP,
         _BLOCK | _GATE_AND_UP,
         variants=((lambda header: header.has("blk.0.attn_qkv.weight"), _CHATGLM),),
     ),
     "glm4": Family(
         "glm4",
         rms_config,
-        _TOP,
+        TOP,
         _BLOCK
         | _GATE_AND_UP
         | {
@@ -272,7 +272,7 @@ FAMILIES: dict[str, Family] = {
     "gpt-oss": Family(
         "gpt_oss",
         gpt_oss_config,
-        _TOP,
+        TOP,
         _BLOCK
         | EXPERTS
         | {
@@ -288,7 +288,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(
         "starcoder2",
         starcoder2_config,
-        _TOP,
+        TOP,
         _BLOCK | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
     ),
     "gptneox": Family(
@@ -335,8 +335,8 @@ FAMILIES: dict[str, Family] = {
         _FALCON,
         variants=((lambda header: header.has("blk.0.attn_norm_2.weight"), _FALCON_40B),),
     ),
-    "stablelm": Family("stablelm", stablelm_config, _TOP, _BLOCK),
-    "olmo": Family("olmo", olmo_config, _TOP, _BLOCK, row_orders=_PAIRS),
+    "stablelm": Family("stablelm", stablelm_config, TOP, _BLOCK),
+    "olmo": Family("olmo", olmo_config, TOP, _BLOCK, row_orders=_PAIRS),
     "olmo2": replace(
         _OLMO2,
         variants=(
@@ -348,12 +348,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": replace(_LLAMA, model_type="granite", config=granite_config),
     "granitemoe": Family(
-        "granitemoe", granitemoe_config, _TOP, _BLOCK | GRANITE_EXPERTS, row_orders=_PAIRS
+        "granitemoe", granitemoe_config, TOP, _BLOCK | GRANITE_EXPERTS, row_orders=_PAIRS
     ),
     "glm4moe": Family(
         "glm4_moe",
         glm4_moe_config,
-        _TOP,
+        TOP,
         _BLOCK
         | _HEAD_NORMS
         | EXPERTS
@@ -369,7 +369,7 @@ FAMILIES: dict[str, Family] = {
     "llama4": Family(
         "llama4_text",
         llama4_config,
-        _TOP,
+        TOP,
         _BLOCK
         | {
             "ffn_gate": "feed_forward.gate_proj",
@@ -387,21 +387,21 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5-moe": Family(
         "ernie4_5_moe",
         ernie_moe_config,
-        _TOP,
+        TOP,
         _BLOCK | EXPERTS | SHARED_EXPERTS | {CORRECTION: "mlp.moe_statics.e_score_correction_bias"},
         whole_names=frozenset({CORRECTION}),
     ),
     "smollm3": replace(_LLAMA, model_type="smollm3", config=smollm3_config),
-    "command-r": Family("cohere", cohere_config, _TOP, _BLOCK | _HEAD_NORMS),
-    "cohere2": Family("cohere2", cohere2_config, _TOP, _BLOCK),
-    "exaone4": Family("exaone4", exaone4_config, _TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER),
+    "command-r": Family("cohere", cohere_config, TOP, _BLOCK | _HEAD_NORMS),
+    "cohere2": Family("cohere2", cohere2_config, TOP, _BLOCK),
+    "exaone4": Family("exaone4", exaone4_config, TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER),
     "mistral3": replace(_LLAMA, model_type="ministral3", config=ministral3_config),
     "seed_oss": Family(
         "seed_oss",
         seed_oss_config,
-        _TOP,
+        TOP,
         _BLOCK | {"post_attention_norm": "post_attention_layernorm"},
     ),
-    "nemotron": Family("nemotron", nemotron_config, _TOP, _BLOCK, norm_offset=1.0),
+    "nemotron": Family("nemotron", nemotron_config, TOP, _BLOCK, norm_offset=1.0),
 }
 """All families by `general.architecture`."""

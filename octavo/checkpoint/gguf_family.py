@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from octavo.checkpoint.gguf import GgufFile
 from octavo.errors import UnsupportedModel, WeightMismatch
 
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""Names of the tensors outside the layers, in files of Llama's kin, and in their checkpoints."""
 YARN_KEYS = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",

@@ -15,6 +15,7 @@ import numpy as np
 
 from octavo.checkpoint.gguf_experts import CORRECTION, GRANITE_EXPERTS
 from octavo.checkpoint.gguf_family import (
+    TOP,
     Config,
     Family,
     Header,
@@ -41,7 +42,6 @@ _MIXER = {
     "ssm_out": "out_proj",
 }
 _MIXER_2 = {**_MIXER, "ssm_dt": "dt_bias", "ssm_norm": "norm"}
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -271,7 +271,7 @@ _MAMBA = Family(
 _GRANITE_HYBRID = Family(
     "granitemoehybrid",
     granite_hybrid_config,
-    _TOP,
+    TOP,
     {
         "attn_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",
@@ -298,7 +298,7 @@ _BAMBA = replace(
     _GRANITE_HYBRID,
     model_type="bamba",
     config=bamba_config,
-    tensors=_TOP | {"output_norm": "model.final_layernorm"},
+    tensors=TOP | {"output_norm": "model.final_layernorm"},
     layer_tensors={
         "attn_norm": "input_layernorm",
         "ffn_norm": "pre_ff_layernorm",
@@ -346,7 +346,7 @@ STATE_FAMILIES: dict[str, Family] = {
     "jamba": Family(
         "jamba",
         jamba_config,
-        _TOP | {"output_norm": "model.final_layernorm"},
+        TOP | {"output_norm": "model.final_layernorm"},
         {
             "attn_norm": "input_layernorm",
             "ffn_norm": "pre_ff_layernorm",
@@ -371,7 +371,7 @@ STATE_FAMILIES: dict[str, Family] = {
     "falcon-h1": Family(
         "falcon_h1",
         falcon_h1_config,
-        _TOP | {"output_norm": "model.final_layernorm"},
+        TOP | {"output_norm": "model.final_layernorm"},
         {
             "attn_norm": "input_layernorm",
             "ffn_norm": "pre_ff_layernorm.weight",

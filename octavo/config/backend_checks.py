@@ -146,8 +146,8 @@ def _check_sparsity(config: EngineConfig) -> None:
             f"ffn_sparsity: allowed only with the native backend, got {backend!r}",
             hint="set backend to native",
         )
-    _check_predictor(config)
-    _check_selection(config)
+    _check_share(config, "sparsity_predictor", "predicted_share", changed="the gates")
+    _check_share(config, "kv_selection", "kv_budget", changed="queries and keys")
     if not options.activation_sparsity and not options.gate_sparsity:
         for unused in ("calibration", "activation_sparsity_plan"):
             if getattr(options, unused) != getattr(usual, unused):
@@ -184,45 +184,24 @@ def _check_sparsity(config: EngineConfig) -> None:
         )
 
 
-def _check_selection(config: EngineConfig) -> None:
-    """Raises ConfigError where keys are to be chosen that cannot be, or not like this."""
-    options = config.sparsity
-    if options.kv_selection is None:
-        if options.kv_budget != SparsityOptions().kv_budget:
-            raise ConfigError(
-                "kv_budget: allowed only with kv_selection", hint="leave kv_budget out"
-            )
+def _check_share(config: EngineConfig, name: str, share: str, *, changed: str) -> None:
+    """Raises ConfigError where keys or neurons are to be chosen that cannot be, or not like this.
+
+    `name` is the option that has them chosen, `share` the one that says how many, `changed` what
+    adapters would change under it.
+    """
+    options, usual = config.sparsity, SparsityOptions()
+    got: float = getattr(options, share)
+    if getattr(options, name) is None:
+        if got != getattr(usual, share):
+            raise ConfigError(f"{share}: allowed only with {name}", hint=f"leave {share} out")
         return
-    if not 1 - MAX_SPARSITY <= options.kv_budget + 1e-9 <= 1 + 1e-9:
-        raise ConfigError(
-            f"kv_budget: got {options.kv_budget:g}, allowed is {1 - MAX_SPARSITY:.2f} to 1"
-        )
+    if not 1 - MAX_SPARSITY <= got + 1e-9 <= 1 + 1e-9:
+        raise ConfigError(f"{share}: got {got:g}, allowed is {1 - MAX_SPARSITY:.2f} to 1")
     if config.lora.enable_lora:
         raise ConfigError(
-            "kv_selection: not allowed beside enable_lora, which changes queries and keys",
-            hint="merge the adapter into the model",
-        )
-
-
-def _check_predictor(config: EngineConfig) -> None:
-    """Raises ConfigError where neurons are to be predicted that cannot be, or not like this."""
-    options = config.sparsity
-    if options.sparsity_predictor is None:
-        if options.predicted_share != SparsityOptions().predicted_share:
-            raise ConfigError(
-                "predicted_share: allowed only with sparsity_predictor",
-                hint="leave predicted_share out",
-            )
-        return
-    if not 1 - MAX_SPARSITY <= options.predicted_share + 1e-9 <= 1 + 1e-9:
-        raise ConfigError(
-            f"predicted_share: got {options.predicted_share:g}, allowed is"
-            f" {1 - MAX_SPARSITY:.2f} to 1"
-        )
-    if config.lora.enable_lora:
-        raise ConfigError(
-            "sparsity_predictor: not allowed beside enable_lora, which changes the gates",
-            hint="merge the adapter into the model, and calibrate that",
+            f"{name}: not allowed beside enable_lora, which changes {changed}",
+            hint="merge the adapter into the model, and use that",
         )
 
 
