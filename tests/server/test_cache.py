@@ -11,7 +11,7 @@ from functools import partial
 import httpx
 import pytest
 
-from tests.support.live_server import LONG, READABLE, LiveServer
+from tests.support.live_server import LASTING, PACE_FLAGS, READABLE, LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 SYSTEM = "You are a helpful assistant that answers in one short sentence, and never in two."
@@ -29,6 +29,7 @@ def server(folder):
         f"--prefix-cache-dir={folder}",
         "--served-model-name=tiny",
         "--max-model-len=2048",
+        *PACE_FLAGS,
     )
     yield server
     assert server.stop() == 0
@@ -98,10 +99,10 @@ def test_who_shares_blocks_is_told(server, http):
     """Eight samples of one prompt share all of its five blocks but the last; the engine is paused
     while its state is read.
     """
-    body = LONG | {"prompt": "x" * 70, "n": 8, "max_tokens": 1900, "stream": True}
+    body = LASTING | {"prompt": "x" * 70, "n": 8, "stream": True}
     with server.http() as other, http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
-        for _ in range(100):
+        for _ in range(20):
             next(lines)
         os.kill(server.core_pid, signal.SIGSTOP)
         try:
@@ -208,7 +209,7 @@ def test_bad_resets_and_models_are_named(http):
 
 
 def test_while_requests_run_nothing_is_forgotten(http, server):
-    with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+    with http.stream("POST", "/v1/completions", json=LASTING | {"stream": True}) as stream:
         lines = stream.iter_lines()
         next(lines)
         with server.http() as other:

@@ -93,7 +93,7 @@ def test_a_request_that_takes_too_long_ends_and_gives_its_blocks_back():
     with server.http() as http:
         begun = time.monotonic()
         whole = http.post("/v1/completions", json=slow)
-        assert whole.status_code == 504 and time.monotonic() - begun < 5
+        assert whole.status_code == 504 and time.monotonic() - begun < 20
         assert "took longer than 1 seconds" in whole.json()["error"]["message"]
         with http.stream("POST", "/v1/completions", json=slow | {"stream": True}) as stream:
             lines = [line for line in stream.iter_lines() if line]

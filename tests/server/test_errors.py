@@ -5,7 +5,7 @@ server that goes on.
 import openai
 import pytest
 
-from tests.support.live_server import LONG, READABLE, until
+from tests.support.live_server import LASTING, LONG, READABLE, until
 
 GOOD = {"prompt": "Hello", "max_tokens": 2}
 
@@ -215,7 +215,7 @@ def test_an_unknown_method_is_told_those_of_all_routes_of_the_path(http):
 
 
 def test_a_request_id_in_use(server, http):
-    body = LONG | {"stream": True, "request_id": "twice"}
+    body = LASTING | {"stream": True, "request_id": "twice"}
     with server.http() as other, http.stream("POST", "/v1/completions", json=body) as first:
         lines = first.iter_lines()
         next(lines)

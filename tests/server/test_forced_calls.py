@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 from tests.server.test_dialects import lines, named_events
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LASTING, PACE_FLAGS, LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 pytestmark = pytest.mark.sampled(one_in=3)
@@ -336,7 +336,10 @@ def test_a_fork_of_a_background_response_tells_its_call(http):
 def thinker():
     """A server whose model is said to reason."""
     server = LiveServer(
-        str(tiny_model_with_text()), "--served-model-name=tiny", "--reasoning-parser=qwen3"
+        str(tiny_model_with_text()),
+        "--served-model-name=tiny",
+        "--reasoning-parser=qwen3",
+        *PACE_FLAGS,
     )
     with server.http() as http:
         yield http
@@ -415,14 +418,15 @@ def test_each_api_tells_reasoning_in_its_own_form(thinker):
 
 
 def test_a_fork_of_ollamas_answer_tells_its_reasoning(thinker):
-    """Ollama's answers have no id of their own: one that runs beside others is found among them."""
-    others = {"model": "tiny", "prompt": "Hello", "n": 64, "max_tokens": 200, "ignore_eos": True}
+    """Ollama's answers have no id of their own: one that runs beside others is found among them.
+    The other request sets the pace, so that the answer lasts until it has been found.
+    """
     opened = [*HELLO, {"role": "assistant", "content": "<think>"}]
     long = {"type": "array", "items": {"type": "string"}, "minItems": 300}
     options = {"num_predict": 300, "seed": 3}
     asked = {"model": "tiny", "messages": opened, "options": options, "format": long}
     with (
-        thinker.stream("POST", "/v1/completions", json=others | {"stream": True}),
+        thinker.stream("POST", "/v1/completions", json=LASTING | {"stream": True}),
         thinker.stream("POST", "/api/chat", json=asked) as stream,
     ):
         told = (json.loads(line)["message"] for line in stream.iter_lines())

@@ -15,7 +15,17 @@ import openai
 import pytest
 
 from tests.support.free_ports import free_port
-from tests.support.live_server import LONG, LiveServer, children_of, events_of, runs, until
+from tests.support.live_server import (
+    LASTING,
+    LONG,
+    PACE_FLAGS,
+    PACED,
+    LiveServer,
+    children_of,
+    events_of,
+    runs,
+    until,
+)
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
@@ -99,9 +109,19 @@ def test_each_request_is_logged_if_wanted_and_none_else(start, capfd):
         assert all(re.fullmatch(*pair) for pair in zip(expected, logged, strict=False)), logged
 
 
-def test_keys_guard_everything_but_health(start):
-    server = start(key="secret")
-    with httpx.Client(base_url=server.url) as stranger:
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server with a key that ignores unknown fields, and whose chat template always fails."""
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text("{{ raise_exception('roles must take turns') }}")
+    flags = ["--served-model-name=tiny", "--lenient", f"--chat-template={template}"]
+    server = LiveServer(str(tiny_model_with_text()), *flags, key="secret")
+    yield server
+    assert server.stop() == 0
+
+
+def test_keys_guard_everything_but_health(guarded):
+    with httpx.Client(base_url=guarded.url) as stranger:
         for method, path in [
             ("GET", "/metrics"),
             ("GET", "/v1/models"),
@@ -121,18 +141,18 @@ def test_keys_guard_everything_but_health(start):
                 assert response.json()["error"]["type"] == "AuthenticationError"
         assert stranger.get("/health").status_code == 200
     assert (
-        server.openai()
+        guarded.openai()
         .completions.create(model="tiny", prompt="Hello", max_tokens=2)
         .usage.prompt_tokens
         == 5
     )
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
-    assert "secret" not in "\n".join(server.lines)
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong").models.list()
+    assert "secret" not in "\n".join(guarded.lines)
 
 
-def test_lenient_servers_name_what_they_ignore(start):
-    with start("--lenient").http() as http:
+def test_lenient_servers_name_what_they_ignore(guarded):
+    with guarded.http() as http:
         response = http.post("/v1/completions", json=GOOD | {"unheard": 1, "store": True})
         assert (
             response.status_code == 200
@@ -141,33 +161,45 @@ def test_lenient_servers_name_what_they_ignore(start):
         assert "x-octavo-ignored-fields" not in http.post("/v1/completions", json=GOOD).headers
 
 
+def test_a_template_that_fails(guarded):
+    with guarded.http() as http:
+        response = http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}
+        )
+        assert response.status_code == 400
+        assert (
+            response.json()["error"]["message"]
+            == "messages: the chat template failed: roles must take turns"
+        )
+        assert http.post("/v1/completions", json=GOOD).status_code == 200
+
+
 def test_a_full_queue_asks_for_patience(start):
-    server = start("--max-num-queued-reqs=64")
+    server = start("--max-num-queued-reqs=64", "--max-num-seqs=1", *PACE_FLAGS)
+    running, waiting = LASTING | {"stream": True}, LONG | {"n": 64, "stream": True}
     with server.http() as first, server.http() as second, server.http() as third:
-        long = LONG | {"n": 64, "stream": True}
-        with (
-            first.stream("POST", "/v1/completions", json=long),
-            second.stream("POST", "/v1/completions", json=long),
-        ):
-            refused = third.post("/v1/completions", json=GOOD)
+        with first.stream("POST", "/v1/completions", json=running) as stream:
+            next(stream.iter_lines())
+            with second.stream("POST", "/v1/completions", json=waiting):
+                refused = third.post("/v1/completions", json=GOOD)
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 10
         assert refused.json()["error"]["type"] == "RateLimitError"
         assert "64 requests are waiting, allowed are 64" in refused.json()["error"]["message"]
-        assert until(lambda: third.post("/v1/completions", json=GOOD).status_code == 200, seconds=2)
+        assert until(lambda: third.post("/v1/completions", json=GOOD).status_code == 200)
 
 
 STEADY = {
     "prompt": "Hello",
-    "max_tokens": 400,
+    "max_tokens": 100,
     "temperature": 0,
     "ignore_eos": True,
     "return_token_ids": True,
 }
 
 
-def kill_while_it_streams(server, kill):
+def kill_while_it_streams(server, kill, **fields):
     """Kills a part of the engine while a stream runs; returns the stream's tokens."""
-    body = STEADY | {"stream": True}
+    body = STEADY | fields | {"stream": True}
     with server.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         first = [next(lines), next(lines)]
@@ -188,12 +220,12 @@ def check_replaced(server, reason):
 
 def test_an_engine_that_is_killed_is_replaced(start):
     """A stream goes on in the new engine with the tokens that it would have had."""
-    server = start()
+    server = start(*PACE_FLAGS)
     with server.http() as http:
         answer = http.post("/v1/completions", json=STEADY).json()
     expected = answer["choices"][0]["token_ids"]
     killed = server.core_pid
-    got = kill_while_it_streams(server, lambda: os.kill(killed, signal.SIGKILL))
+    got = kill_while_it_streams(server, lambda: os.kill(killed, signal.SIGKILL), **PACED)
     assert got == expected and server.core_pid != killed
     check_replaced(server, "the engine process has ended (killed by signal 9)")
 
@@ -226,7 +258,7 @@ def test_an_idle_engine_that_is_killed_is_replaced(start):
     killed = server.core_pid
     os.kill(killed, signal.SIGKILL)
     with server.http() as http:
-        assert until(lambda: http.get("/health").status_code == 503, seconds=3)
+        assert until(lambda: http.get("/health").status_code == 503)
         assert killed not in server.children or not runs(killed)
     check_replaced(server, "the engine process has ended (killed by signal 9)")
 
@@ -235,11 +267,11 @@ def test_an_engine_that_hangs_is_replaced(start):
     """A core that makes no progress is replaced; /health says so until then, and the answer is the
     same.
     """
-    server = start("--stall-timeout=1")
+    server = start("--stall-timeout=1", *PACE_FLAGS)
     body = {
         "prompt": "Hello",
-        "n": 4,
-        "max_tokens": 300,
+        "n": 2,
+        "max_tokens": 40,
         "temperature": 1,
         "seed": 5,
         "ignore_eos": True,
@@ -248,7 +280,9 @@ def test_an_engine_that_hangs_is_replaced(start):
     with server.http() as http, server.http() as streaming:
         expected = http.post("/v1/completions", json=body).json()["choices"]
         hung = server.core_pid
-        with streaming.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        with streaming.stream(
+            "POST", "/v1/completions", json=body | PACED | {"stream": True}
+        ) as response:
             lines = response.iter_lines()
             first = [next(lines), next(lines)]
             os.kill(hung, signal.SIGSTOP)
@@ -268,7 +302,7 @@ def test_an_engine_that_hangs_is_replaced(start):
                 if choice["index"] == index
                 for token in choice["token_ids"]
             ]
-            for index in range(4)
+            for index in range(2)
         ]
         assert got == [choice["token_ids"] for choice in expected]
         assert server.core_pid != hung and server.metric("num_engine_restarts_total") == 1
@@ -276,12 +310,15 @@ def test_an_engine_that_hangs_is_replaced(start):
     assert server.stop() == 0
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it(start, sign):
-    server = start()
+def test_an_interrupt_ends_it(start):
+    check_ends(start(), signal.SIGINT)
+
+
+def check_ends(server, sign):
+    """Checks that a signal ends the server, and its engine with it."""
     core = server.core_pid
     assert server.stop(sign) == 0
-    assert until(lambda: not Path(f"/proc/{core}").exists(), seconds=2)
+    assert until(lambda: not Path(f"/proc/{core}").exists())
 
 
 def test_a_signal_while_the_model_loads_ends_it(start):
@@ -289,22 +326,22 @@ def test_a_signal_while_the_model_loads_ends_it(start):
     assert until(lambda: len(server.children) == 1)
     core = server.core_pid
     assert server.stop() == 0
-    assert until(lambda: not Path(f"/proc/{core}").exists(), seconds=2)
+    assert until(lambda: not Path(f"/proc/{core}").exists())
     assert not any("Traceback" in line for line in server.lines)
 
 
 def test_streams_that_outlast_the_grace_get_an_error_as_their_end(start):
-    server = start("--shutdown-timeout-s=0")
+    server = start("--shutdown-timeout-s=0", *PACE_FLAGS)
     with (
         server.http() as http,
-        http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response,
+        http.stream("POST", "/v1/completions", json=LASTING | {"stream": True}) as response,
     ):
         lines = response.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)
         last = events_of(lines)[-1]
     assert last["error"]["message"] == "the engine was closed"
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_streams_may_end_in_the_grace(start):
@@ -318,20 +355,20 @@ def test_streams_may_end_in_the_grace(start):
         server.process.send_signal(signal.SIGTERM)
         last = events_of(lines)[-1]
     assert last["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_a_port_that_is_taken(start):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = start(f"--port={port}", wait=False)
-        assert server.process.wait(20) == 2
-    assert until(lambda: len(server.lines) == 2, seconds=2)
+        assert server.process.wait(60) == 2
+    assert until(lambda: len(server.lines) == 2)
     assert server.lines[0] == f"octavo: cannot listen on 127.0.0.1:{port}: Address already in use"
     assert server.lines[1].startswith("hint: ")
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -350,8 +387,8 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
     server = start(
         *(["--kv-cache-memory-bytes=10KiB"] if fault == "memory" else []), model=model, wait=False
     )
-    assert server.process.wait(20) == 2
-    assert until(lambda: any(message in line for line in server.lines), seconds=2), server.lines
+    assert server.process.wait(60) == 2
+    assert until(lambda: any(message in line for line in server.lines)), server.lines
     assert not any("Traceback" in line for line in server.lines)
 
 
@@ -374,27 +411,12 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
 def test_what_cannot_be_is_said_in_a_line(start, tmp_path, flag, message):
     """Options that cannot be are refused before the weights are read."""
     server = start(f"--prefix-cache-dir={tmp_path}", flag, wait=False)
-    assert server.process.wait(20) == 2
-    assert until(
-        lambda: any(line.startswith(f"octavo: {message}") for line in server.lines), seconds=2
-    ), server.lines
+    assert server.process.wait(60) == 2
+    assert until(lambda: any(line.startswith(f"octavo: {message}") for line in server.lines)), (
+        server.lines
+    )
     assert not any(line.startswith("loading ") for line in server.lines)
     assert not any("Traceback" in line for line in server.lines)
-
-
-def test_a_template_that_fails(start, tmp_path):
-    template = tmp_path / "template.jinja"
-    template.write_text("{{ raise_exception('roles must take turns') }}")
-    with start(f"--chat-template={template}").http() as http:
-        response = http.post(
-            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}
-        )
-        assert response.status_code == 400
-        assert (
-            response.json()["error"]["message"]
-            == "messages: the chat template failed: roles must take turns"
-        )
-        assert http.post("/v1/completions", json=GOOD).status_code == 200
 
 
 def test_a_model_without_a_tokenizer_serves_token_ids(start):
@@ -423,7 +445,7 @@ def test_a_model_without_a_tokenizer_serves_token_ids(start):
 
 def test_while_the_model_loads_the_answer_is_503(start):
     """A request while the model loads is answered with 503, unless the tiny model has loaded
-    already.
+    already; the server that has started ends with SIGTERM.
     """
     seen = set()
     port = free_port()
@@ -441,3 +463,4 @@ def test_while_the_model_loads_the_answer_is_503(start):
     server.wait()
     asking.join()
     assert seen <= {503, 200} and 503 in seen
+    check_ends(server, signal.SIGTERM)

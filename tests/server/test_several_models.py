@@ -16,7 +16,7 @@ from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.slot import EngineSlot
-from tests.support.live_server import LONG, LiveServer, events_of, runs, until
+from tests.support.live_server import LASTING, PACE_FLAGS, LiveServer, events_of, runs, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 pytestmark = pytest.mark.sampled(one_in=2)
@@ -29,7 +29,7 @@ IDS = {"return_token_ids": True}
 @pytest.fixture(scope="module")
 def pair():
     """A server of two models, which every test leaves as it found it."""
-    server = LiveServer(f"one={LLAMA}", f"two={GEMMA}")
+    server = LiveServer(f"one={LLAMA}", f"two={GEMMA}", *PACE_FLAGS)
     yield server
     assert server.stop() == 0
     assert not any("Traceback" in line for line in server.lines)
@@ -138,7 +138,7 @@ def test_a_model_is_loaded_used_and_unloaded(pair, http):
     assert tokens_of(http, model="three") == expected
     assert load(http, LLAMA, name="three").status_code == 409
     (pid,) = set(pair.children) - set(sorted(pair.children)[:2])
-    body = LONG | {"n": 2, "max_tokens": 100, "model": "three", "stream": True}
+    body = LASTING | {"max_tokens": 100, "model": "three", "stream": True}
     with pair.http() as other, other.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
@@ -157,7 +157,7 @@ def test_a_model_is_loaded_used_and_unloaded(pair, http):
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error(pair, http):
     assert load(http, LLAMA, name="three").status_code == 202
     assert until(is_ready(http, "three"))
-    body = LONG | {"model": "three", "stream": True}
+    body = LASTING | {"model": "three", "stream": True}
     with pair.http() as other, other.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)

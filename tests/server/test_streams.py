@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from tests.support.live_server import LETTERS, LONG, events_of, until
+from tests.support.live_server import LASTING, LETTERS, LONG, events_of, until
 
 NUM_STREAMS = 200
 
@@ -133,11 +133,12 @@ def test_many_prompts_stream_together(http):
 def test_metrics_answer_while_streams_run(server):
     """The gauges move while streams run, and the metrics do not wait for them."""
     seen = []
+    body = LASTING | {"max_tokens": 100, "stream": True}
 
     def watch():
         with (
             server.http() as watched,
-            watched.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response,
+            watched.stream("POST", "/v1/completions", json=body) as response,
         ):
             for _ in response.iter_lines():
                 pass

@@ -19,7 +19,7 @@ import httpx
 import openai
 from tokenizers import pre_tokenizers
 
-from tests.support.backend_choice import backend_flags
+from tests.support.backend_choice import backend_flags, chosen_backend
 
 ARGUMENTS = (
     "--threads=1",
@@ -28,6 +28,11 @@ ARGUMENTS = (
     "--max-num-seqs=64",
     "--port=0",
 )
+PACES = ["--logits-processors=paces=tests.support.processors:paces"]
+PACE_FLAGS = [] if chosen_backend("native") == "torch" else PACES
+"""Flags of a server that can be asked for a LASTING request; torch has no logits processors, and
+is slow without.
+"""
 START_S = 120
 STATE_HOME = str(Path(tempfile.gettempdir()) / "octavo-tests")
 """Folder of what servers keep that have a port of their own and no --state-dir."""
@@ -119,7 +124,7 @@ class LiveServer:
     def stop(self, sign: int = signal.SIGTERM) -> int:
         """Stops the server; returns its exit code."""
         self.process.send_signal(sign)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -190,4 +195,12 @@ LONG: dict[str, Any] = {
     "temperature": 1,
     "ignore_eos": True,
 }
-"""Parameters of a request that takes a second or two, even with a tiny model."""
+"""Parameters of a request that takes a second or two, even with a tiny model; a test must not
+depend on its being at work still.
+"""
+
+PACED: dict[str, Any] = {"logits_processors": ["paces"]} if PACE_FLAGS else {}
+"""Parameters of a request that makes a step of its server with PACE_FLAGS take 20 ms."""
+
+LASTING: dict[str, Any] = {**LONG, **PACED, "n": 1, "max_tokens": 480}
+"""Parameters of a request that runs for ten seconds unless a test ends it."""

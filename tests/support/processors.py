@@ -1,11 +1,15 @@
 """Logits processors that tests name by `tests.support.processors:FUNCTION`."""
 
 import threading
+import time
 
 import numpy as np
 
 released = threading.Event()
 """Lets `waits` return."""
+
+PACE_S = 0.02
+"""Time that `paces` takes for each token, in seconds."""
 
 
 def favours_last(token_ids, logits):
@@ -32,6 +36,11 @@ def returns_nan(token_ids, logits):
 
 def bans_all(token_ids, logits):
     logits[:] = -np.inf
+
+
+def paces(token_ids, logits):
+    """Changes nothing, but takes its time, so that a request lasts however fast the machine is."""
+    time.sleep(PACE_S)
 
 
 def waits(token_ids, logits):

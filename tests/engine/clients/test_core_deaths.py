@@ -118,12 +118,13 @@ def test_a_request_is_aborted_while_there_is_no_core(start):
     client.add(requests({"a": [1], "b": [2]}))
     take_steps(client, 1)
     os.kill(client.pid, signal.SIGKILL)
-    while "in 0.5 s" not in client.trouble:
+    while "in 1 s" not in client.trouble:
         client.receive(timeout_s=0.1)
-    began = time.monotonic()
+    num_starts = len(client.starts)
     client.abort(["b"])
     ends = collect(client, 1)[1]
-    assert ends["b"].finish_reason == "abort" and time.monotonic() - began < 0.4
+    assert ends["b"].finish_reason == "abort"
+    assert len(client.starts) == num_starts, "it did not wait for another core"
 
 
 def test_a_process_that_cannot_be_made_is_tried_again(start, monkeypatch):
@@ -149,9 +150,10 @@ def test_a_client_is_closed_while_there_is_no_core(start):
     os.kill(client.pid, signal.SIGKILL)
     while "in 1 s" not in client.trouble:
         client.receive(timeout_s=0.1)
+    num_starts = len(client.starts)
     threading.Timer(0.1, client.close).start()
-    began = time.monotonic()
-    assert client.receive() is None and time.monotonic() - began < 0.9
+    assert client.receive() is None
+    assert len(client.starts) == num_starts, "it did not wait for another core"
 
 
 def test_what_cannot_be_sent_is_the_senders_error_and_touches_no_other_request(start):
