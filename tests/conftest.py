@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -12,12 +13,18 @@ from octavo.backends.devices import has_nvidia_driver
 from tests.support import tiers
 from tests.support.backend_choice import BACKENDS, VARIABLE
 from tests.support.progress_log import ProgressLog
+from tests.support.shared_rewriting import import_part
 
 if not has_nvidia_driver():
     # Triton's kernels run in its interpreter; the variable counts only before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # The interpreter's products of tiles are too small for more than one thread.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Hundreds of tests start this package in a process of its own, and each worker rewrites the asserts
+# of every test file: both take a third of the time where Python finds compiled files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background has them ignore Ctrl-C, and their children.
@@ -70,6 +77,11 @@ def pytest_configure(config):
         )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    import_part(session)
+
+
 def pytest_collection_modifyitems(config, items):
     wanted = config.getoption("--backend")
     if wanted is not None:
@@ -81,17 +93,15 @@ def pytest_collection_modifyitems(config, items):
         elif item.path.parent.name == "triton":
             item.add_marker(SAMPLED_ON_TORCH)
     left_out = {"sample": {"slow", "soak"}, "all": {"soak"}, "soak": set()}[tiers.tier()]
-    later = [item for item in items if is_left_out(item, left_out)]
-    config.hook.pytest_deselected(items=later)
-    items[:] = [item for item in items if item not in set(later)]
+    run = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
+    kept = set(tiers.sample({item: (item.nodeid, one_in(item)) for item in run}))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
-def is_left_out(item, markers):
-    """Tells whether a test has one of the markers, or is no part of the sample."""
-    one_in = max((mark.kwargs["one_in"] for mark in item.iter_markers("sampled")), default=1)
-    return bool(markers & {mark.name for mark in item.iter_markers()}) or not tiers.is_sampled(
-        item.nodeid, one_in
-    )
+def one_in(item):
+    """Returns the largest number of which a test's markers have one case run."""
+    return max((mark.kwargs["one_in"] for mark in item.iter_markers("sampled")), default=1)
 
 
 def backend_of(item):

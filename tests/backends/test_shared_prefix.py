@@ -82,7 +82,7 @@ CASES = [
 """Cases; twelve threads share single splits."""
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(("name", "kv", "threads"), CASES)
 def test_read_together_is_as_good_as_one_by_one(level, name, kv, threads):
     alone = SharedRun(SHAPES[name], backend(level, kv, threads=1, share=False)).last_rows(ORDER)

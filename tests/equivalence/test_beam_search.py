@@ -79,6 +79,7 @@ def theirs(model: Any, prompt: list[int], params: SamplingParams) -> list[tuple[
     return found
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_it_finds_what_transformers_finds(backend: str, family: str) -> None:
@@ -141,7 +142,7 @@ def whole(setup: Setup) -> list[Any]:
     return found
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(
     "options",
     [
@@ -231,6 +232,7 @@ def test_logprobs_are_those_of_the_chosen_tokens() -> None:
             )
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("width", "penalty", "early"), [(3, 1.0, False), (4, 0.0, "never"), (2, 1.0, True)]
 )

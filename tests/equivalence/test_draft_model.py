@@ -47,6 +47,7 @@ def outputs_of(prompts, params, **options):
         return list(map(fingerprint, found)), guess_counts(llm)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("backend", ["native", "reference", "torch"])
 def test_its_own_twin_guesses_what_is_greedy(backend):
     """The same model as its own draft guesses each greedy token, so its K and V are in place."""
@@ -59,6 +60,7 @@ def test_its_own_twin_guesses_what_is_greedy(backend):
     assert num_held > 0.9 * num_guessed > 40
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("backend", ["native", "reference", "torch"])
 def test_its_own_twin_guesses_what_is_sampled(backend):
     """A guess is drawn with the noise and the filters of the draw that verifies it, of every sample

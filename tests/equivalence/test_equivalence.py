@@ -150,7 +150,7 @@ def plain(setup: Setup) -> list[Any]:
         return answers(llm)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("way", WAYS)
 def test_is_plain(setup: Setup, plain: list[Any], way: str, tmp_path: Path) -> None:
     given = WAYS[way]
@@ -201,7 +201,7 @@ SHARING = [
 ]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("way", [way for way in SHARING if way != "no batches"])
 def test_beams_are_plain(setup: Setup, plain_beams: list[Any], way: str, tmp_path: Path) -> None:
     """Beams equal those of a search alone where requests may share blocks and three sequences run

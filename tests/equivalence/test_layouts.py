@@ -56,6 +56,7 @@ def of_one_process(num_tensor: int, family: str = "qwen3_moe") -> list[list]:
         return outputs_of(llm)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -162,7 +162,7 @@ def found_again(output: RequestOutput) -> int:
     return min(num_prompt_tokens - 1, (num_prompt_tokens + num_output_tokens - 1) // 16 * 16)
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.sampled(one_in=12)
 @pytest.mark.parametrize("way", WAYS)
 def test_any_way_is_alone(setup: Setup, whole: list[Any], way: str) -> None:
     if way.endswith(" threads") and not setup.has_threads:
@@ -171,6 +171,7 @@ def test_any_way_is_alone(setup: Setup, whole: list[Any], way: str) -> None:
         assert fingerprints(llm, *setup.requests) == whole
 
 
+@pytest.mark.sampled(one_in=2)
 def test_a_prefix_that_is_found_is_as_good_as_computed(setup: Setup, whole: list[Any]) -> None:
     prompts, params = setup.requests
     with setup.llm() as llm:
@@ -238,6 +239,7 @@ def test_prompts_that_part_inside_a_block_share_its_beginning(setup: Setup) -> N
         assert fingerprint(output) == fingerprint_alone
 
 
+@pytest.mark.sampled(one_in=2)
 def test_prompt_logprobs_from_a_start_on_are_those_of_the_whole(setup: Setup) -> None:
     prompt = prompts_of(70)[0]
     with setup.llm() as llm:
@@ -250,7 +252,7 @@ def test_prompt_logprobs_from_a_start_on_are_those_of_the_whole(setup: Setup) ->
             assert output.num_cached_tokens == min(64, max(0, start - 1))
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize(
     ("mode", "caching", "budget"),
     [("swap", True, 2048), ("swap", False, 7), ("recompute", True, 7), ("recompute", False, 2048)],
@@ -279,7 +281,7 @@ def test_preempted_is_uninterrupted(setup: Setup, mode: str, caching: bool, budg
     assert [fingerprint(output) for output in outputs] == expected
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
 def test_forks_are_separate_requests(setup: Setup, length: int) -> None:
     """The n samples of a request share its prompt's blocks; each equals the sample that is computed
@@ -296,7 +298,7 @@ def test_forks_are_separate_requests(setup: Setup, length: int) -> None:
     assert len({sample[1] for sample in together[:4]}) > 1
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 def test_neighbours_that_are_aborted_change_nothing(setup: Setup) -> None:
     """Half of the requests are aborted at different moments, some while their prompt is still being
     computed; the others do not notice.

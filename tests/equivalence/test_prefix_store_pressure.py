@@ -28,7 +28,7 @@ def setup(request):
     return request.param
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_hits_from_disk_then_preempted(setup: Any, tmp_path: Any, mode: str) -> None:
     """It holds for gemma's windows and for full attention; the forks' parents are swapped too."""

@@ -77,7 +77,7 @@ PARAMS = {
 PROMPTS = prompts_of(20, 33, 47)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("kind", ["right", "wrong", "seldom right"])
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("backend", ["native", "reference"])

@@ -37,7 +37,7 @@ def careless(answers: list[list[int]]) -> Guess:
     return guess
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("told", [{}, {"logprobs": 1}], ids=["plain", "logprobs"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["native", "reference"])

@@ -95,7 +95,7 @@ def test_a_text_without_choice_is_guessed_as_a_tokenizer_spells_it(wordy_model, 
     jsonschema.validate(json.loads(found[0].outputs[0].text), schema)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["native", "reference", "torch"])
 def test_guesses_change_no_bit_of_a_grammars_text(backend, mode):

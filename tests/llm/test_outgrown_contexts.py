@@ -57,6 +57,7 @@ def one_by_one(kind, level=None):
         return [alone(llm, prompt, KINDS[kind]) for prompt in prompts_of(*LENGTHS)]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("backend", ["reference", "torch", "native"])
 def test_tokens_are_those_of_transformers(backend):
     model = tiny_model("phi3", **PHI3).model

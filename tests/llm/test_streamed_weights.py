@@ -67,6 +67,7 @@ def results(llm: LLM) -> list[Any]:
     return [fingerprint(output) for output in (*alone, *llm.generate(PROMPTS, PARAMS))]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_weights_give_the_resident_engines_bits(family, directory):
     with make_llm(model_path=tiny_model(family).path, backend="native") as llm:

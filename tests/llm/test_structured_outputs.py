@@ -124,7 +124,7 @@ EVERY = {"top_n_sigma": 100.0}
 """A filter that keeps all tokens, and has the mask made before the draw; greedy takes none."""
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(
     "mode", ["sampled", "hot", "penalties", "biased", "bad words", "top_k", "top_p", "min_p"]
 )
@@ -273,7 +273,7 @@ FORCED = {
 }
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "top_k", "penalties", "two samples", "n"])
 def test_text_without_a_choice_is_not_drawn(llm, mode):
     """Logprobs want each token drawn; without them the same tokens come in fewer steps."""

@@ -65,13 +65,14 @@ def close(got: NDArray[Any], expected: NDArray[Any], share: float) -> None:
     np.testing.assert_allclose(got, expected, atol=share * abs(expected).max(), rtol=0)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("mode", ["cls", "mean", "last"])
 @pytest.mark.parametrize("family", ENCODERS)
 def test_reference_rows_are_those_of_transformers(saved: Any, family: str, mode: str) -> None:
     close(run(saved(encoder(family), mode)), wanted(family, mode), 1e-9)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("level", supported_levels())
 @pytest.mark.parametrize("family", ENCODERS)
 def test_native_rows_are_those_of_transformers(saved: Any, family: str, level: str) -> None:

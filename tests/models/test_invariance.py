@@ -51,7 +51,7 @@ def each_chunk():
         yield from (pytest.param(chunk, backend, marks=pytest.mark.slow) for chunk in chunks)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize(("chunk", "backend"), each_chunk())
 def test_chunked_is_whole(family, chunk, backend):
@@ -61,7 +61,7 @@ def test_chunked_is_whole(family, chunk, backend):
     )
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=8)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_batched_is_alone(family, backend):

@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("options", "bound_percent"), CASES)
 def test_perplexity_of_a_window(options: dict[str, str], bound_percent: float) -> None:
     """The perplexity of a window is within its bound, widened by half a percent, for it is a small

@@ -50,6 +50,7 @@ def forced(found, ids=IDS):
     return found[np.arange(len(found)), ids[1:]]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("dtype", "chunk"), [("auto", None), ("float32", None), ("float32", 40)])
 def test_fp32(dtype, chunk):
     np.testing.assert_allclose(

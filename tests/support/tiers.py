@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+Test = TypeVar("Test")
 
 VARIABLE = "OCTAVO_TEST_TIER"
 MULTIPLES = {"sample": 1, "all": 10, "soak": 100}
@@ -24,8 +28,20 @@ def examples(sample: int) -> int:
     return sample * MULTIPLES[tier()]
 
 
-def is_sampled(test_id: str, one_in: int) -> bool:
-    """Tells whether this run keeps a test of which the sample holds one in `one_in` cases;
-    which ones depends on their names alone.
+def sample(tests: Mapping[Test, tuple[str, int]]) -> list[Test]:
+    """Returns the tests that this run keeps, of tests with their ids and the number of which the
+    sample holds one; which ones depends on the ids alone.
+
+    At least one case of each function is kept; a function without cases may be left out whole.
     """
-    return tier() != "sample" or zlib.crc32(test_id.encode()) % one_in == 0
+    if tier() != "sample":
+        return list(tests)
+    rests = {test: zlib.crc32(name.encode()) % one_in for test, (name, one_in) in tests.items()}
+    least: dict[str, int] = {}
+    for test, (name, _) in tests.items():
+        function, is_case, _ = name.partition("[")
+        if is_case:
+            least[function] = min(rests[test], least.get(function, rests[test]))
+    return [
+        test for test, (name, _) in tests.items() if rests[test] == least.get(name.split("[")[0], 0)
+    ]

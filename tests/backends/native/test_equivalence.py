@@ -78,7 +78,7 @@ GRID = [
 ]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize(("family", "precision"), GRID)
 @pytest.mark.parametrize(("chunk", "threads"), [(1, 2), (7, 1), (16, 3), (255, 7), (257, 2)])
 def test_chunked_is_whole(family, precision, chunk, threads):
@@ -98,6 +98,7 @@ def test_threads_do_not_matter(family, precision, threads):
     )
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("family", "precision"), GRID)
 def test_batched_is_alone(family, precision):
     """Five requests, in steps that mix chunks of some with single tokens of others."""
@@ -169,6 +170,7 @@ def error_of(family, found, wanted):
     return np.median(np.sqrt(((found - wanted) ** 2).mean(axis) / (wanted**2).mean(axis)))
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("family", "precision"), GRID)
 def test_is_the_reference(family, precision):
     """The native backend computes the reference's logits over the same packed weights, within

@@ -142,6 +142,7 @@ def test_draws_have_their_probabilities(name):
     check_distribution(name, repeated)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("vocab", [5, 8, 13, 20])
 def test_masked_draws_have_the_legal_tokens_shares(vocab):
     """A mask leaves the legal tokens their shares among themselves."""

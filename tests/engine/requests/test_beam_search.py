@@ -43,6 +43,7 @@ CROWD = {
 }
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize(
     ("windows", "num_blocks"), [([None], 14), ([None, 21], 14), ([21], 9)], ids=str

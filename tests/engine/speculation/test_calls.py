@@ -115,6 +115,7 @@ def test_after_64_tokens_a_drafter_that_is_always_wrong_leaves_calls_as_they_are
     assert num_streams > 1 or any(num_steps > 1 for num_steps, _ in wanted)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("costs", [STEADY, BETWEEN, STEEP], ids=["steady", "between", "steep"])
 @pytest.mark.parametrize("num_streams", [1, 16])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.5, 0.8])
