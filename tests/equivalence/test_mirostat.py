@@ -4,11 +4,15 @@ the tokens' surprise where it is wanted.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from octavo import SamplingParams
 from octavo.engine.clients.ledger import RequestLedger
+from octavo.engine.recording.recorder import read_log
+from octavo.engine.recording.replay import Replay
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from tests.equivalence.test_llm_equivalence import Setup
 from tests.support.llm_tools import alone, fingerprint, prompts_of
@@ -28,8 +32,11 @@ SETUP = Setup("native", "llama", "fp32")
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_a_preempted_mirostat_goes_on_with_its_bound(mode: str) -> None:
-    """Preempted requests with mirostat draw what they draw alone, by swap and by recomputation."""
+def test_a_preempted_mirostat_goes_on_with_its_bound(mode: str, tmp_path: Path) -> None:
+    """Preempted requests with mirostat draw what they draw alone, by swap and by recomputation; a
+    recording of them plans the same again, bounds included.
+    """
+    log = tmp_path / "log"
     prompts = prompts_of(20, 25, 30, 33)
     params = PARAMS * 2
     options = {"max_model_len": 80, "preemption_mode": mode}
@@ -37,10 +44,12 @@ def test_a_preempted_mirostat_goes_on_with_its_bound(mode: str) -> None:
         expected = [
             alone(llm, prompt, given) for prompt, given in zip(prompts, params, strict=True)
         ]
-    with SETUP.llm_of_blocks(8, **options) as llm:
+    with SETUP.llm_of_blocks(8, record=str(log), **options) as llm:
         outputs = llm.generate(prompts, params)
         assert llm.get_metrics().num_preemptions > 0
     assert [fingerprint(output) for output in outputs] == expected
+    header, events = read_log(log)
+    assert Replay(header).run(events).differences == []
 
 
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])

@@ -12,6 +12,9 @@ import jsonschema
 import pytest
 
 from octavo import SamplingParams, StructuredOutputs
+from octavo.engine.recording.recorder import read_log
+from octavo.engine.recording.replay import Replay
+from octavo.wiring.engine import build_executor
 from tests.support.drafters import (
     Guess,
     all_verified,
@@ -93,6 +96,29 @@ def test_a_text_without_choice_is_guessed_as_a_tokenizer_spells_it(wordy_model, 
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
     assert 0 < num_held <= num_guessed
     jsonschema.validate(json.loads(found[0].outputs[0].text), schema)
+
+
+def test_a_recording_of_forms_is_made_again(wordy_model, tmp_path):
+    """The plans of an engine that guesses what forms force follow from their results; a worker
+    rebuilds its matchers and draws the same.
+    """
+    names = ["the story name", "it is a number"]
+    properties = {name: {"enum": ["we will", "and there"]} for name in names}
+    schema = {"type": "object", "properties": properties, "required": names}
+    form = StructuredOutputs(json=schema | {"additionalProperties": False})
+    params = SamplingParams(max_tokens=60, seed=7, structured_outputs=form)
+    path = tmp_path / "log"
+    options = {"backend": "native", "skip_tokenizer_init": False, "model_path": wordy_model}
+    with verified_at_any_cost():
+        with make_llm(**options, record=str(path)) as llm:
+            llm.generate(PROMPTS, params)
+            assert guess_counts(llm)[0] > 0
+        header, events = read_log(path)
+        recorded = list(events)
+        assert Replay(header).run(recorded).differences == []
+        executor = build_executor(header, model=None, report=lambda text: None)
+        assert Replay(header, executor).run(recorded).differences == []
+        executor.close()
 
 
 @pytest.mark.sampled(one_in=8)

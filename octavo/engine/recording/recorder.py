@@ -188,7 +188,7 @@ def check_writable(path: Path) -> None:
 
 def lean_rows(plan: StepPlan, rows: Sequence[RowResult]) -> list[RowResult]:
     """Returns the parts of results that the scheduler looks at: tokens, failures, how many prompt
-    logprobs came, and the logprobs that a beam search chooses by.
+    logprobs came, the logprobs that a beam search chooses by, and the bounds of mirostat.
     """
     return [
         _lean_row(row, searched=bool(scheduled.search_of))
@@ -206,6 +206,7 @@ def _lean_row(row: RowResult, *, searched: bool) -> RowResult:
         [NO_LOGPROBS] * count if count else None,
         failure=row.failure,
         num_kept=row.num_kept,
+        mirostat_mu=row.mirostat_mu,
         draft_ids=row.draft_ids,
         draft_parents=row.draft_parents,
         kept_path=row.kept_path,
