@@ -83,7 +83,8 @@ def main() -> None:
         requests_of(rows[start : start + count]) for start in range(0, len(rows), count)
     )
     for text in OBJECTIVES:
-        print(json.dumps({"simulated": True, **judged(text, args.machines, first, parts)}))
+        row = {"simulated": True, **judged(text, args.machines, first, parts)}
+        print(json.dumps(row), flush=True)
 
 
 def judged(text: str, num_machines: int, first: Make, parts: Sequence[Make]) -> dict[str, Any]:
@@ -100,7 +101,9 @@ def judged(text: str, num_machines: int, first: Make, parts: Sequence[Make]) -> 
     by_command = rates(first, NUM_HALVINGS)
     chosen = max(by_command, key=by_command.__getitem__)
     same, *later = (rates(make, FINE) for make in (first, *parts))
-    shares = [found[chosen] / max(found.values()) for found in later]
+    # No layout keeps to the limits where too many prompts of a part are too long for them alone.
+    possible = [found for found in later if max(found.values())]
+    shares = [found[chosen] / max(found.values()) for found in possible]
     return {
         "objective": text,
         "goal": GOAL,
@@ -108,8 +111,9 @@ def judged(text: str, num_machines: int, first: Make, parts: Sequence[Make]) -> 
         "same_requests": round(same[chosen] / max(same.values()), 3),
         "same_met": same[chosen] >= GOAL * max(same.values()),
         "later_requests": [round(share, 3) for share in shares],
-        "later_met": min(shares) >= GOAL,
-        "best_later": [max(found, key=found.__getitem__) for found in later],
+        "later_met": min(shares, default=0.0) >= GOAL,
+        "later_impossible": len(later) - len(possible),
+        "best_later": [max(found, key=found.__getitem__) for found in possible],
         "requests_per_s": {
             name: [round(found[name], 2) for found in (same, *later)] for name in same
         },
