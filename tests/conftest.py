@@ -13,7 +13,6 @@ from octavo.backends.devices import has_nvidia_driver
 from tests.support import tiers
 from tests.support.backend_choice import BACKENDS, VARIABLE
 from tests.support.progress_log import ProgressLog
-from tests.support.shared_rewriting import import_part
 
 if not has_nvidia_driver():
     # Triton's kernels run in its interpreter; the variable counts only before Triton is imported.
@@ -75,11 +74,6 @@ def pytest_configure(config):
         config.pluginmanager.register(
             ProgressLog(config.getoption("--progress").absolute(), writes=not is_worker)
         )
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session):
-    import_part(session)
 
 
 def pytest_collection_modifyitems(config, items):
