@@ -63,15 +63,20 @@ def test_a_call_lasts_a_tenth_of_a_second(step_s, num_steps):
 
 
 @pytest.mark.parametrize(
-    "params",
-    [{"logprob_token_ids": [5]}, {"beam_width": 2, "n": 2}, {"min_tokens": 0, "max_tokens": 2}],
-    ids=str,
+    "params", [{"beam_width": 2, "n": 2}, {"min_tokens": 0, "max_tokens": 2}], ids=str
 )
 def test_requests_that_somebody_looks_after(params):
     core, executor = stepping_core()
     core.add(make_request("a", PROMPT, **{"max_tokens": 20} | params))
     run_all(core)
     assert set(num_steps_of(executor)) == {1}
+
+
+def test_listed_logprobs_are_of_whole_calls():
+    core, executor = stepping_core()
+    core.add(make_request("a", PROMPT, max_tokens=20, logprob_token_ids=[5]))
+    run_all(core)
+    assert max(num_steps_of(executor)) > 1
 
 
 def test_an_end_is_banned_for_whole_calls():
