@@ -180,7 +180,7 @@ def test_a_text_that_repeats_is_guessed(method):
     )
     with make_llm(backend="native") as llm:
         plain = llm.generate(PROMPTS, greedy)
-    with make_llm(backend="native", spec_method=method) as llm:
+    with verified_at_any_cost(), make_llm(backend="native", spec_method=method) as llm:
         found = llm.generate(PROMPTS, greedy)
         num_guessed, num_held = guess_counts(llm)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
