@@ -205,7 +205,8 @@ class SparsityOptions:
         None,
         "file of `octavo calibrate --predictor-rank` for the same weights: of generated tokens only"
         " the neurons are computed of which a low-rank predictor says, from the attention's input,"
-        " that their gates open widest (DejaVu); native takes weights in int8; changes results",
+        " that they add most to the layer's output (DejaVu); native takes weights in int8; changes"
+        " results",
     )
     predicted_share: float = option(
         0.5, "with sparsity_predictor: share of each layer's neurons that are computed", low=0

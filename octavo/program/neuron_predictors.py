@@ -1,4 +1,4 @@
-"""Low-rank predictors of feed-forward gates from the attention's input, so that a token's neurons
+"""Low-rank predictors of feed-forward neurons from the attention's input, so that a token's neurons
 are known before the layer is reached: their numbers, and what they find.
 
 Owns their part of a calibration's file. `worker/predictor_fit.py` makes them. Source of the idea:
@@ -18,7 +18,8 @@ SHARES = tuple(round(0.05 * step, 2) for step in range(1, 20))
 """Shares of a layer's neurons for which a predictor has a least score: 5% to 95%."""
 
 WANTED_SHARE = 0.1
-"""Share of a token's neurons that a predictor should find, those whose gates are widest open."""
+"""Share of a token's neurons that a predictor should find, those that add most to the layer's
+output."""
 
 
 class NeuronPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +43,7 @@ class NeuronPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     least: list[float]
     """Score from which on each share of SHARES of all neurons and tokens is."""
     recall: list[float]
-    """Share of a token's widest open gates that are among these, on text that it was not made
+    """Share of a token's neurons that add most which are among these, on text that it was not made
     of."""
 
     @property

@@ -99,7 +99,7 @@ def recall_of(found: Calibration) -> list[str]:
     return [
         f"predictors that compute {share:.0%} of the neurons find"
         f" {np.mean([each.recall[SHARES.index(share)] for each in found.predictors]):.0%} of the"
-        f" widest open {WANTED_SHARE:.0%}"
+        f" {WANTED_SHARE:.0%} that add most"
         for share in (0.2, 0.3, 0.5, 0.7)
     ]
 

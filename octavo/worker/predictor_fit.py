@@ -1,9 +1,11 @@
-"""Fits predictors of feed-forward gates to what a backend has observed of a text, and measures on
+"""Fits predictors of feed-forward neurons to what a backend has observed of a text, and measures on
 another part of the text what they find.
 
-A gate is a product of the layer's input, so the sums kept are those of a regression of that input
-on the attention's; the gates' own matrix comes in when it is solved. Knows Programs and arrays;
-`wiring/calibrate.py` runs the text. Source of the regression of reduced rank: Izenman 1975.
+What is predicted is the square root of what a neuron adds to the layer's output: |f(gate) * up|
+times the length of its column of the last product. A gate itself would not do: its size says
+little where it is near zero or below, and most are; the root keeps the few largest from deciding
+the fit. Knows Programs and arrays; `wiring/calibrate.py` runs the text. Source of the regression of
+reduced rank: Izenman 1975.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.reference.ops import gated
 from octavo.errors import ConfigError, UnsupportedModel
 from octavo.program.neuron_predictors import SHARES, WANTED_SHARE, NeuronPredictor
 from octavo.program.ops import Attention, Linear, MlaAttention
@@ -29,26 +30,29 @@ Doubles = NDArray[np.float64]
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over rows of the attention's input x and of the layer's input z."""
+    """Sums over rows of the attention's input x and of what is predicted, y."""
 
     x: Doubles
-    z: Doubles
+    y: Doubles
     xx: Doubles
-    xz: Doubles
+    xy: Floats
     count: int = 0
 
     @classmethod
-    def of(cls, num_x: int, num_z: int) -> _Sums:
+    def of(cls, num_x: int, num_y: int) -> _Sums:
         return cls(
-            np.zeros(num_x), np.zeros(num_z), np.zeros((num_x, num_x)), np.zeros((num_x, num_z))
+            np.zeros(num_x),
+            np.zeros(num_y),
+            np.zeros((num_x, num_x)),
+            np.zeros((num_x, num_y), np.float32),
         )
 
-    def add(self, x: Floats, z: Floats) -> None:
-        """Takes in rows `[T, num_x]` and `[T, num_z]`."""
+    def add(self, x: Floats, y: Floats) -> None:
+        """Takes in rows `[T, num_x]` and `[T, num_y]`."""
         self.x += x.sum(axis=0, dtype=np.float64)
-        self.z += z.sum(axis=0, dtype=np.float64)
+        self.y += y.sum(axis=0, dtype=np.float64)
         self.xx += x.T @ x
-        self.xz += x.T @ z
+        self.xy += x.T @ y
         self.count += len(x)
 
 
@@ -78,7 +82,7 @@ class PredictorFit:
         rank: int,
     ) -> None:
         """Takes in `floats` what reads a weight, `[out, in]`."""
-        self._observed, self._floats = observed, floats
+        self._observed = observed
         self._gates = measured_gates(program, observed)
         if not self._gates:
             raise UnsupportedModel(
@@ -88,7 +92,7 @@ class PredictorFit:
             name: _attention_input(program, gate, observed) for name, gate in self._gates.items()
         }
         self._sums = {
-            name: _Sums.of(self._inputs[name].shape[1], gate.maker.x.width)
+            name: _Sums.of(self._inputs[name].shape[1], gate.op.out.width)
             for name, gate in self._gates.items()
         }
         for name, gate in self._gates.items():
@@ -99,6 +103,14 @@ class PredictorFit:
                     " model",
                     hint="64 is a usual one",
                 )
+        self._lasts = {
+            name: _last_product(program, gate, observed) for name, gate in self._gates.items()
+        }
+        self._lengths: dict[str, Floats] = {
+            name: np.linalg.norm(floats(last), axis=0).astype(np.float32)
+            for name, last in self._lasts.items()
+        }
+        """Length of each neuron's column of the last product, `[neurons]`."""
         self._rank = rank
         self._solved: dict[str, _Solved] = {}
         self._least: dict[str, list[Doubles]] = {name: [] for name in self._gates}
@@ -106,29 +118,33 @@ class PredictorFit:
 
     def take(self, num_rows: int) -> None:
         """Takes in the first rows of what the last step observed."""
-        for name, gate in self._gates.items():
+        for name in self._gates:
             x = self._observed[self._inputs[name]][:num_rows]
-            self._sums[name].add(x, self._observed[gate.maker.weights_[0]][:num_rows])
+            self._sums[name].add(x, np.sqrt(self._added(name, num_rows)))
 
     def solve(self) -> None:
         """Makes the predictors of what was taken in."""
-        for name, gate in self._gates.items():
-            matrix, bias = gate.projection(self._floats)
-            self._solved[name] = _solve(self._sums.pop(name), matrix, bias, self._rank)
+        for name in self._gates:
+            self._solved[name] = _solve(self._sums.pop(name), self._rank)
 
     def judge(self, num_rows: int) -> None:
         """Measures the predictors on the first rows of what the last step observed."""
-        for name, gate in self._gates.items():
+        for name in self._gates:
             scores = self._solved[name].scores(self._observed[self._inputs[name]][:num_rows])
-            matrix, bias = gate.projection(self._floats)
-            rows = self._observed[gate.maker.weights_[0]][:num_rows]
-            opened = np.abs(_opened(rows @ matrix.T + bias, gate))
-            wanted = opened >= np.quantile(opened, 1 - WANTED_SHARE, axis=1, keepdims=True)
+            added = self._added(name, num_rows)
+            wanted = added >= np.quantile(added, 1 - WANTED_SHARE, axis=1, keepdims=True)
             least = np.quantile(scores, 1 - np.array(SHARES))
             of_wanted = np.sort(scores[wanted])
             found = 1 - np.searchsorted(of_wanted, least) / len(of_wanted)
             self._least[name].append(least)
             self._recall[name].append(found)
+
+    def _added(self, name: str, num_rows: int) -> Floats:
+        """Returns the length of what each neuron adds to the layer's output in the first rows of
+        what the last step observed, `[num_rows, neurons]`.
+        """
+        added: Floats = np.abs(self._observed[self._lasts[name]][:num_rows]) * self._lengths[name]
+        return added
 
     def predictors(self) -> list[NeuronPredictor]:
         """Returns the predictors, in the Program's order."""
@@ -173,23 +189,34 @@ def _attention_input(
     )
 
 
-def _solve(sums: _Sums, matrix: Floats, bias: Floats, rank: int) -> _Solved:
-    """Returns the best predictor of a rank: of the gates z @ matrix^T + bias by x."""
-    mean_x, mean_z = sums.x / sums.count, sums.z / sums.count
+def _last_product(
+    program: Program, gate: MeasuredGate, observed: Mapping[Weight, Floats]
+) -> Weight:
+    """Returns the matrix of the one product that reads what a gate lets through."""
+    if gate.last is None or gate.last not in observed:
+        raise UnsupportedModel(
+            f"{program.name} has no product of their own behind the gates of"
+            f" {gate.maker.weights_[0].name}",
+            hint="leave predictor_rank out",
+        )
+    return gate.last
+
+
+def _solve(sums: _Sums, rank: int) -> _Solved:
+    """Returns the best predictor of a rank: of y by x, with y scaled to 1 on average, which fp16
+    has digits for.
+    """
+    mean_x, mean_y = sums.x / sums.count, sums.y / sums.count
+    scale = 1 / max(float(mean_y.mean()), 1e-30)
+    mean_y *= scale
     power = sums.xx / sums.count - np.outer(mean_x, mean_x)
-    shared = sums.xz / sums.count - np.outer(mean_x, mean_z)
+    shared = scale * sums.xy / sums.count - np.outer(mean_x, mean_y)
     power[np.diag_indices_from(power)] += RIDGE * np.trace(power) / len(power) + 1e-12
     root = np.linalg.cholesky(power)
-    whitened = np.linalg.solve(root, shared) @ matrix.T.astype(np.float64)
+    whitened = np.linalg.solve(root, shared)
     _, vectors = np.linalg.eigh(whitened @ whitened.T)
     best = vectors[:, ::-1][:, :rank]
     down = np.linalg.solve(root.T, best).T.astype(np.float16)
     up = (best.T @ whitened).T.astype(np.float16)
-    mean = matrix.astype(np.float64) @ mean_z + bias
-    mean -= up.astype(np.float64) @ (down.astype(np.float64) @ mean_x)
+    mean = mean_y - up.astype(np.float64) @ (down.astype(np.float64) @ mean_x)
     return _Solved(down, up, mean.astype(np.float32))
-
-
-def _opened(gates: Floats, gate: MeasuredGate) -> Doubles:
-    ones = np.full(gates.shape, 1.0 - gate.op.up_offset)
-    return gated(gates.astype(np.float64), ones, gate.op)

@@ -17,7 +17,8 @@ from octavo.config.engine_config import EngineConfig
 from octavo.errors import BackendUnavailable, ConfigError, UnsupportedModel
 from octavo.program.activation_curves import Calibration
 from octavo.program.neuron_predictors import SHARES
-from octavo.wiring.calibrate import calibrate_model
+from octavo.wiring.calibrate import calibrate_model, measure_text
+from octavo.worker.activation_meter import measured_gates
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.native_harness import require_native
 from tests.support.tiny_models import tiny_model
@@ -213,3 +214,18 @@ def test_models_without_gates_are_refused(tmp_path):
     save_tiny_tokenizer(path)
     with pytest.raises(UnsupportedModel, match="has no gates to predict"):
         measured(model=str(path))
+
+
+def test_what_is_wanted_is_what_neurons_add():
+    """Of a llama |silu(gate) * up| meets the down matrix, and is observed there."""
+    config = EngineConfig.from_options(model=str(tiny_model_with_text()), backend="reference")
+    seen = measure_text(config, TEXT, num_tokens=256, report=lambda line: None)
+    next(seen.windows)
+    weights = {weight.name: weight for weight in seen.program.weights}
+    for name, gate in measured_gates(seen.program, seen.observed.inputs).items():
+        assert gate.last == weights[name.replace("gate_proj", "down_proj")]
+        rows = seen.observed.inputs[gate.maker.weights_[0]][:20]
+        opened = rows @ seen.floats(weights[name]).T
+        up = rows @ seen.floats(weights[name.replace("gate_proj", "up_proj")]).T
+        expected = np.abs(opened / (1 + np.exp(-opened)) * up)
+        assert np.allclose(np.abs(seen.observed.inputs[gate.last][:20]), expected, atol=1e-5)
