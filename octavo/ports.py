@@ -16,6 +16,7 @@ from octavo.step import (
     ConnectorPlan,
     ConnectorReport,
     ConnectorStats,
+    PrefixProbe,
     RowResult,
     StepPlan,
     StepResult,
@@ -154,6 +155,24 @@ class Connector(Protocol):
         """Lets go of the blocks held for a request, which has started or ended; one that never
         fetched is left alone.
         """
+        ...
+
+    def probe(self, probe: PrefixProbe, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Asks the worker half how much attention the blocks get whose keys are near; returns
+        these.
+        """
+        ...
+
+    def take_masses(self, request_id: str) -> Sequence[float] | None:
+        """Returns the answer to a request's probe, once; None until it is there."""
+        ...
+
+    def cancel_probe(self, request_id: str) -> None:
+        """Lets go of a request's probe, whose answer is no longer wanted."""
+        ...
+
+    def rate(self, keys: Sequence[BlockKey], masses: Sequence[float]) -> None:
+        """Notes how much attention blocks get; the heavier ones stay near."""
         ...
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:

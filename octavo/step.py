@@ -249,6 +249,32 @@ class StreamedBlock(msgspec.Struct):
         return BlockName(self.group, self.key.digest)
 
 
+class PrefixProbe(msgspec.Struct):
+    """A question about stored blocks of one request's prompt: how much attention the prompt's last
+    tokens would pay to each, by keys that lie in slots.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    """Tokens that are computed to make the queries, as a text of their own."""
+    positions: list[int]
+    """Position of each of them in the prompt."""
+    num_queries: int
+    """Number of the last of these tokens whose attention counts."""
+    group: int
+    """Cache group that has the keys."""
+    slots: list[int]
+    """Slot of each block's keys, in the order of the prompt."""
+
+
+class ProbedPrefix(msgspec.Struct):
+    """The answer to a PrefixProbe."""
+
+    request_id: str
+    masses: list[float]
+    """Share of the attention that falls on each block; [] where that could not be computed."""
+
+
 class ConnectorPlan(msgspec.Struct):
     """Work that a connector's worker half begins once the step's moves are made, and goes on with
     while steps compute.
@@ -280,6 +306,8 @@ class ConnectorPlan(msgspec.Struct):
     """
     stream: list[StreamedBlock] = []
     """Blocks that the plan's own step fills; they are saved and kept later, like all others."""
+    probes: list[PrefixProbe] = []
+    """Questions about stored blocks, answered in this step's report."""
 
 
 class ConnectorReport(msgspec.Struct):
@@ -300,6 +328,7 @@ class ConnectorReport(msgspec.Struct):
     """Pins set by other engines, or before this one started."""
     stored: StoredBytes | None = None
     """Sums of what is stored; None where they have not changed."""
+    probed: list[ProbedPrefix] = []
 
 
 class StoredBytes(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.batch import Check, DecodeSteps, GoesOn, SampleResult, StepBatch, StepOutput
-from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
+from octavo.backends.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.outputs import Profile
 from octavo.program.low_rank import Updates
 from octavo.program.program import Program, Weight
@@ -369,6 +369,17 @@ class ObservingBackend(Protocol):
         self, program: Program, load: LoadWeight
     ) -> tuple[Runnable, ObservedInputs]:
         """Does what `prepare` does, and has each step of more than a few rows fill the inputs."""
+        ...
+
+
+@runtime_checkable
+class ReadingBackend(Protocol):
+    """A backend that says what blocks of one layer hold."""
+
+    def rows_of(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
+        """Returns what `blocks [B, block_bytes]` hold, as `KvCache.read_block` gave them; of floats
+        alone.
+        """
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +110,15 @@ class BlockMover(Protocol):
         the last call, 0 where they are not measured.
         """
         ...
+
+
+class BlockRows(NamedTuple):
+    """The keys and values of one layer's blocks, by token."""
+
+    k: NDArray[np.float32]
+    """Keys, `[B, S, K, k_width]`."""
+    v: NDArray[np.float32]
+    """Values, `[B, S, K, v_width]`."""
 
 
 @runtime_checkable

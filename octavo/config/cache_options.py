@@ -59,6 +59,18 @@ class CacheOptions:
     prefix_cache_size: int = option(
         10 << 30, "most bytes in prefix_cache_dir, e.g. 50GiB; default 10GiB", unit="bytes", low=1
     )
+    prefix_cache_policy: Literal["lru", "importance"] = option(
+        "lru",
+        "which blocks of prefix_cache_dir stay in host memory: the last used; or importance"
+        " (native, reference): those to which prompts pay most attention, by one layer's keys,"
+        " which are kept apart (IMPRESS)",
+    )
+    prefix_cache_load: float = option(
+        1.0,
+        "with the policy importance: share of a stored prefix's blocks that a prompt reads from"
+        " files, those to which its last tokens pay most attention; below 1 results change",
+        low=0,
+    )
     kv_pool: str | None = option(
         None,
         "mooncake://HOST:PORT of a Mooncake master, behind which engines share blocks of the prefix"
@@ -87,6 +99,21 @@ class CacheOptions:
         "keep K and V; without, every step computes all of a request's tokens again (for"
         " comparison)",
     )
+
+    @property
+    def weighs_prefixes(self) -> bool:
+        """Whether stored blocks are weighed by the attention that prompts pay to them."""
+        return self.prefix_cache_policy == "importance"
+
+    @property
+    def loads_in_part(self) -> bool:
+        """Whether prompts may go without a part of their stored prefix."""
+        return self.prefix_sparsity > 0
+
+    @property
+    def prefix_sparsity(self) -> float:
+        """Share of a stored prefix's blocks that a prompt does not load."""
+        return 1.0 - self.prefix_cache_load if self.weighs_prefixes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ MIN_STALL_S = 1.0
 
 MAX_LORA_RANK = 1024
 
+MIN_LOAD = 0.05
+"""Least share of a stored prefix's blocks that a prompt reads."""
+
 MAX_TREE_WIDTH = 8
 """Most paths of one guess; each has a copy of a block in every layer."""
 
@@ -24,6 +27,7 @@ def check(config: EngineConfig) -> None:
     _check_tenants(config.scheduler)
     _check_prefill(config.scheduler)
     _check_prefix_cache(config.cache)
+    _check_importance(config)
     _check_observe(config.observe)
     _check_layout(config.cache)
     if config.scheduler.async_scheduling == "on" and (why := against_async_scheduling(config)):
@@ -97,6 +101,40 @@ def _check_prefix_cache(cache: CacheOptions) -> None:
         if cache.kv_pool is None and getattr(cache, name) != getattr(usual, name):
             raise ConfigError(
                 f"{name}: allowed only with kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
+            )
+
+
+def _check_importance(config: EngineConfig) -> None:
+    """Raises ConfigError where stored blocks are to be weighed that cannot be, or not like this."""
+    cache, usual = config.cache, CacheOptions()
+    if not cache.weighs_prefixes:
+        if cache.prefix_cache_load != usual.prefix_cache_load:
+            raise ConfigError(
+                "prefix_cache_load: allowed only with prefix_cache_policy importance",
+                hint="set prefix_cache_policy to importance, or leave prefix_cache_load out",
+            )
+        return
+    if not MIN_LOAD <= cache.prefix_cache_load + 1e-9 <= 1 + 1e-9:
+        raise ConfigError(
+            f"prefix_cache_load: got {cache.prefix_cache_load:g}, allowed is {MIN_LOAD:g} to 1"
+        )
+    backend = config.backend
+    against = {
+        "without prefix_cache_dir": cache.prefix_cache_dir is None,
+        "with the backend torch": backend.backend == "torch",
+        f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
+        "beside engines that share experts": config.fleet.num_sharing > 1,
+        "beside kv_transfer": config.transfer.kv_transfer is not None,
+        "beside spec_method": config.scheduler.spec_method is not None,
+        "beside kv_selection": config.sparsity.kv_selection is not None,
+        "beside enable_lora": config.lora.enable_lora,
+        f"with kv_cache_dtype {cache.kv_cache_dtype}": cache.kv_cache_dtype in ("int8", "fp8"),
+    }
+    for where, is_so in against.items():
+        if is_so:
+            raise ConfigError(
+                f"prefix_cache_policy: got importance {where}, allowed is lru there",
+                hint="leave prefix_cache_policy out",
             )
 
 

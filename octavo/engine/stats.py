@@ -103,6 +103,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     off it.
     """
     external_hit_tokens: int = 0
+    left_out_blocks: int = 0
+    """Stored blocks that prompts went without, since they pay little attention to them."""
     connector: ConnectorStats = msgspec.field(default_factory=ConnectorStats)
     """Counters of the prefix cache off the device."""
     num_drafts: int = 0
@@ -150,6 +152,7 @@ COUNTS = (
         "kv_sums",
         "external_query_tokens",
         "external_hit_tokens",
+        "left_out_blocks",
         "num_drafts",
         "num_draft_tokens",
         "num_accepted_tokens",

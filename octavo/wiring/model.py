@@ -19,6 +19,7 @@ from octavo.backends.base import (
     Footprint,
     FormatOf,
     OnDemandBackend,
+    ReadingBackend,
     Runnable,
 )
 from octavo.backends.devices import default_backend
@@ -64,7 +65,13 @@ from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
 from octavo.wiring.predictors import Predictors, open_predictors
 from octavo.wiring.score_tokens import set_score_tokens
-from octavo.wiring.sparsity import describe, for_sparsity, hot_neurons, with_selection
+from octavo.wiring.sparsity import (
+    describe,
+    describe_left_out,
+    for_sparsity,
+    hot_neurons,
+    with_selection,
+)
 from octavo.wiring.speech_tokens import with_timestamps
 from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
@@ -370,6 +377,11 @@ def _check_cache(
             f"kv_layout: virtual is not for the backend {backend.name}",
             hint="leave kv_layout at paged",
         )
+    if cache.weighs_prefixes and not isinstance(backend, ReadingBackend):
+        raise ConfigError(
+            f"prefix_cache_policy: importance is not for the backend {backend.name}",
+            hint="set backend to native",
+        )
     check_tiers(cache, transfer, [layout.block_bytes for layout in footprint.kv_layouts])
 
 
@@ -398,8 +410,9 @@ def _check_fits(
             " memory has not"
         )
     approximate = describe(config.sparsity)
+    left_out = describe_left_out(config.cache)
     unread = describe_unread(config.scheduler.spec_method, model.checkpoint)
-    for line in filter(None, (approximate, unread)):
+    for line in filter(None, (approximate, left_out, unread)):
         report(line)
     report(
         f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}"

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from octavo.checkpoint_ports import Checkpoint
 from octavo.config.backend_options import SparsityOptions
+from octavo.config.cache_options import CacheOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import open_state_home, user_path
 from octavo.errors import ConfigError
 from octavo.program.activation_curves import read_calibration, thresholds_of
 from octavo.program.ops import ActMul
+from octavo.program.passes.probe_prefixes import probe_prefixes
 from octavo.program.passes.select_keys import select_keys
 from octavo.program.passes.sparsify import Thresholds, gate_of, sparsify
 from octavo.program.program import Program
@@ -112,10 +114,26 @@ def describe(options: SparsityOptions) -> str:
     )
 
 
+def describe_left_out(cache: CacheOptions) -> str:
+    """Returns what a start says of stored prefixes that are loaded in part; "" where results are
+    exact.
+    """
+    if not cache.loads_in_part:
+        return ""
+    return (
+        f"approximate: prompts go without up to {cache.prefix_sparsity:.0%} of the blocks of a"
+        " prefix that lies in files; K and V computed so are not found again"
+    )
+
+
 def with_selection(config: EngineConfig, program: Program) -> Program:
-    """Returns the Program whose generated rows choose the keys that they read, where they do."""
+    """Returns the Program whose generated rows choose the keys that they read, and the one that
+    keeps what prefixes are weighed by, where the options ask for it.
+    """
     options = config.sparsity
-    return program if options.kv_selection is None else select_keys(program, options.kv_budget)
+    if options.kv_selection is not None:
+        program = select_keys(program, options.kv_budget)
+    return probe_prefixes(program) if config.cache.weighs_prefixes else program
 
 
 def weights_name(checkpoint: Checkpoint) -> str:

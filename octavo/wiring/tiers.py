@@ -18,9 +18,11 @@ from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers
+from octavo.engine.kv.tier_slots import Weighing
 from octavo.errors import ConfigError
 from octavo.ports import ConnectorWorker
 from octavo.program.ops import original_context
+from octavo.program.passes.probe_prefixes import probe_of
 from octavo.progress import Report
 from octavo.transfer.address import TransferEnds, check_address, endpoint, parse_address
 from octavo.transfer.block_transport import BlockTransport
@@ -76,7 +78,22 @@ def build_tiers(checkpoint: Checkpoint, loaded: LoadedModel, report: Report) -> 
         )
     max_pinned_bytes = cache.prefix_cache_size // 2
     keeps = directory is not None
-    return BuiltTiers(Tiers(block_bytes, num_slots, keeps, max_pinned_bytes, first=first), worker)
+    tiers = Tiers(
+        block_bytes,
+        num_slots,
+        keeps,
+        max_pinned_bytes,
+        first=first,
+        weighing=_weighing(cache, loaded),
+    )
+    return BuiltTiers(tiers, worker)
+
+
+def _weighing(cache: CacheOptions, loaded: LoadedModel) -> Weighing | None:
+    """Returns how stored blocks are weighed; None where they are not."""
+    if not cache.weighs_prefixes:
+        return None
+    return Weighing(probe_of(loaded.program).group, cache.prefix_cache_load)
 
 
 def check_tiers(cache: CacheOptions, transfer: TransferOptions, block_bytes: list[int]) -> None:
@@ -152,8 +169,10 @@ def _parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:
     """Returns everything that decides the bytes of this model's blocks, but for its weights."""
     options, backend = loaded.config.model, loaded.backend
     sparsity = loaded.config.sparsity
+    cache = loaded.config.cache
     return {
         **({"sparsity": sparsity.numbers()} if sparsity.is_approximate else {}),
+        **({"prefix load": cache.prefix_cache_load} if cache.loads_in_part else {}),
         "octavo": __version__,
         "format": VERSION,
         "config": checkpoint.config,

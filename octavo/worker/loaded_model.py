@@ -16,6 +16,7 @@ from octavo.backends.base import (
     DeviceMemory,
     LayeredRunnable,
     OnDemandBackend,
+    ReadingBackend,
     Runnable,
 )
 from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
@@ -23,6 +24,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.ports import ConnectorWorker
 from octavo.program.ops import num_position_axes
+from octavo.program.passes.probe_prefixes import probe_of
 from octavo.program.program import Program
 from octavo.progress import Report
 from octavo.prompt_ports import Grammars
@@ -37,6 +39,7 @@ from octavo.worker.block_places import (
     describe_ranges,
 )
 from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.connectors.tiers import TierWorker
 from octavo.worker.draft_draws import DraftIds
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.encoder_runner import EncoderRunner
@@ -47,6 +50,8 @@ from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, plan_kv
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PoolingRunner
+from octavo.worker.prefix_weigher import NUM_BLOCKS as WEIGHING_BLOCKS
+from octavo.worker.prefix_weigher import PrefixWeigher
 from octavo.worker.program_runners import ProgramRunners
 from octavo.worker.ranks.messages import DrawnTokens
 from octavo.worker.request_rows import RequestRows
@@ -117,13 +122,16 @@ class LoadedModel:
         """
         config = self.config
         memory = device_memory(self.backend)
-        return plan_kv(
+        budget = plan_kv(
             group_sizes(config, self.layouts),
             demand_of(config),
             wanted_bytes=config.cache.kv_cache_memory_bytes,
             available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
             share=SAFE_SHARE if memory is None else 1.0,
         )
+        if config.cache.weighs_prefixes:
+            return budget.less(WEIGHING_BLOCKS, for_what="prefix_cache_policy")
+        return budget
 
     def num_blocks(self) -> Sequence[int]:
         """Returns how many KV blocks of each cache group fit."""
@@ -140,6 +148,9 @@ class LoadedModel:
         swapped requests.
         """
         kv, places = self._kv_memory(num_blocks, report)
+        if self.config.cache.weighs_prefixes:
+            assert isinstance(connector, TierWorker), "it is asked for with prefix_cache_dir alone"
+            connector.weigh = self._weigher(kv, num_blocks).masses
         host = [
             HostShape(count, layout.block_bytes)
             for count, layout in zip(num_host_blocks, self.layouts, strict=True)
@@ -170,6 +181,14 @@ class LoadedModel:
     def writes_layers(self) -> bool:
         """Whether its steps say, while they compute, which layers' keys and values are written."""
         return isinstance(next(iter(self.runnables.values())), LayeredRunnable)
+
+    def _weigher(self, kv: KvCache, num_blocks: Sequence[int]) -> PrefixWeigher:
+        """Makes what weighs stored blocks; it computes in blocks behind those of requests."""
+        assert isinstance(self.backend, ReadingBackend), "it was refused before weights were read"
+        runnable = next(iter(self.runnables.values()))
+        step_tokens = self.config.scheduler.max_num_batched_tokens
+        probe = probe_of(self.program)
+        return PrefixWeigher(self.backend, runnable, kv, probe, num_blocks, step_tokens)
 
     def _media(self) -> StepMedia | None:
         if self.tower is None:
@@ -220,7 +239,8 @@ class LoadedModel:
         """
         config, backend, layouts = self.config, self.backend, self.layouts
         if config.cache.kv_layout == "paged":
-            return backend.allocate(layouts, num_blocks), PagedPlaces()
+            more = WEIGHING_BLOCKS if config.cache.weighs_prefixes else 0
+            return backend.allocate(layouts, [count + more for count in num_blocks]), PagedPlaces()
         assert isinstance(backend, OnDemandBackend), "it was refused before the weights were read"
         assert config.model.max_model_len is not None, "derive() has set it"
         num_rows, context_blocks = (
@@ -283,6 +303,7 @@ def request_rows(
             closes=config.draws.structured_close,
             input_groups=program.input_groups,
             max_encoder_len=config.model.max_encoder_len or 0,
+            goes_without_blocks=config.cache.loads_in_part,
         )
     except MemoryError:
         what = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.backends.base import DeviceMemory
 from octavo.backends.kv import BLOCK_SIZE, KvLayout
@@ -147,6 +147,18 @@ class KvBudget:
     def block_bytes(self) -> int:
         """Bytes of one block in every group."""
         return sum(group.block_bytes for group in self.groups)
+
+    def less(self, num_blocks: int, *, for_what: str) -> KvBudget:
+        """Returns the plan without `num_blocks` blocks of each group, which are used otherwise;
+        ConfigError where none would be left.
+        """
+        if min(self.num_blocks) <= num_blocks:
+            raise ConfigError(
+                f"{for_what}: it takes {num_blocks} KV blocks of each cache group, and there are"
+                f" {min(self.num_blocks)}",
+                hint="raise kv_cache_memory_bytes",
+            )
+        return replace(self, num_blocks=tuple(count - num_blocks for count in self.num_blocks))
 
     def describe(self) -> str:
         """Returns the line printed at the start."""

@@ -47,11 +47,13 @@ class RequestRows:
         input_groups: Collection[int] = (),
         max_encoder_len: int = 0,
         guesses_forced: bool = False,
+        goes_without_blocks: bool = False,
     ) -> None:
         """Takes in `states` the groups whose one block of a request stands for all its tokens; it
         fills the row's table, in `input_groups` those of an encoder's input, of `max_encoder_len`
         rows at most. `closes`: answers of a given form are completed before their length
         ends. `guesses_forced`: text that a grammar leaves no choice of is guessed.
+        `goes_without_blocks`: holes in a table are keys that the row never reads, in every group.
         """
         self._guesses_forced = guesses_forced
         max_blocks = -(-max(max_model_len, max_encoder_len) // BLOCK_SIZE)
@@ -87,6 +89,9 @@ class RequestRows:
         """Rows of each request's encoder input, `[N]`."""
         self.inputs: dict[int, EncoderInput] = {}
         """Inputs of the encoder, by permanent row."""
+        self.num_unread = np.zeros(max_rows, np.int32)
+        """Blocks among each row's first that it goes without, `[N]`."""
+        self._goes_without_blocks = goes_without_blocks
         self._states = frozenset(states)
         self._num_blocks = [[0] * max_rows for _ in range(num_groups)]
         self._row_of: dict[str, int] = {}
@@ -120,6 +125,7 @@ class RequestRows:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.adapters[row] = new.adapter_slot
         self.first_positions[row] = new.first_position
+        self.num_unread[row] = 0
         if new.media:
             self.media[row] = new.media
         if new.encoder_input is not None:
@@ -141,6 +147,8 @@ class RequestRows:
             end = None if group in self._states and added else first + len(added)
             self.block_tables[group, row, first:end] = places.put(group, row, first, added)
             self._num_blocks[group][row] = first + len(added)
+            if group == 0 and self._goes_without_blocks:
+                self.num_unread[row] += added.count(-1)
         for group, index, block_id in scheduled.replaced_blocks:
             where = slice(None) if group in self._states else index
             self.block_tables[group, row, where] = places.put(group, row, index, [block_id])[0]

@@ -48,7 +48,7 @@ def gather(rows: RequestRows, spans: Spans, num_steps: int = 1) -> StepBatch:
         slots[rows.input_groups] = -1
         context_lens[rows.input_groups] = input_lens
         num_blocks = max(num_blocks, -(-int(input_lens.max()) // BLOCK_SIZE))
-    return StepBatch(
+    batch = StepBatch(
         token_ids=rows.token_ids[owners, places],
         places=places,
         positions=(places + rows.first_positions[owners])[None],
@@ -60,6 +60,27 @@ def gather(rows: RequestRows, spans: Spans, num_steps: int = 1) -> StepBatch:
         sparse_from=rows.num_prompt_tokens[spans.rows],
         adapter_rows=adapters.repeat(counts) if adapters.max(initial=-1) >= 0 else None,
     )
+    unread = rows.num_unread[spans.rows]
+    if unread.any():
+        _close_holes(batch, unread)
+    return batch
+
+
+def _close_holes(batch: StepBatch, unread: NDArray[np.int32]) -> None:
+    """Lets the tables of requests that go without some blocks, `unread [R]`, have the others alone,
+    side by side: keys carry their positions, so their places are only those among what is read.
+    """
+    counts = batch.query_starts[1:] - batch.query_starts[:-1]
+    for index in np.flatnonzero(unread):
+        table = batch.block_tables[:, index]
+        read = table[:, table[0] != -1]
+        table[:] = -1
+        table[:, : read.shape[1]] = read
+    num_tokens = unread * BLOCK_SIZE
+    batch.places -= num_tokens.repeat(counts)
+    batch.context_lens -= num_tokens
+    if batch.sparse_from is not None:
+        batch.sparse_from = batch.sparse_from - num_tokens
 
 
 def add_leaves(batch: StepBatch, scheduled: Sequence[ScheduledRow], rows: StepRows) -> None:

@@ -202,9 +202,8 @@ def test_paragraphs_fit_in_100_columns(page):
 @every_page
 def test_commands_exist(page):
     """Lines of code blocks that call octavo or make name commands and flags that exist."""
-    for line in re.findall(
-        r"^(?: {4})?(?:\$ )?((?:octavo|make) .*)$", page.read_text(), flags=re.MULTILINE
-    ):
+    text = re.sub(r"\\\n *", "", page.read_text())  # lines that go on
+    for line in re.findall(r"^(?: {4})?(?:\$ )?((?:octavo|make) .*)$", text, flags=re.MULTILINE):
         program, *rest = shlex.split(line, comments=True)
         if program == "make":
             assert {word for word in rest if "=" not in word} <= targets(), line

@@ -217,7 +217,7 @@ def test_models_without_gates_are_refused(tmp_path):
 
 
 def test_what_is_wanted_is_what_neurons_add():
-    """Of a llama |silu(gate) * up| meets the down matrix, and is observed there."""
+    """A llama's |silu(gate) * up| meets the down matrix and is observed there."""
     config = EngineConfig.from_options(model=str(tiny_model_with_text()), backend="reference")
     seen = measure_text(config, TEXT, num_tokens=256, report=lambda line: None)
     next(seen.windows)

@@ -35,8 +35,9 @@ from octavo.backends.batch import (
     StepOutput,
     empty_batch,
 )
-from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
+from octavo.backends.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.backends.native.adapters import NativeAdapters
+from octavo.backends.native.block_rows import block_rows
 from octavo.backends.native.check import check, check_ops, check_skipping
 from octavo.backends.native.extension import native_module, supported_levels
 from octavo.backends.native.footprint import native_footprint
@@ -293,6 +294,9 @@ class NativeBackend:
                 f"the KV cache needs {needed} {what}, which the system does not give", hint=hint
             ) from None
         return memory
+
+    def rows_of(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
+        return block_rows(layout, blocks)
 
     def close(self) -> None:
         """Threads end with the last prepared program."""

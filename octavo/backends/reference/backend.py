@@ -26,10 +26,10 @@ from octavo.backends.base import (
     ObservedInputs,
 )
 from octavo.backends.batch import Check, SampleResult, SamplingBatch, StepBatch, StepOutput
-from octavo.backends.kv import KvCache, KvLayout, OnDemandKvCache
+from octavo.backends.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.backends.reference.adapters import ReferenceAdapters
 from octavo.backends.reference.attention import ATTENTION_FORMULAS
-from octavo.backends.reference.kv_cache import ReferenceKvCache, layout_of
+from octavo.backends.reference.kv_cache import ReferenceKvCache, block_rows, layout_of
 from octavo.backends.reference.mixers import MIXER_FORMULAS
 from octavo.backends.reference.ops import ROW_FORMULAS
 from octavo.backends.reference.step import (
@@ -201,6 +201,9 @@ class ReferenceBackend:
         self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
     ) -> OnDemandKvCache:
         return self.allocate(layouts, num_blocks)
+
+    def rows_of(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
+        return block_rows(layout, blocks)
 
     def close(self) -> None:
         """Does nothing: all memory is Python's."""

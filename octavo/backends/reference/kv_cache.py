@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, KvLayout
+from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, BlockRows, KvLayout
 from octavo.backends.reference.on_demand import OnDemandArrays
 from octavo.backends.reference.step import Floats, GroupArrays, as_is
 from octavo.program.program import CacheGroup
@@ -82,6 +82,18 @@ def layout_of(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
         return KvLayout(group, dtype, (size * math.prod(shapes[0][1:]), size * shapes[1][-1]))
     numbers = BLOCK_SIZE * group.num_kv_heads * KV_TYPES[dtype].itemsize
     return KvLayout(group, dtype, (numbers * group.k_width, numbers * group.v_width))
+
+
+def block_rows(layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
+    """Returns the keys and values of `blocks [B, block_bytes]` of one layer, kept as floats."""
+    group = layout.group
+    assert group.num_layers == 1, "others are not asked for"
+    split, shape = layout.pieces[0], (len(blocks), BLOCK_SIZE, group.num_kv_heads)
+    k, v = (
+        np.ascontiguousarray(part).view(KV_TYPES[layout.dtype]).astype(np.float32)
+        for part in (blocks[:, :split], blocks[:, split:])
+    )
+    return BlockRows(k.reshape(*shape, group.k_width), v.reshape(*shape, group.v_width))
 
 
 class ReferenceKvCache:

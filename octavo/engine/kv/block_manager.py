@@ -9,18 +9,20 @@ Source: PagedAttention (Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool
 from octavo.engine.kv.block_tables import BlockTables, Grant, LeafBlocks
+from octavo.engine.kv.important_blocks import ImportantBlocks, PromptPart
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.kv.prefix_finder import NO_HIT, Hit, PrefixFinder
 from octavo.engine.kv.prefix_loader import NOTHING_TO_FETCH, Prefetch, PrefixLoader
 from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.kv.tier_connector import no_connector
+from octavo.engine.kv.tier_slots import Weighing
 from octavo.group_life import UNBOUNDED, Extent
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.ports import Connector
@@ -59,6 +61,8 @@ class PrefixCounts:
     """Looked-up tokens that the device did not have."""
     num_external_hits: int = 0
     """Tokens that were loaded from off the device."""
+    num_left_out: int = 0
+    """Stored blocks that prompts went without."""
 
 
 class BlockManager:
@@ -75,9 +79,10 @@ class BlockManager:
         connector: Connector | None = None,
         logs_events: bool = False,
         original: OriginalContext = ONE_CONTEXT,
+        weighing: Weighing | None = None,
     ) -> None:
         """Takes `logs_events`, whether the names of one group's blocks are logged as they come and
-        go.
+        go; and `weighing`, how stored blocks are chosen, None where prompts load all.
         """
         self.original = original
         """Context up to which positions begin at 0; blocks are named by where they do."""
@@ -105,7 +110,10 @@ class BlockManager:
         self._checkpoint_tokens = min(filter(None, intervals), default=0)
         self._tables = BlockTables(self.pools, block_size)
         self._finder = PrefixFinder(self.pools, block_size, self.connector)
-        self._loader = PrefixLoader(self.pools, self._finder, self.connector)
+        important = weighing and ImportantBlocks(
+            self._finder, self.connector, weighing, num_groups=len(groups)
+        )
+        self._loader = PrefixLoader(self.pools, self._finder, self.connector, important)
         self._chains: dict[str, BlockChain] = {}
 
     @property
@@ -156,8 +164,17 @@ class BlockManager:
         if not self.connector.reaches or not self._caching or limit <= 0:
             return NOTHING_TO_FETCH
         keys = self._keys_of(request_id, token_ids[:limit], naming)
+        # Queries are made of tokens alone, by the plain model.
+        is_plain = not (source or naming.media or naming.adapter_digest)
         return self._loader.prefetch(
-            request_id, keys, reserve=reserve, at_once=at_once, source=source
+            request_id,
+            keys,
+            reserve=reserve,
+            at_once=at_once,
+            source=source,
+            prompt=(
+                PromptPart(token_ids, naming.first_position, self.block_size) if is_plain else None
+            ),
         )
 
     def start(
@@ -187,11 +204,17 @@ class BlockManager:
             return None
         chain = self._chain_of(request_id, naming)
         chain.num_named = placed.num_blocks
+        chain.num_named_tokens = naming.num_named_tokens
+        left_out = self._loader.left_out(request_id)
+        num_left_out = sum(key.digest in left_out for key in chain.keys[: placed.num_blocks])
+        if num_left_out:
+            # What is computed without some of the keys is never found as if all had been read.
+            chain.num_named_tokens = placed.num_blocks * self.block_size
         chain.last_mark = (len(token_ids) - 1) // self.block_size * self.block_size
         self.connector.release(request_id)
         loads = self._loader.load(placed, chain.keys, self.tables[request_id])
         if reads:
-            self._count(chain, len(token_ids), placed)
+            self._count(chain, len(token_ids), placed, left_out)
         return StartedRequest(placed.num_tokens, loads + self._copies(request_id, placed))
 
     def step_end(self, request_id: str, start: int, end: int) -> int:
@@ -327,6 +350,7 @@ class BlockManager:
     def free(self, request_id: str) -> None:
         """Releases all of a request's blocks, if it has any."""
         self._chains.pop(request_id, None)
+        self._loader.cancel(request_id)
         self.connector.release(request_id)
         self._tables.release(request_id)
         self.host.drop(request_id)
@@ -435,7 +459,8 @@ class BlockManager:
         rest = tuple(token_ids[len(keys) * self.block_size :])
         if naming.media.get(len(keys)):
             rest = ()  # its tokens alone do not say what it holds
-        return self._finder.find(keys, rest, root=naming.root())
+        left_out = self._loader.left_out(request_id)
+        return self._finder.find(keys, rest, root=naming.root(), left_out=left_out)
 
     def _place_hit(self, request_id: str, hit: Hit, extent: Extent, reserve: int) -> Hit | None:
         """Makes the request's tables; returns the hit as far as there is room for it, None where
@@ -463,7 +488,9 @@ class BlockManager:
             if source != HOLE
         ]
 
-    def _count(self, chain: BlockChain, num_tokens: int, hit: Hit) -> None:
+    def _count(
+        self, chain: BlockChain, num_tokens: int, hit: Hit, left_out: Collection[bytes]
+    ) -> None:
         counts = self.prefix_counts
         counts.num_queried += num_tokens
         counts.num_hits += hit.num_tokens
@@ -471,12 +498,14 @@ class BlockManager:
             num_loaded = sum(group == 0 for group, _ in hit.stored()) * self.block_size
             counts.num_external_queried += num_tokens - hit.num_tokens + num_loaded
             counts.num_external_hits += num_loaded
+        used = [key for key in chain.keys[: hit.num_blocks] if key.digest not in left_out]
+        counts.num_left_out += hit.num_blocks - len(used)
         for group in range(len(self.pools)):
-            self.connector.touch(group, chain.keys[: hit.num_blocks])
+            self.connector.touch(group, used)
 
     def _name(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> None:
         chain = self._chains[request_id]
-        limit = chain.naming.num_named_tokens
+        limit = chain.num_named_tokens
         num_full = min(num_tokens, limit) // self.block_size
         if num_full <= chain.num_named:
             return

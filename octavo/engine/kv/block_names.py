@@ -92,11 +92,14 @@ def media_of_blocks(media: Iterable[MediaItem], block_size: int) -> dict[int, tu
 class BlockChain:
     """The keys of one request's full blocks, as far as anything has asked for them."""
 
-    __slots__ = ("keys", "last_mark", "naming", "num_named")
+    __slots__ = ("keys", "last_mark", "naming", "num_named", "num_named_tokens")
 
     def __init__(self, naming: BlockNaming) -> None:
         self.naming = naming
         self.keys: list[BlockKey] = []
+        self.num_named_tokens = naming.num_named_tokens
+        """Tokens whose blocks get names: the naming's, or fewer where the request goes without some
+        of the keys before them."""
         self.num_named = 0
         """Blocks whose names the prefix cache knows, or another block bears."""
         self.last_mark = 0
@@ -110,6 +113,7 @@ class BlockChain:
         child.keys = self.keys[:num_blocks]
         child.num_named = min(num_blocks, self.num_named)
         child.last_mark = self.last_mark
+        child.num_named_tokens = self.num_named_tokens
         return child
 
     def extend(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[BlockKey]:

@@ -7,7 +7,7 @@ group must have is asked of its life (`octavo/group_life.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
@@ -77,15 +77,22 @@ class PrefixFinder:
         ]
         """Groups of which the next token does not read all blocks."""
 
-    def find(self, keys: Sequence[BlockKey], rest: tuple[int, ...], *, root: bytes) -> Hit:
+    def find(
+        self,
+        keys: Sequence[BlockKey],
+        rest: tuple[int, ...],
+        *,
+        root: bytes,
+        left_out: Collection[bytes] = (),
+    ) -> Hit:
         """Finds the longest beginning of a prompt from which every group can go on.
 
         `keys` are those of the prompt's full blocks, `root` is the parent of the first; `rest` are
-        the tokens behind them, less than a block.
+        the tokens behind them, less than a block. Blocks of the digests `left_out` are holes.
         """
         if not self.can_hit:
             return NO_HIT
-        kept = self._longest(self._found(keys, self._connector.has))
+        kept = self._longest(self._found(keys, self._connector.has, left_out))
         num_blocks = len(kept[0])
         num_tokens = num_blocks * self._block_size
         wanted = rest
@@ -97,12 +104,15 @@ class PrefixFinder:
         return Hit(kept, num_blocks, num_tokens + num_common, sources)
 
     def find_whole(
-        self, keys: Sequence[BlockKey], is_stored: Callable[[int, BlockKey], bool]
+        self,
+        keys: Sequence[BlockKey],
+        is_stored: Callable[[int, BlockKey], bool],
+        left_out: Collection[bytes] = (),
     ) -> Hit:
         """Finds whole blocks only; `is_stored` says which blocks the connector counts as having."""
         if not self.can_hit:
             return NO_HIT
-        kept = self._longest(self._found(keys, is_stored))
+        kept = self._longest(self._found(keys, is_stored, left_out))
         return Hit(kept, len(kept[0]), len(kept[0]) * self._block_size)
 
     def read_after(self, keys: Sequence[BlockKey]) -> list[BlockName]:
@@ -127,10 +137,21 @@ class PrefixFinder:
         found = [block_id for block_id in sources if block_id is not None]
         return (found, match.num_tokens) if len(found) == len(sources) else ([], 0)
 
-    def _found(self, keys: Sequence[BlockKey], is_stored: Callable[[int, BlockKey], bool]) -> Kept:
-        """Returns the blocks of these names, as far as every group that needs them all has them."""
+    def _found(
+        self,
+        keys: Sequence[BlockKey],
+        is_stored: Callable[[int, BlockKey], bool],
+        left_out: Collection[bytes],
+    ) -> Kept:
+        """Returns the blocks of these names, as far as every group that needs them all has them;
+        holes for those that are left out.
+        """
         found: Kept = [[] for _ in self._pools]
         for key in keys:
+            if key.digest in left_out:
+                for table in found:
+                    table.append(HOLE)
+                continue
             blocks: list[int | None] = []
             for group, pool in enumerate(self._pools):
                 block_id = pool.cache.find(key)

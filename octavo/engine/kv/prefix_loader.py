@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from octavo.engine.kv.block_pool import BlockPool
+from octavo.engine.kv.important_blocks import ImportantBlocks, PromptPart
 from octavo.engine.kv.prefix_finder import Hit, PrefixFinder
 from octavo.ports import Connector
 from octavo.step import BlockKey, BlockMove
@@ -26,6 +27,7 @@ class Prefetch:
     """Loads that this step makes."""
 
 
+NOTHING: frozenset[bytes] = frozenset()
 NOTHING_TO_FETCH = Prefetch(is_waiting=False)
 FETCHING = Prefetch(is_waiting=True)
 
@@ -34,8 +36,14 @@ class PrefixLoader:
     """Fetches and loads blocks by name, a bounded number of bytes a step."""
 
     def __init__(
-        self, pools: Sequence[BlockPool], finder: PrefixFinder, connector: Connector
+        self,
+        pools: Sequence[BlockPool],
+        finder: PrefixFinder,
+        connector: Connector,
+        important: ImportantBlocks | None = None,
     ) -> None:
+        """Takes in `important` what chooses the blocks that prompts load; None: they load all."""
+        self._important = important
         self._pools = pools
         self._finder = finder
         self._connector = connector
@@ -48,9 +56,11 @@ class PrefixLoader:
         reserve: int,
         at_once: bool,
         source: str = "",
+        prompt: PromptPart | None = None,
     ) -> Prefetch:
         """Fetches the stored blocks of a prompt into slots, and those that the engine at `source`
-        computes, then loads them ahead of its start.
+        computes, then loads them ahead of its start. Where blocks are weighed and `prompt` is
+        given, only those that it does not go without.
 
         Unless `at_once`, a step loads only so much that it does not keep others waiting; blocks
         loaded ahead are free, and found by name at the next step.
@@ -58,13 +68,29 @@ class PrefixLoader:
         connector = self._connector
         if connector.is_waiting(request_id):
             return FETCHING
+        if (
+            self._important is not None
+            and prompt is not None
+            and self._important.prepare(request_id, keys, prompt)
+        ):
+            return FETCHING
+        left_out = self.left_out(request_id)
         if not connector.has_fetched(request_id):
             is_stored = partial(connector.can_fetch, source=source)
-            stored = self._finder.find_whole(keys, is_stored).stored()
+            stored = self._finder.find_whole(keys, is_stored, left_out).stored()
             wanted = [(group, keys[index]) for group, index in stored]
             if connector.fetch(request_id, wanted, source):
                 return FETCHING
-        return NOTHING_TO_FETCH if at_once else self._load_ahead(keys, reserve)
+        return NOTHING_TO_FETCH if at_once else self._load_ahead(keys, reserve, left_out)
+
+    def left_out(self, request_id: str) -> frozenset[bytes]:
+        """Returns the digests of the blocks that a request goes without."""
+        return NOTHING if self._important is None else self._important.left_out(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends the choice of a request that has ended before it was made."""
+        if self._important is not None:
+            self._important.cancel(request_id)
 
     def load(
         self, hit: Hit, keys: Sequence[BlockKey], tables: Sequence[Sequence[int]]
@@ -81,9 +107,11 @@ class PrefixLoader:
             for group, index in hit.stored()
         ]
 
-    def _load_ahead(self, keys: Sequence[BlockKey], reserve: int) -> Prefetch:
+    def _load_ahead(
+        self, keys: Sequence[BlockKey], reserve: int, left_out: frozenset[bytes]
+    ) -> Prefetch:
         """Loads some of a hit that has more to load than one step may."""
-        stored = self._finder.find_whole(keys, self._connector.has).stored()
+        stored = self._finder.find_whole(keys, self._connector.has, left_out).stored()
         if self._connector.may_load(stored) or any(
             len(pool.free) - reserve < len(keys) for pool in self._pools
         ):

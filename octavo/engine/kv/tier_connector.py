@@ -8,14 +8,14 @@ moves and as a ConnectorPlan; what became of it comes back as a ConnectorReport.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
 
-from octavo.engine.kv.tier_slots import Slot, TierSlots
+from octavo.engine.kv.tier_slots import Slot, TierSlots, Weighing
 from octavo.errors import InvalidRequest
 from octavo.step import (
     BlockKey,
@@ -25,6 +25,7 @@ from octavo.step import (
     ConnectorPlan,
     ConnectorReport,
     ConnectorStats,
+    PrefixProbe,
     SlotBlock,
     StreamedBlock,
 )
@@ -37,6 +38,9 @@ SENT_BYTES_PER_STEP = 128 << 20
 
 LOADED_BYTES_PER_STEP = 64 << 20
 """Bytes that one step copies to the device while others compute: 8 ms."""
+
+MAX_RATED = 1 << 16
+"""Most blocks whose attention is remembered."""
 
 MAX_UNSAVED = 1 << 16
 """Most blocks that wait to be saved; further ones are not saved."""
@@ -60,6 +64,8 @@ class Tiers(msgspec.Struct):
     """Whether only asking the store tells which blocks it has."""
     streams: bool = False
     """Whether layers of a block may leave while the step computes that fills it."""
+    weighing: Weighing | None = None
+    """How stored blocks are weighed; None where they are not."""
 
 
 @dataclass(slots=True)
@@ -95,6 +101,13 @@ class TierConnector:
         """Times until which blocks are pinned, wherever they are, in seconds since 1970."""
         self.held: dict[str, list[tuple[int, Slot]]] = {}
         """(group, slot) by request, of those that wait, or have waited and not yet started."""
+        self._probing: dict[str, list[Slot]] = {}
+        """Slots that the worker half reads to answer a request's probe."""
+        self._masses: dict[str, list[float] | None] = {}
+        """Answers to probes that were not taken; None for one that has not come."""
+        self._importance: OrderedDict[bytes, float] = OrderedDict()
+        """Attention paid to blocks by name, the last rated at the end."""
+        self._weighing = tiers.weighing
         self._completed: list[BlockName] = []
         """Blocks of prompts for other engines that have ended, until those of them that the device
         has are saved.
@@ -163,6 +176,7 @@ class TierConnector:
     def _begin_fetch(self, group: int, key: BlockKey, source: str) -> Slot | None:
         slot = self.slots[group].claim(key) if self.can_fetch(group, key, source) else None
         if slot is not None:
+            slot.importance = self._importance.get(key.digest, 0.0)
             is_own = BlockName(group, key.digest) in self._behind
             block = SlotBlock(group, slot.index, key, "" if is_own else source)
             self._plan.fetch.append(block)
@@ -184,6 +198,57 @@ class TierConnector:
             name = BlockName(group, slot.key.digest)
             if slot.num_holds == 1 and self.fetching.get(name) is slot:
                 self._plan.cancel.append(name)  # only the fetch itself still holds it
+
+    # -- how much attention blocks get -------------------------------------------------------------
+
+    def probe(self, probe: PrefixProbe, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Asks the worker half about the blocks whose keys are in slots, which are held until it
+        has answered; returns these.
+        """
+        slots = self.slots[probe.group]
+        near = [(key, slot) for key in keys if (slot := slots.find(key)) is not None and slot.ready]
+        if not near:
+            return []
+        for _, slot in near:
+            slots.hold(slot)
+        self._probing[probe.request_id] = [slot for _, slot in near]
+        self._masses[probe.request_id] = None
+        probe = msgspec.structs.replace(probe, slots=[slot.index for _, slot in near])
+        self._plan.probes.append(probe)
+        return [key for key, _ in near]
+
+    def take_masses(self, request_id: str) -> list[float] | None:
+        """Returns the answer to a request's probe, once; None until it is there."""
+        masses = self._masses.get(request_id)
+        if masses is not None:
+            del self._masses[request_id]
+        return masses
+
+    def cancel_probe(self, request_id: str) -> None:
+        """Lets go of the answer to a request's probe."""
+        self._masses.pop(request_id, None)
+
+    def rate(self, keys: Sequence[BlockKey], masses: Sequence[float]) -> None:
+        """Adds the attention that blocks get to what they got, which counts half as much; 1 is what
+        each would get of an even one.
+        """
+        for key, mass in zip(keys, masses, strict=True):
+            earlier = self._importance.pop(key.digest, 0.0)
+            self._importance[key.digest] = importance = mass * len(masses) + earlier / 2
+            for slots in self.slots:
+                slot = slots.find(key)
+                if slot is not None:
+                    slot.importance = importance
+        while len(self._importance) > MAX_RATED:
+            self._importance.popitem(last=False)
+
+    def _end_probe(self, request_id: str, masses: list[float], group: int) -> None:
+        for slot in self._probing.pop(request_id, ()):
+            self.slots[group].release(slot)
+        if request_id in self._masses:
+            self._masses[request_id] = masses
+
+    # -- a request starts --------------------------------------------------------------------------
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:
         """Says whether this step may still load blocks at these places, (group, index), while
@@ -348,6 +413,8 @@ class TierConnector:
             self._end(self.keeping, block.name, ready=False)
         for block in step.plan.fetch:
             self._end(self.fetching, block.name, ready=False)
+        for probe in step.plan.probes:
+            self._end_probe(probe.request_id, [], probe.group)
         self._plan.pin = step.plan.pin + self._plan.pin
         self._plan.forget += step.plan.forget
         self._plan.complete += step.plan.complete
@@ -370,6 +437,9 @@ class TierConnector:
                 self._behind.add(name)
         for name in chain(report.kept, report.not_kept):
             self.slots[name.group].release(self.keeping.pop(name))
+        for answer in report.probed:
+            assert self._weighing is not None, "nothing else is asked"
+            self._end_probe(answer.request_id, answer.masses, self._weighing.group)
         self._count(report)
 
     def _end(self, on_its_way: dict[BlockName, Slot], name: BlockName, *, ready: bool) -> None:

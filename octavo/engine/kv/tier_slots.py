@@ -2,21 +2,36 @@
 which block each one holds.
 
 A slot is held while it is filled or read, or while a request waits for it; of the others the least
-recently used is taken first. Knows no byte: the worker half of the connector owns them.
+recently used is taken first, or of the oldest few the one whose block gets least attention. Knows
+no byte: the worker half of the connector owns them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
 
 from octavo.step import BlockKey
+
+CONSIDERED = 32
+"""Slots, the least recently used, of which the one with the least important block is taken."""
+
+
+class Weighing(NamedTuple):
+    """How stored blocks are weighed by the attention that prompts pay to them."""
+
+    group: int
+    """Cache group that has the keys."""
+    share: float
+    """Share of a stored prefix that a prompt loads."""
 
 
 class Slot:
     """A block in a slot."""
 
-    __slots__ = ("dropped", "index", "is_late", "key", "num_holds", "ready")
+    __slots__ = ("dropped", "importance", "index", "is_late", "key", "num_holds", "ready")
 
     def __init__(self, index: int, key: BlockKey) -> None:
         self.index = index
@@ -28,6 +43,8 @@ class Slot:
         """Whether it is not found any more."""
         self.is_late = False
         """Whether its bytes have taken so long that no request waits for them."""
+        self.importance = 0.0
+        """Attention that prompts have paid to the block; 0 where none was asked."""
 
     @property
     def is_awaited(self) -> bool:
@@ -67,9 +84,10 @@ class TierSlots:
         if not self.free:
             if not self.idle:
                 return None
-            _, oldest = self.idle.popitem(last=False)
-            del self._slots[oldest.key.digest]
-            self.free.append(oldest.index)
+            oldest = islice(self.idle.values(), CONSIDERED)
+            evicted = min(oldest, key=lambda slot: slot.importance)
+            del self.idle[evicted.key.digest], self._slots[evicted.key.digest]
+            self.free.append(evicted.index)
         slot = self._slots[key.digest] = Slot(self.free.pop(), key)
         return slot
 

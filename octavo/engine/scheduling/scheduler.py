@@ -316,5 +316,6 @@ class Scheduler:
         stats.prefix_hit_tokens = found.num_hits
         stats.external_query_tokens = found.num_external_queried
         stats.external_hit_tokens = found.num_external_hits
+        stats.left_out_blocks = found.num_left_out
         stats.connector = blocks.connector.snapshot()
         return msgspec.structs.replace(stats)

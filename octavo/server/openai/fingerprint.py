@@ -17,6 +17,7 @@ def fingerprint_of(config: EngineConfig) -> str:
         config.model,
         config.backend,
         config.cache.kv_cache_dtype,
+        *((config.cache.prefix_cache_load,) if config.cache.loads_in_part else ()),
         config.sparsity,
     )
     return f"fp_{blake2b(repr(deciding).encode(), digest_size=6).hexdigest()}"

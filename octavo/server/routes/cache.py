@@ -120,6 +120,7 @@ def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
         "queried_tokens": stats.prefix_query_tokens,
         "hit_tokens": stats.prefix_hit_tokens,
         "hit_tokens_off_device": stats.external_hit_tokens,
+        "blocks_left_out": stats.left_out_blocks,
         "device": [msgspec.structs.asdict(group) for group in stats.groups],
         "host": {
             "slots": connector.num_slots * len(stats.groups),

@@ -100,6 +100,10 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Tokens found in host memory and on disk.",
         lambda stats: stats.external_hit_tokens,
     ),
+    "prefix_cache_blocks_left_out": (
+        "Stored blocks that prompts went without, by prefix_cache_load.",
+        lambda stats: stats.left_out_blocks,
+    ),
     "prefix_cache_damaged_files": (
         "Damaged files met in prefix_cache_dir, and removed.",
         lambda stats: stats.connector.stored.num_damaged,
@@ -185,8 +189,9 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 READINESS = ("model_ready", "Whether the model's engine takes requests: 1, or 0.")
 LEFT_OUT = (
     "sparsity",
-    "Share of generated tokens' inputs, gates and neurons that count as zeros, and of the keys that"
-    " they do not read; above 0, results are approximate.",
+    "Share of generated tokens' inputs, gates and neurons that count as zeros, of the keys that"
+    " they do not read, and of the stored keys of a prefix that are not loaded; above 0, results"
+    " are approximate.",
 )
 CACHE = (
     "cache_config_info",
@@ -260,6 +265,8 @@ class ServerMetrics:
                 family.add_metric((slot.name, ENGINE, "gates"), sparsity.gate_sparsity)
                 family.add_metric((slot.name, ENGINE, "neurons"), sparsity.neuron_sparsity)
                 family.add_metric((slot.name, ENGINE, "keys"), sparsity.key_sparsity)
+                unread = slot.loaded.config.cache.prefix_sparsity
+                family.add_metric((slot.name, ENGINE, "stored keys"), unread)
         return family
 
     def _readiness(self) -> Metric:

@@ -20,7 +20,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.step import BlockName, ConnectorPlan, ConnectorReport, SlotBlock
+from octavo.step import (
+    BlockName,
+    ConnectorPlan,
+    ConnectorReport,
+    PrefixProbe,
+    ProbedPrefix,
+    SlotBlock,
+)
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.block_directory import (
     BlockDirectory,
@@ -29,6 +36,8 @@ from octavo.worker.connectors.block_directory import (
 )
 
 logger = logging.getLogger(__name__)
+
+Weigh = Callable[[PrefixProbe, NDArray[np.uint8]], list[float]]
 
 LATE_S = 5.0
 """Seconds after which a request that waits for a file computes instead."""
@@ -56,6 +65,9 @@ class TierWorker:
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]
         self._directory = directory
+        self.weigh: Weigh | None = None
+        """Function that answers a probe by the keys in its slots `[B, block_bytes]`; set once the
+        KV memory is there."""
         self._report = ConnectorReport()
         self._changed = threading.Condition()
         """Guards the report; notified when something is added."""
@@ -83,6 +95,8 @@ class TierWorker:
             self._fetching.update(
                 dict.fromkeys((block.name for block in plan.fetch), time.monotonic())
             )
+        for probe in plan.probes:
+            self._answer(probe)
         if plan.forget_all:
             write(directory.remove_all)
         for block in plan.fetch:
@@ -117,6 +131,13 @@ class TierWorker:
         self._closing = True
         self._reader.close(0.0)
         self._writer.close(CLOSE_S)
+
+    def _answer(self, probe: PrefixProbe) -> None:
+        """Answers a probe at once: its keys are in slots, and a step's thread may compute."""
+        assert self.weigh is not None, "nothing is asked of an engine that cannot answer"
+        masses = self.weigh(probe, self._slots[probe.group][probe.slots])
+        with self._reporting() as report:
+            report.probed.append(ProbedPrefix(probe.request_id, masses))
 
     # -- in the threads ----------------------------------------------------------------------------
 

@@ -1,0 +1,155 @@
+"""Time to the first token of prompts whose beginning lies in files, and what they lose, where a
+share of its blocks is loaded by importance.
+
+    python benchmarks/prefix_importance.py --directory DIRECTORY
+
+Prompts are a page of Opticks that an earlier engine has left in files, and the text's next tokens;
+the model then writes on as the text has it. Reads of files are paced to a slow disk's rate, 100
+MB/s, in the thread that makes them, so the system's cache of files does not matter. Prints a JSON
+line for the page computed, loaded whole, and loaded in part: the mean time to the first token, the
+bytes read for each prompt, the perplexity of the following text, and at how many of its tokens the
+likeliest one is that of the whole page. Takes about two minutes on two cores; times want a machine
+that does nothing else.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from octavo import LLM, SamplingParams
+from octavo.worker.connectors import block_directory
+
+TEXT = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"
+
+
+class SlowDisk:
+    """Reads of block files that take as long as a disk of a rate would need."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.num_bytes = 0
+        self._bytes_per_s = bytes_per_s
+        self._read = block_directory.read_block_file
+
+    def read(self, path: Path, header: bytes, into: memoryview) -> None:
+        began = time.perf_counter()
+        self._read(path, header, into)
+        self.num_bytes += len(into)
+        rest = len(into) / self._bytes_per_s - (time.perf_counter() - began)
+        time.sleep(max(0.0, rest))
+
+
+def engine(args: argparse.Namespace, load: float | None, directory: Path | None) -> LLM:
+    """Returns an engine that loads a share of a prefix; without a directory it computes all."""
+    stored: dict[str, Any] = {}
+    if directory is not None:
+        stored = {"prefix_cache_dir": str(directory), "prefix_cache_size": "4GiB"}
+    if load is not None:
+        stored |= {"prefix_cache_policy": "importance", "prefix_cache_load": load}
+    return LLM(
+        model=args.model,
+        backend="native",
+        quantization="int8",
+        threads=args.threads,
+        max_model_len=args.prefix + args.question + args.output + 16,
+        max_num_seqs=1,
+        report=lambda line: None,
+        logits_processors=["forced_text:follow"],
+        logits_processor_timeout=60,
+        **stored,
+    )
+
+
+def measured(
+    llm: LLM, windows: list[list[int]], args: argparse.Namespace, disk: SlowDisk
+) -> dict[str, Any]:
+    """Returns what the prompts took, and the logprobs and likeliest tokens of what follows them."""
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=args.output,
+        ignore_eos=True,
+        logprobs=1,
+        logits_processors=["follow"],
+    )
+    before = disk.num_bytes
+    first_s, total, likeliest = 0.0, 0.0, []
+    for ids in windows:
+        prompt = ids[: args.prefix + args.question]
+        (found,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        sample = found.outputs[0]
+        if found.error or sample.token_ids != ids[len(prompt) :] or sample.logprobs is None:
+            raise SystemExit(f"a window was not followed: {found.error}")
+        for token_id, logprobs in zip(sample.token_ids, sample.logprobs, strict=True):
+            total -= logprobs[token_id].logprob
+            likeliest.append(max(logprobs, key=lambda each: logprobs[each].logprob))
+        assert found.timings is not None
+        first_s += found.timings.queued_s + found.timings.prefill_s
+    return {
+        "first_token_s": round(first_s / len(windows), 4),
+        "read_bytes": (disk.num_bytes - before) // len(windows),
+        "perplexity": round(math.exp(total / len(likeliest)), 4),
+        "likeliest": likeliest,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--directory", required=True, help="for the files, which are removed again")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--loads", nargs="+", type=float, default=[0.5, 0.25])
+    parser.add_argument("--prefix", type=int, default=2048, help="tokens in files")
+    parser.add_argument("--question", type=int, default=32, help="tokens that are computed")
+    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--disk-bytes-per-second", type=float, default=100e6)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    sys.path.append(str(Path(__file__).parent))
+    import forced_text
+
+    disk = SlowDisk(args.disk_bytes_per_second)
+    block_directory.read_block_file = disk.read  # type: ignore[assignment]
+    print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg()}), flush=True)
+    root = Path(args.directory) / "prefix-importance"
+    length = args.prefix + args.question + args.output
+    with engine(args, None, None) as llm:
+        text = TEXT.read_text(encoding="utf-8")
+        token_ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    windows = [token_ids[at * length : (at + 1) * length] for at in range(args.windows)]
+    if len(windows[-1]) < length:
+        raise SystemExit(f"the text has no {args.windows} windows of {length} tokens")
+    for ids in windows:
+        forced_text.learn(ids)
+    expected: list[int] | None = None
+    for name, load in [("computed", None), ("whole", None), *(("part", x) for x in args.loads)]:
+        directory = None if name == "computed" else root / f"{name}-{load}"
+        if directory is not None:
+            with engine(args, load, directory) as llm:
+                pages = [{"prompt_token_ids": ids[: args.prefix + 1]} for ids in windows]
+                llm.generate(pages, SamplingParams(temperature=0, max_tokens=1))
+        with engine(args, load, directory) as llm:
+            found = measured(llm, windows, args, disk)
+            left_out = llm.get_metrics().left_out_blocks
+        likeliest = found.pop("likeliest")
+        expected = expected or likeliest
+        same = sum(one == other for one, other in zip(likeliest, expected, strict=True))
+        print(
+            json.dumps(
+                {"page": name, "load": load if name == "part" else 1.0, "prefix": args.prefix}
+                | found
+                | {"agreement": round(same / len(likeliest), 4), "left_out_blocks": left_out}
+            ),
+            flush=True,
+        )
+    shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

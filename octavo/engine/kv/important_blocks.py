@@ -1,0 +1,165 @@
+"""Which stored blocks of a prompt's beginning it goes without: those to which its last tokens would
+pay least attention.
+
+The keys of one layer, a cache group of their own, are fetched first; the worker weighs the blocks
+by them (`worker/prefix_weigher.py`); then only the chosen ones are fetched. What lies in host
+memory is used whatever it weighs. A request keeps its choice when it starts again. Knows names, no
+byte. Source: IMPRESS (Chen et al. 2025, FAST).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from octavo.engine.kv.prefix_finder import PrefixFinder
+from octavo.engine.kv.tier_slots import Weighing
+from octavo.ports import Connector
+from octavo.step import BlockKey, PrefixProbe
+
+MAX_TOKENS = 128
+"""Most tokens of a prompt that are computed to make queries: its first block and its last ones."""
+
+MAX_QUERIES = 32
+"""Most of the last tokens whose attention counts."""
+
+FEWEST = 4
+"""Blocks that are always loaded: of fewer, none is left out."""
+
+NUM_LAST = 2
+"""Last blocks of a stored prefix that are always loaded, as its first one is."""
+
+MAX_CHOICES = 1024
+"""Requests whose choices are known; of more, the oldest would choose again after a preemption."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """A prompt as far as a choice depends on it."""
+
+    token_ids: Sequence[int]
+    first_position: int
+    block_size: int
+
+    def probe(self, request_id: str, num_stored_blocks: int) -> PrefixProbe:
+        """Returns the question about its stored blocks, without their slots."""
+        num_tokens, size = len(self.token_ids), self.block_size
+        first_of_last = max(size, num_tokens - (MAX_TOKENS - size))
+        places = [*range(min(size, num_tokens)), *range(first_of_last, num_tokens)]
+        num_new = num_tokens - num_stored_blocks * size
+        return PrefixProbe(
+            request_id,
+            [self.token_ids[place] for place in places],
+            [self.first_position + place for place in places],
+            max(1, min(MAX_QUERIES, num_new)),
+            group=0,
+            slots=[],
+        )
+
+
+@dataclass(slots=True)
+class _Choice:
+    """How far one request's choice has come."""
+
+    stage: Literal["fetching keys", "weighing", "made"] = "made"
+    left_out: frozenset[bytes] = frozenset()
+    """Digests of the blocks that the request goes without."""
+    asked: list[BlockKey] = field(default_factory=list)
+    """Blocks that are weighed, in the order of the prompt."""
+    num_found: int = 0
+    """Blocks at the prompt's beginning that are found, wherever they are."""
+
+
+class ImportantBlocks:
+    """The choices of requests that wait for stored blocks, or have."""
+
+    def __init__(
+        self, finder: PrefixFinder, connector: Connector, weighing: Weighing, *, num_groups: int
+    ) -> None:
+        self._finder = finder
+        self._connector = connector
+        self._group = weighing.group
+        self._share = weighing.share
+        self._num_groups = num_groups
+        self._choices: OrderedDict[str, _Choice] = OrderedDict()
+
+    def left_out(self, request_id: str) -> frozenset[bytes]:
+        """Returns the digests of the blocks that a request goes without."""
+        choice = self._choices.get(request_id)
+        return frozenset() if choice is None else choice.left_out
+
+    def prepare(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
+        """Goes on with a request's choice; says whether the request is to wait for it."""
+        choice = self._choices.get(request_id)
+        if choice is None:
+            choice = self._choices[request_id] = self._begin(request_id, keys)
+            if len(self._choices) > MAX_CHOICES:
+                self._choices.popitem(last=False)
+            if choice.stage == "fetching keys" and self._connector.is_waiting(request_id):
+                return True
+        if choice.stage == "fetching keys":
+            self._ask(request_id, choice, prompt)
+        if choice.stage == "weighing":
+            masses = self._connector.take_masses(request_id)
+            if masses is None:
+                return True
+            self._decide(choice, masses)
+        return False
+
+    def _begin(self, request_id: str, keys: Sequence[BlockKey]) -> _Choice:
+        """Begins to fetch the keys of blocks that lie behind the slots; none where all are near."""
+        connector = self._connector
+        hit = self._finder.find_whole(keys, connector.can_fetch)
+        stored = hit.stored()
+        indices = sorted({index for _, index in stored})
+        is_far = any(not connector.has(group, keys[index]) for group, index in stored)
+        if len(indices) <= FEWEST or not is_far:
+            return _Choice()
+        asked = [keys[index] for index in indices]
+        connector.fetch(request_id, [(self._group, key) for key in asked])
+        return _Choice("fetching keys", asked=asked, num_found=hit.num_blocks)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a choice that has not been made, of a request that has ended."""
+        choice = self._choices.get(request_id)
+        if choice is not None and choice.stage != "made":
+            del self._choices[request_id]
+            self._connector.cancel_probe(request_id)
+
+    def _ask(self, request_id: str, choice: _Choice, prompt: PromptPart) -> None:
+        """Asks about the blocks whose keys have come; the others are loaded."""
+        probe = prompt.probe(request_id, choice.num_found)
+        probe.group = self._group
+        choice.asked = self._connector.probe(probe, choice.asked)
+        self._connector.release(request_id)
+        choice.stage = "weighing" if choice.asked else "made"
+
+    def _decide(self, choice: _Choice, masses: Sequence[float]) -> None:
+        """Leaves out the lightest blocks, but none where they could not be weighed."""
+        choice.stage = "made"
+        if len(masses) != len(choice.asked):
+            return
+        self._connector.rate(choice.asked, masses)
+        loaded = important(masses, self._share)
+        choice.left_out = frozenset(
+            key.digest
+            for index, key in enumerate(choice.asked)
+            if index not in loaded and not self._is_near(key)
+        )
+
+    def _is_near(self, key: BlockKey) -> bool:
+        """Says whether all groups' blocks of a name are in slots."""
+        return all(self._connector.has(group, key) for group in range(self._num_groups))
+
+
+def important(masses: Sequence[float], share: float) -> set[int]:
+    """Returns the indices of the heaviest blocks, a share of all: the first one and the last ones,
+    then by their masses, the earlier of equal ones first.
+    """
+    count = min(len(masses), max(FEWEST, math.ceil(share * len(masses) - 1e-9)))
+    fixed = {0, *range(max(0, len(masses) - NUM_LAST), len(masses))}
+    order = sorted(range(len(masses)), key=lambda index: (index not in fixed, -masses[index]))
+    return set(order[:count])

@@ -1,0 +1,97 @@
+"""The probe_prefixes pass: one layer's keys and queries are kept once more, in a cache group of
+their own, so that a few keys say which blocks of a stored prefix are worth reading.
+
+The group's blocks are saved, found and fetched as all others are; a prompt's are read first, and
+small. Runs on the whole Program, before the other passes. Source: IMPRESS (Chen et al. 2025, FAST),
+which probes with three heads of every layer; here all heads of one layer speak for all layers,
+since a file holds a block of all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from octavo.errors import ConfigError
+from octavo.program.ops import Attention, KvWrite, MlaAttention, Rope
+from octavo.program.program import CacheGroup, Op, Program
+
+GROUP = "prefix_probe"
+
+DEPTH = 0.4
+"""Depth of the layer that is asked, as a share of the layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The rows kept of the layer that is asked: `num_heads` queries and `num_kv_heads` keys of each
+    token, of the same width.
+    """
+
+    group: int
+    """Index of the cache group."""
+    num_heads: int
+    num_kv_heads: int
+    scale: float
+
+
+def probe_prefixes(program: Program) -> Program:
+    """Returns the Program that also keeps the keys and queries of one layer; ConfigError names what
+    stands against it.
+    """
+    op = _asked(program)
+    group = program.group(op.group)
+    own = CacheGroup(
+        GROUP, "full", 1, group.num_kv_heads, group.k_width, op.q.width // group.num_kv_heads
+    )
+    keys = _keys(program, op)
+    ops: list[Op] = []
+    for each in program.ops:
+        if each is op:
+            ops.append(KvWrite((keys.k_parts[0],), op.q, GROUP, 0))
+        ops.append(each)
+    result = replace(program, ops=tuple(ops), groups=(*program.groups, own))
+    result.check()
+    return result
+
+
+def probe_of(program: Program) -> Probe:
+    """Returns what `probe_prefixes` made a Program keep."""
+    op = _asked(program)
+    group = program.group(op.group)
+    return Probe(program.group_index(GROUP), op.num_heads, group.num_kv_heads, op.scale)
+
+
+def _asked(program: Program) -> Attention:
+    """Returns the attention of the layer that is asked."""
+    attentions = [op for op in program.ops if isinstance(op, Attention | MlaAttention)]
+    kinds = {group.kind for group in program.groups if group.name != GROUP}
+    if kinds != {"full"} or not attentions:
+        other = min(kinds - {"full"}, default="no keys")
+        raise _refused(program, f"it keeps {other}, which does not let go of some tokens alone")
+    for op in attentions:
+        if isinstance(op, MlaAttention) or op.latent_width:
+            raise _refused(program, "it keeps latents, of which no head has keys of its own")
+        if op.mask != "causal" or op.bias is not None:
+            raise _refused(program, "what a token reads depends on the places of keys")
+    if any(isinstance(op, Rope) and op.table.axes for op in program.ops):
+        raise _refused(program, "its positions have several axes")
+    found = attentions[int(DEPTH * len(attentions))]
+    assert isinstance(found, Attention), "the others were refused"
+    return found
+
+
+def _keys(program: Program, op: Attention) -> KvWrite:
+    """Returns the write of the keys that an attention reads."""
+    for each in program.ops:
+        if isinstance(each, KvWrite) and (each.group, each.layer) == (op.group, op.layer):
+            if len(each.k_parts) == 1:
+                return each
+            break
+    raise _refused(program, "its keys are several parts")
+
+
+def _refused(program: Program, why: str) -> ConfigError:
+    return ConfigError(
+        f"prefix_cache_policy: {program.name} cannot weigh its prefixes: {why}",
+        hint="leave prefix_cache_policy out",
+    )
