@@ -668,7 +668,7 @@ void test_contradictory_stages(const KernelTable& kernels) {
     const TestMatrix table(4, 16, 5, Format::fp32, pool);
     const Place x{Axis::tokens, 0, 16}, y{Axis::tokens, 16, 16}, logits{Axis::samples, 0, 16};
     const auto embedding = [&] { return make_embedding({table.packed.tiles, table.packed.memory, x}); };
-    const AttentionSpec attention{x, y, 0, 0, 1, 0, 1, 0, nullptr};
+    const AttentionSpec attention{.q = x, .out = y, .group = 0, .layer = 0, .num_heads = 1, .scale = 1};
     const auto refuses = [&](const char* what, const std::function<void(Executor&)>& build) {
         Executor executor(pool, kernels, 8, 16);
         CHECK(is_refused([&] { build(executor); }), "%s", what);
