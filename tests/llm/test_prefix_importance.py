@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.kv import important_blocks
 from octavo.engine.kv.important_blocks import PromptPart, important
 from octavo.engine.kv.tier_slots import TierSlots
+from octavo.engine.recording.recorder import read_log
+from octavo.engine.recording.replay import Replay
 from octavo.errors import ConfigError
 from octavo.models.registry import build_programs
 from octavo.program.passes.probe_prefixes import GROUP, probe_of, probe_prefixes
@@ -323,3 +325,30 @@ def test_models_whose_keys_depend_on_their_places_are_refused(tmp_path, family):
             prefix_cache_policy="importance",
             prefix_cache_load=0.5,
         )
+
+
+def test_beams_go_without_the_same_blocks(tmp_path):
+    """Rows that branch off share the holes of the row that they come from."""
+    params = SamplingParams(beam_width=3, max_tokens=30, temperature=0, ignore_eos=True)
+    stored(tmp_path, 0.5)
+    expected = None
+    for way in ({}, {"max_num_batched_tokens": 7, "threads": 3}, {"backend": "reference"}):
+        if "backend" in way:
+            stored(tmp_path, 0.5, **way)
+        with engine(tmp_path, 0.5, **way) as llm:
+            outputs = llm.generate(PROMPTS[:2], params)
+            assert llm.get_metrics().left_out_blocks > 0
+        found = [[beam.token_ids for beam in output.outputs] for output in outputs]
+        expected = expected or found
+        assert found == expected, way
+
+
+def test_a_recorded_engine_chooses_the_same_blocks(tmp_path):
+    """A replay plans the same steps: choices follow from what the worker has reported."""
+    stored(tmp_path / "files", 0.5)
+    path = tmp_path / "recording"
+    with engine(tmp_path / "files", 0.5, record=str(path)) as llm:
+        results(llm, [0, 1, 2, 3])
+        assert llm.get_metrics().left_out_blocks > 0
+    header, events = read_log(path)
+    assert Replay(header).run(events).differences == []
