@@ -237,12 +237,12 @@ def milliseconds_a_step(num_requests, num_steps=300):
 
 @pytest.mark.alone
 def test_the_schedulers_share_of_a_step_of_256():
-    """The scheduler's share of a step of 256 requests is at most 1.5 milliseconds; measured are
-    about 0.6 (2 cores of a Xeon, 2026).
+    """The scheduler's share of a step of 256 requests is at most 3 milliseconds; measured are about
+    0.6 on 2 cores of a Xeon, and 1.8 to 2.5 on 2 shared ones of an EPYC (2026).
     """
     for _ in range(5):  # a noisy neighbour gets four more chances
         before, taken, after = slowness(), milliseconds_a_step(256), slowness()
         slower = max(before, after)
-        if taken < 1.5 * slower:
+        if taken < 3.0 * slower:
             return
     raise AssertionError(f"{taken:.2f} milliseconds, on a machine {slower:.1f} times slower")
