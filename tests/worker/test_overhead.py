@@ -87,7 +87,7 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
 @pytest.mark.alone
 def test_pythons_share_of_a_step():
     """Python takes at most 200 microseconds of a step for one running request and 15 for each
-    further one; measured were about 90 and 6, in slower hours 150 and 11 (2 cores of an EPYC, 2026).
+    further one; measured were about 90 and 6, in slower hours 150 and 11 (2 cores of an EPYC).
     """
     for _ in range(5):  # a noisy neighbour gets four more chances
         before, one, many, after = (
