@@ -33,7 +33,8 @@ inline Floats normal(size_t count, uint32_t seed, float scale = 1) {
 }
 
 inline bool same_bits(const Floats& a, const Floats& b) {
-    return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));
+    if (a.size() != b.size()) return false;
+    return a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(float));  // empty: no address
 }
 
 void test_thread_pool();
