@@ -6,6 +6,8 @@ A request's text is found by its prompt, which is the text's beginning.
 
 import numpy as np
 
+from octavo import SamplingParams
+
 TEXTS: dict[bytes, list[int]] = {}
 """Token ids of each text, by the first of them as bytes."""
 
@@ -24,6 +26,26 @@ def follow(token_ids, logits):
     forced = np.full_like(logits, -np.inf)
     forced[following] = 0
     return forced
+
+
+def followed(llm, ids: list[int], num_prompt: int, *, logprobs: int):
+    """Has an engine with this processor write a text behind its first `num_prompt` tokens; returns
+    the RequestOutput, whose tokens have `logprobs` alternatives each. Ends the program with a
+    sentence where the text was not written.
+    """
+    learn(ids)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=len(ids) - num_prompt,
+        ignore_eos=True,
+        logprobs=logprobs,
+        logits_processors=["follow"],
+    )
+    (found,) = llm.generate([{"prompt_token_ids": ids[:num_prompt]}], params)
+    sample = found.outputs[0]
+    if found.error or sample.token_ids != ids[num_prompt:] or sample.logprobs is None:
+        raise SystemExit(f"a window was not followed: {found.error}")
+    return found
 
 
 def _name(token_ids) -> bytes:

@@ -69,21 +69,13 @@ def measured(
     llm: LLM, windows: list[list[int]], args: argparse.Namespace, disk: SlowDisk
 ) -> dict[str, Any]:
     """Returns what the prompts took, and the logprobs and likeliest tokens of what follows them."""
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=args.output,
-        ignore_eos=True,
-        logprobs=1,
-        logits_processors=["follow"],
-    )
+    import forced_text
+
     before = disk.num_bytes
     first_s, total, likeliest = 0.0, 0.0, []
     for ids in windows:
-        prompt = ids[: args.prefix + args.question]
-        (found,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        found = forced_text.followed(llm, ids, args.prefix + args.question, logprobs=1)
         sample = found.outputs[0]
-        if found.error or sample.token_ids != ids[len(prompt) :] or sample.logprobs is None:
-            raise SystemExit(f"a window was not followed: {found.error}")
         for token_id, logprobs in zip(sample.token_ids, sample.logprobs, strict=True):
             total -= logprobs[token_id].logprob
             likeliest.append(max(logprobs, key=lambda each: logprobs[each].logprob))
@@ -112,8 +104,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     sys.path.append(str(Path(__file__).parent))
-    import forced_text
-
     disk = SlowDisk(args.disk_bytes_per_second)
     block_directory.read_block_file = disk.read  # type: ignore[assignment]
     print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg()}), flush=True)
@@ -125,8 +115,6 @@ def main() -> None:
     windows = [token_ids[at * length : (at + 1) * length] for at in range(args.windows)]
     if len(windows[-1]) < length:
         raise SystemExit(f"the text has no {args.windows} windows of {length} tokens")
-    for ids in windows:
-        forced_text.learn(ids)
     expected: list[int] | None = None
     for name, load in [("computed", None), ("whole", None), *(("part", x) for x in args.loads)]:
         directory = None if name == "computed" else root / f"{name}-{load}"

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from octavo.step import BlockKey, ConnectorPlan, SlotBlock
+from octavo.kv_messages import BlockKey, ConnectorPlan, SlotBlock
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.cache_engine import HostShape

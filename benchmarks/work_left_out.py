@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octavo import LLM, SamplingParams
+from octavo import LLM
 from octavo.config.engine_config import EngineConfig
 from octavo.program.neuron_predictors import SHARES
 from octavo.wiring.calibrate import calibrate_model
@@ -66,21 +66,10 @@ def generated(llm: LLM, *, context: int, output: int, num_windows: int) -> dict[
     windows = [token_ids[at * context : (at + 1) * context] for at in range(num_windows)]
     if len(windows[-1]) < context:
         raise SystemExit(f"the text has no {num_windows} windows of {context} tokens")
-    prompts = [ids[: context - output] for ids in windows]
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=output,
-        ignore_eos=True,
-        logprobs=0,
-        logits_processors=["follow"],
-    )
     total, seconds = 0.0, 0.0
-    for ids, prompt in zip(windows, prompts, strict=True):
-        forced_text.learn(ids)
-        (found,) = llm.generate([{"prompt_token_ids": prompt}], params)
+    for ids in windows:
+        found = forced_text.followed(llm, ids, context - output, logprobs=0)
         sample = found.outputs[0]
-        if found.error or sample.token_ids != ids[len(prompt) :] or sample.logprobs is None:
-            raise SystemExit(f"a window was not followed: {found.error}")
         for token_id, logprobs in zip(sample.token_ids, sample.logprobs, strict=True):
             total -= logprobs[token_id].logprob
         assert found.timings is not None

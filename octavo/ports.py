@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from octavo.errors import OctavoError
-from octavo.outputs import Profile
-from octavo.step import (
+from octavo.kv_messages import (
     BlockKey,
     BlockMove,
     BlockName,
@@ -17,11 +16,10 @@ from octavo.step import (
     ConnectorReport,
     ConnectorStats,
     PrefixProbe,
-    RowResult,
-    StepPlan,
-    StepResult,
     StreamedBlock,
 )
+from octavo.outputs import Profile
+from octavo.step import RowResult, StepPlan, StepResult
 
 Between = Callable[[Sequence[RowResult]], bool]
 """Called between two decode steps of a plan with the results of the first; False ends the plan

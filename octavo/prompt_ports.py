@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from octavo.pooling_params import PairIds, TextPair
-from octavo.step import (
-    MediaPixels,
-)
+from octavo.step import MediaPixels
 from octavo.structured_outputs import GrammarSpec
 
 

@@ -1,16 +1,18 @@
 """Messages between the control plane and the execution plane: a StepPlan goes down, a StepResult
 comes back.
 
-Owns their data classes, plain ids and numbers only: no tensor, no request object, no text. All are
-msgpack-friendly (msgspec structs of builtins).
+Owns their data classes, plain ids and numbers only: no tensor, no request object, no text; what
+they say of KV blocks stands in `kv_messages.py`. All are msgpack-friendly (msgspec structs of
+builtins).
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
+from octavo.kv_messages import BlockMove, ConnectorPlan, ConnectorReport
 from octavo.pooling_params import RequestParams
 from octavo.structured_outputs import GrammarSpec
 
@@ -179,199 +181,6 @@ class ScheduledRow(msgspec.Struct):
     def owner(self) -> str:
         """The request that the row is computed for."""
         return self.search_of or self.request_id
-
-
-class BlockMove(msgspec.Struct):
-    """A copy of a whole block of one group, in every layer, before the step computes. The moves of
-    a plan are made in their order.
-
-    "copy" stays on the device. With "swap_out" `target` is a host block, with "swap_in" `source` is
-    one; "save" and "load" likewise go between the device and a connector's slot.
-    """
-
-    group: int
-    source: int
-    target: int
-    kind: Literal["copy", "swap_out", "swap_in", "save", "load"] = "copy"
-
-
-class BlockKey(NamedTuple):
-    """The name of a full block, and the tokens that it is checked against."""
-
-    digest: bytes
-    parent: bytes
-    """Digest of the block before it, or of the chain's root."""
-    token_ids: tuple[int, ...]
-    extra: tuple[bytes, ...] = ()
-    """Digests of the media whose tokens lie in the block."""
-
-
-class BlockName(NamedTuple):
-    """The name of one block of one cache group, wherever it is stored."""
-
-    group: int
-    digest: bytes
-
-
-class BlockPin(NamedTuple):
-    """A block that stays stored until a time, in seconds since 1970."""
-
-    name: BlockName
-    until: float
-
-
-class SlotBlock(msgspec.Struct):
-    """A block of one group in a connector's slot of host memory."""
-
-    group: int
-    slot: int
-    key: BlockKey
-    source: str = ""
-    """Address of the engine that it is fetched from; "" where it lies behind the own slots."""
-
-    @property
-    def name(self) -> BlockName:
-        return BlockName(self.group, self.key.digest)
-
-
-class StreamedBlock(msgspec.Struct):
-    """A block of the device that a step fills, and whose layers other engines get as it writes
-    them.
-    """
-
-    request_id: str
-    group: int
-    block_id: int
-    key: BlockKey
-
-    @property
-    def name(self) -> BlockName:
-        return BlockName(self.group, self.key.digest)
-
-
-class PrefixProbe(msgspec.Struct):
-    """A question about stored blocks of one request's prompt: how much attention the prompt's last
-    tokens would pay to each, by keys that lie in slots.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    """Tokens that are computed to make the queries, as a text of their own."""
-    positions: list[int]
-    """Position of each of them in the prompt."""
-    num_queries: int
-    """Number of the last of these tokens whose attention counts."""
-    group: int
-    """Cache group that has the keys."""
-    slots: list[int]
-    """Slot of each block's keys, in the order of the prompt."""
-
-
-class ProbedPrefix(msgspec.Struct):
-    """The answer to a PrefixProbe."""
-
-    request_id: str
-    masses: list[float]
-    """Share of the attention that falls on each block; [] where that could not be computed."""
-
-
-class ConnectorPlan(msgspec.Struct):
-    """Work that a connector's worker half begins once the step's moves are made, and goes on with
-    while steps compute.
-
-    What is done behind the slots is done in the order of the fields, and of the plans.
-    """
-
-    forget_all: bool = False
-    """Whether everything kept before this plan is removed."""
-    fetch: list[SlotBlock] = []
-    """Blocks to be read into their slots."""
-    keep: list[SlotBlock] = []
-    """Blocks to be written behind their slots; a slot stays as it is until the report names its
-    block.
-    """
-    touch: list[BlockName] = []
-    """Blocks found and used, wherever they were; they are evicted last."""
-    pin: list[BlockPin] = []
-    """Pins to be set; one for a block that is not stored yet holds from then on. A time that is
-    past ends an earlier pin.
-    """
-    forget: list[BlockName] = []
-    """Blocks to be removed now."""
-    cancel: list[BlockName] = []
-    """Fetches that no request waits for any more."""
-    complete: list[BlockName] = []
-    """Blocks of prompts that were computed to be sent: those that are not kept by now never will
-    be.
-    """
-    stream: list[StreamedBlock] = []
-    """Blocks that the plan's own step fills; they are saved and kept later, like all others."""
-    probes: list[PrefixProbe] = []
-    """Questions about stored blocks, answered in this step's report."""
-
-
-class ConnectorReport(msgspec.Struct):
-    """Outcome of a connector's work since the last report."""
-
-    fetched: list[BlockName] = []
-    not_fetched: list[BlockName] = []
-    """Blocks that were gone or damaged; their tokens are computed instead."""
-    late: list[BlockName] = []
-    """Blocks not to be waited for; they still come later."""
-    kept: list[BlockName] = []
-    not_kept: list[BlockName] = []
-    found: list[BlockName] = []
-    """Blocks stored behind the slots that were unknown until now."""
-    gone: list[BlockName] = []
-    """Blocks that are stored there no longer."""
-    pinned: list[BlockPin] = []
-    """Pins set by other engines, or before this one started."""
-    stored: StoredBytes | None = None
-    """Sums of what is stored; None where they have not changed."""
-    probed: list[ProbedPrefix] = []
-
-
-class StoredBytes(msgspec.Struct, frozen=True):
-    """Sums of what is stored behind a connector's slots, by this model and others, and of all
-    faults met there.
-    """
-
-    num_bytes: int = 0
-    pinned_bytes: int = 0
-    foreign_pinned_bytes: int = 0
-    """Pinned bytes of other models."""
-    num_damaged: int = 0
-    """Number of damaged files met, and removed."""
-    num_write_errors: int = 0
-    num_expired_leases: int = 0
-    """Number of leases of other engines that ended by the clock, their blocks not fetched or not
-    read to the end."""
-    link_bytes: int = 0
-    """Bytes that came from other engines while the link, not the other engine, set the pace."""
-    link_s: float = 0.0
-    """Seconds in which these came."""
-
-
-class ConnectorStats(msgspec.Struct):
-    """Counters of a connector's scheduler half: gauges of this moment, then numbers of blocks since
-    the start.
-    """
-
-    num_slots: int = 0
-    """Slots of each cache group."""
-    num_used_slots: int = 0
-    """Slots in use, of all groups."""
-    num_stored_blocks: int = 0
-    """Blocks of this model stored behind the slots."""
-    stored: StoredBytes = StoredBytes()
-    num_saved: int = 0
-    num_loaded: int = 0
-    num_fetched: int = 0
-    num_fetched_bytes: int = 0
-    """Bytes of the blocks fetched."""
-    num_not_fetched: int = 0
-    num_kept: int = 0
-    num_not_kept: int = 0
 
 
 class StepPlan(msgspec.Struct):

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.step import ConnectorStats, WeightArrivals
+from octavo.kv_messages import ConnectorStats
+from octavo.step import WeightArrivals
 
 
 class KvBytes(msgspec.Struct, frozen=True, array_like=True):

@@ -12,11 +12,11 @@ learned embeddings read, and nothing else does.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from octavo.original_context import ONE_CONTEXT, OriginalContext
+from octavo.program.key_selection import KeySelection
 from octavo.program.program import Op, Program, Value, Weight
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh"]
@@ -344,30 +344,6 @@ class KvWrite(Op):
     v: Value | None
     group: str
     layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeySelection:
-    """Choice of the blocks of 16 keys that a sparse row reads: those to which most of its attention
-    would go by a part of the columns of queries and keys, summed over the heads.
-
-    The first block and the last `LAST_BLOCKS` are always read, and `LEAST_BLOCKS` at least. The
-    attention's splits are counted over the keys that are read.
-    """
-
-    group: str
-    """Cache group of the same columns of the keys, under the same places."""
-    layer: int
-    budget: float
-    """Share of the blocks that are read."""
-
-    def num_blocks(self, num_blocks: int) -> int:
-        """Returns the number of blocks that are read of those that a row sees."""
-        return min(num_blocks, max(LEAST_BLOCKS, math.ceil(self.budget * num_blocks)))
-
-
-LEAST_BLOCKS = 4
-LAST_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)

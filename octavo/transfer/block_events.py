@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.step import BlockKey
+from octavo.kv_messages import BlockKey
 
 
 class BlocksStored(msgspec.Struct, tag=True, array_like=True):

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.kv_messages import BlockKey, BlockName
 from octavo.original_context import ONE_CONTEXT, OriginalContext
-from octavo.step import BlockKey, BlockName
 
 PART_BYTES = 512 << 10
 """Most bytes of a block in one message: ZeroMQ sends large messages at a fraction of the rate."""

@@ -42,10 +42,9 @@ def with_forced_guesses(config: EngineConfig, program: Program) -> EngineConfig:
     options, backend = config.scheduler, config.backend
     if options.spec_method is not None or not _can_guess(config, program):
         return config
-    if backend.backend == "torch":
-        keeps = backend.batch_invariant and options.async_scheduling == "off"
-    else:
-        keeps = True
+    keeps = backend.backend != "torch" or (
+        backend.batch_invariant and options.async_scheduling == "off"
+    )
     return replace(config, scheduler=replace(options, spec_method="grammar")) if keeps else config
 
 

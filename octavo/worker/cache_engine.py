@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.kv import BatchedKvCache, BlockMover, KvCache
+from octavo.kv_messages import BlockMove
 from octavo.ports import ConnectorWorker
-from octavo.step import BlockMove
 from octavo.worker.block_places import BlockPlaces, PagedPlaces
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import LayeredRunnable
 from octavo.backends.kv import KvLayout, LayeredKvCache
-from octavo.step import ConnectorPlan, StreamedBlock
+from octavo.kv_messages import ConnectorPlan, StreamedBlock
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.program_runners import PreparedParts
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from octavo.backends.base import ReadingBackend, Runnable
 from octavo.backends.batch import StepBatch
 from octavo.backends.kv import BLOCK_SIZE, BlockRows, KvCache, KvLayout
+from octavo.kv_messages import PrefixProbe
 from octavo.program.passes.probe_prefixes import Probe
-from octavo.step import PrefixProbe
 
 MAX_TOKENS = 128
 """Most tokens of the text that makes queries."""

@@ -17,17 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from octavo.errors import EngineDead
+from octavo.kv_messages import BlockMove, ConnectorReport
 from octavo.outputs import Profile
 from octavo.ports import Between
-from octavo.step import (
-    AdapterLoaded,
-    BlockMove,
-    ConnectorReport,
-    RowResult,
-    ScheduledRow,
-    StepPlan,
-    StepResult,
-)
+from octavo.step import AdapterLoaded, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.draft_model import DraftModel

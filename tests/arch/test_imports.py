@@ -19,6 +19,7 @@ LEAVES = {
     "group_life",
     "lora_request",
     "original_context",
+    "kv_messages",
     "step",
     "ports",
     "prompt_ports",

@@ -39,6 +39,17 @@ def until(holds: Callable[[], bool], within_s: float = START_S) -> None:
         time.sleep(0.5)
 
 
+def run_cluster(plan: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Starts a cluster, whose lines go to the log."""
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "octavo.cli.main", "cluster", str(plan)],
+            stderr=file,
+            stdout=file,
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+        )
+
+
 @pytest.mark.slow
 def test_a_cluster_on_one_machine(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
@@ -68,13 +79,7 @@ def test_a_cluster_on_one_machine(tmp_path: Path) -> None:
         return found.json()["choices"][0]["token_ids"]
 
     write(2)
-    with log.open("w") as file:
-        running = subprocess.Popen(
-            [sys.executable, "-m", "octavo.cli.main", "cluster", str(plan)],
-            stderr=file,
-            stdout=file,
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
-        )
+    running = run_cluster(plan, log)
     try:
         until(lambda: num_well() == 2 or running.poll() is not None)
         assert running.poll() is None, log.read_text()
@@ -118,13 +123,7 @@ def test_ranks_that_ray_places(tmp_path: Path) -> None:
                 return found.json()["choices"][0]["token_ids"]
         return []
 
-    with log.open("w") as file:
-        running = subprocess.Popen(
-            [sys.executable, "-m", "octavo.cli.main", "cluster", str(plan)],
-            stderr=file,
-            stdout=file,
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
-        )
+    running = run_cluster(plan, log)
     try:
         until(lambda: bool(answer()) or running.poll() is not None)
         assert running.poll() is None, log.read_text()

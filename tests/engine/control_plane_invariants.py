@@ -101,7 +101,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
                 assert row.num_planned_tokens <= row.num_tokens
         for row in (row for request in scheduler.running for row in request.rows):
             assert (
-                scheduler.blocks.num_named_blocks(row.request_id) * 16 <= row.num_computed_tokens
+                len(scheduler.blocks.names.given(row.request_id)) * 16 <= row.num_computed_tokens
             ), "what has a name has come back"
 
     @invariant()

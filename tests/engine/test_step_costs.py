@@ -5,7 +5,8 @@ import random
 import pytest
 
 from octavo.engine.step_costs import UNMEASURED, CostPoint, StepCostMeter, StepCosts
-from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.kv_messages import BlockMove
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import make_core, make_request, run_all
 

@@ -20,7 +20,7 @@ import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams
 from octavo.errors import ConfigError, InvalidRequest
-from octavo.step import ConnectorStats
+from octavo.kv_messages import ConnectorStats
 from octavo.worker.connectors.block_directory import BlockDirectory
 from tests.support.llm_tools import (
     GREEDY,

@@ -22,8 +22,8 @@ from octavo import AsyncLLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.front import prefill_peers
 from octavo.errors import BackendUnavailable, ConfigError
+from octavo.kv_messages import BlockName
 from octavo.progress import quiet
-from octavo.step import BlockName
 from octavo.wiring.engine import build_with_process
 from octavo.worker.connectors.block_sender import BlockSender
 from octavo.worker.connectors.outbox import Outbox

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from octavo import AsyncLLM
-from octavo.step import BlockName
+from octavo.kv_messages import BlockName
 from octavo.worker.connectors.block_sender import BlockSender
 from octavo.worker.connectors.outbox import Ask, BlockData
 from tests.support.llm_tools import (

@@ -15,10 +15,12 @@ from octavo import LLM
 from octavo.backends.reference.attention import chosen_blocks
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.models.registry import build_programs
-from octavo.program.ops import Attention, KeySelection
+from octavo.program.key_selection import KeySelection
+from octavo.program.ops import Attention
 from octavo.program.passes.select_keys import GROUP, select_keys
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.native_harness import require_native
+from tests.support.sparse_rows import alone_and_together, whole_prompts
 from tests.support.tiny_models import tiny_model
 
 PROMPTS = prompts_of(5, 190, 133, 70)
@@ -43,12 +45,7 @@ def engine(budget: float | None, **options: Any) -> LLM:
 
 
 def results(llm: LLM) -> list[Any]:
-    """Returns the results of each prompt alone, then of all."""
-    return [
-        fingerprint(output)
-        for some in ([0], [1], [2], [3], [0, 1, 2, 3])
-        for output in llm.generate([PROMPTS[i] for i in some], [PARAMS[i] for i in some])
-    ]
+    return alone_and_together(llm, PROMPTS, PARAMS)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp32", "bf16", "int8"])
@@ -91,18 +88,9 @@ def test_all_keys_are_the_engine_that_chooses_none():
 
 
 def test_prompts_are_computed_whole():
-    params = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
-    with engine(None) as llm:
-        dense = llm.generate(PROMPTS, params)
-    with engine(0.3) as llm:
-        found = llm.generate(PROMPTS, params)
-        following = [*PROMPTS[1], *found[1].outputs[0].token_ids, 7, 8, 9]
-        (second,) = llm.generate(following, GREEDY)
-    assert second.num_cached_tokens == len(PROMPTS[1]) // 16 * 16
-    for one, other in zip(found, dense, strict=True):
-        assert one.prompt_logprobs == other.prompt_logprobs
-        assert one.outputs[0].logprobs[0] == other.outputs[0].logprobs[0]
-    assert found[1].outputs[0].logprobs[1] != dense[1].outputs[0].logprobs[1]
+    pairs = whole_prompts(lambda: engine(None), lambda: engine(0.3), PROMPTS)
+    one, other = pairs[1]
+    assert one.outputs[0].logprobs[1] != other.outputs[0].logprobs[1]
 
 
 def test_native_chooses_what_the_reference_does():

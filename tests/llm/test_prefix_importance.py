@@ -21,10 +21,10 @@ from octavo.engine.kv.tier_slots import TierSlots
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
 from octavo.errors import ConfigError
+from octavo.kv_messages import BlockKey
 from octavo.models.registry import build_programs
 from octavo.program.passes.probe_prefixes import GROUP, probe_of, probe_prefixes
 from octavo.server.openai.fingerprint import fingerprint_of
-from octavo.step import BlockKey
 from octavo.wiring.sparsity import describe_left_out
 from octavo.worker.prefix_weigher import attention_masses
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of

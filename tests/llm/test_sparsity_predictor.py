@@ -19,8 +19,9 @@ from octavo.program.activation_curves import Calibration
 from octavo.program.neuron_predictors import SHARES
 from octavo.wiring.calibrate import calibrate_model, measure_text
 from octavo.worker.activation_meter import measured_gates
-from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, make_llm, prompts_of
 from tests.support.native_harness import require_native
+from tests.support.sparse_rows import alone_and_together, whole_prompts
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizer import save_tiny_tokenizer, tiny_model_with_text
 
@@ -58,12 +59,7 @@ def engine(path: str | None, **options: Any) -> LLM:
 
 
 def results(llm: LLM) -> list[Any]:
-    """Returns the results of each prompt alone, then of all."""
-    return [
-        fingerprint(output)
-        for some in ([0], [1], [2], [3], [0, 1, 2, 3])
-        for output in llm.generate([PROMPTS[i] for i in some], [PARAMS[i] for i in some])
-    ]
+    return alone_and_together(llm, PROMPTS, PARAMS)
 
 
 def test_a_row_alone_is_a_row_in_company(calibration, directory):
@@ -115,17 +111,10 @@ def test_all_neurons_are_the_engine_without_a_predictor(calibration):
 
 
 def test_prompts_are_computed_whole(calibration):
-    params = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
-    with engine(None) as llm:
-        dense = llm.generate(PROMPTS, params)
-    with engine(calibration, predicted_share=0.2) as llm:
-        found = llm.generate(PROMPTS, params)
-        following = [*PROMPTS[1], *found[1].outputs[0].token_ids, 7, 8, 9]
-        (second,) = llm.generate(following, GREEDY)
-    assert second.num_cached_tokens == len(PROMPTS[1]) // 16 * 16
-    for one, other in zip(found, dense, strict=True):
-        assert one.prompt_logprobs == other.prompt_logprobs
-        assert one.outputs[0].logprobs[0] == other.outputs[0].logprobs[0]
+    pairs = whole_prompts(
+        lambda: engine(None), lambda: engine(calibration, predicted_share=0.2), PROMPTS
+    )
+    for one, other in pairs:
         assert one.outputs[0].logprobs[1] != other.outputs[0].logprobs[1]
 
 

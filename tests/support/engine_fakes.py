@@ -19,10 +19,11 @@ from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.group_life import life_of_window
+from octavo.kv_messages import BlockMove
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.ports import Between
 from octavo.sampling_params import SamplingParams
-from octavo.step import BlockMove, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 from tests.support.fake_tiers import FakeTiers, tiers_of
 
 VOCAB = 1000

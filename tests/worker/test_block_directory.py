@@ -14,7 +14,7 @@ import pytest
 
 from octavo.engine.kv.block_names import BlockNaming
 from octavo.errors import ConfigError
-from octavo.step import BlockKey, BlockPin, SlotBlock
+from octavo.kv_messages import BlockKey, BlockPin, SlotBlock
 from octavo.worker.connectors import block_file
 from octavo.worker.connectors.block_directory import BlockDirectory, DirectoryFull, open_root
 from octavo.worker.connectors.fingerprint import DIGESTS, fingerprint

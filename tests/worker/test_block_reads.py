@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.step import BlockKey, BlockName, ConnectorPlan, ConnectorReport, SlotBlock
+from octavo.kv_messages import BlockKey, BlockName, ConnectorPlan, ConnectorReport, SlotBlock
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import PIECE_BYTES, BlockTransport, RemoteBytes, pieces_of
 from octavo.worker.cache_engine import HostShape

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.step import BlockKey, BlockName, ConnectorPlan, ConnectorReport, SlotBlock
-from octavo.step import StreamedBlock as Streamed
+from octavo.kv_messages import BlockKey, BlockName, ConnectorPlan, ConnectorReport, SlotBlock
+from octavo.kv_messages import StreamedBlock as Streamed
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.messages import PART_BYTES
 from octavo.worker.cache_engine import HostShape

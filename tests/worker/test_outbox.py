@@ -1,6 +1,6 @@
 """Blocks kept for other engines: leases, room, and who waits."""
 
-from octavo.step import BlockKey, BlockName
+from octavo.kv_messages import BlockKey, BlockName
 from octavo.transfer.messages import WantedBlock
 from octavo.worker.connectors.outbox import LEASE_S, MAX_WAITING, Ask, Outbox
 

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.step import BlockKey, BlockName, BlockPin, ConnectorPlan, ConnectorReport, SlotBlock
+from octavo.kv_messages import (
+    BlockKey,
+    BlockName,
+    BlockPin,
+    ConnectorPlan,
+    ConnectorReport,
+    SlotBlock,
+)
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors import pool_worker
 from octavo.worker.connectors.pool_worker import MOST_AT_ONCE, PoolWorker

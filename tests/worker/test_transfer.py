@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from octavo.errors import ConfigError
-from octavo.step import BlockKey, BlockName, ConnectorPlan, ConnectorReport, SlotBlock
+from octavo.kv_messages import BlockKey, BlockName, ConnectorPlan, ConnectorReport, SlotBlock
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.messages import (
     BlockPart,

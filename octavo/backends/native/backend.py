@@ -1,16 +1,15 @@
-"""The native backend: C++ kernels chosen for this machine, one native call a step, no PyTorch.
+"""The native backend: C++ kernels chosen for this machine, no PyTorch.
 
-Owns the compute threads, the packed weights and the KV memory's layout. Source of the design:
+Owns the compute threads, the packing of weights and the layout of KV memory, up to the prepared
+Program; that one runs steps by itself (`native_program.py`). Source of the design:
 csrc/core/executor.h.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,20 +22,7 @@ from octavo.backends.base import (
     LoadWeight,
     ObservedInputs,
 )
-from octavo.backends.batch import (
-    MOST_CANDIDATES,
-    MOST_WITNESSES,
-    Check,
-    DecodeSteps,
-    GoesOn,
-    SampleResult,
-    SamplingBatch,
-    StepBatch,
-    StepOutput,
-    empty_batch,
-)
 from octavo.backends.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
-from octavo.backends.native.adapters import NativeAdapters
 from octavo.backends.native.block_rows import block_rows
 from octavo.backends.native.check import check, check_ops, check_skipping
 from octavo.backends.native.extension import native_module, supported_levels
@@ -44,6 +30,7 @@ from octavo.backends.native.footprint import native_footprint
 from octavo.backends.native.formats import PRODUCTS
 from octavo.backends.native.hidden import with_hidden
 from octavo.backends.native.lower import Lowering
+from octavo.backends.native.native_program import MANY_ROWS, NativeProgram, fatal_as_engine_dead
 from octavo.backends.native.neurons import (
     OpenedNeurons,
     neuron_layers,
@@ -62,23 +49,16 @@ from octavo.backends.native.stages import body_first
 from octavo.backends.native.states import StateBlocks
 from octavo.backends.native.weights import NativeWeights
 from octavo.backends.rank_grid import ALONE
-from octavo.errors import BackendUnavailable, ConfigError, EngineDead
-from octavo.outputs import OpProfile, Profile
-from octavo.program.low_rank import Site
-from octavo.program.ops import ActMul, Linear, num_position_axes
-from octavo.program.passes.adapters import tables_of
+from octavo.errors import BackendUnavailable, ConfigError
+from octavo.program.ops import ActMul, Linear
 from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.fuse import fuse
 from octavo.program.passes.latents import absorb_latents
 from octavo.program.passes.optimize import optimize
 from octavo.program.passes.skip_zeros import skip_zeros
 from octavo.program.program import CacheGroup, Op, Program, Weight
-from octavo.step import WeightArrivals
 
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
-
-MANY_ROWS = 32
-"""Rows of the product whose rate counts as the machine's: two tiles of rows."""
 
 
 def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
@@ -199,7 +179,7 @@ class NativeBackend:
         if neurons is None:
             neurons = self._neurons_of(optimized, load, weights)
         lowering = Lowering(optimized, executor, weights, chunk_of, observed, neurons=neurons)
-        with _fatal_as_engine_dead():
+        with fatal_as_engine_dead():
             lowering.run()
         weights.pack()
         products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
@@ -331,162 +311,6 @@ class NativeBackend:
         return tuple(layout_of(group, dtype) for group in program.groups)
 
 
-class NativeProgram:
-    """A prepared Program."""
-
-    def __init__(
-        self,
-        device: Any,
-        executor: Any,
-        program: Program,
-        weight_bytes: int,
-        kv_layouts: tuple[KvLayout, ...],
-        *,
-        sites: Sequence[Site],
-        streamed: StreamedWeights | None = None,
-        ranks: SharedMemoryRanks | None = None,
-    ) -> None:
-        self.kv_layouts = kv_layouts
-        self.adapters = NativeAdapters(executor, sites, tables_of(program))
-        self._device = device
-        self._executor = executor
-        self._vocab_size = program.vocab_size
-        self._kept_rows = NativeRows(executor, program.vocab_size)
-        self._num_axes = num_position_axes(program)
-        hidden = program.inputs.get("hidden")
-        self._in_width = None if hidden is None else hidden.width
-        ((self._output, value),) = program.outputs.items()
-        self._output_axis, self._out_width = value.axis, value.width
-        self._weight_bytes = weight_bytes
-        self._streamed = streamed
-        self._ranks = ranks
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weight_bytes
-
-    @property
-    def progress(self) -> int:
-        return int(self._executor.progress)
-
-    @property
-    def kv_writes(self) -> Sequence[tuple[int, int]]:
-        writes: list[tuple[int, int]] = self._executor.kv_writes
-        return writes
-
-    @property
-    def kv_written(self) -> tuple[int, int]:
-        written: tuple[int, int] = self._executor.kv_written
-        return written
-
-    @property
-    def arrivals(self) -> WeightArrivals | None:
-        return None if self._streamed is None else self._streamed.arrivals()
-
-    def start_profile(self) -> None:
-        self._executor.profile(True)
-
-    def stop_profile(self) -> Profile:
-        ops = [OpProfile(*row) for row in self._executor.profiled()]
-        self._executor.profile(False)
-        rates = {op.code: self._device.product_rate(op.code, MANY_ROWS) for op in ops if op.code}
-        return Profile(
-            ops, self._device.read_bandwidth(self._weight_bytes), rates, self._device.hop_seconds()
-        )
-
-    @property
-    def max_checked(self) -> int:
-        """Most sampled rows whose logits lie in memory together."""
-        return int(native_module().SAMPLE_CHUNK)
-
-    @property
-    def most_extended(self) -> int:
-        """Most requests of a step to whose texts tokens are added that nothing else may follow.
-
-        From some rows on the time of a step grows with its rows alone; and where each thread takes
-        as many of them, one row more makes them uneven.
-        """
-        return max(1, int(self._executor.rows_of_blocks) - 1)
-
-    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
-        return self._run(batch, kv, None)
-
-    def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
-        return self._run(batch, kv, check)
-
-    def join(self, kv: KvCache) -> None:
-        num_groups = len(self.kv_layouts)
-        self._run(empty_batch(num_groups, self._num_axes, self._in_width), kv, None)
-
-    def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
-        if self._output_axis == "requests":
-            # The head has a row for each request.
-            batch = replace(batch, sample_rows=np.maximum(batch.query_starts[1:] - 1, 0))
-        num_rows = len(batch.token_ids if self._output == "hidden" else batch.sample_rows)
-        if batch.sampling is None:
-            rows = np.empty((num_rows, self._out_width), np.float32)
-            output = StepOutput(arrays={self._output: rows})
-        else:
-            output = StepOutput(_empty_result(batch.sampling, num_rows, self._vocab_size))
-        samples = output.samples
-        check_step = (
-            None
-            if check is None or samples is None
-            else lambda index: check(samples, self._kept_rows)
-        )
-        with _fatal_as_engine_dead():
-            self._executor.run(batch, output, kv, check_step)
-        if samples is not None and self._ranks is not None:
-            # The first rank's draw counts, whatever the others know of grammars and histories.
-            self._ranks.from_first(samples.token_ids)
-            self._ranks.from_first(samples.failed)
-        return output
-
-    def decode(
-        self,
-        batch: StepBatch,
-        kv: KvCache,
-        steps: DecodeSteps,
-        goes_on: GoesOn,
-        check: Check | None,
-    ) -> list[SampleResult]:
-        assert batch.sampling is not None
-        num_rows = len(batch.sample_rows)
-        whole = _empty_result(batch.sampling, num_rows * steps.num_steps, self._vocab_size)
-
-        def step(index: int) -> SampleResult:
-            return whole.part(index * num_rows, (index + 1) * num_rows)
-
-        with _fatal_as_engine_dead():
-            num_steps = self._executor.decode(
-                batch,
-                StepOutput(whole),
-                kv,
-                steps,
-                lambda index: goes_on(step(index)),
-                None if check is None else lambda index: check(step(index), self._kept_rows),
-            )
-        return [step(index) for index in range(num_steps)]
-
-
-class NativeRows:
-    """The sampled rows of the step that was just run. A `batch.KeptRows`."""
-
-    def __init__(self, executor: Any, vocab_size: int) -> None:
-        self._executor = executor
-        self._vocab_size = vocab_size
-
-    def logits(self, sample: int) -> NDArray[np.float32]:
-        logits = np.empty(self._vocab_size, np.float32)
-        self._executor.copy_logits(sample, logits)
-        return logits
-
-    def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
-        found = np.empty((len(samples), MOST_CANDIDATES), np.int32)
-        self._executor.candidates(samples, found)
-        return found
-
-
 def _predicts(program: Program) -> bool:
     return any(isinstance(op, ActMul) and op.scores is not None for op in program.ops)
 
@@ -499,29 +323,3 @@ def _skipping(program: Program) -> set[Weight]:
 
 def _in_memory(op: Op) -> None:
     """Says that no product waits for its weights."""
-
-
-@contextmanager
-def _fatal_as_engine_dead() -> Iterator[None]:
-    """Raises EngineDead where no further step can be computed: the file of weights has become
-    shorter, or another rank has ended.
-    """
-    try:
-        yield
-    except (native_module().WeightFileTruncated, native_module().RanksAborted) as error:
-        raise EngineDead(str(error)) from None
-
-
-def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> SampleResult:
-    result = SampleResult(np.zeros(count, np.int32), np.zeros(count, np.bool_))
-    most = min(int(sampling.records["num_logprobs"].max(initial=-1)), vocab_size)
-    if most >= 0:
-        result.logprobs = np.zeros(count, np.float32)
-        result.ranks = np.zeros(count, np.int32)
-        result.top_ids = np.zeros((count, most), np.int32)
-        result.top_logprobs = np.zeros((count, most), np.float32)
-    if sampling.records["mirostat_mode"].any():
-        result.surprises = np.zeros(count, np.float32)
-    if sampling.uncut is not None:
-        result.witnesses = np.full((count, MOST_WITNESSES), -1, np.int32)
-    return result

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -380,22 +381,18 @@ def _split(op: Op, down: Linear) -> tuple[Op, ...]:
         return op, Neurons(out, down.weights_[0])
     gate, up = op.weights_
     gate_bias, up_bias = op.biases or (None, None)
+    gated = partial(
+        Neurons,
+        down=down.weights_[0],
+        x=op.x,
+        up=up,
+        up_bias=up_bias,
+        norm=op.norm,
+        out=out,
+        x_threshold=op.threshold,
+    )
     if op.scores is not None:
-        return (
-            Neurons(
-                op.scores,
-                down.weights_[0],
-                x=op.x,
-                up=up,
-                up_bias=up_bias,
-                norm=op.norm,
-                out=out,
-                x_threshold=op.threshold,
-                gate_row=gate,
-                gate_bias=gate_bias,
-                gate=op.gate,
-            ),
-        )
+        return (gated(op.scores, gate_row=gate, gate_bias=gate_bias, gate=op.gate),)
     opened = replace(out, name=f"{out.name}.opened")
     gates = replace(
         op,
@@ -405,18 +402,7 @@ def _split(op: Op, down: Linear) -> tuple[Op, ...]:
         activation=op.gate.activation,
         gate=None,
     )
-    return gates, Neurons(
-        opened,
-        down.weights_[0],
-        x=op.x,
-        up=up,
-        up_bias=up_bias,
-        norm=op.norm,
-        out=out,
-        up_offset=op.gate.up_offset,
-        threshold=op.gate.threshold,
-        x_threshold=op.threshold,
-    )
+    return gates, gated(opened, up_offset=op.gate.up_offset, threshold=op.gate.threshold)
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -25,6 +25,7 @@ from octavo.backends.reference.step import (
     sparse_rows,
 )
 from octavo.program import ops
+from octavo.program.key_selection import LAST_BLOCKS, KeySelection
 from octavo.program.place_tables import place_buckets
 from octavo.program.program import Op
 from octavo.program.t5_buckets import t5_buckets
@@ -82,17 +83,17 @@ def _selected(
     return own, Query(query.row, len(places) - 1, 0, len(places))
 
 
-def chosen_blocks(masses: Floats, selection: ops.KeySelection) -> NDArray[np.int64]:
+def chosen_blocks(masses: Floats, selection: KeySelection) -> NDArray[np.int64]:
     """Returns the blocks that a row reads, in order, by the shares of its attention `[blocks]`."""
     ranked = masses.copy()
     ranked[0] = np.inf
-    ranked[-ops.LAST_BLOCKS :] = np.inf
+    ranked[-LAST_BLOCKS:] = np.inf
     order = np.lexsort((np.arange(len(ranked)), -ranked))
     return np.sort(order[: selection.num_blocks(len(ranked))])
 
 
 def _block_masses(
-    op: ops.Attention, selection: ops.KeySelection, query: Query, step: ReferenceStep
+    op: ops.Attention, selection: KeySelection, query: Query, step: ReferenceStep
 ) -> Floats:
     """Returns the shares of a query's attention that fall on each block, by partial keys, summed
     over the heads.

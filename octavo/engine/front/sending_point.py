@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from octavo.engine.step_costs import UNMEASURED, StepCosts
-from octavo.step import StoredBytes
+from octavo.kv_messages import StoredBytes
 
 UNMEASURED_TOKENS = 256
 """Fewest tokens that are sent before both rates are known, so that they become known."""

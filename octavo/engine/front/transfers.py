@@ -15,7 +15,7 @@ from octavo.engine.front.input_processor import FrontRequest
 from octavo.engine.front.prefill_peers import ComputeHere, PrefillPeers
 from octavo.engine.front.prefill_service import ComputePrompt, PrefillService
 from octavo.engine.step_costs import StepCosts
-from octavo.step import StoredBytes
+from octavo.kv_messages import StoredBytes
 from octavo.transfer.block_events import BlockEvent
 from octavo.transfer.messages import TransferFacts
 

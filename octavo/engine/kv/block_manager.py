@@ -2,20 +2,21 @@
 again, free.
 
 Puts together who owns what: `BlockPool` the blocks of a group, `BlockTables` the requests' tables
-on the device, `HostBlocks` those of swapped requests, `BlockChain` a request's block names, the
-`Connector` what lies off the device. Knows no bytes: what is to be copied leaves as BlockMoves.
+on the device, `HostBlocks` those of swapped requests, `NamedBlocks` the names of requests' blocks,
+the `Connector` what lies off the device. Knows no bytes: what is to be copied leaves as BlockMoves.
 Source: PagedAttention (Kwon et al. 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool
 from octavo.engine.kv.block_tables import BlockTables, Grant, LeafBlocks
 from octavo.engine.kv.important_blocks import ImportantBlocks, PromptPart
+from octavo.engine.kv.named_blocks import NamedBlocks
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.kv.prefix_finder import NO_HIT, Hit, PrefixFinder
@@ -24,9 +25,9 @@ from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.kv.tier_connector import no_connector
 from octavo.engine.kv.tier_slots import Weighing
 from octavo.group_life import UNBOUNDED, Extent
+from octavo.kv_messages import BlockKey, BlockMove, BlockName
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.ports import Connector
-from octavo.step import BlockKey, BlockMove, BlockName, StreamedBlock
 from octavo.transfer.block_events import BlockEventLog
 
 PLAIN = BlockNaming()
@@ -105,16 +106,20 @@ class BlockManager:
         """Tokens of the longest request that fits when it is alone."""
         self.keeps_parts = all(pool.life.keeps_parts for pool in self.pools)
         """Whether the first of a step's tokens hold where the others do not."""
-        self._caching = enable_prefix_caching
-        intervals = [pool.life.checkpoint_tokens for pool in self.pools]
-        self._checkpoint_tokens = min(filter(None, intervals), default=0)
         self._tables = BlockTables(self.pools, block_size)
+        self.names = NamedBlocks(
+            self.pools,
+            self._tables,
+            self.connector,
+            block_size=block_size,
+            is_used=enable_prefix_caching,
+        )
+        """Names of the requests' blocks."""
         self._finder = PrefixFinder(self.pools, block_size, self.connector)
         important = weighing and ImportantBlocks(
             self._finder, self.connector, weighing, num_groups=len(groups)
         )
         self._loader = PrefixLoader(self.pools, self._finder, self.connector, important)
-        self._chains: dict[str, BlockChain] = {}
 
     @property
     def tables(self) -> Mapping[str, list[list[int]]]:
@@ -161,9 +166,9 @@ class BlockManager:
         Unless `at_once`, a step loads only so much that it does not keep others waiting.
         """
         limit = min(len(token_ids) - 1, max_cached_tokens, naming.num_named_tokens)
-        if not self.connector.reaches or not self._caching or limit <= 0:
+        if not (self.connector.reaches and self.names.is_used) or limit <= 0:
             return NOTHING_TO_FETCH
-        keys = self._keys_of(request_id, token_ids[:limit], naming)
+        keys = self.names.keys(request_id, token_ids[:limit], naming)
         # Queries are made of tokens alone, by the plain model.
         is_plain = not (source or naming.media or naming.adapter_digest)
         return self._loader.prefetch(
@@ -196,36 +201,26 @@ class BlockManager:
         groups for `num_fixed_tokens`.
         """
         limit = min(len(token_ids) - 1, max_cached_tokens, naming.num_named_tokens)
-        reads = self._caching and limit > 0
+        reads = self.names.is_used and limit > 0
         hit = self._find_hit(request_id, token_ids[:limit], naming) if reads else NO_HIT
         whole_extent = Extent(len(token_ids), step_tokens, num_fixed_tokens)
         placed = self._place_hit(request_id, hit, whole_extent, reserve)
         if placed is None:
             return None
-        chain = self._chain_of(request_id, naming)
+        chain = self.names.chain(request_id, naming)
         chain.num_named = placed.num_blocks
         chain.num_named_tokens = naming.num_named_tokens
         left_out = self._loader.left_out(request_id)
-        num_left_out = sum(key.digest in left_out for key in chain.keys[: placed.num_blocks])
-        if num_left_out:
+        used = [key for key in chain.keys[: placed.num_blocks] if key.digest not in left_out]
+        if len(used) < placed.num_blocks:
             # What is computed without some of the keys is never found as if all had been read.
             chain.num_named_tokens = placed.num_blocks * self.block_size
         chain.last_mark = (len(token_ids) - 1) // self.block_size * self.block_size
         self.connector.release(request_id)
         loads = self._loader.load(placed, chain.keys, self.tables[request_id])
         if reads:
-            self._count(chain, len(token_ids), placed, left_out)
+            self._count(used, len(token_ids), placed)
         return StartedRequest(placed.num_tokens, loads + self._copies(request_id, placed))
-
-    def step_end(self, request_id: str, start: int, end: int) -> int:
-        """Returns where a step ends that begins at `start` and would end at `end`: where a
-        checkpoint lies between them, there.
-        """
-        if not (self._caching and self._checkpoint_tokens):
-            return end
-        interval, mark = self._checkpoint_tokens, self._chains[request_id].last_mark
-        end = min(end, (start // interval + 1) * interval)
-        return min(end, mark) if mark > start else end
 
     def can_fork(self, parent_id: str, num_tokens: int) -> bool:
         """Says whether the parent still has every block that the token after its first `num_tokens`
@@ -236,15 +231,11 @@ class BlockManager:
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Gives the child the parent's blocks that hold its first `num_tokens` tokens."""
         self._tables.fork(parent_id, child_id, num_tokens)
-        self._chains[child_id] = self._chains[parent_id].fork(num_tokens // self.block_size)
+        self.names.fork(parent_id, child_id, num_tokens)
 
     def block_ids(self, request_id: str) -> list[list[int]]:
         """Returns a copy of the request's tables."""
         return [list(table) for table in self.tables[request_id]]
-
-    def num_named_blocks(self, request_id: str) -> int:
-        """Counts the request's first blocks that have been named."""
-        return self._chains[request_id].num_named
 
     def grow(self, request_id: str, first_token: int, end: int) -> Grant | None:
         """Makes room for writing the tokens from `first_token` up to `end`: appends blocks, and
@@ -292,64 +283,14 @@ class BlockManager:
 
         `in_flight`: another step of the request is being computed.
         """
-        if self._caching:
-            self._name(request_id, token_ids, num_computed_tokens)
+        self.names.give(request_id, token_ids, num_computed_tokens)
         self._tables.release_unread(request_id, num_computed_tokens, in_flight=in_flight)
-
-    # -- blocks for another engine -----------------------------------------------------------------
-
-    def offer_cached(self, request_id: str) -> None:
-        """Has the connector save the cached blocks of a request that has just started, which were
-        offered when they were computed and may be gone from there.
-        """
-        for group, key in self._named(self._chains[request_id].named()):
-            self.connector.offer(group, key)
-
-    def stream(self, request_id: str, token_ids: Sequence[int], start: int, end: int) -> None:
-        """Has the connector send the blocks that the coming step fills, which computes the tokens
-        from `start` up to `end`, while it computes.
-        """
-        if not (self.connector.streams and self._caching):
-            return
-        chain = self._chains[request_id]
-        num_full = min(end, chain.naming.num_named_tokens) // self.block_size
-        keys = chain.extend(token_ids, num_full, self.block_size)
-        for group, table in enumerate(self.tables[request_id]):
-            life = self.pools[group].life
-            if life.is_named and not life.is_rewritten:
-                for index in range(start // self.block_size, num_full):
-                    if table[index] != HOLE:
-                        block = StreamedBlock(request_id, group, table[index], keys[index])
-                        self.connector.stream(block)
-
-    def complete(
-        self, request_id: str, token_ids: Sequence[int], naming: BlockNaming = PLAIN
-    ) -> None:
-        """Tells the connector that no more blocks of a prompt will be computed for another
-        engine.
-        """
-        keys = self._keys_of(request_id, token_ids, naming)
-        self.connector.complete(BlockName(group, key.digest) for group, key in self._named(keys))
-
-    def _named(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
-        """Lists the keys with each group that has names."""
-        groups = [index for index, pool in enumerate(self.pools) if pool.life.is_named]
-        return [(group, key) for key in keys for group in groups]
 
     # -- a request leaves, for good or for a while -------------------------------------------------
 
-    def forget(self, request_id: str) -> None:
-        """Drops the names of a request's blocks: a failed request's KV is not found again."""
-        chain = self._chains.get(request_id)
-        if chain is None:
-            return
-        for group, pool in enumerate(self.pools):
-            pool.cache.forget_keys(chain.named())
-            self.connector.forget(group, chain.named())
-
     def free(self, request_id: str) -> None:
         """Releases all of a request's blocks, if it has any."""
-        self._chains.pop(request_id, None)
+        self.names.drop(request_id)
         self._loader.cancel(request_id)
         self.connector.release(request_id)
         self._tables.release(request_id)
@@ -440,22 +381,8 @@ class BlockManager:
     def _fullest(self) -> BlockPool:
         return min(self.pools, key=lambda pool: len(pool.free) / pool.num_blocks)
 
-    def _chain_of(self, request_id: str, naming: BlockNaming) -> BlockChain:
-        chain = self._chains.get(request_id)
-        if chain is None:
-            chain = self._chains[request_id] = BlockChain(naming)
-        return chain
-
-    def _keys_of(
-        self, request_id: str, token_ids: Sequence[int], naming: BlockNaming
-    ) -> list[BlockKey]:
-        """Returns the keys of the full blocks of `token_ids`."""
-        num_blocks = len(token_ids) // self.block_size
-        chain = self._chain_of(request_id, naming)
-        return chain.extend(token_ids, num_blocks, self.block_size)
-
     def _find_hit(self, request_id: str, token_ids: Sequence[int], naming: BlockNaming) -> Hit:
-        keys = self._keys_of(request_id, token_ids, naming)
+        keys = self.names.keys(request_id, token_ids, naming)
         rest = tuple(token_ids[len(keys) * self.block_size :])
         if naming.media.get(len(keys)):
             rest = ()  # its tokens alone do not say what it holds
@@ -488,9 +415,7 @@ class BlockManager:
             if source != HOLE
         ]
 
-    def _count(
-        self, chain: BlockChain, num_tokens: int, hit: Hit, left_out: Collection[bytes]
-    ) -> None:
+    def _count(self, used: Sequence[BlockKey], num_tokens: int, hit: Hit) -> None:
         counts = self.prefix_counts
         counts.num_queried += num_tokens
         counts.num_hits += hit.num_tokens
@@ -498,36 +423,9 @@ class BlockManager:
             num_loaded = sum(group == 0 for group, _ in hit.stored()) * self.block_size
             counts.num_external_queried += num_tokens - hit.num_tokens + num_loaded
             counts.num_external_hits += num_loaded
-        used = [key for key in chain.keys[: hit.num_blocks] if key.digest not in left_out]
         counts.num_left_out += hit.num_blocks - len(used)
         for group in range(len(self.pools)):
             self.connector.touch(group, used)
-
-    def _name(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> None:
-        chain = self._chains[request_id]
-        limit = chain.num_named_tokens
-        num_full = min(num_tokens, limit) // self.block_size
-        if num_full <= chain.num_named:
-            return
-        chain.extend(token_ids, num_full, self.block_size)
-        named = list(chain.name_until(num_full))
-        for group, (pool, table) in enumerate(
-            zip(self.pools, self.tables[request_id], strict=True)
-        ):
-            if pool.life.is_rewritten:
-                is_kept = num_tokens <= limit and self._is_mark(chain, num_tokens)
-                entries = [(table[0], named[-1][1])] if is_kept else []
-            else:
-                entries = [(table[index], key) for index, key in named if pool.life.is_named]
-            for block_id, key in entries:
-                if block_id != HOLE:
-                    pool.cache.add(block_id, key)
-                    self.connector.offer(group, key)
-
-    def _is_mark(self, chain: BlockChain, num_tokens: int) -> bool:
-        """Says whether the state after `num_tokens` tokens, whole blocks, is to be found again."""
-        interval = self._checkpoint_tokens
-        return interval > 0 and (num_tokens == chain.last_mark or num_tokens % interval == 0)
 
     def _returning(self, row: SwappedRow, group: int, step_tokens: int) -> SwappedTable:
         life, host = self.pools[group].life, self.host.tables[row.request_id][group]
@@ -535,7 +433,7 @@ class BlockManager:
         has_keys = life.is_named and not life.is_rewritten
         return SwappedTable(
             host=host,
-            keys=self._chains[row.request_id].named() if has_keys else (),
+            keys=self.names.given(row.request_id) if has_keys else (),
             num_final=life.blocks_final(row.num_computed_tokens, len(host), self.block_size),
             num_blocks=max(len(host), life.blocks_at_start(extent, self.block_size)),
         )

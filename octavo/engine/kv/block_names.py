@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from octavo.group_life import UNBOUNDED
-from octavo.step import BlockKey, MediaItem
+from octavo.kv_messages import BlockKey
+from octavo.step import MediaItem
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = array("i").itemsize

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.group_life import Extent, blocks_for
-from octavo.step import BlockMove
+from octavo.kv_messages import BlockMove
 
 Kept = list[list[int | None]]
 """The beginning of a table in each group: blocks that are there already, holes, and None where one

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from octavo.step import BlockKey
+from octavo.kv_messages import BlockKey
 from octavo.transfer.block_events import BlockEventLog
 
 

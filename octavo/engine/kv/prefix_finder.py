@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.engine.kv.block_tables import Kept
+from octavo.kv_messages import BlockKey, BlockName
 from octavo.ports import Connector
-from octavo.step import BlockKey, BlockName
 
 ABSENT = -2
 """Place of a block that is nowhere."""

@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.engine.kv.tier_slots import Slot, TierSlots, Weighing
 from octavo.errors import InvalidRequest
-from octavo.step import (
+from octavo.kv_messages import (
     BlockKey,
     BlockMove,
     BlockName,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from octavo.step import BlockKey
+from octavo.kv_messages import BlockKey
 
 CONSIDERED = 32
 """Slots, the least recently used, of which the one with the least important block is taken."""

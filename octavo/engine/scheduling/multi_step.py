@@ -52,7 +52,7 @@ class MultiStepPolicy:
         if most < 2 or not all(row.wants == "draw" and row.num_tokens == 1 for row in builder.rows):
             return 1
         ends = [
-            self._blocks.step_end(row.request_id, row.start, row.start + most) - row.start
+            self._blocks.names.step_end(row.request_id, row.start, row.start + most) - row.start
             for row in builder.rows
         ]
         return min(most, *ends, *(request.num_plain_draws for request, _ in builder.owners))

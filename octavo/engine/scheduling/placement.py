@@ -28,7 +28,7 @@ from octavo.engine.scheduling.admission import (
 )
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.group_life import UNBOUNDED
-from octavo.step import BlockMove
+from octavo.kv_messages import BlockMove
 
 Mode = Literal["auto", "swap", "recompute"]
 
@@ -165,10 +165,12 @@ class Placement:
         """Has the blocks leave, layer by layer, that a step fills with the last tokens of prompts
         which are computed for other engines.
         """
+        if not self._blocks.names.streams:
+            return
         for (request, row), scheduled in zip(builder.owners, builder.rows, strict=True):
             end = scheduled.start + scheduled.num_tokens
             if request.source.sends_kv and scheduled.start < request.num_prompt_tokens <= end:
-                self._blocks.stream(row.request_id, row.token_ids, scheduled.start, end)
+                self._blocks.names.stream(row.request_id, row.token_ids, scheduled.start, end)
 
     def sent(self, request: Request) -> None:
         """Notes the end of a request; where it was computed for another engine, that one is told
@@ -177,7 +179,7 @@ class Placement:
         if request.source.sends_kv:
             prompt = request.token_ids[: request.num_prompt_tokens]
             naming = self._naming(request)
-            self._blocks.complete(request.request_id, prompt, naming)
+            self._blocks.names.complete(request.request_id, prompt, naming)
 
     def _is_shareable(self, request: Request, parent: Request) -> bool:
         """Returns whether the parent has blocks to share, or computes the same prompt for the first
@@ -210,7 +212,7 @@ class Placement:
         if start is None:
             return None
         if request.source.sends_kv:
-            self._blocks.offer_cached(request.request_id)
+            self._blocks.names.offer_cached(request.request_id)
         request.num_computed_tokens = start.num_cached_tokens
         if not request.has_run:
             request.num_cached_tokens = start.num_cached_tokens
@@ -264,7 +266,7 @@ class Placement:
     def forget(self, request: Request) -> None:
         """Keeps what was computed of a request from being found again in the prefix cache."""
         for row in request.rows:
-            self._blocks.forget(row.request_id)
+            self._blocks.names.forget(row.request_id)
 
     def free(self, request: Request) -> None:
         """Frees all blocks and rows that a request holds."""

@@ -21,14 +21,7 @@ from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
 from octavo.engine.speculation.speculation import Speculating
 from octavo.engine.stats import EngineStats
-from octavo.step import (
-    RowResult,
-    ScheduledRow,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-    WeightArrivals,
-)
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs, WeightArrivals
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from octavo.engine.requests.request import Request
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.step_time import StepTime
 from octavo.engine.step_costs import StepCosts
-from octavo.step import BlockMove, MediaItem, NewRow, ScheduledRow
+from octavo.kv_messages import BlockMove
+from octavo.step import MediaItem, NewRow, ScheduledRow
 
 
 @dataclass(slots=True)

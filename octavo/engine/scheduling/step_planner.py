@@ -147,7 +147,7 @@ class StepPlanner:
             end = builder.end_of(request, row, start)
             if end == start:
                 continue
-            end = self.blocks.step_end(row.request_id, start, end)
+            end = self.blocks.names.step_end(row.request_id, start, end)
             grant = self._make_room(request, row, start, end, builder)
             if grant is None:
                 return

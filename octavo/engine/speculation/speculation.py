@@ -309,7 +309,7 @@ class Speculation:
             num_left = max(0, num_left - history.follow(row.token_ids, num_left))
             most = min(self._max_tokens, request.num_guessable_tokens - row.num_tokens)
             first = scheduled.start + scheduled.num_tokens
-            end = self._blocks.step_end(row.request_id, scheduled.start, first + max(0, most))
+            end = self._blocks.names.step_end(row.request_id, scheduled.start, first + max(0, most))
             most = end - first
             if most < 1 or not _goes_on(scheduled, request):
                 continue

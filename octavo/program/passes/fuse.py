@@ -82,11 +82,12 @@ def _fold_activations(ops: list[Op], uses: _Uses) -> list[Op]:
     result = list(ops)
     gone: set[int] = set()
     for at, op in enumerate(ops):
-        source = uses.maker.get(op.x) if isinstance(op, Act) else None
+        if not isinstance(op, Act):
+            continue
+        source = uses.maker.get(op.x)
         linear = ops[source] if source is not None else None
         if (
             source is None
-            or not isinstance(op, Act)
             or not isinstance(linear, Linear)
             or not _is_plain(linear)
             or linear.outs != (op.x,)

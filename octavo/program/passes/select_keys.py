@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError
+from octavo.program.key_selection import KeySelection
 from octavo.program.ops import (
     Attention,
-    KeySelection,
     KvWrite,
     LayerNorm,
     Linear,

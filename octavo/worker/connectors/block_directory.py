@@ -23,7 +23,7 @@ from pathlib import Path
 
 from octavo.config.paths import user_path
 from octavo.errors import ConfigError
-from octavo.step import BlockName, BlockPin, SlotBlock, StoredBytes
+from octavo.kv_messages import BlockName, BlockPin, SlotBlock, StoredBytes
 from octavo.worker.connectors.block_file import (
     DamagedFile,
     header_of,

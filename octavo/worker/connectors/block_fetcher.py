@@ -20,7 +20,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from octavo.step import BlockName, SlotBlock
+from octavo.kv_messages import BlockName, SlotBlock
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.transfer.messages import (

@@ -16,7 +16,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from octavo.step import BlockKey
+from octavo.kv_messages import BlockKey
 
 MAGIC = b"OCTAVOKV"
 VERSION = 2

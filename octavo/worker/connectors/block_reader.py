@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.step import BlockName
+from octavo.kv_messages import BlockName
 from octavo.transfer.block_transport import BlockTransport, RemoteBytes
 
 MOST_BLOCKS = 64

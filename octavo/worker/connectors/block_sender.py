@@ -21,7 +21,7 @@ import zmq
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
-from octavo.step import BlockName, SlotBlock
+from octavo.kv_messages import BlockName, SlotBlock
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.transfer.messages import (

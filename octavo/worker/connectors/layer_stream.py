@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.step import StreamedBlock
+from octavo.kv_messages import StreamedBlock
 from octavo.worker.kv_layers import KvLayers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from octavo.step import BlockName
+from octavo.kv_messages import BlockName
 
 BUSY_MS = 2
 """Milliseconds until a message that a full socket did not take is tried again, and until the layers

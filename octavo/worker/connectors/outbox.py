@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.step import BlockKey, BlockName
+from octavo.kv_messages import BlockKey, BlockName
 from octavo.transfer.messages import WantedBlock
 
 LEASE_S = 30.0

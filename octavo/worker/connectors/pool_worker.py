@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.step import BlockName, ConnectorPlan, ConnectorReport, SlotBlock, StoredBytes
+from octavo.kv_messages import BlockName, ConnectorPlan, ConnectorReport, SlotBlock, StoredBytes
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.block_file import TAIL, header_of
 from octavo.worker.connectors.shared_store import SharedStore, StoreValue

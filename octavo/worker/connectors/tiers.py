@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.step import (
+from octavo.kv_messages import (
     BlockName,
     ConnectorPlan,
     ConnectorReport,

@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from octavo.step import ConnectorPlan, SlotBlock
+from octavo.kv_messages import ConnectorPlan, SlotBlock
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.connectors.block_fetcher import BlockFetcher

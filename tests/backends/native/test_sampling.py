@@ -15,17 +15,19 @@ from octavo.backends.native.extension import native_module
 from octavo.errors import BackendUnavailable
 from octavo.program import ops
 from octavo.program.program import Value, Weight
-from tests.support.native_harness import Case, normal, plain, require_native, rng
-from tests.support.sampling_cases import (
+from tests.support.draw_laws import (
     SAMPLERS,
-    Drawn,
-    batch_for,
-    check,
     check_distribution,
     check_first_legal,
     check_masked_distribution,
     check_ranks_of_ties,
     check_witnesses,
+)
+from tests.support.native_harness import Case, normal, plain, require_native, rng
+from tests.support.sampling_cases import (
+    Drawn,
+    batch_for,
+    check,
     drawn,
     possible_tokens,
     random_batch,

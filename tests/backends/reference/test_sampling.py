@@ -6,16 +6,15 @@ import pytest
 from octavo.backends import sampling
 from octavo.backends.batch import SAMPLING_RECORD, sampling_records
 from octavo.backends.sampling import gumbel, noise_words, philox, sample
-from tests.support.sampling_cases import (
+from tests.support.draw_laws import (
     SAMPLERS,
-    batch_for,
     check_distribution,
     check_first_legal,
     check_masked_distribution,
     check_ranks_of_ties,
     check_witnesses,
-    rng,
 )
+from tests.support.sampling_cases import batch_for, rng
 
 
 def row(*values):

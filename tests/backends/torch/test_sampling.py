@@ -11,16 +11,13 @@ from octavo.backends.batch import sampling_records
 from octavo.backends.torch.draws import gumbel, noise_words, record_words
 from octavo.backends.torch.plain import PlainKernels
 from octavo.backends.torch.sampling import GREEDY, draw, draw_arrays, result_of, wants_of
-from tests.support.sampling_cases import (
+from tests.support.draw_laws import (
     SAMPLERS,
-    check,
     check_distribution,
     check_first_legal,
     check_ranks_of_ties,
-    drawn,
-    random_batch,
-    random_logits,
 )
+from tests.support.sampling_cases import check, drawn, random_batch, random_logits
 
 
 def sample_torch(logits, batch):

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.engine.front.sending_point import RATE_LIFE_S, UNMEASURED_TOKENS, SendingPoint
 from octavo.engine.step_costs import CostPoint, StepCosts
-from octavo.step import StoredBytes
+from octavo.kv_messages import StoredBytes
 
 COSTS = StepCosts((CostPoint(1, 0, 0.002), CostPoint(1024, 0, 1.024)))
 """A millisecond a token, and two of a step with one."""

@@ -18,7 +18,7 @@ from octavo.engine.kv.block_pool import HOLE, BlockGroup
 from octavo.engine.kv.block_tables import EMPTY_GRANT
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.group_life import WindowLife
-from octavo.step import BlockKey
+from octavo.kv_messages import BlockKey
 from tests.support.tiers import examples
 
 BLOCK = 4
@@ -213,7 +213,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if (rest := [row for row in family if row != request_id])
         ]
         if forget:
-            self.blocks.forget(request_id)
+            self.blocks.names.forget(request_id)
         self.blocks.free(request_id)
         self.tokens.pop(request_id, None)
         self.computed.pop(request_id, None)

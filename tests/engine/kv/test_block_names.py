@@ -11,7 +11,7 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.prefix_cache import PrefixCache
-from octavo.step import BlockKey
+from octavo.kv_messages import BlockKey
 
 BLOCK = 4
 

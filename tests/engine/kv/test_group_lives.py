@@ -101,12 +101,12 @@ class LivesMachine(RuleBasedStateMachine):
         """Computes a step, and maybe plans the next one before it is taken in."""
         request_id = self.running()[which % len(self.running())]
         first = self.computed[request_id]
-        end = self.blocks.step_end(request_id, first, first + num_tokens)
+        end = self.blocks.names.step_end(request_id, first, first + num_tokens)
         tokens = self.tokens[request_id]
         tokens += [0] * (end + num_ahead - len(tokens))
         if not self.grow(request_id, first, end):
             return
-        num_ahead = self.blocks.step_end(request_id, end, end + num_ahead) - end
+        num_ahead = self.blocks.names.step_end(request_id, end, end + num_ahead) - end
         ahead = num_ahead > 0 and self.grow(request_id, end, end + num_ahead)
         self.computed[request_id] = end
         self.blocks.record(request_id, tokens, end, in_flight=ahead)
@@ -360,7 +360,7 @@ def run(blocks: BlockManager, request_id: str, tokens: list[int]) -> tuple[int, 
     assert started is not None
     first, num_copied = started.num_cached_tokens, 0
     while first < len(tokens):
-        end = blocks.step_end(request_id, first, len(tokens))
+        end = blocks.names.step_end(request_id, first, len(tokens))
         grant = blocks.grow(request_id, first, end)
         assert grant is not None
         num_copied += sum(move.group == 1 for move in grant.moves)

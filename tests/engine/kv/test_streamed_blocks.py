@@ -6,7 +6,7 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_names import BlockNaming
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import TierConnector, Tiers
-from octavo.step import StreamedBlock
+from octavo.kv_messages import StreamedBlock
 
 BLOCK = 4
 TOKENS = list(range(5, 23))
@@ -25,7 +25,7 @@ def manager(*, streams: bool = True, num_groups: int = 1) -> BlockManager:
 def streamed(blocks: BlockManager, start: int, end: int) -> list[StreamedBlock]:
     """Returns what a step's plan streams that computes these tokens of a request."""
     blocks.begin_step()
-    blocks.stream("a", TOKENS, start, end)
+    blocks.names.stream("a", TOKENS, start, end)
     plan = blocks.connector.end_step()
     return [] if plan is None else plan.stream
 

@@ -14,8 +14,8 @@ import torch
 from octavo.backends.torch.block_copies import BlockCopies
 from octavo.backends.torch.kv_cache import TorchKvCache, layout_of
 from octavo.backends.torch.streams import CudaStreams, SerialStreams
+from octavo.kv_messages import BlockMove
 from octavo.program.program import CacheGroup
-from octavo.step import BlockMove
 from octavo.worker.cache_engine import CacheEngine, HostShape, batches
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="a side stream needs a CUDA device")

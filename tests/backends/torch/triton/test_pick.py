@@ -15,11 +15,10 @@ from octavo.backends.torch.triton import pick
 from octavo.backends.torch.triton.device import device_name
 from octavo.backends.torch.triton.kernels import TritonKernels
 from tests.backends.torch.triton.device import DEVICE
+from tests.support.draw_laws import check_distribution, check_first_legal
 from tests.support.sampling_cases import (
     batch_for,
     check,
-    check_distribution,
-    check_first_legal,
     drawn,
     random_batch,
     random_logits,
