@@ -122,16 +122,16 @@ class LoadedModel:
         """
         config = self.config
         memory = device_memory(self.backend)
+        num_spare = WEIGHING_BLOCKS if config.cache.weighs_prefixes else 0
         budget = plan_kv(
             group_sizes(config, self.layouts),
             demand_of(config),
             wanted_bytes=config.cache.kv_cache_memory_bytes,
             available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
             share=SAFE_SHARE if memory is None else 1.0,
+            num_spare=num_spare,
         )
-        if config.cache.weighs_prefixes:
-            return budget.less(WEIGHING_BLOCKS, for_what="prefix_cache_policy")
-        return budget
+        return budget.less(num_spare, for_what="prefix_cache_policy") if num_spare else budget
 
     def num_blocks(self) -> Sequence[int]:
         """Returns how many KV blocks of each cache group fit."""

@@ -182,9 +182,10 @@ def plan_kv(
     wanted_bytes: int | None,
     available_bytes: int | None,
     share: float = SAFE_SHARE,
+    num_spare: int = 0,
 ) -> KvBudget:
-    """Plans blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts, within a share
-    of what is free.
+    """Plans blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts and `num_spare`
+    blocks, which no request gets (`KvBudget.less`), within a share of what is free.
 
     All groups get the same number, except those that never need as many, and states, which have
     their places first: one for each request, within a share of the bytes, and then as many
@@ -204,7 +205,8 @@ def plan_kv(
         num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
     wanted = num_blocks
     if wanted_bytes is None:
-        wanted = min(num_blocks, _blocks_for(demand.max_model_len) * demand.max_num_seqs)
+        contexts = _blocks_for(demand.max_model_len) * demand.max_num_seqs
+        wanted = min(num_blocks, contexts + num_spare)
     if wanted < least:
         raise _too_little(
             groups, demand, given, num_blocks, share=None if wanted_bytes is not None else share

@@ -309,6 +309,13 @@ def test_what_cannot_be_weighed_is_refused(tmp_path, case):
     assert message in str(caught.value)
 
 
+def test_the_longest_request_fits_beside_what_weighs(tmp_path):
+    with engine(tmp_path, 0.5, kv_cache_memory_bytes=None, max_num_seqs=1) as llm:
+        assert llm.info.kv_capacity_tokens == 256
+        (output,) = llm.generate([[5] * 250], SHORT)
+    assert output.error is None
+
+
 def test_too_small_a_cache_is_refused(tmp_path):
     with engine(tmp_path, 0.5) as llm:
         block_bytes = (64 << 20) // (llm.info.kv_capacity_tokens // BLOCK_SIZE + 8)
