@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
+
 from octavo import AsyncLLM
+from octavo.engine.front.input_processor import FrontRequest
+from octavo.engine.front.transfers import Transfers
 from tests.support.free_ports import free_port
 from tests.support.llm_tools import (
     GREEDY,
     PENALISED,
     SAMPLED,
+    final,
     fingerprint,
     make_async,
     make_llm,
@@ -63,6 +68,34 @@ async def met(prefill: AsyncLLM, decode: AsyncLLM) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the engines did not meet")
+
+
+async def num_requests(engine: AsyncLLM) -> int:
+    """Returns how many requests an engine has had, the one by which it is asked included.
+
+    Stats come with outputs, and an engine may be done with a prompt that it computes for another
+    before its own output is read; a request of its own brings them up to date.
+    """
+    await final(engine, [3, 5], GREEDY)
+    return engine.stats().num_added
+
+
+def note_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list that gets the id of each request whose prompt a peer is to compute.
+
+    The peer's own count may lack one: it may have the blocks already, and then the prompt is
+    withdrawn before it runs.
+    """
+    asked: list[str] = []
+
+    def place(transfers: Transfers, request: FrontRequest) -> None:
+        original(transfers, request)
+        if request.samples[0].kv_source:
+            asked.append(request.request_id)
+
+    original = Transfers.place
+    monkeypatch.setattr(Transfers, "place", place)
+    return asked
 
 
 def expected(model: Any, prompts: Any = PROMPTS, params: Any = PARAMS) -> list[Any]:
