@@ -79,8 +79,6 @@ class TritonAttention:
             return f"its kernels read no KV cache of {str(kv_dtype).removeprefix('torch.')}"
         if isinstance(op, ops.Attention) and op.sees_ahead:
             return "its kernels know no tokens that see later ones"
-        if isinstance(op, ops.Attention) and op.mask == "chunk":
-            return "its kernels know no chunks"
         assert isinstance(op, ops.Attention | ops.MlaAttention)
         return self._tiles.refusal(*_widths_of(op), kv_dtype)
 

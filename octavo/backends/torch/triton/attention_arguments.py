@@ -99,12 +99,15 @@ class Mask(NamedTuple):
 
     WINDOW: tl.constexpr
     """Number of keys that a row sees, its own included; 0 without a window."""
+    CHUNK: tl.constexpr
+    """Number of keys of a chunk, of which a row sees its own chunk's; 0 without chunks."""
     FULL: tl.constexpr
     """Whether a row sees every key, whatever the place of the key."""
 
     @staticmethod
     def of(call: AttentionCall) -> Mask:
-        return Mask(tl.constexpr(call.window or 0), tl.constexpr(call.full))
+        chunk, window = (call.window, None) if call.chunks else (None, call.window)
+        return Mask(*map(tl.constexpr, (window or 0, chunk or 0, call.full)))
 
 
 class Widths(NamedTuple):

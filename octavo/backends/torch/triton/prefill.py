@@ -104,7 +104,7 @@ def prefill_kernel(
         all_from = (top_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         least_high = tl.min(tl.where(valid, lanes.high, 1 << 30), axis=0)
         all_to = tl.maximum(all_from, least_high // BLOCK_N * BLOCK_N)
-        for part in tl.static_range(0 if mask.WINDOW > 0 else 1, 3):
+        for part in tl.static_range(0 if mask.WINDOW + mask.CHUNK > 0 else 1, 3):
             begin = first_key if part == 0 else all_from if part == 1 else all_to
             end = tl.minimum(all_from, last_key) if part == 0 else all_to if part == 1 else last_key
             keys = KeyRange(table, kv_head, begin, end)

@@ -72,6 +72,7 @@ class PrefixMask:
 
     group: int
     window: int | None
+    """Number of the first keys, or of a chunk's: a row that sees the first key lies within it."""
     full: bool
     rows_a_run: int
 
@@ -88,7 +89,8 @@ class PrefixMask:
         group = program.groups[at]
         v_width = op.latent_width if isinstance(op, ops.MlaAttention) else group.v_width
         full = isinstance(op, ops.Attention) and op.mask == "full"
-        window = op.window if isinstance(op, ops.Attention) and op.mask == "window" else None
+        has_window = isinstance(op, ops.Attention) and op.mask in ("window", "chunk")
+        window = op.window if has_window else None
         rows = rows_a_run(group.k_width, v_width, op.num_heads // group.num_kv_heads)
         return PrefixMask(at, window, full, rows)
 
@@ -162,7 +164,7 @@ def _sharers(
     batch: StepBatch, group: int, singles: NDArray[np.int64], *, window: int | None, full: bool
 ) -> list[list[_Sharer]]:
     """Returns the requests that begin with the same split, sorted, for each such split. With a
-    window only rows that see the first key can share.
+    window, or in chunks, only rows that see the first key can share.
     """
     context = batch.context_lens[group, singles]
     place = batch.places[batch.query_starts[:-1][singles]]

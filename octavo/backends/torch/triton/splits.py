@@ -88,6 +88,8 @@ def visible(place, context, valid, mask):
         high = context
     if mask.WINDOW > 0:
         low = tl.maximum(place + 1 - mask.WINDOW, 0)
+    if mask.CHUNK > 0:
+        low = place - place % mask.CHUNK
     return tl.where(valid, low, 0), tl.where(valid, high, 0)
 
 

@@ -36,6 +36,8 @@ class Case:
     k_width: int = 24
     v_width: int = 24
     window: int | None = None
+    chunks: bool = False
+    """Whether `window` is the length of a chunk."""
     full: bool = False
     softcap: float | None = None
     sinks: bool = False
@@ -116,10 +118,18 @@ class Case:
             group=0,
             batch=self.batch,
             once=lambda key, make: make(),
-            rows=query_rows_of(self.batch, 0, full=self.full, window=self.window, device=DEVICE),
+            rows=query_rows_of(
+                self.batch,
+                0,
+                full=self.full,
+                window=self.window,
+                chunks=self.chunks,
+                device=DEVICE,
+            ),
             scale=self.k_width**-0.5,
             v_width=self.v_width,
             window=self.window,
+            chunks=self.chunks,
             full=self.full,
             softcap=self.softcap,
             sinks=torch.randn(self.heads, generator=generator).to(DEVICE) if self.sinks else None,

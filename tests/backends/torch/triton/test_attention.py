@@ -165,7 +165,14 @@ def backend(kv="fp32", *, fixed_tiles=False, **options):
     )
 
 
-CHOSEN = ["three a head", "odd widths", "window over splits", "softcap", "sinks in a window"]
+CHOSEN = [
+    "three a head",
+    "odd widths",
+    "window over splits",
+    "softcap",
+    "sinks in a window",
+    "chunk over splits",
+]
 
 
 def cases_of_native():
@@ -190,11 +197,19 @@ COMPANY = {
     "causal": Shape(contexts=(1, 40, 530)),
     "window": Shape(mask="window", window=260, contexts=(40, 290)),
     "sinks": Shape(6, 1, 16, 16, sinks=True, contexts=(7, 270)),
+    "chunk": Shape(mask="chunk", window=260, contexts=(40, 290)),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "kv"), [("causal", "fp32"), ("causal", "int8"), ("window", "bf16"), ("sinks", "fp32")]
+    ("name", "kv"),
+    [
+        ("causal", "fp32"),
+        ("causal", "int8"),
+        ("window", "bf16"),
+        ("chunk", "bf16"),
+        ("sinks", "fp32"),
+    ],
 )
 def test_a_row_has_the_same_bits_in_any_company(name, kv):
     """A row has the same bits whole, in chunks, alone (which the kernels of splits compute), and

@@ -110,6 +110,7 @@ SHAPES = {
     "own heads": Case(heads=2, kv_heads=2, k_width=32, v_width=32),
     "seven a head": Case(heads=7, kv_heads=1, k_width=24, v_width=40),
     "wide window": Case(window=900),
+    "wide chunk": Case(window=900, chunks=True),
     "full": Case(full=True),
     "sinks and caps": Case(heads=6, kv_heads=2, sinks=True, softcap=5.0),
     "int8": Case(heads=6, kv_heads=2, kv=torch.int8),
