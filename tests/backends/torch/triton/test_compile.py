@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-pytestmark = (
-    pytest.mark.slow
-)  # Triton's interpreter takes its time; test_models.py and test_rows.py always run
+pytestmark = pytest.mark.slow  # the interpreter always runs: test_models.py and test_rows.py
 
 
 @pytest.mark.parametrize(
-    "which", [[], pytest.param(["all"], marks=pytest.mark.slow)], ids=["of each kind", "all"]
+    "which",
+    [[], pytest.param(["all"], marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    ids=["of each kind", "all"],
 )
 def test_kernels_compile_for_an_h100(which, tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
