@@ -223,7 +223,6 @@ def _check_trees(config: EngineConfig) -> None:
         raise ConfigError(f"spec_tree_width: got {width}, allowed is at most {MAX_TREE_WIDTH}")
     against = {
         "without spec_method": not config.scheduler.guesses,
-        "with the backend torch": backend.backend == "torch",
         f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
         "beside kv_layout virtual": config.cache.kv_layout == "virtual",
         "without a kv_cache": not config.cache.kv_cache,

@@ -113,8 +113,9 @@ class SchedulerOptions:
     spec_tokens: int = option(8, "most tokens of one guess", low=1)
     spec_tree_width: int = option(
         1,
-        "most paths of one guess, at most 8: with 2 or more, the next likeliest tokens are verified"
-        " beside the likeliest, and each path has KV blocks of its own",
+        "most paths of one guess, at most 8: with 2 or more, the next likeliest tokens, or what"
+        " else followed a lookup's match, are verified beside the likeliest, and each path has KV"
+        " blocks of its own",
         low=1,
     )
     spec_history: int = option(

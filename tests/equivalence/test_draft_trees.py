@@ -68,6 +68,29 @@ def test_trees_change_no_bit(backend, name, kept_paths):
         assert num_held > 0 and (name in follows or max(kept_paths) > 0)
 
 
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize(
+    ("model", "names", "options"),
+    [
+        ("llama", ("sampled", "penalised", "greedy"), {}),
+        ("llama", ("hot", "listed", "sampled"), {"kv_cache_dtype": "int8"}),
+        ("gemma3_text", ("sampled", "greedy", "hot"), {}),
+        ("deepseek_v3", ("sampled", "hot", "greedy"), {}),
+    ],
+)
+def test_on_torch_with_batch_invariance(model, names, options, kept_paths):
+    """Tokens that paths share are written to the blocks of each, codes and latents too."""
+    params = [PARAMS[name] for name in names]
+    with make_llm(model, backend="torch", **options) as llm:
+        plain = llm.generate(PROMPTS, params)
+    guess = right(sequences(plain, PROMPTS))
+    with trees_verified(guess, 3), make_llm(model, backend="torch", **options, **TREES) as llm:
+        found = llm.generate(PROMPTS, params)
+        assert guess_counts(llm)[1] > 0 and max(kept_paths) > 0
+        assert core_of(llm).scheduler.stats().num_used_blocks == 0
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+
+
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("model", ["gemma3_text", "gpt2", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -158,6 +181,23 @@ def test_a_draft_model_guesses_what_it_would_draw_next(backend, kept_paths):
     assert num_guessed > 0 and kept_paths
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_lookups_guess_what_else_followed(backend, kept_paths):
+    """Texts of three tokens, where each match was followed in several ways."""
+    base = {"max_tokens": 24, "ignore_eos": True, "logprobs": 1, "allowed_token_ids": [5, 6, 7]}
+    params = [SamplingParams(seed=seed, **base) for seed in (3, 4)]
+    prompts = [[5, 6, 7, 5, 6, 5], [5, 5, 6, 7, 7, 5, 6]]
+    with make_llm(backend=backend) as llm:
+        plain = llm.generate(prompts, params)
+    with verified_at_any_cost(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 0.6)
+        with make_llm(backend=backend, spec_method="suffix", spec_tree_width=4) as llm:
+            found = llm.generate(prompts, params)
+            assert guess_counts(llm)[1] > 0 and max(kept_paths) > 0
+            assert core_of(llm).scheduler.stats().num_used_blocks == 0
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+
+
 @pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
 def test_heads_guess_trees(name, tmp_path, kept_paths):
     """Features of the path that holds are where the head reads them."""
@@ -196,7 +236,6 @@ def test_a_recording_makes_the_same_trees_again(tmp_path):
     ("options", "where"),
     [
         ({}, "without spec_method"),
-        ({"spec_method": "suffix", "backend": "torch"}, "with the backend torch"),
         (
             {"spec_method": "suffix", "kv_layout": "virtual", "enable_prefix_caching": False},
             "beside kv_layout virtual",

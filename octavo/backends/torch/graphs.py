@@ -129,6 +129,7 @@ def _is_decode(batch: StepBatch) -> bool:
         or batch.hidden is not None
         or batch.given is not None
         or batch.limits is not None
+        or batch.copies is not None
         or len(batch.query_starts) != num + 1
         or len(batch.sample_rows) != num
     ):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from octavo.backends.batch import LastTokens, SampleResult, StepBatch, StepOutput
+from octavo.backends.batch import KvCopies, LastTokens, SampleResult, StepBatch, StepOutput
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.attention.call import AttentionKernels
 from octavo.backends.torch.kernels import Kernels
@@ -93,7 +93,13 @@ def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
         limits=None if batch.limits is None else batch.limits[row : row + 1],
         adapter_rows=None if batch.adapter_rows is None else batch.adapter_rows[row : row + 1],
         last_tokens=_last_tokens(batch, row, slice(0, 0)),
+        copies=None if batch.copies is None else _copies(batch.copies, row),
     )
+
+
+def _copies(copies: KvCopies, row: int) -> KvCopies:
+    first, end = (int(start) for start in copies.starts[row : row + 2])
+    return KvCopies(np.array([0, end - first], np.int32), copies.slots[:, first:end])
 
 
 def _last_tokens(batch: StepBatch, row: int, samples: slice) -> LastTokens | None:

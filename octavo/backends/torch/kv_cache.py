@@ -58,6 +58,13 @@ class KvTensor:
         self._raw.flatten(0, 1).index_copy_(0, slots, codes.view(self._raw.dtype))
         self.scales.flatten(0, 1).index_copy_(0, slots, scales)
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies slots of one layer as they are stored."""
+        for tensor in (self._raw, self.scales):
+            if tensor is not None:
+                flat = tensor.flatten(0, 1)
+                flat.index_copy_(0, targets, flat[sources])
+
     def read(self, tables: Tensor) -> Tensor:
         """Reads the blocks `tables [N, B]` of one layer: `[N, B * 16, K, width]` as stored, codes
         as fp32.

@@ -216,6 +216,7 @@ def kv_write(op: ops.KvWrite, step: Step) -> Made:
     )
     if op.v is not None:
         tensors.v.layer(op.layer).write(slots, step.get(op.v).view(len(slots), num_heads, -1))
+    step.copy_written(at, op.layer)
     return ()
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.backends.base import BackendOptions
-from octavo.backends.batch import StepBatch
+from octavo.backends.batch import KvCopies, StepBatch
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.backends.torch.adapters import StepAdapters
 from octavo.backends.torch.attention.call import AttentionKernels
@@ -146,6 +146,17 @@ def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
         arrays["limits"] = batch.limits
     if batch.adapter_rows is not None:
         arrays["adapter_rows"] = batch.adapter_rows.astype(np.int32)
+    return arrays if batch.copies is None else arrays | _copy_arrays(batch.slots, batch.copies)
+
+
+def _copy_arrays(slots: NDArray[np.int32], copies: KvCopies) -> dict[str, NDArray]:
+    """Returns for each cache group the slots that are copied, and those they are copied to."""
+    arrays: dict[str, NDArray] = {}
+    for group, own in enumerate(slots):
+        copied = copies.slots[group] >= 0
+        sources = own.repeat(np.diff(copies.starts))[copied]
+        arrays[f"{group}/copy sources"] = sources.astype(np.int64)
+        arrays[f"{group}/copy targets"] = copies.slots[group][copied].astype(np.int64)
     return arrays
 
 
@@ -205,6 +216,16 @@ class Step:
         if value.axis == "requests":
             return slots[(self.inputs["query_starts"][1:] - 1).clamp(min=0)]
         return slots
+
+    def copy_written(self, group: int, layer: int) -> None:
+        """Copies K and V that rows have written to a layer to the further places that they have in
+        a group, where any row has one.
+        """
+        targets = self.inputs.get(f"{group}/copy targets")
+        if targets is not None:
+            sources = self.inputs[f"{group}/copy sources"]
+            for tensor in (self.kv[group].k, self.kv[group].v):
+                tensor.layer(layer).copy(sources, targets)
 
     def once(self, key: Any, make: Callable[[], Shared]) -> Shared:
         """Returns what `make` makes, which is called for the step's first use of `key` only."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from octavo.draft_tree import DraftTree
@@ -177,10 +178,10 @@ class Speculation:
         self._blocks = blocks
         self._stats = stats
         self._policy: SpeculationPolicy = policy or ThroughputPolicy()
-        self._make_drafter = DRAFTERS[drafting.method]
         self._max_tokens = drafting.max_tokens
         self._redraws = drafting.redraws
-        self._tree_width = drafting.tree_width if blocks.can_branch else 1
+        self._num_paths = drafting.tree_width if blocks.can_branch else 1
+        self._make_drafter = _drafter_maker(drafting.method, self._num_paths)
         self._asks = drafting.method in ASKING
         """Whether the worker is asked for guesses, a step before they are verified."""
         self._is_given = drafting.method == "grammar"
@@ -337,7 +338,7 @@ class Speculation:
             index,
             drafts,
             most=most,
-            most_leaves=self._tree_width if may_branch else 1,
+            most_leaves=self._num_paths if may_branch else 1,
         )
 
     def _ranked_drafts(
@@ -479,6 +480,12 @@ class Speculation:
         self._acceptance.forget(request.request_id)
         if self._earlier is not None and request.consumer.may_draft:
             self._earlier.add(request.source, request.token_ids)
+
+
+def _drafter_maker(method: SpecMethod, num_paths: int) -> Callable[[], Drafter] | None:
+    """Returns what makes a row's drafter, of up to `num_paths` paths; None: only workers guess."""
+    make = DRAFTERS[method]
+    return partial(SuffixDrafter, num_paths=num_paths) if make is SuffixDrafter else make
 
 
 def _goes_on(scheduled: ScheduledRow, request: Request) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.speculation.drafter import NO_DRAFT, Drafter, continuation
+from octavo.draft_tree import DraftTree
+from octavo.engine.speculation.copied_text import LEAST_COPIED
+from octavo.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, continuation
 from octavo.engine.speculation.ngram import NgramDrafter
-from octavo.engine.speculation.suffix import SuffixDrafter
+from octavo.engine.speculation.suffix import EDIT_LEAD, SuffixAutomaton, SuffixDrafter
 
 TOKENS = st.integers(1, 4).flatmap(
     lambda size: st.lists(st.integers(0, size - 1), min_size=0, max_size=60)
@@ -29,16 +32,102 @@ def longest_match(token_ids: list[int]) -> int:
 
 
 @settings(max_examples=300, deadline=None)
+@given(TOKENS)
+def test_the_automaton_finds_the_longest_match(token_ids: list[int]) -> None:
+    """The match is an earlier occurrence of the longest end that has one."""
+    automaton = SuffixAutomaton()
+    for token_id in token_ids:
+        automaton.extend(token_id)
+    length, end = automaton.match
+    assert length == longest_match(token_ids)
+    assert not length or end in earlier_ends(token_ids, length)
+
+
+@settings(max_examples=300, deadline=None)
 @given(TOKENS, st.integers(1, 9))
-def test_a_suffix_draft_follows_the_longest_match(token_ids: list[int], max_tokens: int) -> None:
-    """A draft is what followed an earlier occurrence of the longest end that has one."""
+def test_a_suffix_draft_follows_a_match_or_a_copied_text(
+    token_ids: list[int], max_tokens: int
+) -> None:
+    """A draft is what followed the longest match, or some place in a text that was copied."""
     drafter = SuffixDrafter(min_match=1)
     drafter.took(token_ids)
     draft = drafter.propose(max_tokens)
     length = longest_match(token_ids)
-    assert draft.num_matched == length
-    follow = [continuation(token_ids, end, max_tokens) for end in earlier_ends(token_ids, length)]
-    assert draft.token_ids in follow if length else draft == NO_DRAFT
+    ends = earlier_ends(token_ids, length) if length else []
+    follow = [continuation(token_ids, end, max_tokens) for end in ends]
+    if draft.num_matched == length and draft.token_ids in follow:
+        return
+    if draft == NO_DRAFT:
+        assert length == 0
+        return
+    everywhere = range(LEAST_COPIED, len(token_ids))
+    assert draft.token_ids in [continuation(token_ids, at, max_tokens) for at in everywhere]
+    assert length < draft.num_matched + EDIT_LEAD
+
+
+def continued(token_ids: list[int], max_tokens: int = 6, num_paths: int = 1) -> Draft:
+    """Returns how the tokens go on by a suffix lookup."""
+    drafter = SuffixDrafter(num_paths=num_paths)
+    drafter.took(token_ids)
+    return drafter.propose(max_tokens)
+
+
+TEXT = list(range(100, 130))
+
+
+@pytest.mark.parametrize(
+    ("copied", "expected"),
+    [
+        ([*TEXT[:8], 1], TEXT[9:15]),  # one token for one
+        ([*TEXT[:8], 1, 2, TEXT[9]], TEXT[10:16]),  # two for one
+        ([*TEXT[:8], 1, TEXT[10]], TEXT[11:17]),  # one for two
+        ([*TEXT[:8], TEXT[11]], TEXT[12:18]),  # some left out
+        ([*TEXT[:8], 1, *TEXT[9:11], 2], TEXT[12:18]),  # a second edit near the first
+    ],
+)
+def test_a_copy_goes_on_behind_an_edit(copied: list[int], expected: list[int]) -> None:
+    """No lookup matches the tokens around the edit."""
+    assert continued([*TEXT, 0, *copied]).token_ids == expected
+
+
+def test_a_copy_that_was_left_is_not_followed() -> None:
+    """Where nothing agrees any more, nothing is guessed, until a lookup finds a text again."""
+    left = [*TEXT, 0, *TEXT[:8], *range(20)]
+    assert continued(left) == NO_DRAFT
+    assert continued([*left, *TEXT[:2]]).token_ids == TEXT[2:8]
+
+
+def test_other_ways_on_are_guessed_beside_the_latest() -> None:
+    """The latest occurrence is the first path; forks near the start come first."""
+    tokens = [1, 2, 3, 4, 0, 1, 2, 3, 5, 6, 0, 1, 2, 7, 8, 9, 0, 1, 2]
+    assert continued(tokens).token_ids == [7, 8, 9, 0, 1, 2]
+    draft = continued(tokens, num_paths=2)
+    assert draft.token_ids == [7, 8, 9, 0, 1, 2, 3, 5, 6, 0, 1, 2]
+    assert list(draft.parents) == [-1, 0, 1, 2, 3, 4, -1, 6, 7, 8, 9, 10]
+    later = continued([*tokens, 3], max_tokens=2, num_paths=8)
+    assert (later.token_ids, list(later.parents)) == ([5, 6, 4, 0], [-1, 0, -1, 2])
+
+
+@settings(max_examples=300, deadline=None)
+@given(TOKENS, st.integers(1, 9), st.integers(2, 8))
+def test_trees_of_lookups(token_ids: list[int], max_tokens: int, num_paths: int) -> None:
+    """The first path is the guess that does not branch; each path goes on as the text did, and no
+    token stands beside an equal one.
+    """
+    chain = continued(token_ids, max_tokens)
+    draft = continued(token_ids, max_tokens, num_paths)
+    tree = DraftTree.of(len(draft.token_ids), draft.parents)
+    assert draft.num_matched == chain.num_matched
+    assert [draft.token_ids[at] for at in tree.paths[0]] == chain.token_ids
+    assert len(tree.paths) <= num_paths and max(map(len, tree.paths)) <= max_tokens
+    for beside in tree.children.values():
+        ids = [draft.token_ids[at] for at in beside]
+        assert len(set(ids)) == len(ids)
+    for path, own in list(zip(tree.paths, tree.own, strict=True))[1:]:
+        behind = [draft.token_ids[at] for at in own]
+        starts = [at for at, token_id in enumerate(token_ids) if token_id == behind[0]]
+        assert behind in [continuation(token_ids, at, len(behind)) for at in starts]
+        assert len(path) == max_tokens
 
 
 @settings(max_examples=300, deadline=None)

@@ -97,7 +97,9 @@ def rope_write(op: RopeWrite, step: Step) -> Made:
         k_stored=cache.k.layer(op.layer),
         v_stored=cache.v.layer(op.layer),
     )
-    return (step.attention.rope_write(call).view(len(q), op.out.width),)
+    turned = step.attention.rope_write(call)
+    step.copy_written(at, op.layer)
+    return (turned.view(len(q), op.out.width),)
 
 
 def _paging(
