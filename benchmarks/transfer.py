@@ -6,7 +6,9 @@
 Sender and receiver are two processes on this machine's loopback, or with --rate (as root) on two
 machines, which are network namespaces with a link of that rate. A round sends the same bytes once
 over a plain TCP socket and once through two `TransferWorker`s; the last line has the medians. The
-goal is 0.8 of the socket's rate. The transports are zmq, mooncake and nixl.
+goal is 0.8 of the socket's rate. Beside each rate stands the processor time of both sides together,
+which other work on the machine changes less. The transports are zmq, mooncake and nixl; with a
+secret zmq sends blocks in messages, encrypted.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.mooncake_mover import MooncakeMover
 from octavo.worker.connectors.nixl_mover import NixlMover
+from octavo.worker.connectors.socket_mover import SocketMover
 from octavo.worker.connectors.transfer import TransferWorker
 
 HOST = "127.0.0.1"
@@ -65,13 +68,15 @@ class SendingWay:
 def worker_of(shape: HostShape, way: SendingWay, *, sends: bool) -> TransferWorker:
     listen, num_bytes = way.listen if sends else None, shape.num_blocks * shape.block_bytes
     ends = TransferEnds(bytes(32), listen, way.secret, timeout_s=60.0, max_bytes=num_bytes)
-    return TransferWorker([shape], ends, mover_of(way, way.host if sends else way.own_host))
+    return TransferWorker([shape], ends, mover_of(way, sends=sends))
 
 
-def mover_of(way: SendingWay, host: str) -> BlockTransport | None:
+def mover_of(way: SendingWay, *, sends: bool) -> BlockTransport | None:
     if way.transport == "mooncake":
-        return MooncakeMover(host)
-    return NixlMover() if way.transport == "nixl" else None
+        return MooncakeMover(way.host if sends else way.own_host)
+    if way.transport == "nixl":
+        return NixlMover()
+    return None if way.secret else SocketMover(way.host if sends else None)
 
 
 def enter(machine: str | None) -> None:
@@ -113,8 +118,8 @@ def send_blocks(shape: HostShape, way: SendingWay, pipe: Connection) -> None:
     )
     wait_for(worker, shape.num_blocks, "kept")
     pipe.send("ready")
-    with contextlib.suppress(EOFError):
-        pipe.recv()
+    while pipe.recv() == "time":
+        pipe.send(time.process_time())
     worker.close()
 
 
@@ -124,7 +129,10 @@ def send_raw(num_bytes: int, port: int, way: SendingWay, pipe: Connection) -> No
     data = bytes(CHUNK)
     with socket.create_server((way.host, port)) as server:
         pipe.send("ready")
-        while pipe.recv() == "go":
+        while (word := pipe.recv()) != "end":
+            if word == "time":
+                pipe.send(time.process_time())
+                continue
             connection, _ = server.accept()
             with connection:
                 for start in range(0, num_bytes, CHUNK):
@@ -147,30 +155,71 @@ def process(target: object, *arguments: object) -> Iterator[Connection]:
 # -- the receiving process -------------------------------------------------------------------------
 
 
-def fetch_all(shape: HostShape, way: SendingWay) -> float:
-    """Fetches all blocks with a worker of its own; returns the seconds."""
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that have come once, and what that took."""
+
+    num_bytes: int
+    seconds: float
+    processor_s: float
+    """Processor time of both sides."""
+
+    @property
+    def rate(self) -> float:
+        """Gigabytes a second."""
+        return self.num_bytes / self.seconds / 1e9
+
+    @property
+    def cost(self) -> float:
+        """Seconds of processor time for each gigabyte."""
+        return self.processor_s / self.num_bytes * 1e9
+
+    def __str__(self) -> str:
+        return f"{self.rate:.3f} GB/s, {self.cost:.2f} s/GB"
+
+
+class Stopwatch:
+    """Time since it was made, and processor time of this process and a sender's."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._processor_s = self._used()
+        self._began = time.perf_counter()
+
+    def _used(self) -> float:
+        self._pipe.send("time")
+        others: float = self._pipe.recv()
+        return others + time.process_time()
+
+    def sent(self, num_bytes: int) -> Sent:
+        seconds = time.perf_counter() - self._began
+        return Sent(num_bytes, seconds, self._used() - self._processor_s)
+
+
+def fetch_all(shape: HostShape, way: SendingWay, pipe: Connection) -> Sent:
+    """Fetches all blocks with a worker of its own."""
     worker = worker_of(shape, way, sends=False)
     for index in range(shape.num_blocks):
         worker.slot(0, index)[:] = 255  # memory that was never written costs a fault for each page
     wanted = [SlotBlock(0, index, key_of(index), way.listen) for index in range(shape.num_blocks)]
-    began = time.perf_counter()
+    watch = Stopwatch(pipe)
     worker.begin(ConnectorPlan(fetch=wanted))
     wait_for(worker, shape.num_blocks, "fetched")
-    seconds = time.perf_counter() - began
+    sent = watch.sent(shape.num_blocks * shape.block_bytes)
     assert all((worker.slot(0, index) == index % 251).all() for index in range(shape.num_blocks))
     worker.close()
-    return seconds
+    return sent
 
 
-def receive_raw(num_bytes: int, port: int, way: SendingWay, pipe: Connection) -> float:
+def receive_raw(num_bytes: int, port: int, way: SendingWay, pipe: Connection) -> Sent:
     memory = memoryview(bytearray(num_bytes))
+    watch = Stopwatch(pipe)
     pipe.send("go")
-    began = time.perf_counter()
     with socket.create_connection((way.host, port)) as connection:
         num_read = 0
         while num_read < num_bytes:
             num_read += connection.recv_into(memory[num_read:])
-    return time.perf_counter() - began
+    return watch.sent(num_bytes)
 
 
 def main() -> None:
@@ -201,19 +250,22 @@ def measure(args: argparse.Namespace, way: SendingWay) -> None:
     """Sends the bytes in turns both ways, and prints the rates."""
     shape = HostShape(args.blocks, args.block_kib << 10)
     num_bytes = shape.num_blocks * shape.block_bytes
-    port, raw, blocks = free_port(), list[float](), list[float]()
+    port, raw, blocks = free_port(), list[Sent](), list[Sent]()
     with (
-        process(send_raw, num_bytes, port, way) as pipe,
-        process(send_blocks, shape, way),
+        process(send_raw, num_bytes, port, way) as raw_pipe,
+        process(send_blocks, shape, way) as blocks_pipe,
     ):
         for _ in range(args.rounds):
-            raw.append(num_bytes / receive_raw(num_bytes, port, way, pipe) / 1e9)
-            blocks.append(num_bytes / fetch_all(shape, way) / 1e9)
-            print(f"raw TCP {raw[-1]:.3f} GB/s, blocks {blocks[-1]:.3f} GB/s", flush=True)
-    ratio = statistics.median(two / one for one, two in zip(raw, blocks, strict=True))
+            raw.append(receive_raw(num_bytes, port, way, raw_pipe))
+            blocks.append(fetch_all(shape, way, blocks_pipe))
+            print(f"raw TCP {raw[-1]}; blocks {blocks[-1]}", flush=True)
+    pairs = list(zip(raw, blocks, strict=True))
+    ratio = statistics.median(two.rate / one.rate for one, two in pairs)
+    cost = statistics.median(two.cost / one.cost for one, two in pairs)
     print(
-        f"{num_bytes / 1e6:.0f} MB: raw TCP {statistics.median(raw):.2f}, blocks"
-        f" {statistics.median(blocks):.2f} GB/s, median ratio {ratio:.2f}"
+        f"{num_bytes / 1e6:.0f} MB: raw TCP {statistics.median(one.rate for one in raw):.2f},"
+        f" blocks {statistics.median(one.rate for one in blocks):.2f} GB/s, median ratio"
+        f" {ratio:.2f}, of processor time {cost:.2f}"
     )
 
 

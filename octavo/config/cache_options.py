@@ -122,8 +122,8 @@ class TransferOptions:
 
     kv_transfer: Literal["zmq", "mooncake", "nixl"] | None = option(
         None,
-        "how KV blocks go to other engines and come from them: zmq, in messages over TCP; mooncake"
-        " or nixl, read out of memory by its transfer engine or over UCX; default not",
+        "how KV blocks go to other engines and come from them: zmq, over TCP; mooncake or nixl,"
+        " read out of memory by its transfer engine or over UCX; default not",
     )
     role: Literal["prefill", "decode", "both"] = option(
         "both",

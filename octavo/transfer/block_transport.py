@@ -7,7 +7,7 @@ them later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,9 +38,9 @@ class BlockTransport(Protocol):
         """Makes memory known before the first transfer; it must outlive the mover."""
         ...
 
-    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> bool:
-        """Reads bytes of another engine, all in one batch; returns whether all came. One thread
-        calls it, and waits.
+    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
+        """Reads bytes of another engine, all in one batch. Yields each of them, in their order,
+        once it has come, and ends early where the others will not. One thread calls it, and waits.
         """
         ...
 

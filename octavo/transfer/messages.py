@@ -138,7 +138,7 @@ class BlockPart(msgspec.Struct, tag=True):
     """Size of the whole block."""
     offset: int
     checksum: int
-    """CRC-32 of these bytes."""
+    """XXH3 of these bytes, with 64 bits."""
     epoch: int
     """Epoch of the ask that it answers."""
     more: bool = False
@@ -155,7 +155,7 @@ class LayerPart(msgspec.Struct, tag=True):
     offset: int
     """Offset of the layer's bytes in each block."""
     checksum: int
-    """CRC-32 of all these bytes."""
+    """XXH3 of all these bytes, with 64 bits."""
     epoch: int
     """Epoch of the ask that it answers."""
     more: bool = False
@@ -171,7 +171,7 @@ class BlockAt(msgspec.Struct, tag=True):
     address: int
     num_bytes: int
     checksum: int
-    """CRC-32 of the whole block: what lies there later has another."""
+    """XXH3 of the whole block, with 64 bits: what lies there later has another."""
     epoch: int
     """Epoch of the ask that it answers."""
 

@@ -241,17 +241,23 @@ def _other_engines(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) 
 
 
 def _mover(options: TransferOptions) -> BlockTransport | None:
-    """Makes the transport of blocks; None where messages carry them."""
+    """Makes the transport of whole blocks; None where messages carry them, which alone are
+    encrypted.
+    """
+    host, _ = parse_address(options.kv_transfer_address, name="kv_transfer_address")
     if options.kv_transfer == "nixl":
         from octavo.worker.connectors.nixl_mover import NixlMover
 
         return NixlMover()
-    if options.kv_transfer != "mooncake":
-        return None
-    from octavo.worker.connectors.mooncake_mover import MooncakeMover
+    if options.kv_transfer == "mooncake":
+        from octavo.worker.connectors.mooncake_mover import MooncakeMover
 
-    host, _ = parse_address(options.kv_transfer_address, name="kv_transfer_address")
-    return MooncakeMover(host)
+        return MooncakeMover(host)
+    if options.kv_transfer_secret:
+        return None
+    from octavo.worker.connectors.socket_mover import SocketMover
+
+    return SocketMover(host if options.computes_for_others else None)
 
 
 def _short(value: Any) -> str:

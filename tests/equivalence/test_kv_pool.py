@@ -7,14 +7,11 @@ Bitwise. The store is a dict, and Mooncake's own where it is installed.
 from __future__ import annotations
 
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from octavo.worker.connectors import mooncake_pool
 from tests.support.fake_store import FakeStore
 from tests.support.free_ports import free_port
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
+from tests.support.store_pool import StorePool, require_mooncake_store
 from tests.support.tiers import tier
 
 PROMPTS = prompts_of(120, 130, 17, 200)
@@ -130,62 +128,11 @@ def test_a_package_that_is_missing_is_named_before_anything_loads(monkeypatch) -
 
 # -- Mooncake's own --------------------------------------------------------------------------------
 
-NODE = """
-import sys
-from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-assert store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1]) == 0
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-class StorePool:
-    """A master and store nodes, which may be ended, stopped and started again."""
-
-    def __init__(self, num_nodes: int) -> None:
-        program = Path(sys.executable).parent / "mooncake_master"
-        assert program.exists() or shutil.which("mooncake_master")
-        self._address = f"127.0.0.1:{free_port()}"
-        port, metrics = self._address.partition(":")[2], free_port()
-        arguments = [f"--rpc_port={port}", f"--metrics_port={metrics}"]
-        self._master = subprocess.Popen([program, *arguments], stderr=subprocess.DEVNULL)
-        self.nodes: list[subprocess.Popen[str]] = []
-        try:
-            time.sleep(2)
-            self.nodes += [self.start_node() for _ in range(num_nodes)]
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def url(self) -> str:
-        return f"mooncake://{self._address}"
-
-    def start_node(self) -> subprocess.Popen[str]:
-        node = subprocess.Popen(
-            [sys.executable, "-c", NODE, self._address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert node.stdout is not None
-        while not node.stdout.readline().startswith("ready"):
-            assert node.poll() is None, "the store node did not start"
-        return node
-
-    def close(self) -> None:
-        for process in [self._master, *self.nodes]:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.wait()
-
 
 @pytest.fixture
 def pool() -> Iterator[StorePool]:
     """Starts a master and two store nodes."""
-    pytest.importorskip("mooncake.store", reason="mooncake is not installed", exc_type=ImportError)
+    require_mooncake_store()
     pool = StorePool(2)
     yield pool
     pool.close()
@@ -237,6 +184,6 @@ def test_a_pool_of_mooncakes_own(master: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_listens_there() -> None:
-    pytest.importorskip("mooncake.store", reason="mooncake is not installed", exc_type=ImportError)
+    require_mooncake_store()
     with pytest.raises(ConfigError, match=r"kv_pool: nothing answers at 127\.0\.0\.1"):
         make_llm("llama", backend="native", kv_pool=f"mooncake://127.0.0.1:{free_port()}")

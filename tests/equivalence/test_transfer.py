@@ -63,12 +63,13 @@ def nixl() -> None:
     pytest.importorskip("nixl._api", reason="nixl is not installed", exc_type=ImportError)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "mooncake", "nixl"])
+@pytest.mark.parametrize("transport", ["zmq", "zmq in messages", "mooncake", "nixl"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model[0]}-{model[1]}")
 def test_answers_are_those_of_one_engine(model, transport):
     """The decoding engine computes no more than the last tokens of a long prompt, and all of a
     short one; a prompt that comes again is found in its own cache.
     """
+    transport, _, in_messages = transport.partition(" ")
     if transport != "zmq":
         (mooncake if transport == "mooncake" else nixl)()
 
@@ -81,7 +82,8 @@ def test_answers_are_those_of_one_engine(model, transport):
         assert cached == [112, 128, 16, 192]
 
     answers = expected(model)
-    with pair(model, kv_transfer=transport) as (prefill, decode):
+    secret = "of both" if in_messages else None
+    with pair(model, kv_transfer=transport, kv_transfer_secret=secret) as (prefill, decode):
         asyncio.run(run())
         stats = decode.stats().connector
         assert stats.num_not_fetched == 0

@@ -17,6 +17,7 @@ from octavo.errors import ConfigError
 from octavo.kv_messages import BlockKey, BlockPin, SlotBlock
 from octavo.worker.connectors import block_file
 from octavo.worker.connectors.block_directory import BlockDirectory, DirectoryFull, open_root
+from octavo.worker.connectors.checksum import CHECKSUM
 from octavo.worker.connectors.fingerprint import DIGESTS, fingerprint
 
 SIZE = 1000
@@ -24,7 +25,7 @@ MODEL = b"m" * 32
 FILE_BYTES = (
     len(block_file.header_of(MODEL, 0, BlockKey(bytes(16), bytes(16), (0,) * 16), SIZE))
     + SIZE
-    + block_file.TAIL.size
+    + CHECKSUM.size
 )
 
 

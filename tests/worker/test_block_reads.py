@@ -1,5 +1,5 @@
-"""Blocks that are read out of another engine's memory: by a mover within this process, and by
-Mooncake's transfer engine and NIXL where they are installed.
+"""Blocks that are read out of another engine's memory: by a mover within this process, by sockets,
+and by Mooncake's transfer engine and NIXL where they are installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from octavo.transfer.block_transport import PIECE_BYTES, BlockTransport, RemoteB
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors import block_fetcher, outbox
 from octavo.worker.connectors.block_arena import BlockArena
+from octavo.worker.connectors.socket_mover import SocketMover
 from octavo.worker.connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
 
@@ -33,21 +34,28 @@ class LocalMover:
         self.registered: list[NDArray[np.uint8]] = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+        self.has_begun = threading.Event()
         self.fails = self.harms = self.closed = False
 
     def register(self, memory: NDArray[np.uint8]) -> None:
         self.registered.append(memory)
 
-    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> bool:
+    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
         assert session == "here"
+        self.has_begun.set()
         self.may_go_on.wait(10)
         for piece in pieces_of(wanted):
             ctypes.memmove(piece.into.ctypes.data, piece.address, len(piece.into))
             piece.into[0] ^= self.harms
-        return not self.fails
+        if not self.fails:
+            yield from wanted
 
     def close(self) -> None:
         self.closed = True
+
+
+def sockets() -> BlockTransport:
+    return SocketMover("127.0.0.1")
 
 
 def mooncake() -> BlockTransport:
@@ -122,7 +130,7 @@ def pair(movers: list[LocalMover]) -> Iterator[Pair]:
     assert all(mover.closed for mover in movers)
 
 
-@pytest.mark.parametrize("make", [LocalMover, mooncake, nixl])
+@pytest.mark.parametrize("make", [LocalMover, sockets, mooncake, nixl])
 def test_blocks_are_read_whole_before_and_after_they_are_computed(make) -> None:
     pair = Pair([make(), make()])
     try:
@@ -157,7 +165,7 @@ def test_a_slot_that_is_being_written_is_not_given_back(
     movers[1].may_go_on.clear()
     keep(pair.sender, 7)
     fetch(pair.reader, pair.source, 7)
-    time.sleep(0.3)
+    assert movers[1].has_begun.wait(10)
     pair.reader.begin(ConnectorPlan(cancel=[name_of(7)]))
     time.sleep(0.3)
     assert pair.reader.report(wait_s=0.0) is None
@@ -245,8 +253,12 @@ def test_a_block_without_a_place_goes_in_messages(movers: list[LocalMover]) -> N
     try:
         keep(pair.sender, 7)
         assert reported(pair.sender).kept == [name_of(7)]
-        keep(pair.sender, 8)
+        fetch(pair.reader, pair.source, 8)
+        time.sleep(0.3)
+        keep(pair.sender, 8, slot=1)
         assert reported(pair.sender).not_kept == [name_of(8)]
+        assert reported(pair.reader).fetched == [name_of(8)]
+        assert (pair.reader.slot(0, 1) == pair.sender.slot(0, 1)).all()
     finally:
         pair.close()
 

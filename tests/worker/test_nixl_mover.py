@@ -86,14 +86,13 @@ def mover(monkeypatch: pytest.MonkeyPatch) -> NixlMover:
     module.nixl_agent_config = lambda **options: options  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
     monkeypatch.setitem(sys.modules, "nixl._api", module)
-    monkeypatch.setattr(nixl_mover, "TIMEOUT_S", 0.02)
     return NixlMover()
 
 
 def read(mover: NixlMover, num_bytes: int = 100) -> bool:
     there = np.random.default_rng(3).integers(0, 256, num_bytes, np.uint8)
     here = np.zeros(num_bytes, np.uint8)
-    has_come = mover.read(THERE, [RemoteBytes(there.ctypes.data, here)])
+    has_come = bool(list(mover.read(THERE, [RemoteBytes(there.ctypes.data, here)])))
     assert not has_come or (here == there).all()
     return has_come
 
@@ -114,8 +113,11 @@ def test_a_read_that_fails_forgets_the_agent_which_may_be_met_again(mover: NixlM
     assert FakeAgent.made.remotes == ["agent there"] * 2
 
 
-def test_a_read_that_stands_still_is_ended_before_its_slot_is_given_back(mover: NixlMover) -> None:
+def test_a_read_that_stands_still_is_ended_before_its_slot_is_given_back(
+    mover: NixlMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is over only once the agent says so: until then the bytes might still come."""
+    monkeypatch.setattr(nixl_mover, "TIMEOUT_S", 0.02)
     FakeAgent.made.states = ["PROC"]
     assert not read(mover)
     assert FakeAgent.made.forgotten == ["agent there"] and FakeAgent.made.num_released == 1

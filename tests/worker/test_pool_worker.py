@@ -1,7 +1,10 @@
-"""Blocks in a store that several engines share: whatever the store does is a hit or a miss."""
+"""Blocks in a store that several engines share: whatever the store does is a hit or a miss. It is a
+dict here, and Mooncake's own where that is installed.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +19,10 @@ from octavo.kv_messages import (
 )
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors import pool_worker
+from octavo.worker.connectors.mooncake_pool import MooncakePool, check_pool
 from octavo.worker.connectors.pool_worker import MOST_AT_ONCE, PoolWorker
 from tests.support.fake_store import FakeStore
+from tests.support.store_pool import StorePool, require_mooncake_store
 
 NUM_BYTES = 1000
 NUM_SLOTS = 2 * MOST_AT_ONCE + 10
@@ -180,3 +185,42 @@ def test_pinned_blocks_are_asked_to_stay(worker: PoolWorker, store: FakeStore) -
     for number in (7, 8, 9):
         keep(worker, number)
     assert [key[33:65] for key in store.pinned] == [key_of(7).digest.hex()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_node_of_mooncakes_own_that_dies_is_misses_and_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All values lie on one node, which is killed. Nothing waits for it long, writing pauses, and
+    once another node is there blocks are kept and found again.
+    """
+    require_mooncake_store()
+    monkeypatch.setattr(pool_worker, "READ_PAUSE_S", 0.0)
+    pool = StorePool(1)
+    try:
+        store = MooncakePool(check_pool(pool.url), lends_bytes=0, num_replicas=1)
+        worker = worker_over(store)
+        assert keep(worker, 7).kept and fetch(worker, 7).fetched
+        pool.nodes[0].kill()
+        pool.nodes[0].wait()
+        began = time.monotonic()
+        assert fetch(worker, 7).not_fetched
+        report = keep(worker, 8)
+        assert report.not_kept and report.stored is not None
+        assert report.stored.num_write_errors == 1
+        assert time.monotonic() - began < 2 * pool_worker.LATE_S
+        assert worker.writes_from > time.monotonic() + pool_worker.PAUSE_S / 2
+        began = time.monotonic()
+        assert keep(worker, 9).not_kept and time.monotonic() - began < 1
+        pool.nodes.append(pool.start_node())
+        end, number = time.monotonic() + 90, 10
+        while not keep(worker, number).kept:
+            assert time.monotonic() < end, "the new node takes nothing"
+            worker.writes_from, number = 0.0, number + 1
+            time.sleep(0.5)
+        assert fetch(worker, number, slot=2).fetched
+        assert (worker.slot(0, 2) == number).all()
+        worker.close()
+    finally:
+        pool.close()

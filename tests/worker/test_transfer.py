@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections.abc import Iterator
 
 import msgspec
@@ -27,6 +26,7 @@ from octavo.transfer.messages import (
 )
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors import block_fetcher
+from octavo.worker.connectors.checksum import checksum_of
 from octavo.worker.connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
 from tests.support.slow_relay import SlowRelay
@@ -210,7 +210,7 @@ def test_a_damaged_part_makes_it_a_miss(fetcher, part):
         fetch(fetcher, f"tcp://127.0.0.1:{port}", 7)
         peer, _ = router.recv_multipart()
         data = part.pop("data", bytes(100))
-        checksum = zlib.crc32(bytes(100))
+        checksum = checksum_of(bytes(100))
         usual = {"num_bytes": NUM_BYTES, "offset": 0, "checksum": checksum, "epoch": 1}
         head = BlockPart(name=BlockName(0, key_of(7).digest), **{**usual, **part})
         router.send_multipart([peer, msgspec.msgpack.encode(head), data])
@@ -239,7 +239,7 @@ def test_a_damaged_layer_makes_its_blocks_a_miss(fetcher, part):
         fetcher.begin(ConnectorPlan(fetch=blocks))
         peer, _ = router.recv_multipart()
         data = part.pop("data", bytes(100))
-        usual = {"names": names, "offset": 0, "checksum": zlib.crc32(data), "epoch": 1}
+        usual = {"names": names, "offset": 0, "checksum": checksum_of(data), "epoch": 1}
         head = LayerPart(**{**usual, **part})
         router.send_multipart([peer, msgspec.msgpack.encode(head), data])
         missed = reported(fetcher).not_fetched
@@ -269,7 +269,7 @@ def test_a_slot_is_never_written_after_its_end_was_reported(fetcher):
 
 def part_of(number: int, data: bytes, *, epoch: int, offset: int = 0) -> BlockPart:
     name = BlockName(0, key_of(number).digest)
-    return BlockPart(name, NUM_BYTES, offset, zlib.crc32(data), epoch)
+    return BlockPart(name, NUM_BYTES, offset, checksum_of(data), epoch)
 
 
 def test_what_answers_an_older_ask_lands_nowhere_and_ends_nothing(fetcher):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from octavo.transfer.messages import (
 from octavo.transfer.sockets import lock_client
 from octavo.worker.connectors.block_reader import BlockReader, OfferedBlock
 from octavo.worker.connectors.byte_cover import ByteCover
+from octavo.worker.connectors.checksum import checksum_of
 from octavo.worker.connectors.link_meter import LinkMeter
 from octavo.worker.connectors.mail_note import Note
 from octavo.worker.connectors.outbox import LEASE_S
@@ -206,7 +206,7 @@ class BlockFetcher:
         if not self._answers(part.name, source, part.epoch):
             return
         is_whole = part.num_bytes == len(self._slot(part.name))
-        if not is_whole or zlib.crc32(data) != part.checksum:
+        if not is_whole or checksum_of(data) != part.checksum:
             self._end_damaged(source, [part.name])
         else:
             self._write(source, part.name, part.offset, data)
@@ -215,7 +215,7 @@ class BlockFetcher:
         """Writes one layer of each of some blocks into their slots; damaged bytes end them all."""
         wanted = {name for name in part.names if self._answers(name, source, part.epoch)}
         size, rest = divmod(len(data), max(1, len(part.names)))
-        if rest or zlib.crc32(data) != part.checksum:
+        if rest or checksum_of(data) != part.checksum:
             self._end_damaged(source, sorted(wanted))
             return
         for at, name in enumerate(part.names):

@@ -2,7 +2,7 @@
 first, so that a crash leaves none half done.
 
     magic 8 | version, group, tokens, extras u32 | bytes u64 | fingerprint 32 | digest 16 | parent
-    16 | token ids i32 | each extra: bytes u32, digest | the block | crc32 u32
+    16 | token ids i32 | each extra: bytes u32, digest | the block | xxh3 u64
 
 All numbers are little-endian. The fingerprint is that of the model and of all else that a block's
 bytes depend on (`fingerprint.py`); the extras are digests of the media in the block. The checksum
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from pathlib import Path
 
 from octavo.kv_messages import BlockKey
+from octavo.worker.connectors.checksum import CHECKSUM, checksum_of
 
 MAGIC = b"OCTAVOKV"
-VERSION = 2
+VERSION = 3
 """Version of this format and of how blocks are named; part of the fingerprint."""
-TAIL = struct.Struct("<I")
 
 
 class DamagedFile(Exception):
@@ -44,7 +43,7 @@ def write_block_file(path: Path, temporary: Path, header: bytes, data: memoryvie
     try:
         with open(temporary, "wb", buffering=0, opener=_open_private) as file:
             num_bytes = 0
-            for part in (header, data, TAIL.pack(_checksum(header, data))):
+            for part in (header, data, CHECKSUM.pack(checksum_of(header, data))):
                 num_bytes += _write(file.fileno(), memoryview(part))
         path.parent.mkdir(exist_ok=True)
         temporary.replace(path)
@@ -59,24 +58,20 @@ def read_block_file(path: Path, header: bytes, into: memoryview) -> None:
     where there is none.
     """
     with path.open("rb", buffering=0) as file:
-        size, wanted = os.fstat(file.fileno()).st_size, len(header) + len(into) + TAIL.size
+        size, wanted = os.fstat(file.fileno()).st_size, len(header) + len(into) + CHECKSUM.size
         if size != wanted:
             raise DamagedFile(f"it has {size} bytes, should have {wanted}")
         if _read(file.fileno(), len(header)) != header:
             raise DamagedFile("its header is not that of the block it is named after")
         _read_into(file.fileno(), into)
-        (checksum,) = TAIL.unpack(_read(file.fileno(), TAIL.size))
-    if checksum != _checksum(header, into):
+        (checksum,) = CHECKSUM.unpack(_read(file.fileno(), CHECKSUM.size))
+    if checksum != checksum_of(header, into):
         raise DamagedFile("its checksum is wrong")
 
 
 def _open_private(path: str, flags: int) -> int:
     # Prompts can be read from these files.
     return os.open(path, flags, 0o600)
-
-
-def _checksum(header: bytes, data: memoryview) -> int:
-    return zlib.crc32(data, zlib.crc32(header))
 
 
 def _write(file: int, part: memoryview) -> int:

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.kv_messages import BlockName
 from octavo.transfer.block_transport import BlockTransport, RemoteBytes
+from octavo.worker.connectors.checksum import checksum_of
 
 MOST_BLOCKS = 64
 """Blocks that are read in one batch."""
@@ -91,20 +91,20 @@ class BlockReader:
             batch = [waiting.popleft()]
             while waiting and waiting[0].session == batch[0].session and len(batch) < MOST_BLOCKS:
                 batch.append(waiting.popleft())
-            self._done.extend(self._read(batch))
+            self._read(batch)
 
-    def _read(self, batch: Sequence[OfferedBlock]) -> list[tuple[BlockName, bool]]:
+    def _read(self, batch: Sequence[OfferedBlock]) -> None:
+        """Reads blocks, each of which is checked as soon as it has come, out of the caches."""
         wanted = [RemoteBytes(block.address, block.slot) for block in batch]
-        began = time.monotonic()
+        began, num_come = time.monotonic(), 0
         try:
-            has_come = self._mover.read(batch[0].session, wanted)
+            for _, block in zip(self._mover.read(batch[0].session, wanted), batch, strict=False):
+                is_good = checksum_of(block.slot) == block.checksum
+                self._done.append((block.name, is_good))
+                num_come += 1
         except Exception:
             logger.exception("KV blocks of %s could not be read", batch[0].session)
-            has_come = False
-        if has_come:
+        if num_come == len(batch):
             num_bytes = sum(len(block.slot) for block in batch)
             self._rates.append((num_bytes, time.monotonic() - began))
-        return [
-            (block.name, has_come and zlib.crc32(block.slot.data) == block.checksum)
-            for block in batch
-        ]
+        self._done.extend((block.name, False) for block in batch[num_come:])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from octavo.transfer.messages import (
 )
 from octavo.transfer.sockets import lock_server
 from octavo.worker.connectors.block_arena import BlockArena
+from octavo.worker.connectors.checksum import checksum_of
 from octavo.worker.connectors.layer_stream import LayerStream, StreamedGroup
 from octavo.worker.connectors.mail_note import BUSY_MS, IDLE_MS, Note
 from octavo.worker.connectors.outbox import Ask, BlockData, Outbox
@@ -62,7 +62,7 @@ class LeavingPart:
     def frames(self, *, more: bool) -> tuple[BlockPart, Any]:
         """Returns the message and its bytes; `more`: another one waits behind it."""
         part = _view(self.data)[self.offset : self.offset + PART_BYTES]
-        size, checksum = len(self.data), zlib.crc32(part)
+        size, checksum = len(self.data), checksum_of(part)
         return BlockPart(self.name, size, self.offset, checksum, self.epoch, more), part
 
 
@@ -80,7 +80,7 @@ class LeavingLayers:
     def frames(self, *, more: bool) -> tuple[LayerPart, Any]:
         """Returns the message and its bytes; `more`: another one waits behind it."""
         data = self.data.reshape(-1).data
-        return LayerPart(self.names, self.offset, zlib.crc32(data), self.epoch, more), data
+        return LayerPart(self.names, self.offset, checksum_of(data), self.epoch, more), data
 
 
 Leaving = LeavingPart | LeavingLayers | bytes
@@ -131,14 +131,12 @@ class BlockSender:
         """Keeps a block for others and sends it to those that wait for it."""
         now, slot = time.monotonic(), self._slots[block.group][block.slot]
         gone = self.outbox.make_room(len(slot), now)
-        data = slot.tobytes() if self._arena is None else self._arena.put(slot)
-        has_room = data is not None and self.outbox.put(block.name, block.key, data, now)[0]
+        place = slot.tobytes() if self._arena is None else self._arena.put(slot)
+        has_room = place is not None and self.outbox.put(block.name, block.key, place, now)[0]
         self._note(gone=gone, **{"kept" if has_room else "not_kept": [block.name]})
-        if data is None:
-            return
-        if not has_room:
-            self._release(data)
-            data = slot.tobytes()
+        if place is not None and not has_room:
+            self._release(place)
+        data = place if place is not None and has_room else slot.tobytes()
         asks = self.outbox.waiting(block.name)
         was_streamed = block.name in self._streamed
         self._streamed.discard(block.name)
@@ -254,9 +252,8 @@ class BlockSender:
         """Sends a block's bytes, or lends those in memory that the peer reads."""
         messages = self._leaving[ask.peer]
         if self._mover is not None and not isinstance(data, bytes):
-            self.outbox.lend(name, ask, time.monotonic())
-            address, checksum = data.ctypes.data, zlib.crc32(data.data)
-            session = self._mover.session
+            checksum = self.outbox.lend(name, ask, time.monotonic())
+            session, address = self._mover.session, data.ctypes.data
             offer = BlockAt(name, session, address, len(data), checksum, ask.epoch)
             messages.append(self._encode(offer))
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class MooncakeMover:
             )
         self._registered.append(memory)
 
-    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> bool:
+    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
         pieces = pieces_of(wanted)
         status: int = self._engine.batch_transfer_sync_read(
             session,
@@ -54,7 +54,8 @@ class MooncakeMover:
             [piece.address for piece in pieces],
             [len(piece.into) for piece in pieces],
         )
-        return status == 0
+        if status == 0:
+            yield from wanted
 
     def close(self) -> None:
         for memory in self._registered:

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ class NixlMover:
                 hint="lower kv_transfer_size",
             ) from None
 
-    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> bool:
+    def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
         pieces = pieces_of(wanted)
         own = [(piece.into.ctypes.data, len(piece.into), 0) for piece in pieces]
         theirs = [(piece.address, len(piece.into), 0) for piece in pieces]
@@ -82,9 +82,10 @@ class NixlMover:
                 self._forget(session)
             state = agent.check_xfer_state(handle)
         agent.release_xfer_handle(handle)
-        if state != "DONE":
+        if state == "DONE":
+            yield from wanted
+        else:
             self._forget(session)
-        return bool(state == "DONE")
 
     def _remote(self, session: str) -> str:
         """Returns the name of an agent, which is met first where it was not."""

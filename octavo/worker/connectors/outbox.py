@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.kv_messages import BlockKey, BlockName
 from octavo.transfer.messages import WantedBlock
+from octavo.worker.connectors.checksum import checksum_of
 
 LEASE_S = 30.0
 """Seconds for which a block that was not fetched yet, or that a peer reads, keeps its place."""
@@ -44,6 +45,8 @@ class OutboxBlock:
     data: BlockData
     leased_until: float
     """When the lease of a block that no peer has fetched ends."""
+    checksum: int = 0
+    """Checksum of bytes that others read out of memory."""
     readers: dict[Ask, float] = field(default_factory=dict)
     """When the lease of each ask whose peer reads it ends."""
 
@@ -94,7 +97,8 @@ class Outbox:
             return False, gone
         self._absent.pop(name, None)
         self.remove(name)
-        self._blocks[name] = OutboxBlock(key, data, now + LEASE_S)
+        checksum = 0 if isinstance(data, bytes) else checksum_of(data)
+        self._blocks[name] = OutboxBlock(key, data, now + LEASE_S, checksum)
         self.num_bytes += len(data)
         return True, gone
 
@@ -132,9 +136,13 @@ class Outbox:
 
     # -- who reads ---------------------------------------------------------------------------------
 
-    def lend(self, name: BlockName, ask: Ask, now: float) -> None:
-        """Begins the lease of a peer that will read a block out of memory."""
-        self._blocks[name].readers[ask] = now + LEASE_S
+    def lend(self, name: BlockName, ask: Ask, now: float) -> int:
+        """Begins the lease of a peer that will read a block out of memory; returns the checksum
+        that it will compare.
+        """
+        block = self._blocks[name]
+        block.readers[ask] = now + LEASE_S
+        return block.checksum
 
     def renew(self, ask: Ask, names: Iterable[BlockName], now: float) -> None:
         """Begins a peer's leases again. One that has ended by the clock is gone: the block's place

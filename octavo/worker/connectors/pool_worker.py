@@ -14,7 +14,6 @@ import logging
 import queue
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -23,7 +22,8 @@ from numpy.typing import NDArray
 
 from octavo.kv_messages import BlockName, ConnectorPlan, ConnectorReport, SlotBlock, StoredBytes
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.connectors.block_file import TAIL, header_of
+from octavo.worker.connectors.block_file import header_of
+from octavo.worker.connectors.checksum import CHECKSUM, checksum_of
 from octavo.worker.connectors.shared_store import SharedStore, StoreValue
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class PoolWorker:
 
     def _value(self, block: SlotBlock, place: NDArray[np.uint8]) -> StoreValue | None:
         """Returns where a block's value lies in a place; None where it is too long for it."""
-        num_bytes = len(self._header(block)) + self._slot_bytes(block) + TAIL.size
+        num_bytes = len(self._header(block)) + self._slot_bytes(block) + CHECKSUM.size
         if num_bytes > len(place):
             return None
         is_pinned = self._pins.get(block.name, 0.0) > time.time()
@@ -167,9 +167,9 @@ class PoolWorker:
 
     def _take(self, block: SlotBlock, data: NDArray[np.uint8]) -> bool:
         """Copies a value's block into its slot; False where it is another block, or damaged."""
-        header, end = self._header(block), len(data) - TAIL.size
-        (checksum,) = TAIL.unpack(data[end:].tobytes())
-        if data[: len(header)].tobytes() != header or zlib.crc32(data[:end].data) != checksum:
+        header, end = self._header(block), len(data) - CHECKSUM.size
+        (checksum,) = CHECKSUM.unpack(data[end:].tobytes())
+        if data[: len(header)].tobytes() != header or checksum_of(data[:end]) != checksum:
             logger.warning("a KV block of the pool is damaged; it is computed instead")
             self._num_damaged += 1
             return False
@@ -208,10 +208,10 @@ class PoolWorker:
         return [value is not None and next(outcomes, False) for value in values]
 
     def _lay_out(self, block: SlotBlock, data: NDArray[np.uint8]) -> None:
-        header, end = self._header(block), len(data) - TAIL.size
+        header, end = self._header(block), len(data) - CHECKSUM.size
         data[: len(header)] = np.frombuffer(header, np.uint8)
         data[len(header) : end] = self.slot(block.group, block.slot)
-        data[end:] = np.frombuffer(TAIL.pack(zlib.crc32(data[:end].data)), np.uint8)
+        data[end:] = np.frombuffer(CHECKSUM.pack(checksum_of(data[:end])), np.uint8)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[ConnectorReport]:

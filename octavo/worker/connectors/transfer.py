@@ -47,7 +47,9 @@ class TransferWorker:
         ends: TransferEnds,
         mover: BlockTransport | None = None,
     ) -> None:
-        """Takes a `mover` that reads blocks out of memory; without one they come in messages."""
+        """Takes a `mover` that reads whole blocks out of memory; without one they come in messages,
+        as layers always do.
+        """
         self._slots = [
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]
@@ -57,7 +59,7 @@ class TransferWorker:
         """Guards the report and the number; notified when something is added."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake, listener = self._pair()
-        self.sends_layers = ends.listen is not None and mover is None
+        self.sends_layers = ends.listen is not None
         """Whether layers of a block may leave while the step computes that fills it."""
         self._stream: LayerStream | None = None
         """Blocks of the step that is being computed."""
