@@ -17,7 +17,7 @@ from octavo.kv_messages import BlockKey, BlockName, ConnectorPlan, ConnectorRepo
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import PIECE_BYTES, BlockTransport, RemoteBytes, pieces_of
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.connectors import block_fetcher, outbox
+from octavo.worker.connectors import block_fetcher, block_reader, outbox
 from octavo.worker.connectors.block_arena import BlockArena
 from octavo.worker.connectors.socket_mover import SocketMover
 from octavo.worker.connectors.transfer import TransferWorker
@@ -35,6 +35,7 @@ class LocalMover:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.has_begun = threading.Event()
+        self.num_reads = 0
         self.fails = self.harms = self.closed = False
 
     def register(self, memory: NDArray[np.uint8]) -> None:
@@ -43,6 +44,7 @@ class LocalMover:
     def read(self, session: str, wanted: Sequence[RemoteBytes]) -> Iterator[RemoteBytes]:
         assert session == "here"
         self.has_begun.set()
+        self.num_reads += 1
         self.may_go_on.wait(10)
         for piece in pieces_of(wanted):
             ctypes.memmove(piece.into.ctypes.data, piece.address, len(piece.into))
@@ -171,6 +173,43 @@ def test_a_slot_that_is_being_written_is_not_given_back(
     assert pair.reader.report(wait_s=0.0) is None
     movers[1].may_go_on.set()
     assert reported(pair.reader).not_fetched == [name_of(7)]
+
+
+def test_an_engine_whose_memory_is_read_need_not_say_anything(
+    pair: Pair, movers: list[LocalMover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read lasts longer than an engine that owes blocks may be silent."""
+    monkeypatch.setattr(block_fetcher, "SILENCE_S", 0.2)
+    movers[1].may_go_on.clear()
+    keep(pair.sender, 7)
+    reported(pair.sender)
+    fetch(pair.reader, pair.source, 7)
+    assert movers[1].has_begun.wait(10)
+    time.sleep(0.6)
+    assert pair.reader.report(wait_s=0.0) is None
+    movers[1].may_go_on.set()
+    assert reported(pair.reader).fetched == [name_of(7)]
+
+
+def test_blocks_that_are_given_up_are_not_read_any_more(
+    pair: Pair, movers: list[LocalMover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is being read, and another one waits for its turn."""
+    monkeypatch.setattr(block_reader, "MOST_BLOCKS", 1)
+    movers[1].may_go_on.clear()
+    for number in (7, 8):
+        keep(pair.sender, number)
+        reported(pair.sender)
+        fetch(pair.reader, pair.source, number, slot=number - 6)
+    assert movers[1].has_begun.wait(10)
+    time.sleep(0.3)  # the second one is offered
+    pair.reader.begin(ConnectorPlan(cancel=[name_of(7), name_of(8)]))
+    time.sleep(0.3)
+    movers[1].may_go_on.set()
+    missed = reported(pair.reader).not_fetched
+    while len(missed) < 2:
+        missed += reported(pair.reader).not_fetched
+    assert sorted(missed) == [name_of(7), name_of(8)] and movers[1].num_reads == 1
 
 
 @pytest.fixture

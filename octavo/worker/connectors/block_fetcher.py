@@ -268,7 +268,9 @@ class BlockFetcher:
         for name, has_come in self._reader.take_done():
             arriving = self._arriving.pop(name)
             taken[arriving.block.source, arriving.epoch].append(name)
-            if not has_come:
+            if has_come:
+                self._heard[arriving.block.source] = time.monotonic()
+            elif not arriving.is_dropped:
                 logger.warning("a KV block could not be read whole; it is computed here")
             is_good = has_come and not arriving.is_dropped
             self._note(**{"fetched" if is_good else "not_fetched": [name]})
@@ -288,9 +290,13 @@ class BlockFetcher:
     # -- what does not come ------------------------------------------------------------------------
 
     def note_time(self, now: float) -> None:
-        """Ends the blocks that take too long, and those of engines that have fallen silent."""
+        """Ends the blocks that take too long, and those of engines that have fallen silent. While
+        one's memory is read it need not say anything: a mover notices by itself that it is gone.
+        """
         self._end([name for name, one in self._arriving.items() if one.until <= now])
-        for source in {one.block.source for one in self._arriving.values()}:
+        arriving = list(self._arriving.values())
+        being_read = {one.block.source for one in arriving if one.is_read}
+        for source in {one.block.source for one in arriving} - being_read:
             if now - self._heard[source] > SILENCE_S:
                 self._lose(source, f"nothing was heard of it for {SILENCE_S:g} s")
         if now - self._renewed_at > RENEWAL_S:
@@ -316,7 +322,9 @@ class BlockFetcher:
         ended = []
         for name in names:
             if self._arriving[name].is_read:
+                assert self._reader is not None, "it reads"
                 self._arriving[name].is_dropped = True
+                self._reader.drop(name)
             else:
                 del self._arriving[name]
                 ended.append(name)

@@ -42,6 +42,8 @@ class BlockReader:
         self._asked: queue.SimpleQueue[OfferedBlock | None] = queue.SimpleQueue()
         self._done: deque[tuple[BlockName, bool]] = deque()
         self._num_under_way = 0
+        self._dropped: set[BlockName] = set()
+        """Blocks that are not wanted any more, until their outcomes are taken."""
         self._rates: deque[tuple[int, float]] = deque()
         """Bytes of each read that has come whole, and its seconds."""
         self._thread = threading.Thread(target=self._run, name="octavo-kv-read", daemon=True)
@@ -57,10 +59,15 @@ class BlockReader:
         self._num_under_way += 1
         self._asked.put(block)
 
+    def drop(self, name: BlockName) -> None:
+        """Leaves out a block whose read has not begun; its outcome is still to be taken."""
+        self._dropped.add(name)
+
     def take_done(self) -> list[tuple[BlockName, bool]]:
         """Returns the blocks whose reads are over, and whether each has come unharmed."""
         done = [self._done.popleft() for _ in range(len(self._done))]
         self._num_under_way -= len(done)
+        self._dropped.difference_update(name for name, _ in done)
         return done
 
     def take_rate(self) -> tuple[int, float]:
@@ -91,10 +98,14 @@ class BlockReader:
             batch = [waiting.popleft()]
             while waiting and waiting[0].session == batch[0].session and len(batch) < MOST_BLOCKS:
                 batch.append(waiting.popleft())
-            self._read(batch)
+            left_out = self._dropped & {block.name for block in batch}
+            self._done.extend((name, False) for name in left_out)
+            self._read([block for block in batch if block.name not in left_out])
 
     def _read(self, batch: Sequence[OfferedBlock]) -> None:
         """Reads blocks, each of which is checked as soon as it has come, out of the caches."""
+        if not batch:
+            return
         wanted = [RemoteBytes(block.address, block.slot) for block in batch]
         began, num_come = time.monotonic(), 0
         try:
