@@ -30,6 +30,7 @@ from octavo.progress import quiet, to_stderr
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
+    from octavo.wiring.quantize import CalibrationText
 
 FIGURES = "figures.jsonl"
 """File of a directory of quantised models that has the rows measured, one a line."""
@@ -41,7 +42,7 @@ class Variant(NamedTuple):
 
     options: Mapping[str, Any]
     made: Mapping[str, Any] | None = None
-    needs_gguf: bool = False
+    is_gguf: bool = False
 
 
 VARIANTS: dict[str, Variant] = {
@@ -52,9 +53,9 @@ VARIANTS: dict[str, Variant] = {
     "GPTQ": Variant({}, {"method": "gptq", "desc_act": True, "output_format": "gptq"}),
     "AWQ": Variant({}, {"method": "awq", "output_format": "awq"}),
     "W8A8": Variant({}, {"method": "smoothquant", "scheme": "w8a8", **INT_FORMATS}),
-    "GGUF-4": Variant({}, {"method": "gptq", "output_format": "gguf"}, needs_gguf=True),
-    "GGUF-6": Variant({}, {"method": "rtn", "bits": 6, "output_format": "gguf"}, needs_gguf=True),
-    "GGUF-8": Variant({}, {"method": "rtn", "bits": 8, "output_format": "gguf"}, needs_gguf=True),
+    "GGUF-4": Variant({}, {"method": "gptq", "output_format": "gguf"}, is_gguf=True),
+    "GGUF-6": Variant({}, {"method": "rtn", "bits": 6, "output_format": "gguf"}, is_gguf=True),
+    "GGUF-8": Variant({}, {"method": "rtn", "bits": 8, "output_format": "gguf"}, is_gguf=True),
 }
 
 
@@ -109,6 +110,9 @@ def quant(
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
     rounds: Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)] = 3,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Quantise into --made alone, and measure nothing.")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Take rows that --made has of the same work.")
     ] = False,
@@ -116,6 +120,8 @@ def quant(
     options: dict[str, Any],
 ) -> None:
     """Measure size, tokens/s and perplexity of each way to store a model's weights."""
+    if prepare and made is None:
+        raise ConfigError("prepare: needs a directory", hint="name one with --made")
     path = str(fetched({"model": model})["model"])
     names = _chosen(only, path, has_calibration=calibration is not None)
     work = QuantWork(
@@ -128,6 +134,7 @@ def quant(
         rounds=rounds,
     )
     own = {"tokenizer": tokenizer} if tokenizer is not None else {}
+    texts = _texts(calibration, calibration_texts, calibration_length, tokenizer)
     with _folder(made) as folder:
         figures = _Figures(folder / FIGURES, _digest(path, options, own, group, work))
         known = figures.read() if resume else {}
@@ -137,20 +144,16 @@ def quant(
             variant = VARIANTS[name]
             given = {"model": path, **options, **own, **variant.options}
             if variant.made is not None:
-                from octavo.wiring.quantize import CalibrationText
-
-                texts = None
-                if calibration is not None:
-                    texts = CalibrationText(
-                        calibration, calibration_texts, calibration_length, tokenizer
-                    )
                 target = folder / f"{name}-g{group}"
                 _make(path, variant.made, group, target, texts)
                 given["model"] = str(target)
+            if prepare:
+                continue
             print(f"measuring {name}", file=sys.stderr)
             known[name] = _measured(name, given, work)
             figures.add(known[name])
-    _print([known[name] for name in names], json=json)
+    if not prepare:
+        _print([known[name] for name in names], json=json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,9 @@ def _digest(*work: object) -> str:
 
 
 def _chosen(only: str, path: str, *, has_calibration: bool) -> list[str]:
-    """Returns the rows that are wanted; FP16 is the first."""
+    """Returns the rows that are wanted; FP16 is the first. GGUF's are those of a GGUF file, and of
+    another model where they are named.
+    """
     wanted = [name.strip() for name in only.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in VARIANTS]
     if unknown:
@@ -200,9 +205,7 @@ def _chosen(only: str, path: str, *, has_calibration: bool) -> list[str]:
                 f"calibration: {name} needs a text",
                 hint="name one with --calibration, or leave the row out with --only",
             )
-        if VARIANTS[name].needs_gguf and not is_gguf and name in wanted:
-            raise ConfigError(f"only: {name} is made of GGUF files, got {path}")
-    chosen = [name for name in names if is_gguf or not VARIANTS[name].needs_gguf]
+    chosen = [name for name in names if is_gguf or name in wanted or not VARIANTS[name].is_gguf]
     return chosen if "FP16" in chosen else ["FP16", *chosen]
 
 
@@ -224,7 +227,23 @@ def _folder(made: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _make(path: str, made: Mapping[str, Any], group: int, target: Path, texts: Any) -> None:
+def _texts(
+    calibration: Path | None, num_texts: int, length: int, tokenizer: str | None
+) -> CalibrationText | None:
+    from octavo.wiring.quantize import CalibrationText
+
+    if calibration is None:
+        return None
+    return CalibrationText(calibration, num_texts, length, tokenizer)
+
+
+def _make(
+    path: str,
+    made: Mapping[str, Any],
+    group: int,
+    target: Path,
+    texts: CalibrationText | None,
+) -> None:
     """Quantises the model unless an earlier run has done so."""
     from octavo.wiring.quantize import quantize_model
 

