@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "executor.h"
+#include "past_caches.h"
 
 namespace octavo {
 namespace {
@@ -279,6 +280,7 @@ struct LinearStage : Stage {
         const Output output{row0, std::min(kRowBlock, rows - row0), tile0,
                             std::min(num_tiles, tile0 + chunk)};
         write_tiles(view, thread, x, output);
+        if (view.best_only == this && view.batch.keeps_logits) end_past_caches();
     }
     bool row_local() const override { return true; }
     void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
@@ -364,7 +366,7 @@ struct LinearStage : Stage {
             keep_out(view, part.out, tiles, width, out);
         if (keeps_best && view.batch.keeps_logits)
             for (int i = 0; i < rows; i++)
-                std::copy_n(out + i * kGroup, width, view.at(part.out, row0 + i) + column);
+                copy_past_caches(out + i * kGroup, width, view.at(part.out, row0 + i) + column);
         if (spec.converts)
             k.put_rows(out, spec.converts->rows, spec.converts->at(view, row0), rows, column / kGroup, width);
         if (keeps_best) k.keep_best(out, rows, column, width, thread.best.data() + view.first_sample + row0);
