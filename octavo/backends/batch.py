@@ -128,6 +128,10 @@ class SamplingBatch:
     with another filter: the witnesses of the draw tell the Check what these would have made of it.
     None: no row is. A row that is drawn again has its cuts.
     """
+    bias_after: NDArray[np.int32] | None = None
+    """Token that the row must have drawn last for an entry of the bias to be added, -1: any. It is
+    given where the device alone knows that token (`StepBatch.last_tokens`); None: all are added.
+    """
     counts_last: NDArray[np.bool_] | None = None
     """Rows whose histories lack the token that the step before has drawn, which the device alone
     knows (`StepBatch.last_tokens`) and counts as generated once more, `[S]`; None: no row's does.
@@ -147,6 +151,7 @@ class SamplingBatch:
             bias_starts=bias - bias[0],
             bias_ids=self.bias_ids[bias[0] : bias[-1]],
             bias_values=self.bias_values[bias[0] : bias[-1]],
+            bias_after=None if self.bias_after is None else self.bias_after[bias[0] : bias[-1]],
             allowed_masks=self.allowed_masks,
             late=None if self.late is None else self.late[first:end],
             uncut=None if self.uncut is None else self.uncut[first:end],

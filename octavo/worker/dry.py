@@ -70,6 +70,30 @@ class DryMatches:
                 longest[token_id] = max(length, longest.get(token_id, 0))
         return {token_id: self._penalty(length) for token_id, length in longest.items()}
 
+    def penalties_after(self, token_ids: NDArray[np.int32]) -> dict[tuple[int, int], float]:
+        """Returns what the logits of the token after `token_ids` and one more lose, which is not
+        known: by that one and by the token that loses it.
+        """
+        rule = self._rule
+        first = self._first_of(len(token_ids) + 1)
+        window = token_ids[first:]
+        if len(window) == 0:
+            return {}
+        self._follow(token_ids)
+        before = np.concatenate([[0], self._lengths])[first - self._first :]
+        places = np.arange(1, len(before) + 1)
+        lengths = np.minimum(np.minimum(before + 1, places), self._num_unbroken + 1)
+        found = np.flatnonzero(lengths >= rule.allowed_length)
+        lasts = window[found].tolist()
+        # The last place is followed by the token that is the same.
+        followers = np.append(window[1:], window[-1])[found].tolist()
+        longest: dict[tuple[int, int], int] = {}
+        pairs = zip(lasts, followers, strict=True)
+        for key, length in zip(pairs, lengths[found].tolist(), strict=True):
+            if rule.breaker_ids.isdisjoint(key):
+                longest[key] = max(length, longest.get(key, 0))
+        return {key: self._penalty(length) for key, length in longest.items()}
+
     def _penalty(self, length: int) -> float:
         rule = self._rule
         try:

@@ -13,6 +13,8 @@ from octavo.worker.dry import DryMatches
 from octavo.worker.token_counts import TokenCounts
 
 MINUS_INFINITY = float("-inf")
+ANY_TOKEN = -1
+"""Stands for every last token where something is added whatever it is."""
 
 
 @dataclass(slots=True)
@@ -22,6 +24,8 @@ class RowExtras:
     logit_bias: dict[int, float]
     end_token_ids: list[int]
     num_prompt_tokens: int
+    num_known: int
+    """Tokens of the row that have come back from the device, the prompt's too."""
     min_num_tokens: int
     """Number of tokens, prompt included, below which `end_token_ids` are banned."""
     bad_words: list[list[int]]
@@ -35,6 +39,16 @@ class RowExtras:
     """Names of the processors that change its logits."""
     check: CheckedDraw | None = None
     """Check of the draws that follow no guess and come near no close; None: they have none."""
+
+    def took(self, token_id: int) -> None:
+        """Takes in a drawn token that has come back."""
+        self.num_known += 1
+        if self.counts is not None:
+            self.counts.add(token_id)
+
+    def lags(self, num_tokens: int) -> bool:
+        """Returns whether the last of the row's first `num_tokens` is known to the device alone."""
+        return num_tokens > self.num_known
 
     def may_bias(self, num_tokens: int) -> bool:
         """Returns whether anything may be added to the logits of the token that follows."""
@@ -58,19 +72,35 @@ class RowExtras:
         penalties = dry.penalties(token_ids)
         return bias | {id_: bias.get(id_, 0.0) - lost for id_, lost in penalties.items()}
 
-    def _bias(self, token_ids: NDArray[np.int32], *, must_end: bool) -> dict[int, float]:
-        ends_banned = len(token_ids) < self.min_num_tokens and not must_end
-        if not ends_banned and not self.bad_words:
-            return self.logit_bias
-        bias = dict(self.logit_bias)
-        if ends_banned:
-            bias.update(dict.fromkeys(self.end_token_ids, MINUS_INFINITY))
+    def bias_after(self, token_ids: NDArray[np.int32]) -> dict[tuple[int, int], float]:
+        """Returns what is added to the logits of the token after `token_ids` and one more, which is
+        not known: by that one, or ANY_TOKEN, and by the token that it is added to.
+        """
+        lasting = self._lasting(len(token_ids) + 1, must_end=False)
+        bias = {(ANY_TOKEN, token_id): value for token_id, value in lasting.items()}
         output_ids = token_ids[self.num_prompt_tokens :]
         for word in self.bad_words:
-            prefix = word[:-1]
-            if (
-                len(prefix) <= len(output_ids)
-                and output_ids[len(output_ids) - len(prefix) :].tolist() == prefix
-            ):
-                bias[word[-1]] = MINUS_INFINITY
+            if _ends_with(output_ids, word[:-2]):
+                last = word[-2] if len(word) > 1 else ANY_TOKEN
+                bias[last, word[-1]] = MINUS_INFINITY
+        if self.dry is not None:
+            for key, lost in self.dry.penalties_after(token_ids).items():
+                bias[key] = bias.get(key, 0.0) - lost
         return bias
+
+    def _bias(self, token_ids: NDArray[np.int32], *, must_end: bool) -> dict[int, float]:
+        bias = self._lasting(len(token_ids), must_end=must_end)
+        output_ids = token_ids[self.num_prompt_tokens :]
+        banned = [word[-1] for word in self.bad_words if _ends_with(output_ids, word[:-1])]
+        return bias | dict.fromkeys(banned, MINUS_INFINITY) if banned else bias
+
+    def _lasting(self, num_tokens: int, *, must_end: bool) -> dict[int, float]:
+        """Returns what is added after `num_tokens` tokens, whatever these are."""
+        if num_tokens >= self.min_num_tokens or must_end:
+            return self.logit_bias
+        return self.logit_bias | dict.fromkeys(self.end_token_ids, MINUS_INFINITY)
+
+
+def _ends_with(token_ids: NDArray[np.int32], end: list[int]) -> bool:
+    first = len(token_ids) - len(end)
+    return first >= 0 and token_ids[first:].tolist() == end

@@ -8,7 +8,6 @@ are in `backends/sampling.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -24,37 +23,16 @@ from octavo.backends.batch import (
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow
 from octavo.worker.checked_draws import CheckedDraw, CheckedDraws, Texts
+from octavo.worker.csr import Csr
 from octavo.worker.draws_in_turn import DrawsInTurn, MirostatRule
 from octavo.worker.dry import DryMatches, dry_matches
 from octavo.worker.grammar_rows import GrammarRows
 from octavo.worker.logits_processors import LogitsProcessors
-from octavo.worker.row_extras import RowExtras
+from octavo.worker.row_extras import ANY_TOKEN, RowExtras
 from octavo.worker.token_counts import TokenCounts
 
 NO_IDS = np.zeros(0, np.int32)
 NO_VALUES = np.zeros(0, np.float32)
-
-
-@dataclass(slots=True)
-class Csr:
-    """Lists of (id, value) of varying length, one per entry, joined end to end."""
-
-    ids: list[NDArray[np.int32]] = field(default_factory=list)
-    values: list[NDArray] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
-
-    def add(self, entry: int, ids: NDArray[np.int32], values: NDArray) -> None:
-        """Appends the list of `entry`; entries come in rising order."""
-        self.ids.append(ids)
-        self.values.append(values)
-        self.sizes[entry] = len(ids)
-
-    def starts(self, num_entries: int) -> NDArray[np.int32]:
-        """Returns where each entry's list begins, `[num_entries + 1]`."""
-        sizes = np.zeros(num_entries + 1, np.int32)
-        for entry, size in self.sizes.items():
-            sizes[entry + 1] = size
-        return np.cumsum(sizes, dtype=np.int32)
 
 
 class Masks:
@@ -179,10 +157,10 @@ class SamplingRows:
         return row in self._mirostats
 
     def took(self, row: int, token_id: int) -> None:
-        """Counts a row's sampled token for its penalties."""
+        """Counts a row's sampled token."""
         extras = self._extras.get(row)
-        if extras is not None and extras.counts is not None:
-            extras.counts.add(token_id)
+        if extras is not None:
+            extras.took(token_id)
 
     def may_append(self, row: int, token_id: int, num_tokens: int) -> bool:
         """Returns whether the one token that a grammar allows after `num_tokens` is taken without a
@@ -364,7 +342,7 @@ class SamplingRows:
             if extras.counts is not None:
                 guesses = token_ids[row, end - num_guesses : end]
                 history.add(entry, *extras.counts.arrays_after(guesses.tolist()))
-                lags[entry] = end - num_guesses > extras.counts.num_tokens
+                lags[entry] = extras.lags(end - num_guesses)
             is_checked = checks is not None and entry in checks
             mask = extras.allowed_mask if is_checked else self._mask(row, extras, num_guesses)
             if mask is not None:
@@ -382,6 +360,7 @@ class SamplingRows:
     ) -> None:
         """Sets what is added to the logits of the rows, each after its first tokens."""
         bias, known = Csr(), dict[int, int]()
+        after: list[NDArray[np.int32]] = []
         dries: dict[int, DryMatches] = {}
         for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
             extras = self._extras.get(row)
@@ -390,11 +369,19 @@ class SamplingRows:
                 continue
             if num_guesses == 1 and extras.dry is not None:
                 dries[row] = extras.dry.copy()
-            must_end = self._grammars.is_complete(row, num_guesses=num_guesses)
-            dry = dries.get(row, extras.dry)
-            if added := extras.bias(token_ids[row, :end], dry, must_end=must_end):
-                ids = np.fromiter(added.keys(), np.int32)
-                bias.add(entry, ids, np.fromiter(added.values(), np.float32))
+            if extras.lags(end - num_guesses):
+                added = extras.bias_after(token_ids[row, : end - 1])
+            else:
+                must_end = self._grammars.is_complete(row, num_guesses=num_guesses)
+                dry = dries.get(row, extras.dry)
+                found = extras.bias(token_ids[row, :end], dry, must_end=must_end)
+                added = {(ANY_TOKEN, id_): value for id_, value in found.items()}
+            if added:
+                keys = np.array(list(added), np.int32)
+                after.append(keys[:, 0])
+                bias.add(entry, keys[:, 1], np.fromiter(added.values(), np.float32))
+        joined = np.concatenate([NO_IDS, *after])
+        batch.bias_after = joined if (joined != ANY_TOKEN).any() else None
         batch.bias_starts = bias.starts(len(rows))
         batch.bias_ids = np.concatenate([NO_IDS, *bias.ids])
         batch.bias_values = np.concatenate([NO_VALUES, *bias.values])
@@ -441,6 +428,7 @@ class SamplingRows:
             logit_bias=params.logit_bias or {},
             end_token_ids=new.end_token_ids,
             num_prompt_tokens=num_prompt,
+            num_known=len(new.token_ids),
             min_num_tokens=num_prompt + params.min_tokens,
             bad_words=params.bad_words_token_ids or [],
             counts=TokenCounts(new.token_ids[:num_prompt], new.token_ids[num_prompt:])

@@ -13,8 +13,6 @@ class TokenCounts:
     """The distinct tokens of a request and how often each was generated (0: in the prompt only)."""
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        self.num_tokens = 0
-        """Number of tokens counted, those of the prompt too."""
         self._place: dict[int, int] = {}
         self._ids = np.zeros(64, np.int32)
         self._counts = np.zeros(64, np.int32)
@@ -25,7 +23,6 @@ class TokenCounts:
 
     def add(self, token_id: int, *, generated: int = 1) -> None:
         """Counts a token, `generated` times (0 for one of the prompt)."""
-        self.num_tokens += 1
         place = self._place.setdefault(token_id, len(self._place))
         if place == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])

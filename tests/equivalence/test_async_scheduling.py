@@ -48,6 +48,28 @@ PENALTIES: list[dict[str, Any]] = [
     {"temperature": 0.8, "repetition_penalty": 1.4},
     {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.3, "logprobs": 1},
 ]
+REPETITIONS: list[dict[str, Any]] = [
+    {"temperature": 0, "dry_multiplier": 1.5},
+    {
+        "temperature": 0.8,
+        "dry_multiplier": 2.0,
+        "dry_penalty_last_n": 9,
+        "dry_sequence_breaker_ids": [5],
+        "repetition_penalty": 0.8,
+        "logprobs": 1,
+    },
+    {
+        "temperature": 0,
+        "bad_words_token_ids": [[a, b] for a in range(4, 10) for b in (a, a + 1)] + [[10]],
+        "logit_bias": {5: 2.0},
+    },
+    {
+        "temperature": 0.5,
+        "dry_multiplier": 0.8,
+        "bad_words_token_ids": [[a, b, c] for a in range(4, 9) for b in (4, 5) for c in (4, 6)],
+        "min_tokens": 20,
+    },
+]
 REPEATED = msgspec.structs.replace(GREEDY, dry_multiplier=2.0, dry_allowed_length=1)
 
 
@@ -168,10 +190,10 @@ def test_steps_do_run_ahead(backend: str) -> None:
         assert [len(row) for row in taken[:4]] == [2, 1, 2, 1] and len(taken) >= num_tokens
 
 
-@pytest.mark.parametrize("params", PENALTIES, ids=str)
-def test_the_device_counts_the_last_token_itself(params: dict[str, Any]) -> None:
-    """Rows with penalties run ahead, and draw what they draw after their tokens are known: few
-    tokens may come, so that they are counted again and again, and new ones at first.
+@pytest.mark.parametrize("params", PENALTIES + REPETITIONS, ids=str)
+def test_the_device_looks_at_the_last_token_itself(params: dict[str, Any]) -> None:
+    """Rows with penalties, bad words and DRY run ahead, and draw what they draw after their tokens
+    are known: few tokens may come, so that they are counted again and again, and new ones at first.
     """
     wanted = [
         SamplingParams(

@@ -55,6 +55,25 @@ def test_penalties_are_those_of_the_definition(seed):
         assert all(np.isclose(found[one], wanted[one]) for one in wanted)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_penalties_after_a_token_that_is_not_known(seed):
+    """They are those after each token that it may be."""
+    g = np.random.default_rng(seed)
+    tokens = g.integers(0, g.integers(1, 5), 40).astype(np.int32)
+    breakers = set(g.integers(0, 5, g.integers(0, 2)).tolist())
+    allowed, last_n = int(g.integers(1, 4)), int(g.choice([-1, 1, 2, 7, 30, 100]))
+    fields = {"dry_allowed_length": allowed, "dry_penalty_last_n": last_n}
+    matches = matches_of(breakers, **fields)
+    assert matches.penalties_after(tokens[:0]) == {}
+    for end in [*range(1, 30), 20, 21, 40]:
+        found = matches.penalties_after(tokens[:end])
+        assert {last for last, _ in found} <= set(tokens[:end].tolist())
+        for last in range(6):
+            known = np.append(tokens[:end], last).astype(np.int32)
+            own = {one: lost for (after, one), lost in found.items() if after == last}
+            assert own == matches_of(breakers, **fields).penalties(known), (end, last)
+
+
 def test_equal_tokens_take_linear_time_and_a_finite_penalty():
     """A hundred thousand equal tokens are read in well under a second, and a step in far less."""
     tokens = np.full(100_001, 7, np.int32)

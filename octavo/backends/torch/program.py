@@ -312,7 +312,7 @@ class TorchProgram:
         drawn: list[Drawn] = []
         for index, part in enumerate(draws):
             own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
-            if part.wants.counts_last:
+            if part.wants.last_ids:
                 own["last_ids"] = self._last_tokens[own["last_targets"]]
             one = self._drawn(
                 values_of(part.chunk)[self.program.outputs["logits"].name], own, part.wants

@@ -40,6 +40,13 @@ class Wants:
     """Whether the tokens' surprises go back."""
     counts_last: bool = False
     """Whether a row's history lacks the last token that the device has drawn for it."""
+    biased_after: bool = False
+    """Whether what is added to logits depends on that token."""
+
+    @property
+    def last_ids(self) -> bool:
+        """Whether the tokens are read that the device has drawn last."""
+        return self.counts_last or self.biased_after
 
 
 GREEDY = Wants(draws=False, cuts=False, biased=False, masked=False, penalised=False, num_top=-1)
@@ -63,6 +70,7 @@ def wants_of(batch: SamplingBatch, vocab_size: int) -> Wants:
         steers=_any(drawn["xtc_probability"] > 0, drawn["mirostat_mode"] > 0),
         surprises=_any(records["mirostat_mode"] > 0),
         counts_last=batch.counts_last is not None and _any(batch.counts_last),
+        biased_after=batch.bias_after is not None and _any(batch.bias_after >= 0),
     )
 
 
@@ -79,6 +87,9 @@ def draw_arrays(batch: SamplingBatch, wants: Wants) -> dict[str, NDArray]:
             "bias_ids": batch.bias_ids,
             "bias_values": batch.bias_values,
         }
+    if wants.biased_after:
+        assert batch.bias_after is not None
+        arrays["bias_after"] = batch.bias_after
     if wants.masked:
         arrays["allowed_masks"] = batch.allowed_masks.view(np.int32)
     if wants.penalised:
@@ -145,8 +156,11 @@ def _changed(z: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Tensor:
     """Returns the logits after bias, mask and penalties; z is overwritten."""
     records = inputs["records"]
     if wants.biased:
-        places = (inputs["bias_rows"], inputs["bias_ids"].long())
-        z.index_put_(places, inputs["bias_values"].double(), accumulate=True)
+        rows, values = inputs["bias_rows"], inputs["bias_values"].double()
+        if wants.biased_after:
+            after = inputs["bias_after"]
+            values = values.masked_fill((after >= 0) & (after != inputs["last_ids"][rows]), 0.0)
+        z.index_put_((rows, inputs["bias_ids"].long()), values, accumulate=True)
     if wants.masked:
         allowed = field(records, "allowed_mask").long()
         bits = _bits(inputs["allowed_masks"][allowed.clamp(min=0)], z.shape[1])

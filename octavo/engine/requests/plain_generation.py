@@ -67,7 +67,7 @@ class PlainGeneration:
     ) -> None:
         self.row_params = params
         self.needs_last_token = GRAMMAR if has_grammar else _needs_last_token(params)
-        self.may_branch = not (self.needs_last_token or _is_penalised(params))
+        self.may_branch = not (self.needs_last_token or _follows_tokens(params))
         self._rules = rules
         # A processor is a user's function: it is called for no text that may never come.
         self.may_draft = not (rules.one_token or params.logits_processors)
@@ -130,18 +130,22 @@ class PlainGeneration:
         return token_ids
 
 
-def _is_penalised(params: SamplingParams) -> bool:
-    """Returns whether tokens are counted for penalties; a device counts the last one itself."""
-    return bool(
+def _follows_tokens(params: SamplingParams) -> bool:
+    """Returns whether what is added to logits changes with each token; a device does its part for
+    the last one itself.
+    """
+    is_penalised = (
         params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     )
+    bans_words = any(len(word) > 1 for word in params.bad_words_token_ids or ())
+    return bool(is_penalised or params.dry_multiplier or bans_words)
 
 
 def _needs_last_token(params: SamplingParams) -> str:
-    if any(len(word) > 1 for word in params.bad_words_token_ids or ()):
-        return "bad_words: what is banned depends on the tokens before"
-    if params.dry_multiplier:
-        return "DRY: what is a repetition depends on the tokens before"
+    if params.dry_multiplier and params.dry_allowed_length == 1:
+        return "DRY from the first token on: any token may be a repetition"
+    if params.dry_multiplier and params.logit_bias:
+        return "DRY and logit_bias: a penalty and a bias are added up before they are rounded"
     if params.mirostat_mode:
         return "mirostat: its bound depends on the token before"
     return ""

@@ -129,12 +129,16 @@ def test_what_ends_with_a_stop_token_holds_its_blocks_until_the_step_in_flight_i
     ("fields", "reason"),
     [
         ({"repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1}, ""),
-        ({"dry_multiplier": 1.0}, "DRY: what is a repetition depends on the tokens before"),
-        ({"mirostat_mode": 1}, "mirostat: its bound depends on the token before"),
+        ({"dry_multiplier": 1.0, "bad_words_token_ids": [[4, 5], [1, 2, 3]]}, ""),
         (
-            {"bad_words_token_ids": [[4, 5]]},
-            "bad_words: what is banned depends on the tokens before",
+            {"dry_multiplier": 1.0, "dry_allowed_length": 1},
+            "DRY from the first token on: any token may be a repetition",
         ),
+        (
+            {"dry_multiplier": 1.0, "logit_bias": {5: 1.0}},
+            "DRY and logit_bias: a penalty and a bias are added up before they are rounded",
+        ),
+        ({"mirostat_mode": 1}, "mirostat: its bound depends on the token before"),
         (
             {"beam_width": 2, "n": 2},
             "a beam search: which beams go on is decided by what they yield",
@@ -164,7 +168,7 @@ def test_what_needs_a_requests_last_token_waits_for_it(fields, reason):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"dry_multiplier": 1.0}, {"beam_width": 2, "n": 2}], ids=["DRY", "beams"]
+    "fields", [{"mirostat_mode": 2}, {"beam_width": 2, "n": 2}], ids=["mirostat", "beams"]
 )
 def test_a_row_that_waits_for_its_token_holds_up_no_other(fields):
     """Other requests run ahead in every step; a row that waits for its token takes part in every
