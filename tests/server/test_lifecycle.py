@@ -23,9 +23,11 @@ from tests.support.live_server import (
     LiveServer,
     children_of,
     events_of,
+    ids_of,
     runs,
     until,
 )
+from tests.support.many_streams import all_have, run_streams
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
@@ -227,6 +229,32 @@ def test_an_engine_that_is_killed_is_replaced(start):
     killed = server.core_pid
     got = kill_while_it_streams(server, lambda: os.kill(killed, signal.SIGKILL), **PACED)
     assert got == expected and server.core_pid != killed
+    check_replaced(server, "the engine process has ended (killed by signal 9)")
+
+
+def test_the_bound_of_mirostat_outlives_an_engine(start):
+    """Its texts go on as if nothing had happened, though the bound does not follow from their
+    tokens: a text that starts with the same ones, and with a bound of its own, goes on otherwise.
+    """
+    server = start(*PACE_FLAGS)
+    sampled = {"temperature": 1, "seed": 5, "max_tokens": 60, "mirostat_tau": 3.0}
+    prompt = ids_of("Hello")
+    bodies = [STEADY | sampled | {"mirostat_mode": mode, "prompt": prompt} for mode in (1, 2)]
+    expected = [one.token_ids for one in run_streams(server, bodies)]
+
+    async def kill(outcomes):
+        await all_have(outcomes, 20)
+        assert not any(one.has_ended for one in outcomes)
+        os.kill(server.core_pid, signal.SIGKILL)
+
+    got = run_streams(server, [body | PACED for body in bodies], kill)
+    assert [(one.error, one.token_ids) for one in got] == [(None, ids) for ids in expected]
+    starting_over = [
+        body | {"prompt": prompt + ids[:20], "max_tokens": 40}
+        for body, ids in zip(bodies, expected, strict=True)
+    ]
+    for one, ids in zip(run_streams(server, starting_over), expected, strict=True):
+        assert one.error is None and one.token_ids != ids[20:]
     check_replaced(server, "the engine process has ended (killed by signal 9)")
 
 
