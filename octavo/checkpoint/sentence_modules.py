@@ -42,14 +42,16 @@ NEW_NAMES = {"lasttoken": "last"}
 
 def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns config.json's object with `pooling`, where the folder's modules.json has one: `mode`,
-    `normalize`, `do_lower_case`, and `max_seq_length` where it is given. A cross-encoder's has
-    `activation_fn`; one that compares the logits of tokens has `score_tokens`, the id whose logit
-    counts and, where there is one, the id whose logit is subtracted.
+    `normalize`, `do_lower_case`, `max_seq_length` where it is given, and `prompt` where a text
+    stands before each text by default. A cross-encoder's has `activation_fn`; one that compares the
+    logits of tokens has `score_tokens`, the id whose logit counts and, where there is one, the id
+    whose logit is subtracted.
 
-    A mode of several parts, or one that other modules follow, is spelled out, as "cls + mean" or
-    "mean, then Dense".
+    A mode of several parts, or one beside other modules, is spelled out, as "cls + mean" or "mean,
+    then Dense".
     """
-    saved = read_json_if_there(folder / SETTINGS).get("activation_fn")
+    settings = read_json_if_there(folder / SETTINGS)
+    saved = settings.get("activation_fn")
     if saved is not None:
         config = config | {"pooling": {"activation_fn": saved}}
     if not (folder / MODULES).exists():
@@ -63,14 +65,33 @@ def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "Pooling" not in kinds:
         return config
     at = kinds.index("Pooling")
-    mode = _mode(modules[at][1] / "config.json")
-    others = [kind for kind in kinds[at + 1 :] if kind != "Normalize"]
+    prompt = _default_prompt(settings, folder / SETTINGS)
+    mode = _mode(modules[at][1] / "config.json", has_prompt=bool(prompt))
+    before = [kind for kind in kinds[:at] if kind != "Transformer"]
+    behind = [kind for kind in kinds[at + 1 :] if kind != "Normalize"]
     pooling = {
-        "mode": ", then ".join([mode, *others]),
+        "mode": ", then ".join([*before, mode, *behind]),
         "normalize": "Normalize" in kinds[at + 1 :],
+        **({"prompt": prompt} if prompt else {}),
         **_limits(folder),
     }
     return config | {"pooling": pooling}
+
+
+def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
+    """Returns the text that stands before every text whose caller names no prompt; "" without
+    one.
+    """
+    name = settings.get("default_prompt_name")
+    if name is None:
+        return ""
+    prompts = settings.get("prompts")
+    found = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(found, str):
+        raise WeightMismatch(
+            f"{path}: default_prompt_name is {shown(name)}, prompts has no text of that name"
+        )
+    return found
 
 
 def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -86,9 +107,16 @@ def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
         yield kind.rpartition(".")[2], folder / parts
 
 
-def _mode(path: Path) -> str:
-    """Returns the mode that a pooling's config names, by one word or by a flag for each mode."""
+def _mode(path: Path, *, has_prompt: bool) -> str:
+    """Returns the mode that a pooling's config names, and whether it leaves a prompt out."""
     config = read_json(path)
+    mode = _named_mode(config, path)
+    leaves_out = has_prompt and config.get("include_prompt") is False
+    return f"{mode} without the prompt" if leaves_out else mode
+
+
+def _named_mode(config: Mapping[str, Any], path: Path) -> str:
+    """Returns the mode that is named by one word or by a flag for each mode."""
     named = config.get("pooling_mode")
     if named is not None:
         if not isinstance(named, str):

@@ -26,7 +26,7 @@ TURNED_SHARE = 0.5
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, norm_eps=1e-5)
+    shape = DecoderShape.read(config, num_kv_heads=8, norm_eps=1e-5)
     config.refuse_unless("attn_rotary_emb", int(shape.head_dim * TURNED_SHARE))
     config.without_effect("num_logits_to_keep", "z_loss_coefficient")
     plan = _plan(config, shape.num_layers)

@@ -22,7 +22,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         "sliding_window_pattern", config.integer("_sliding_window_pattern", 4), low=1
     )
     windows = config.layer_windows(
-        shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0
+        shape.num_layers, config.window(4096), lambda i: (i + 1) % pattern != 0
     )
     rope = rope_parameters(config, default_theta=10_000.0).table(shape.head_dim)
     ropes = [None if window is None else rope for window in windows]

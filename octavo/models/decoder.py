@@ -50,15 +50,21 @@ class DecoderShape:
         config: HfConfig,
         *,
         head_dim: int | None = None,
+        num_kv_heads: int | None = None,
         norm_eps: float = 1e-6,
         eps_name: str = "rms_norm_eps",
         tied: bool = False,
     ) -> DecoderShape:
-        """Reads the shape from a config; the keyword arguments are the family's defaults, head_dim
-        None being hidden_size / num_attention_heads.
+        """Reads the shape from a config; the keyword arguments are the family's defaults. A null
+        head_dim is hidden_size / num_attention_heads and null num_key_value_heads are all heads,
+        which are the defaults of families that have None here.
         """
         hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-        num_kv_heads = config.size("num_key_value_heads", num_heads)
+        kv_heads = config.where_missing("num_key_value_heads", num_kv_heads) or num_heads
+        num_kv_heads = config.size(
+            "num_key_value_heads", num_heads if num_heads % kv_heads else kv_heads
+        )
+        width = config.where_missing("head_dim", head_dim) or hidden_size // num_heads
         if num_heads % num_kv_heads:
             raise UnsupportedModel(
                 f"config.json: num_attention_heads {num_heads} is no multiple of"
@@ -70,7 +76,7 @@ class DecoderShape:
             num_layers=config.count("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=config.size("head_dim", head_dim or hidden_size // num_heads),
+            head_dim=config.size("head_dim", width),
             norm_eps=config.number(eps_name, norm_eps),
             tied=config.ties_head(tied),
             pooled=pooled_head(config),

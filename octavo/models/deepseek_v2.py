@@ -18,5 +18,13 @@ def build(config: HfConfig) -> dict[str, Program]:
     config = config.having(norm_topk_prob=False)
     if config.text("topk_method", "greedy") == "greedy":
         config = config.having(n_group=1, topk_group=1)
-    mlp = DeepseekMlp.read(config, first_routed=0, scale=1.0, score="softmax", group_rank="best")
+    mlp = DeepseekMlp.read(
+        config,
+        first_routed=0,
+        scale=1.0,
+        score="softmax",
+        num_shared=2,
+        groups=(1, 1),
+        group_rank="best",
+    )
     return build_deepseek(config, mlp)

@@ -69,9 +69,7 @@ class LatentAttention:
             rope_width=rotary,
             v_width=config.size("v_head_dim", 128),
             latent_width=config.size("kv_lora_rank", 512),
-            q_latent_width=None
-            if config.values.get("q_lora_rank") is None
-            else config.size("q_lora_rank"),
+            q_latent_width=_q_latent_width(config),
             rope=rope.table(rotary),
             rope_style="interleaved" if config.flag("rope_interleave", True) else "half",
             scale=(nope + rotary) ** -0.5 * temperature,
@@ -146,6 +144,13 @@ class LatentAttention:
         return b.linear_of(x, weight, bias, name=module)
 
 
+def _q_latent_width(config: HfConfig) -> int | None:
+    """Reads the width of the queries' latents; null where the queries are made in one product."""
+    if config.values.get("q_lora_rank") is None:
+        return config.where_missing("q_lora_rank", 1536)
+    return config.size("q_lora_rank")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekMlp:
     """MLPs of DeepSeek's line: dense in the first layers, then routed and shared experts. Under
@@ -159,6 +164,9 @@ class DeepseekMlp:
     first_routed: int
     scale: float
     score: Literal["softmax", "sigmoid"]
+    num_shared: int
+    num_groups: int
+    top_groups: int
     group_rank: GroupRank
 
     @staticmethod
@@ -168,11 +176,12 @@ class DeepseekMlp:
         first_routed: int = 3,
         scale: float = 2.5,
         score: Literal["softmax", "sigmoid"] = "sigmoid",
+        num_shared: int = 1,
+        groups: tuple[int, int] = (8, 4),
         group_rank: GroupRank = "two_best",
     ) -> DeepseekMlp:
         """Reads the sizes; the numbers are the family's own defaults."""
-        # Without a routed layer these count for nothing.
-        config.without_effect("n_group", "topk_group", "norm_topk_prob", "n_shared_experts")
+        config.without_effect("norm_topk_prob")  # without a routed layer
         return DeepseekMlp(
             config=config,
             num_experts=config.count("n_routed_experts"),
@@ -181,6 +190,11 @@ class DeepseekMlp:
             first_routed=config.integer("first_k_dense_replace", first_routed),
             scale=config.number("routed_scaling_factor", scale),
             score=score,
+            num_shared=config.count("n_shared_experts", num_shared),
+            num_groups=config.count("n_group", config.where_missing("n_group", groups[0]) or 1),
+            top_groups=config.count(
+                "topk_group", config.where_missing("topk_group", groups[1]) or 1
+            ),
             group_rank=group_rank,
         )
 
@@ -196,8 +210,8 @@ class DeepseekMlp:
             self.top_k,
             score=self.score,
             bias=correction if self.score == "sigmoid" else None,
-            num_groups=config.count("n_group", 1),
-            top_groups=config.count("topk_group", 1),
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
             group_rank=self.group_rank,
             normalize=config.flag("norm_topk_prob", True),
             scale=self.scale,
@@ -210,5 +224,5 @@ class DeepseekMlp:
             width=self.width,
             activation=activation,
         )
-        shared_width = self.width * config.count("n_shared_experts", 1)
+        shared_width = self.width * self.num_shared
         return b.add(chosen, gated_mlp(b, x, f"{name}.shared_experts", shared_width, activation))

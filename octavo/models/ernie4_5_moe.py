@@ -12,12 +12,15 @@ from octavo.program.builder import Builder
 from octavo.program.program import Program, Value, Weight
 
 DEFAULT_THETA = 500_000.0
+LEAST_SUM = 1e-9
+"""Sum of the chosen experts' shares below which moe_norm_min would count; none is so small."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
     config = config.renamed(num_experts="moe_num_experts", num_experts_per_tok="moe_k")
-    config.without_effect("moe_norm_min")  # a softmax' largest values never sum to so little
-    shape = DecoderShape.read(config, norm_eps=1e-5, tied=True)
+    if config.number("moe_norm_min", 1e-12) > LEAST_SUM:
+        config.refuse_unless("moe_norm_min", 1e-12)
+    shape = DecoderShape.read(config, num_kv_heads=4, norm_eps=1e-5, tied=True)
     num_experts, top_k = config.count("num_experts", 64), config.count("num_experts_per_tok", 6)
     width, dense_width = config.size("moe_intermediate_size"), config.size("intermediate_size")
     shared = config.integer("moe_num_shared_experts", 2)

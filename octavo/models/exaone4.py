@@ -14,8 +14,8 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, norm_eps=1e-5)
-    window = config.optional_integer("sliding_window")
+    shape = DecoderShape.read(config, num_kv_heads=32, norm_eps=1e-5)
+    window = config.window(4096)
     config.without_effect("sliding_window_pattern")  # without a window
     windows = config.layer_windows(
         shape.num_layers, window, pattern_of(config) if window else lambda i: False

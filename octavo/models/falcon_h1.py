@@ -15,7 +15,7 @@ from octavo.program.program import Program, Value
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, norm_eps=1e-5)
+    shape = DecoderShape.read(config, num_kv_heads=8, norm_eps=1e-5)
     everywhere = [True] * shape.num_layers
     plan = LayerPlan(everywhere, everywhere)
     sizes = mamba2_sizes(config, shape.hidden_size, _inner(config))

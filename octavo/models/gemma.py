@@ -12,7 +12,7 @@ TANH = "gelu_pytorch_tanh"
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("use_bidirectional_attention", False)
-    shape = DecoderShape.read(config, head_dim=256, tied=True)
+    shape = DecoderShape.read(config, num_kv_heads=16, head_dim=256, tied=True)
     bias = config.flag("attention_bias", False)
     activation = config.values.get("hidden_activation") or config.text("hidden_act", TANH)
     if activation == "gelu":  # early configs mean the tanh form, as transformers reads them

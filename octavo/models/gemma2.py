@@ -21,10 +21,8 @@ from octavo.program.program import Program
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("use_bidirectional_attention", False)
-    shape = DecoderShape.read(config, head_dim=256, tied=True)
-    windows = config.layer_windows(
-        shape.num_layers, config.integer("sliding_window", 4096), lambda i: i % 2 == 0
-    )
+    shape = DecoderShape.read(config, num_kv_heads=4, head_dim=256, tied=True)
+    windows = config.layer_windows(shape.num_layers, config.window(4096), lambda i: i % 2 == 0)
     cache = plan_cache(shape, windows)
     bias = config.flag("attention_bias", False)
     width = config.size("intermediate_size")
@@ -36,7 +34,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         scale=config.positive("query_pre_attn_scalar", 256) ** -0.5,
         qkv_bias=bias,
         out_bias=bias,
-        softcap=config.optional_number("attn_logit_softcapping"),
+        softcap=config.cap("attn_logit_softcapping", 50.0),
     )
     return build_decoder(
         shape,
@@ -47,6 +45,6 @@ def build(config: HfConfig) -> dict[str, Program]:
             norms=NORMS,
             norm=rms_norm(shape.norm_eps, offset=1.0),
             embedding_scale=shape.hidden_size**0.5,
-            logit_softcap=config.optional_number("final_logit_softcapping"),
+            logit_softcap=config.cap("final_logit_softcapping", 30.0),
         ),
     )

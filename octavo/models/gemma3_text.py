@@ -38,12 +38,12 @@ def build_gemma3(config: HfConfig, *, has_images: bool = False) -> dict[str, Pro
     config.refuse_unless("attn_logit_softcapping")
     config.without_effect("hidden_act")  # hidden_activation counts
     config.refuse_unless("use_bidirectional_attention", False)
-    shape = DecoderShape.read(config, head_dim=256, tied=True)
+    shape = DecoderShape.read(config, num_kv_heads=4, head_dim=256, tied=True)
     pattern = config.integer(
         "sliding_window_pattern", config.integer("_sliding_window_pattern", 6), low=1
     )
     windows = config.layer_windows(
-        shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0
+        shape.num_layers, config.window(4096), lambda i: (i + 1) % pattern != 0
     )
     cache = plan_cache(shape, windows)
     sliding, full = tables_by_layer_type(

@@ -37,10 +37,8 @@ SPARSE_LAYERS, SPARSITY = 10, 0.95
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.without_effect("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar")
-    shape = DecoderShape.read(config, head_dim=256, tied=True)
-    windows = config.layer_windows(
-        shape.num_layers, config.integer("sliding_window", 512), lambda i: (i + 1) % 5 != 0
-    )
+    shape = DecoderShape.read(config, num_kv_heads=2, head_dim=256, tied=True)
+    windows = config.layer_windows(shape.num_layers, config.window(512), lambda i: (i + 1) % 5 != 0)
     layers = Gemma3nLayers.read(config, shape, windows)
     b = Builder("decoder", layers.cache.groups, shape.vocab_size)
     ids, name = b.token_ids(), "model.embed_tokens"
@@ -57,7 +55,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         other = b.linear(stream, f"model.altup_unembed_projections.{i}", shape.hidden_size)
         x = b.add(x, match_magnitude(b, other, streams[0], least=LEAST_SQUARE))
     x = b.scale(x, 1 / layers.num_streams)
-    cap = config.optional_number("final_logit_softcapping")
+    cap = config.cap("final_logit_softcapping", 30.0)
     return finish_decoder(b, x, shape, Frame(logit_softcap=cap))
 
 

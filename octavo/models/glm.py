@@ -24,7 +24,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 def build_glm(config: HfConfig, norms: NormNames) -> dict[str, Program]:
     """Builds the decoder of GLM, or of GLM-4-0414 with its further norms."""
-    shape = DecoderShape.read(config, head_dim=128, norm_eps=1.5625e-07)
+    shape = DecoderShape.read(config, num_kv_heads=2, head_dim=128, norm_eps=1.5625e-07)
     cache = plan_cache(shape, (None,) * shape.num_layers)
     rope = rope_parameters(config, partial=0.5).table(shape.head_dim)
     width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")

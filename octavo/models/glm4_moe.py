@@ -16,7 +16,7 @@ from octavo.program.program import Program
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.without_effect("num_mtp_layers", "num_nextn_predict_layers")
-    shape = DecoderShape.read(config, norm_eps=1e-5)
+    shape = DecoderShape.read(config, num_kv_heads=8, norm_eps=1e-5)
     return build_llama(
         config,
         shape=shape,
@@ -29,7 +29,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 def prediction_layer(config: HfConfig) -> PredictionLayer:
     """Returns the layer behind the last one."""
-    shape = DecoderShape.read(config, norm_eps=1e-5)
+    shape = DecoderShape.read(config, num_kv_heads=8, norm_eps=1e-5)
     cache = plan_cache(replace(shape, num_layers=1), [None])
     number = shape.num_layers
     attention = SelfAttention(
@@ -48,4 +48,4 @@ def _rope(config: HfConfig, shape: DecoderShape) -> RopeTable:
 
 
 def _mlp(config: HfConfig) -> DeepseekMlp:
-    return DeepseekMlp.read(config, first_routed=1, scale=1.0)
+    return DeepseekMlp.read(config, first_routed=1, scale=1.0, groups=(1, 1))

@@ -26,10 +26,8 @@ DEFAULT_ROPE = {
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("hidden_act", "silu")
     config.without_effect("experts_per_token", "initial_context_length")
-    shape = DecoderShape.read(config, head_dim=64, norm_eps=1e-5)
-    windows = config.layer_windows(
-        shape.num_layers, config.integer("sliding_window", 128), lambda i: i % 2 == 0
-    )
+    shape = DecoderShape.read(config, num_kv_heads=8, head_dim=64, norm_eps=1e-5)
+    windows = config.layer_windows(shape.num_layers, config.window(128), lambda i: i % 2 == 0)
     cache = plan_cache(shape, windows)
     bias = config.flag("attention_bias", True)
     num_experts, top_k = config.count("num_local_experts"), config.count("num_experts_per_tok")

@@ -11,17 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import UnsupportedModel
 from octavo.models.config_keys import RecordedKeys
 from octavo.program.ops import Activation
 
+ValueT = TypeVar("ValueT")
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
@@ -68,12 +74,18 @@ class HfConfig:
         `renamed(hidden_size="n_embd")`; a usual name that is given already wins.
         """
         own = {usual: self.values[name] for usual, name in names.items() if name in self.values}
-        given = {k: v for k, v in self.values.items() if v is not None}
+        given = {k: v for k, v in self.values.items() if v is not None or k not in own}
         return HfConfig(RecordedKeys({**own, **given}, self.values.asked))
 
     def having(self, **values: Any) -> HfConfig:
         """Returns the config with other values of these names."""
         return HfConfig(RecordedKeys({**self.values, **values}, self.values.asked))
+
+    def where_missing(self, name: str, default: ValueT) -> ValueT | None:
+        """Returns a family's default of a key that the config does not have; None where it is null,
+        which families with a default of their own take for something else.
+        """
+        return None if name in self.values else default
 
     def without_effect(self, *names: str) -> None:
         """Names keys that the family knows, and that change nothing in this config."""
@@ -154,8 +166,21 @@ class HfConfig:
     def optional_positive(self, name: str) -> float | None:
         return None if self.values.get(name) is None else self.positive(name)
 
+    def cap(self, name: str, default: float) -> float | None:
+        """Reads a soft cap, whose default counts where the config does not have the key; null
+        stands for none.
+        """
+        given = self.optional_positive(name)
+        return self.where_missing(name, default) if given is None else given
+
     def activation(self, name: str, default: str) -> Activation:
-        return activation_named(self.text(name, default), where=name)
+        """Reads the transformers name of an activation."""
+        value = self.text(name, default)
+        if value not in ACTIVATIONS:
+            raise UnsupportedModel(
+                f"config.json: {name} is {value!r}, supported are {', '.join(ACTIVATIONS)}"
+            )
+        return ACTIVATIONS[value]
 
     def refuse_unless(self, name: str, *allowed: Any) -> None:
         """Refuses an option that changes numbers as no op can yet; a missing key is fine."""
@@ -165,6 +190,14 @@ class HfConfig:
             raise UnsupportedModel(
                 f"config.json: {name} is {value!r}, supported is {shown} for {self.model_type}"
             )
+
+    def window(self, default: int) -> int | None:
+        """Reads the window of sliding layers, whose default counts where the config does not have
+        the key; null stands for none.
+        """
+        return self.optional_integer("sliding_window") or self.where_missing(
+            "sliding_window", default
+        )
 
     def layer_windows(
         self, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
@@ -208,15 +241,6 @@ class HfConfig:
 
     def _wrong(self, name: str, value: Any, allowed: str) -> UnsupportedModel:
         return UnsupportedModel(f"config.json: {name} is {value!r}, allowed is {allowed}")
-
-
-def activation_named(name: str, *, where: str) -> Activation:
-    """Returns the op's name for a transformers activation."""
-    if name not in ACTIVATIONS:
-        raise UnsupportedModel(
-            f"config.json: {where} is {name!r}, supported are {', '.join(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[name]
 
 
 @dataclass(frozen=True, slots=True)

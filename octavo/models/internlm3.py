@@ -16,7 +16,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     mlp_bias = usual.flag("mlp_bias", bias)
     return build_llama(
         usual,
-        shape=DecoderShape.read(usual, head_dim=128, norm_eps=1e-5),
+        shape=DecoderShape.read(usual, num_kv_heads=2, head_dim=128, norm_eps=1e-5),
         qkv_bias=bias,
         out_bias=mlp_bias,
         mlp_bias=mlp_bias,

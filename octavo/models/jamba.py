@@ -23,7 +23,7 @@ FRAME = Frame(
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config)
+    shape = DecoderShape.read(config, num_kv_heads=8)
     attends = _chosen(config, shape.num_layers, "attn_layer", period=8, offset=4)
     plan = LayerPlan(attends, [not each for each in attends])
     inner = int(config.positive("mamba_expand", 2) * shape.hidden_size)

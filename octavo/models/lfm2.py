@@ -31,7 +31,10 @@ MAX_TAPS = 64
 def build(config: HfConfig) -> dict[str, Program]:
     tied = config.flag("tie_embedding", config.flag("tie_word_embeddings", True))
     shape = DecoderShape.read(
-        config.having(tie_word_embeddings=tied), norm_eps=1e-5, eps_name="norm_eps"
+        config.having(tie_word_embeddings=tied),
+        num_kv_heads=8,
+        norm_eps=1e-5,
+        eps_name="norm_eps",
     )
     _refuse_other_blocks(config, shape.hidden_size)
     is_attention = layers_with_attention(config, shape.num_layers)

@@ -29,7 +29,7 @@ LAYER_TYPES = frozenset({"chunked_attention", "full_attention"})
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.without_effect("router_jitter_noise")
-    shape = DecoderShape.read(config, head_dim=128, norm_eps=1e-5)
+    shape = DecoderShape.read(config, num_kv_heads=8, head_dim=128, norm_eps=1e-5)
     turned = layers_with_rope(config, shape.num_layers)
     cache = plan_cache(shape, _chunks(config, turned), chunks=True)
     rope = rope_parameters(config, default_theta=DEFAULT_THETA).table(shape.head_dim)

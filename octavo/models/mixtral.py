@@ -21,7 +21,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         normalize=True,
         names=("w1", "w3", "w2"),
     )
-    shape = DecoderShape.read(config, norm_eps=1e-5)
+    shape = DecoderShape.read(config, num_kv_heads=8, norm_eps=1e-5)
     window = config.optional_integer("sliding_window")
     return build_llama(
         config,

@@ -26,6 +26,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         shape.head_dim,
         sliding_theta=config.number("local_rope_theta", 10_000.0),
         full_theta=config.number("global_rope_theta", 160_000.0),
+        scales_both=True,
     )
     every = config.integer("global_attn_every_n_layers", 3, low=1)
     near = NearBias(config.integer("local_attention", 128, low=2) // 2)

@@ -10,4 +10,5 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    return build_t5(read_shape(config, scaled=False))
+    projection = config.text("feed_forward_proj", "gated-gelu")
+    return build_t5(read_shape(config.having(feed_forward_proj=projection), scaled=False))

@@ -40,7 +40,9 @@ def build(config: HfConfig) -> dict[str, Program]:
     named = config.renamed(
         conv_kernel="mamba_d_conv", n_groups="mamba_n_groups", use_conv_bias="mamba_conv_bias"
     ).having(num_hidden_layers=len(kinds))
-    shape = DecoderShape.read(named, norm_eps=1e-5, eps_name="layer_norm_epsilon")
+    shape = DecoderShape.read(
+        named, head_dim=128, num_kv_heads=8, norm_eps=1e-5, eps_name="layer_norm_epsilon"
+    )
     plan = LayerPlan([kind == "attention" for kind in kinds], [kind == "mamba" for kind in kinds])
     sizes = _sizes(named)
     parts: dict[str, Sublayer | None] = {

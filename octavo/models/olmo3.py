@@ -14,7 +14,7 @@ from octavo.program.program import Program
 def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config, norm_eps=1e-5)
     windows = config.layer_windows(
-        shape.num_layers, config.integer("sliding_window", 4096), lambda i: (i + 1) % 4 != 0
+        shape.num_layers, config.window(4096), lambda i: (i + 1) % 4 != 0
     )
     theta = config.number("rope_theta", 500_000.0)
     sliding, full = tables_by_layer_type(

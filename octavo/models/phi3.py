@@ -18,7 +18,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config, norm_eps=1e-5)
     window = config.optional_integer("sliding_window")
     cache = plan_cache(shape, config.layer_windows(shape.num_layers, window, lambda i: True))
-    rope = rope_parameters(config, partial=1.0).table(shape.head_dim)
+    rope = rope_parameters(_with_longrope(config), partial=1.0).table(shape.head_dim)
     width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
     attention = SelfAttention(
         shape=shape,
@@ -33,3 +33,14 @@ def build(config: HfConfig) -> dict[str, Program]:
         attention,
         lambda b, x, i: stacked_gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation),
     )
+
+
+def _with_longrope(config: HfConfig) -> HfConfig:
+    """Returns the config with longrope under that name, which early files call su or yarn, and the
+    context before it, whose default every file has.
+    """
+    given = config.table("rope_scaling") or config.table("rope_parameters")
+    if (given.get("rope_type") or given.get("type")) in ("su", "yarn"):
+        given = {**given, "rope_type": "longrope"}
+    original = "original_max_position_embeddings"
+    return config.having(rope_scaling=given, **{original: config.integer(original, 4096, low=1)})

@@ -26,7 +26,7 @@ EXPERTS_A_TOKEN = 2
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.refuse_unless("num_experts_per_tok", EXPERTS_A_TOKEN)
-    shape = DecoderShape.read(config, norm_eps=1e-5)
+    shape = DecoderShape.read(config, num_kv_heads=8, norm_eps=1e-5)
     window = config.optional_integer("sliding_window")
     bias = config.flag("attention_bias", False)
     return build_llama(

@@ -20,7 +20,7 @@ from octavo.program.program import Program, Value
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config)
+    shape = DecoderShape.read(config, num_kv_heads=16)
     cache = plan_cache(shape, alternating_windows(config, shape.num_layers))
     mlp = shared_experts(config)
     attention = SelfAttention(
@@ -65,9 +65,7 @@ def alternating_windows(config: HfConfig, num_layers: int) -> tuple[int | None, 
     """Returns windows for every other layer below max_window_layers, where use_sliding_window says
     so.
     """
-    window = (
-        config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
-    )
+    window = config.window(4096) if config.flag("use_sliding_window", False) else None
     config.without_effect("sliding_window")
     last = config.integer("max_window_layers", 28)
     return config.layer_windows(num_layers, window, lambda i: i % 2 == 0 and i < last)

@@ -60,7 +60,7 @@ def build_text(config: HfConfig) -> dict[str, Program]:
     """Builds Qwen2's decoder, which takes the rows of images and turns by three axes."""
     config.without_effect("vision_config", "image_token_id", "video_token_id")
     config.without_effect("vision_start_token_id", "vision_end_token_id", "vision_token_id")
-    shape = DecoderShape.read(config)
+    shape = DecoderShape.read(config, num_kv_heads=8)
     rope = _by_axes(config, shape.head_dim)
     return build_llama(
         config,

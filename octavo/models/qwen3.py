@@ -16,6 +16,6 @@ def build(config: HfConfig) -> dict[str, Program]:
         windows=upper_windows(config),
         qkv_bias=bias,
         out_bias=bias,
-        shape=DecoderShape.read(config, head_dim=128),
+        shape=DecoderShape.read(config, num_kv_heads=32, head_dim=128),
         head_norms=True,
     )

@@ -17,7 +17,7 @@ from octavo.program.program import Program, Value
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, head_dim=256)
+    shape = DecoderShape.read(config, num_kv_heads=4, head_dim=256)
     plan = read_plan(config, shape.num_layers)
     mixer = read_mixer(config, shape, plan, stacked=False)
     attention = gated_attention(config, shape, plan.caches)

@@ -29,10 +29,10 @@ def build(config: HfConfig) -> dict[str, Program]:
             return gated_mlp(b, x, name, dense_width, experts.activation)
         return experts(b, x, name)
 
-    shape = DecoderShape.read(config)
+    shape = DecoderShape.read(config, num_kv_heads=4)
     config.without_effect("max_window_layers", "sliding_window")
     slides = config.flag("use_sliding_window", False)
-    window = config.integer("sliding_window", 4096) if slides else None
+    window = config.window(4096) if slides else None
     bias = config.flag("attention_bias", False)
     return build_llama(
         config,

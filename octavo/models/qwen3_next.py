@@ -11,7 +11,7 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, head_dim=256)
+    shape = DecoderShape.read(config, num_kv_heads=2, head_dim=256)
     plan = read_plan(config, shape.num_layers)
     mixer = read_mixer(config, shape, plan, stacked=True)
     attention = gated_attention(config, shape, plan.caches)

@@ -46,8 +46,9 @@ class RopeParameters:
         self.kind = str(given.get("rope_type") or given.get("type") or "default")
         self.theta = self.positive("rope_theta", theta)
         self.max_positions = max_positions
-        self.original_positions = self.positive(
-            "original_max_position_embeddings", original_positions or max_positions
+        # What the config says beside the parameters wins, as in transformers.
+        self.original_positions = original_positions or self.positive(
+            "original_max_position_embeddings", max_positions
         )
         if given.get("mrope_section") is not None:
             raise UnsupportedModel("config.json: mrope_section is not supported for this family")
@@ -133,14 +134,26 @@ def rope_parameters(
 
 
 def tables_by_layer_type(
-    config: HfConfig, head_dim: int, *, sliding_theta: float, full_theta: float
+    config: HfConfig,
+    head_dim: int,
+    *,
+    sliding_theta: float,
+    full_theta: float,
+    scales_both: bool = False,
 ) -> tuple[RopeTable, RopeTable]:
     """Returns the tables of sliding and of full layers. New configs keep one set of parameters for
-    each; old ones scale the full layers' only. The bases are those where the config has none.
+    each; old ones scale the full layers' only, or with `scales_both` all. The bases are those where
+    the config has none.
     """
-    by_type = config.table("rope_parameters")
-    sliding = by_type.get("sliding_attention") or {}
-    full = {**(by_type.get("full_attention") or {}), **config.table("rope_scaling")}
+    by_type, scaling = config.table("rope_parameters"), config.table("rope_scaling")
+    others = sorted(by_type.keys() - {"sliding_attention", "full_attention"})
+    if others:
+        raise UnsupportedModel(
+            f"config.json: rope_parameters has {', '.join(others)} for all layers, allowed are a"
+            " set for sliding_attention and one for full_attention"
+        )
+    sliding = {**(by_type.get("sliding_attention") or {}), **(scaling if scales_both else {})}
+    full = {**(by_type.get("full_attention") or {}), **scaling}
     positions = config.integer("max_position_embeddings", low=1)
     return (
         RopeParameters(sliding, theta=sliding_theta, max_positions=positions).table(head_dim),

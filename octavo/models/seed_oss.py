@@ -11,7 +11,7 @@ from octavo.program.program import Program
 def build(config: HfConfig) -> dict[str, Program]:
     return build_llama(
         config,
-        shape=DecoderShape.read(config, head_dim=128),
+        shape=DecoderShape.read(config, num_kv_heads=8, head_dim=128),
         qkv_bias=config.flag("attention_bias", True),
         out_bias=config.flag("attention_out_bias", False),
         mlp_bias=config.flag("mlp_bias", False),

@@ -11,7 +11,7 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, tied=True)
+    shape = DecoderShape.read(config, num_kv_heads=4, tied=True)
     rope = rope_parameters(config, default_theta=2_000_000.0).table(shape.head_dim)
     bias = config.flag("attention_bias", False)
     return build_llama(

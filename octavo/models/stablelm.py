@@ -10,7 +10,7 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, norm_eps=1e-5, eps_name="layer_norm_eps")
+    shape = DecoderShape.read(config, num_kv_heads=32, norm_eps=1e-5, eps_name="layer_norm_eps")
     rope = rope_parameters(config, partial=0.25).table(shape.head_dim)
     parallel = config.flag("use_parallel_residual", False)
     return build_llama(

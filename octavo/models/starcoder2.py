@@ -17,7 +17,9 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    shape = DecoderShape.read(config, norm_eps=1e-5, eps_name="norm_epsilon", tied=True)
+    shape = DecoderShape.read(
+        config, num_kv_heads=2, norm_eps=1e-5, eps_name="norm_epsilon", tied=True
+    )
     window = config.optional_integer("sliding_window")
     cache = plan_cache(shape, config.layer_windows(shape.num_layers, window, lambda i: True))
     bias = config.flag("use_bias", True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.errors import UnsupportedModel
-from octavo.models.hf_config import HfConfig, activation_named
+from octavo.models.hf_config import HfConfig
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation, MaskKind, T5Bias
 from octavo.program.program import CacheGroup, Program, Value, Weight
@@ -58,9 +58,8 @@ def build_t5(shape: T5Shape) -> dict[str, Program]:
 
 def read_shape(config: HfConfig, *, scaled: bool | None = None) -> T5Shape:
     """Reads the sizes; `scaled` says whether the last rows are divided by sqrt(width), where the
-    config does not.
+    config does not. What newer files say of the activation wins over feed_forward_proj.
     """
-    config.without_effect("dense_act_fn", "is_gated_act")
     projection = config.text("feed_forward_proj", "relu")
     gated, name = projection.startswith("gated-"), projection.split("-")[-1]
     if projection.count("-") > gated:
@@ -82,12 +81,10 @@ def read_shape(config: HfConfig, *, scaled: bool | None = None) -> T5Shape:
         num_buckets=config.size("relative_attention_num_buckets", 32),
         max_distance=config.integer("relative_attention_max_distance", 128, low=1),
         eps=config.number("layer_norm_epsilon", 1e-6),
-        activation=(
-            "gelu_tanh"
-            if projection == "gated-gelu"
-            else activation_named(name, where="feed_forward_proj")
+        activation=config.activation(
+            "dense_act_fn", "gelu_new" if projection == "gated-gelu" else name
         ),
-        gated=gated,
+        gated=config.flag("is_gated_act", gated),
         tied=config.ties_head(True),
         scaled=config.flag("scale_decoder_outputs", scales) if scaled is None else scaled,
     )

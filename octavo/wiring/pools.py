@@ -25,6 +25,7 @@ def pools_of(config: Mapping[str, Any], program: Program) -> Pools:
         width=width,
         normalize=bool(pooling.get("normalize", False)),
         lower_case=bool(pooling.get("do_lower_case", False)),
+        prefix=HfConfig(pooling).text("prompt", ""),
         has_segments=any(
             isinstance(op, Embedding) and op.by_position and op.axis == 1 and op.table.shape[0] > 1
             for op in program.ops

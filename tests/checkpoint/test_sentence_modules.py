@@ -103,3 +103,30 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: Any, messag
     (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(WeightMismatch, match=message):
         open_header(tmp_path)
+
+
+def save_prompts(folder: Path, name: Any) -> None:
+    settings = {"prompts": {"query": "query: ", "passage": ""}, "default_prompt_name": name}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(("name", "prompt"), [(None, ""), ("query", "query: "), ("passage", "")])
+def test_the_default_prompt_is_part_of_the_pooling(
+    tmp_path: Path, name: str | None, prompt: str
+) -> None:
+    save_prompts(save(tmp_path, MINILM), name)
+    assert open_header(tmp_path).config["pooling"].get("prompt", "") == prompt
+
+
+def test_a_pooling_that_leaves_the_prompt_out_is_another_mode(tmp_path: Path) -> None:
+    """It counts where there is a prompt only."""
+    folder = save(tmp_path, MINILM | {"include_prompt": False})
+    assert open_header(folder).config["pooling"]["mode"] == "mean"
+    save_prompts(folder, "query")
+    assert open_header(folder).config["pooling"]["mode"] == "mean without the prompt"
+
+
+def test_a_default_prompt_that_is_not_there(tmp_path: Path) -> None:
+    save_prompts(save(tmp_path, MINILM), "document")
+    with pytest.raises(WeightMismatch, match="default_prompt_name is 'document'"):
+        open_header(tmp_path)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from octavo import LLM, PoolingParams, SamplingParams
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, UnsupportedModel
 from octavo.progress import quiet
-from tests.support.tiny_encoders import encoder, save_encoder
+from tests.support.tiny_encoders import encoder, save_encoder, save_word_tokenizer
 from tests.support.tiny_models import tiny_model
 
 LENGTHS = (1, 300, 17, 40, 2, 128)
@@ -92,6 +92,18 @@ def test_the_checkpoints_limit_of_tokens_holds(tmp_path: Path) -> None:
         assert len(embeddings(llm, [[5] * 64])) == 1
         with pytest.raises(ContextTooLong, match=r"maximum context length is 64.*has 65"):
             embeddings(llm, [[5] * 65])
+
+
+def test_the_checkpoints_prompt_stands_before_each_text(tmp_path: Path) -> None:
+    """Texts are put into lower case with it; token ids are taken as they are."""
+    path = save_encoder(tmp_path, "bert", limits={"do_lower_case": True})
+    save_word_tokenizer(path)
+    settings = {"prompts": {"search": "Find: "}, "default_prompt_name": "search"}
+    with LLM(str(path), report=quiet) as llm:
+        plain = embeddings(llm, ["find: a prism", [5, 6]])
+    (path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    with LLM(str(path), report=quiet) as llm:
+        np.testing.assert_array_equal(embeddings(llm, ["a Prism", [5, 6]]), plain)
 
 
 def test_positions_behind_padding_count_towards_the_limit(tmp_path: Path) -> None:

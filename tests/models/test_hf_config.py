@@ -191,6 +191,7 @@ REFUSED = [
         "scoring_func is 'softmax', supported is 'sigmoid'",
     ),
     ("t5", {"feed_forward_proj": "gated-gelu-x"}, "feed_forward_proj"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1, supported is 1e-12"),
 ]
 
 
@@ -335,3 +336,56 @@ def test_the_context_goes_on_where_queries_grow_and_chunks_follow():
         (base | {"rope_parameters": original | {"llama_4_scaling_beta": 0.1}}, 4096),
     ):
         assert model_info(config).max_context_tokens == wanted
+
+
+def test_what_newer_files_say_of_t5s_activation_wins():
+    config = tiny_model("t5").config
+    own = {"dense_act_fn": "silu", "is_gated_act": True}
+    derived = {"feed_forward_proj": "gated-silu", "dense_act_fn": None, "is_gated_act": None}
+    assert build_programs(config | own) == build_programs(config | derived)
+
+
+PHI3 = {
+    "model_type": "phi3",
+    "vocab_size": 10,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_early_names_of_longrope(name):
+    lists = {"short_factor": [1.5] * 8, "long_factor": [2] * 8}
+    config = PHI3 | {"original_max_position_embeddings": 512}
+    assert build_programs(config | {"rope_scaling": {"type": name, **lists}}) == build_programs(
+        config | {"rope_scaling": {"type": "longrope", **lists}}
+    )
+
+
+def test_the_context_before_longrope_stands_beside_its_factors():
+    """It wins over the one among them, as in transformers."""
+    lists = {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}
+    among = lists | {"original_max_position_embeddings": 64}
+    beside = PHI3 | {"original_max_position_embeddings": 512}
+    assert build_programs(beside | {"rope_scaling": among}) == build_programs(
+        beside | {"rope_scaling": lists}
+    )
+
+
+def test_one_set_of_rope_parameters_for_layers_of_two_kinds():
+    config = PHI3 | {"model_type": "gemma3_text", "rope_parameters": {"factor": 8.0}}
+    with pytest.raises(UnsupportedModel, match="factor for all layers, allowed are a set for"):
+        build_programs(config)
+
+
+def test_modernbert_scales_the_ropes_of_all_layers():
+    config = encoder_config("modernbert")
+    bases = {kind: rope["rope_theta"] for kind, rope in config.pop("rope_parameters").items()}
+    scaling = {"rope_type": "linear", "factor": 3.0}
+    by_type = {kind: scaling | {"rope_theta": theta} for kind, theta in bases.items()}
+    old = {"local_rope_theta": bases["sliding_attention"], "rope_scaling": scaling}
+    old["global_rope_theta"] = bases["full_attention"]
+    assert build_programs(config | old) == build_programs(config | {"rope_parameters": by_type})

@@ -7,7 +7,7 @@ thread may call it at any time.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,6 +43,8 @@ class Pools:
     normalize: bool
     lower_case: bool
     """Whether texts are put into lower case before they are tokenized."""
+    prefix: str = ""
+    """Text that is put before each text of which an embedding is made."""
     has_segments: bool = False
     """Whether the model reads which of two texts a token belongs to."""
     activation: PoolingActivation = "none"
@@ -166,8 +168,10 @@ class PoolingInputs:
 
     def _read(self, prompt: Prompt, limit: int | None) -> ReadPrompt:
         """Returns a prompt's tokens and its text, cut to the limit."""
+        if self.pools.task == "embed" and self.pools.prefix:
+            prompt = _changed(prompt, lambda text: self.pools.prefix + text)
         if self.pools.lower_case:
-            prompt = _lower(prompt)
+            prompt = _changed(prompt, str.lower)
         text, token_ids, _ = self.inputs.prompts.read_prompt(prompt, may_be_long=limit is not None)
         if limit is None or len(token_ids) <= limit:
             return ReadPrompt(token_ids, text)
@@ -240,10 +244,10 @@ def _below_special(limit: int, num_special: int) -> InvalidRequest:
     )
 
 
-def _lower(prompt: Prompt) -> Prompt:
-    """Returns a prompt whose text is in lower case; token ids stay."""
+def _changed(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
+    """Returns a prompt whose text is changed; token ids stay."""
     if isinstance(prompt, str):
-        return prompt.lower()
+        return change(prompt)
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
-        return {**prompt, "prompt": prompt["prompt"].lower()}
+        return {**prompt, "prompt": change(prompt["prompt"])}
     return prompt

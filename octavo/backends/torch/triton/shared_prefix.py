@@ -89,8 +89,9 @@ class PrefixMask:
         group = program.groups[at]
         v_width = op.latent_width if isinstance(op, ops.MlaAttention) else group.v_width
         full = isinstance(op, ops.Attention) and op.mask == "full"
-        has_window = isinstance(op, ops.Attention) and op.mask in ("window", "chunk")
-        window = op.window if has_window else None
+        window = None
+        if isinstance(op, ops.Attention) and op.mask in ("window", "chunk"):
+            window = op.window
         rows = rows_a_run(group.k_width, v_width, op.num_heads // group.num_kv_heads)
         return PrefixMask(at, window, full, rows)
 
