@@ -1,6 +1,6 @@
 """Whether the layout that `octavo plan --trace` chooses is within 5% of the best of all.
 
-    python -m benchmarks.layout_choice [--machines 4] [--requests 150] [--parts 2]
+    python -m benchmarks.layout_choice [--machines 4] [--requests 100] [--parts 2]
 
 Simulated throughout: the costs of steps are those that SmolLM2 was measured to have on two cores.
 The choice is that of the command, by the first requests of the trace. It is rated twice, each time
@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.traffic import TrafficRequest, prompt_of, read_trace
+from octavo.cli.traffic import TrafficRequest, prompt_of, read_trace, set_apart
 from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
@@ -33,7 +33,7 @@ from octavo.wiring.simulated_fleet import (
 TRACE = Path(__file__).parent / "data" / "mooncake_conversation.jsonl"
 OBJECTIVES = ("ttft=1s,tpot=40ms", "ttft=3s,tpot=20ms")
 GOAL = 0.95
-FINE = 9
+FINE = 8
 """Halvings of the range of rates in the finer search."""
 BLOCK = 16
 STEP_MS = {1: 4.0, 4: 7.0, 8: 10.0, 16: 16.0, 64: 44.0, 256: 150.0, 512: 290.0}
@@ -74,11 +74,12 @@ def requests_of(rows: Sequence[TrafficRequest]) -> Make:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--parts", type=int, default=2)
     args = parser.parse_args()
     count = args.requests
-    rows = read_trace(TRACE, scale=Fraction(1, 32), num_requests=count * (1 + args.parts))
+    total = count * (1 + args.parts)
+    rows = set_apart(read_trace(TRACE, scale=Fraction(1, 32), num_requests=total))
     first, *parts = (
         requests_of(rows[start : start + count]) for start in range(0, len(rows), count)
     )
@@ -104,12 +105,15 @@ def judged(text: str, num_machines: int, first: Make, parts: Sequence[Make]) -> 
     # No layout keeps to the limits where too many prompts of a part are too long for them alone.
     possible = [found for found in later if max(found.values())]
     shares = [found[chosen] / max(found.values()) for found in possible]
+    best = max(same.values())
+    if not best:
+        return {"objective": text, "goal": GOAL, "impossible": True}
     return {
         "objective": text,
         "goal": GOAL,
         "chosen": chosen,
-        "same_requests": round(same[chosen] / max(same.values()), 3),
-        "same_met": same[chosen] >= GOAL * max(same.values()),
+        "same_requests": round(same[chosen] / best, 3),
+        "same_met": same[chosen] >= GOAL * best,
         "later_requests": [round(share, 3) for share in shares],
         "later_met": min(shares, default=0.0) >= GOAL,
         "later_impossible": len(later) - len(possible),

@@ -31,7 +31,7 @@ class TracePlan:
 
     def run(self, *, json: bool) -> None:
         """Prints the layouts, the best first."""
-        from octavo.cli.traffic import parse_scale, prompt_of, read_trace
+        from octavo.cli.traffic import parse_scale, prompt_of, read_trace, set_apart
         from octavo.wiring.layout_search import Objective, RatedLayout, rate_layouts
         from octavo.wiring.simulated_fleet import FleetOptionsSimulated, SimulatedRequest
 
@@ -42,7 +42,8 @@ class TracePlan:
             )
         objective = Objective.parse(self.slo)
         options = FleetOptionsSimulated(link_bytes_per_s=parse_rate(self.link, name="link") / 8)
-        rows = read_trace(self.trace, scale=parse_scale(self.scale), num_requests=self.num_requests)
+        scale = parse_scale(self.scale)
+        rows = set_apart(read_trace(self.trace, scale=scale, num_requests=self.num_requests))
         prompts = [prompt_of(row, SEED) for row in rows]
 
         def make(speed: float) -> list[SimulatedRequest]:

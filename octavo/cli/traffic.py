@@ -10,9 +10,11 @@ from __future__ import annotations
 import array
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,26 @@ def read_trace(
     first_s = min(request.at_s for request in requests)
     timed = [replace(request, at_s=request.at_s - first_s) for request in requests]
     return sorted(timed, key=lambda request: request.at_s)
+
+
+def set_apart(requests: Sequence[TrafficRequest]) -> list[TrafficRequest]:
+    """Returns a trace's requests, those of one moment evenly over the time to the next moment.
+
+    The clock of Mooncake's traces counts in steps of three seconds: taken as they are, ten requests
+    come at once, at any speed.
+    """
+    moments = sorted({request.at_s for request in requests})
+    gaps = [later - moment for moment, later in pairwise(moments)]
+    lasting = dict(zip(moments, [*gaps, *gaps[-1:]], strict=False))
+    sizes = Counter(request.at_s for request in requests)
+    places: Counter[float] = Counter()
+    apart = []
+    for request in requests:
+        moment = request.at_s
+        share = places[moment] / sizes[moment]
+        places[moment] += 1
+        apart.append(replace(request, at_s=moment + share * lasting.get(moment, 0.0)))
+    return apart
 
 
 def synthetic(*, num_requests: int, input_len: int, output_len: int) -> list[TrafficRequest]:

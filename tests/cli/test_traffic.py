@@ -18,6 +18,7 @@ from octavo.cli.traffic import (
     parse_scale,
     prompt_of,
     read_trace,
+    set_apart,
     shared_share,
     synthetic,
 )
@@ -59,6 +60,14 @@ def test_lengths_and_blocks_scale_alike(trace):
     assert prompt_of(requests[0], 0) == first and prompt_of(requests[0], 1) != first
     whole = read_trace(trace(*ROWS))[0]
     assert (whole.input_len, whole.block_tokens, len(prompt_of(whole, 0))) == (1100, 512, 1100)
+
+
+def test_requests_of_one_moment_are_set_apart(trace):
+    """Evenly up to the next moment; those of the last one over as long as those before it."""
+    rows = [ROWS[0] | {"timestamp": at} for at in (0, 0, 0, 3000, 4000, 4000)]
+    requests = set_apart(read_trace(trace(*rows)))
+    assert [request.at_s for request in requests] == [0, 1, 2, 3, 4, 4.5]
+    assert [request.at_s for request in set_apart(read_trace(trace(*rows[:2])))] == [0, 0]
 
 
 def test_the_share_that_a_prefix_cache_could_find(trace):
