@@ -29,7 +29,7 @@ other: where more have, none of them is likely.
 """
 
 
-class Fork(NamedTuple):
+class GuessFork(NamedTuple):
     """A token that followed an earlier occurrence of a match, beside the one that is guessed."""
 
     depth: int
@@ -76,14 +76,14 @@ class SuffixDrafter:
         copied = self._copied
         lead = EDIT_LEAD if copied.num_agreed else self._min_match
         if copied.goes_on and num_matched < copied.num_agreed + lead:
-            forks = [Fork(0, end)] if is_found else []
+            forks = [GuessFork(0, end)] if is_found else []
             return self._draft(copied.place, copied.num_agreed + 1, max_tokens, forks)
         if not is_found:
             return NO_DRAFT
         return self._draft(end, num_matched, max_tokens, None)
 
     def _draft(
-        self, start: int, num_matched: int, most: int, forks: Sequence[Fork] | None
+        self, start: int, num_matched: int, most: int, forks: Sequence[GuessFork] | None
     ) -> Draft:
         """Returns a guess of the text from `start` on, and with it, where guesses may branch, of
         that from forks on; None: those of the longest match.
@@ -91,7 +91,7 @@ class SuffixDrafter:
         spine = continuation(self._token_ids, start, most)
         if self._num_paths == 1:
             return Draft(spine, num_matched)
-        found: Iterable[Fork] = (
+        found: Iterable[GuessFork] = (
             self._automaton.forks(spine, self._min_match) if forks is None else forks
         )
         token_ids = list(spine)
@@ -139,7 +139,7 @@ class SuffixAutomaton:
         self.match = (self._lengths[link], self._ends[link])
         self._refresh(link, end)
 
-    def forks(self, guess: Sequence[int], min_match: int) -> Iterator[Fork]:
+    def forks(self, guess: Sequence[int], min_match: int) -> Iterator[GuessFork]:
         """Yields the tokens that followed the longest match beside those of a guess, and then
         shorter ones down to `min_match`, those near the guess's start first.
         """
@@ -157,7 +157,7 @@ class SuffixAutomaton:
                 }
                 seen.update(places)
                 for other in sorted(places, key=places.__getitem__, reverse=True):
-                    yield Fork(depth, places[other])
+                    yield GuessFork(depth, places[other])
             following_state = self._next[state].get(token_id)
             if following_state is None:
                 return
