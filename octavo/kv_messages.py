@@ -82,7 +82,7 @@ class StreamedBlock(msgspec.Struct):
 
 class PrefixProbe(msgspec.Struct):
     """A question about stored blocks of one request's prompt: how much attention the prompt's last
-    tokens would pay to each, by keys that lie in slots.
+    tokens would pay to each, by keys that lie in slots or are fetched into them.
     """
 
     request_id: str
@@ -138,7 +138,7 @@ class ConnectorPlan(msgspec.Struct):
     stream: list[StreamedBlock] = []
     """Blocks that the plan's own step fills; they are saved and kept later, like all others."""
     probes: list[PrefixProbe] = []
-    """Questions about stored blocks, answered in this step's report."""
+    """Questions about stored blocks, answered in a later step's report."""
 
 
 class ConnectorReport(msgspec.Struct):

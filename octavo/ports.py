@@ -156,8 +156,8 @@ class Connector(Protocol):
         ...
 
     def probe(self, probe: PrefixProbe, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Asks the worker half how much attention the blocks get whose keys are near; returns
-        these.
+        """Asks the worker half how much attention the blocks get whose keys are near, or on their
+        way; returns these.
         """
         ...
 

@@ -111,6 +111,8 @@ class Footprint:
     """Bytes of weights in memory where the others are streamed; None: all are in memory."""
     streamed_bytes: int = 0
     """Bytes of weights that each step reads from a file."""
+    least_memory_bytes: int = 0
+    """Fewest bytes of weights in memory with which it could run; the others would be streamed."""
     neuron_bytes: int = 0
     """Bytes of weights of which a step reads those of the neurons that it uses, as far as they are
     not in memory."""
@@ -373,8 +375,18 @@ class ObservingBackend(Protocol):
 
 
 @runtime_checkable
-class ReadingBackend(Protocol):
-    """A backend that says what blocks of one layer hold."""
+class ProbingBackend(Protocol):
+    """A backend that runs a part of a Program beside the whole, and says what blocks of one layer
+    hold.
+    """
+
+    def prepare_with_part(
+        self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
+    ) -> tuple[Runnable, Runnable]:
+        """Prepares a Program and a part of it, which has steps of `part_tokens` tokens at most and
+        reads the same weights in memory.
+        """
+        ...
 
     def rows_of(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
         """Returns what `blocks [B, block_bytes]` hold, as `KvCache.read_block` gave them; of floats

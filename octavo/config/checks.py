@@ -126,6 +126,8 @@ def _check_importance(config: EngineConfig) -> None:
         "beside engines that share experts": config.fleet.num_sharing > 1,
         "beside kv_transfer": config.transfer.kv_transfer is not None,
         "beside spec_method": config.scheduler.spec_method is not None,
+        "beside weights_memory_bytes": config.offload.weights_memory_bytes is not None,
+        "beside sparsity_predictor": config.sparsity.sparsity_predictor is not None,
         "beside kv_selection": config.sparsity.kv_selection is not None,
         "beside enable_lora": config.lora.enable_lora,
         f"with kv_cache_dtype {cache.kv_cache_dtype}": cache.kv_cache_dtype in ("int8", "fp8"),

@@ -19,7 +19,7 @@ from octavo.backends.base import (
     Footprint,
     FormatOf,
     OnDemandBackend,
-    ReadingBackend,
+    ProbingBackend,
     Runnable,
 )
 from octavo.backends.devices import default_backend
@@ -43,6 +43,7 @@ from octavo.models.registry import build_programs, check_family
 from octavo.program.passes.draft_groups import PREFIX, beside
 from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.features import FEATURES
+from octavo.program.passes.probe_prefixes import probing_part
 from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
 from octavo.program.program import Program, Weight
@@ -88,6 +89,7 @@ from octavo.worker.loaded_model import (
 )
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
+from octavo.worker.prefix_weigher import MAX_TOKENS as MAX_PROBED_TOKENS
 from octavo.worker.stages.stage_link import stage_of
 
 
@@ -232,7 +234,11 @@ def load_model(
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
     joined = reader if head is None else head.target_reader(reader, own)
-    runnables = _prepared(model.checkpoint, own, joined, backend)
+    probing = None
+    if config.cache.weighs_prefixes:
+        runnables, probing = _prepared_with_part(model.checkpoint, own, joined, backend)
+    else:
+        runnables = _prepared(model.checkpoint, own, joined, backend)
     for encoder in encoders:
         encoder_reader = _weight_reader(model, encoder, report)
         runnables |= _prepared(model.checkpoint, encoder, encoder_reader, backend)
@@ -251,6 +257,7 @@ def load_model(
         adapters=adapters,
         tower=tower,
         draft=loaded_draft,
+        probing=probing,
         link=link,
     )
 
@@ -282,6 +289,20 @@ def _prepared(
         runnables = {program.name: backend.prepare(program, bar.load)}
     checkpoint.release()
     return runnables
+
+
+def _prepared_with_part(
+    checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
+) -> tuple[dict[str, Runnable], Runnable]:
+    """Does what `_prepared` does; returns beside it the part that weighs stored prefixes."""
+    assert isinstance(backend, ProbingBackend), "it was refused before weights were read"
+    part = probing_part(program)
+    with LoadBar(reader.load, len(program.weights)) as bar:
+        whole, prepared = backend.prepare_with_part(
+            program, part, bar.load, part_tokens=MAX_PROBED_TOKENS
+        )
+    checkpoint.release()
+    return {program.name: whole}, prepared
 
 
 def open_draft(model: Model) -> Model | None:
@@ -377,7 +398,7 @@ def _check_cache(
             f"kv_layout: virtual is not for the backend {backend.name}",
             hint="leave kv_layout at paged",
         )
-    if cache.weighs_prefixes and not isinstance(backend, ReadingBackend):
+    if cache.weighs_prefixes and not isinstance(backend, ProbingBackend):
         raise ConfigError(
             f"prefix_cache_policy: importance is not for the backend {backend.name}",
             hint="set backend to native",

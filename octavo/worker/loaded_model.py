@@ -16,7 +16,7 @@ from octavo.backends.base import (
     DeviceMemory,
     LayeredRunnable,
     OnDemandBackend,
-    ReadingBackend,
+    ProbingBackend,
     Runnable,
 )
 from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
@@ -91,6 +91,9 @@ class LoadedModel:
     """Tower for images; None where the model reads none."""
     draft: LoadedDraft | None = None
     """Model that drafts for it, over the same cache groups."""
+    probing: Runnable | None = None
+    """Part of the first Program that makes the queries by which stored prefixes are weighed; None
+    where they are not."""
     link: StageLink | None = None
     """Place among the stages that share out the layers; None where there is one."""
 
@@ -122,16 +125,13 @@ class LoadedModel:
         """
         config = self.config
         memory = device_memory(self.backend)
-        num_spare = WEIGHING_BLOCKS if config.cache.weighs_prefixes else 0
-        budget = plan_kv(
+        return plan_kv(
             group_sizes(config, self.layouts),
             demand_of(config),
             wanted_bytes=config.cache.kv_cache_memory_bytes,
             available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
             share=SAFE_SHARE if memory is None else 1.0,
-            num_spare=num_spare,
         )
-        return budget.less(num_spare, for_what="prefix_cache_policy") if num_spare else budget
 
     def num_blocks(self) -> Sequence[int]:
         """Returns how many KV blocks of each cache group fit."""
@@ -150,7 +150,7 @@ class LoadedModel:
         kv, places = self._kv_memory(num_blocks, report)
         if self.config.cache.weighs_prefixes:
             assert isinstance(connector, TierWorker), "it is asked for with prefix_cache_dir alone"
-            connector.weigh = self._weigher(kv, num_blocks).masses
+            connector.weigher = self._weigher()
         host = [
             HostShape(count, layout.block_bytes)
             for count, layout in zip(num_host_blocks, self.layouts, strict=True)
@@ -182,13 +182,13 @@ class LoadedModel:
         """Whether its steps say, while they compute, which layers' keys and values are written."""
         return isinstance(next(iter(self.runnables.values())), LayeredRunnable)
 
-    def _weigher(self, kv: KvCache, num_blocks: Sequence[int]) -> PrefixWeigher:
-        """Makes what weighs stored blocks; it computes in blocks behind those of requests."""
-        assert isinstance(self.backend, ReadingBackend), "it was refused before weights were read"
-        runnable = next(iter(self.runnables.values()))
-        step_tokens = self.config.scheduler.max_num_batched_tokens
+    def _weigher(self) -> PrefixWeigher:
+        """Makes what weighs stored blocks; it computes in memory of its own."""
+        backend, part = self.backend, self.probing
+        assert isinstance(backend, ProbingBackend) and part is not None, "it was refused before"
+        kv = backend.allocate(part.kv_layouts, [WEIGHING_BLOCKS] * len(part.kv_layouts))
         probe = probe_of(self.program)
-        return PrefixWeigher(self.backend, runnable, kv, probe, num_blocks, step_tokens)
+        return PrefixWeigher(backend, part, kv, self.layouts[probe.group], probe)
 
     def _media(self) -> StepMedia | None:
         if self.tower is None:
@@ -239,8 +239,7 @@ class LoadedModel:
         """
         config, backend, layouts = self.config, self.backend, self.layouts
         if config.cache.kv_layout == "paged":
-            more = WEIGHING_BLOCKS if config.cache.weighs_prefixes else 0
-            return backend.allocate(layouts, [count + more for count in num_blocks]), PagedPlaces()
+            return backend.allocate(layouts, num_blocks), PagedPlaces()
         assert isinstance(backend, OnDemandBackend), "it was refused before the weights were read"
         assert config.model.max_model_len is not None, "derive() has set it"
         num_rows, context_blocks = (

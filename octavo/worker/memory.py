@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from octavo.backends.base import DeviceMemory
 from octavo.backends.kv import BLOCK_SIZE, KvLayout
@@ -148,18 +148,6 @@ class KvBudget:
         """Bytes of one block in every group."""
         return sum(group.block_bytes for group in self.groups)
 
-    def less(self, num_blocks: int, *, for_what: str) -> KvBudget:
-        """Returns the plan without `num_blocks` blocks of each group, which are used otherwise;
-        ConfigError where none would be left.
-        """
-        if min(self.num_blocks) <= num_blocks:
-            raise ConfigError(
-                f"{for_what}: it takes {num_blocks} KV blocks of each cache group, and there are"
-                f" {min(self.num_blocks)}",
-                hint="raise kv_cache_memory_bytes",
-            )
-        return replace(self, num_blocks=tuple(count - num_blocks for count in self.num_blocks))
-
     def describe(self) -> str:
         """Returns the line printed at the start."""
         requests = min(
@@ -182,10 +170,9 @@ def plan_kv(
     wanted_bytes: int | None,
     available_bytes: int | None,
     share: float = SAFE_SHARE,
-    num_spare: int = 0,
 ) -> KvBudget:
-    """Plans blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts and `num_spare`
-    blocks, which no request gets (`KvBudget.less`), within a share of what is free.
+    """Plans blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts, within a share
+    of what is free.
 
     All groups get the same number, except those that never need as many, and states, which have
     their places first: one for each request, within a share of the bytes, and then as many
@@ -205,8 +192,7 @@ def plan_kv(
         num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
     wanted = num_blocks
     if wanted_bytes is None:
-        contexts = _blocks_for(demand.max_model_len) * demand.max_num_seqs
-        wanted = min(num_blocks, contexts + num_spare)
+        wanted = min(num_blocks, _blocks_for(demand.max_model_len) * demand.max_num_seqs)
     if wanted < least:
         raise _too_little(
             groups, demand, given, num_blocks, share=None if wanted_bytes is not None else share

@@ -5,6 +5,8 @@ what cannot be weighed is refused.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -14,8 +16,10 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.kv import important_blocks
+from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.important_blocks import PromptPart, important
 from octavo.engine.kv.tier_slots import TierSlots
 from octavo.engine.recording.recorder import read_log
@@ -23,9 +27,11 @@ from octavo.engine.recording.replay import Replay
 from octavo.errors import ConfigError
 from octavo.kv_messages import BlockKey
 from octavo.models.registry import build_programs
-from octavo.program.passes.probe_prefixes import GROUP, probe_of, probe_prefixes
+from octavo.program.passes.probe_prefixes import GROUP, probe_of, probe_prefixes, probing_part
+from octavo.program.program import Weight
 from octavo.server.openai.fingerprint import fingerprint_of
 from octavo.wiring.sparsity import describe_left_out
+from octavo.worker.connectors import tiers
 from octavo.worker.prefix_weigher import attention_masses
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.native_harness import require_native
@@ -104,7 +110,7 @@ def test_a_preempted_request_goes_on_without_the_same_blocks(tmp_path, mode):
     with engine(tmp_path, 0.5) as llm:
         expected = [fingerprint(output) for output in llm.generate(prompts, long)]
         block_bytes = (64 << 20) // (llm.info.kv_capacity_tokens // 16)
-    small = {"kv_cache_memory_bytes": 25 * block_bytes, "preemption_mode": mode}
+    small = {"kv_cache_memory_bytes": 17 * block_bytes, "preemption_mode": mode}
     with engine(tmp_path, 0.5, **small) as llm:
         outputs = llm.generate(prompts, long)
         stats = llm.get_metrics()
@@ -260,9 +266,68 @@ def test_the_program_keeps_one_layer_more():
     probed = probe_prefixes(program)
     group, probe = probed.group(GROUP), probe_of(probed)
     assert group.num_layers == 1 and group.k_width == program.groups[0].k_width
-    assert probe.num_kv_heads == group.num_kv_heads
-    assert group.v_width * group.num_kv_heads == probe.num_heads * group.k_width
+    assert probe.num_kv_heads == group.num_kv_heads and group.v_width == 0
     assert len(probed.ops) == len(program.ops) + 1
+
+
+def test_the_part_ends_with_the_queries_of_the_layer_that_is_asked():
+    program = build_programs(tiny_model("llama", num_hidden_layers=5).config)["decoder"]
+    part, probe = probing_part(probe_prefixes(program)), probe_of(probe_prefixes(program))
+    (queries,) = part.outputs.values()
+    assert queries.width == probe.num_heads * program.groups[0].k_width
+    assert [(group.name, group.num_layers) for group in part.groups] == [
+        (program.groups[0].name, 2)
+    ]
+    assert set(part.weights) < set(program.weights)
+
+
+@pytest.mark.parametrize(("backend", "quantization"), [("native", "int8"), ("reference", None)])
+def test_the_part_reads_the_weights_of_the_whole(tmp_path, monkeypatch, backend, quantization):
+    loads: Counter[str] = Counter()
+    load = WeightReader.load
+
+    def counted(reader: WeightReader, weight: Weight) -> Any:
+        loads[weight.name] += 1
+        return load(reader, weight)
+
+    monkeypatch.setattr(WeightReader, "load", counted)
+    options = {"backend": backend, "quantization": quantization, "max_num_batched_tokens": 16}
+    stored(tmp_path, 0.5, **options)
+    assert len(loads) > 10 and set(loads.values()) == {1}
+    with engine(tmp_path, 0.5, **options) as llm:
+        results(llm, [0])
+        assert llm.get_metrics().left_out_blocks > 0
+
+
+def test_an_answer_that_comes_too_late_leaves_nothing_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiers, "LATE_S", 0.2)
+    answered = threading.Event()
+
+    def slow(queries: Any, keys: Any, scale: float) -> Any:
+        answered.wait(30)
+        return attention_masses(queries, keys, scale)
+
+    monkeypatch.setattr("octavo.worker.prefix_weigher.attention_masses", slow)
+    stored(tmp_path, 0.5)
+    with engine(tmp_path, 0.5) as llm:
+        # The thread that weighs also reads, so the blocks are late as well, and computed.
+        found = results(llm, [0])[0]
+        stats = llm.get_metrics()
+        answered.set()
+    assert found == plain([PROMPTS[0]])[0] and stats.left_out_blocks == 0
+
+
+def test_keys_that_do_not_come_weigh_nothing(tmp_path):
+    """Without the keys of one block the prefix ends there, and the others are all loaded."""
+    stored(tmp_path, 0.5)
+    with engine(tmp_path, 0.5) as llm:
+        keys = BlockChain(BlockNaming()).extend(PROMPTS[0], 5, BLOCK_SIZE)
+        (path,) = tmp_path.rglob(f"{keys[4].digest.hex()}-1.kv")
+        path.write_bytes(b"damaged")
+        (output,) = llm.generate([PROMPTS[0]], PARAMS[0])
+        assert llm.get_metrics().left_out_blocks == 0
+    assert output.num_cached_tokens == 4 * BLOCK_SIZE
+    assert fingerprint(output) == plain([PROMPTS[0]])[0]
 
 
 def test_it_is_named(tmp_path):
@@ -297,6 +362,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "speculation": ({"spec_method": "ngram"}, "got importance beside spec_method"),
     "chosen keys": ({"kv_selection": "speculated"}, "got importance beside kv_selection"),
     "adapters": ({"enable_lora": True}, "got importance beside enable_lora"),
+    "streamed weights": (
+        {"weights_memory_bytes": 1 << 30, "weights_dir": "."},
+        "got importance beside weights_memory_bytes",
+    ),
+    "predicted neurons": (
+        {"sparsity_predictor": "none.json", "quantization": "int8"},
+        "got importance beside sparsity_predictor",
+    ),
     "codes": ({"kv_cache_dtype": "int8"}, "got importance with kv_cache_dtype int8"),
 }
 
@@ -309,18 +382,11 @@ def test_what_cannot_be_weighed_is_refused(tmp_path, case):
     assert message in str(caught.value)
 
 
-def test_the_longest_request_fits_beside_what_weighs(tmp_path):
+def test_what_weighs_takes_none_of_the_requests_blocks(tmp_path):
     with engine(tmp_path, 0.5, kv_cache_memory_bytes=None, max_num_seqs=1) as llm:
         assert llm.info.kv_capacity_tokens == 256
         (output,) = llm.generate([[5] * 250], SHORT)
     assert output.error is None
-
-
-def test_too_small_a_cache_is_refused(tmp_path):
-    with engine(tmp_path, 0.5) as llm:
-        block_bytes = (64 << 20) // (llm.info.kv_capacity_tokens // BLOCK_SIZE + 8)
-    with pytest.raises(ConfigError, match="it takes 8 KV blocks of each cache group"):
-        engine(tmp_path, 0.5, kv_cache_memory_bytes=8 * block_bytes, max_model_len=32)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "bloom"])

@@ -147,23 +147,41 @@ class NativeBackend:
             self._streamed(program).check()
 
     def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
-        return self._prepare(program, load, None)
+        return self._prepare(program, load, self._weights(program, load))
 
     def prepare_observed(
         self, program: Program, load: LoadWeight
     ) -> tuple[NativeProgram, ObservedInputs]:
         observed = ObservedInputs(self.options.max_tokens)
-        return self._prepare(program, load, observed), observed
+        return self._prepare(program, load, self._weights(program, load), observed), observed
+
+    def prepare_with_part(
+        self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
+    ) -> tuple[NativeProgram, NativeProgram]:
+        assert self.options.offload is None, "a part would read a file in an order of its own"
+        weights = self._weights(program, load)
+        whole = self._prepare(program, load, weights)
+        return whole, self._prepare(part, load, weights, max_tokens=part_tokens)
+
+    def _weights(self, program: Program, load: LoadWeight) -> NativeWeights:
+        """Makes the weights of a Program, none of which is loaded yet."""
+        skipping = _skipping(self._optimize(program))
+        by_columns = () if self.options.offload is not None else skipping
+        return NativeWeights(self._device, load, self.options.dtype, by_columns=by_columns)
 
     def _prepare(
-        self, program: Program, load: LoadWeight, observed: ObservedInputs | None
+        self,
+        program: Program,
+        load: LoadWeight,
+        weights: NativeWeights,
+        observed: ObservedInputs | None = None,
+        *,
+        max_tokens: int | None = None,
     ) -> NativeProgram:
         optimized = self._optimize(program)
         check_ops(optimized, self._grid)
-        by_columns = () if self.options.offload is not None else _skipping(optimized)
-        weights = NativeWeights(self._device, load, self.options.dtype, by_columns=by_columns)
         executor = native_module().Executor(
-            self._device, self.options.max_tokens, program.vocab_size
+            self._device, max_tokens or self.options.max_tokens, program.vocab_size
         )
         executor.share_prefixes(self.options.shared_prefix_attention)
         if self._ranks is not None:
@@ -229,6 +247,7 @@ class NativeBackend:
             plain,
             memory_bytes=planned.memory_bytes,
             streamed_bytes=planned.plan.step_bytes,
+            least_memory_bytes=planned.least_memory_bytes,
             neuron_bytes=sum(layer.all_records_bytes for layer in planned.neuron_layers),
         )
 

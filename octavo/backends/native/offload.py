@@ -42,7 +42,7 @@ from octavo.program.ops import (
     HeadLinear,
     Linear,
 )
-from octavo.program.passes.offload import ALIGN, OffloadPlan, Unit, plan_offload
+from octavo.program.passes.offload import ALIGN, OffloadPlan, Unit, least_ring, plan_offload
 from octavo.program.program import Op, Program, Weight
 from octavo.step import WeightArrivals
 
@@ -88,6 +88,11 @@ class OffloadedProgram:
     def memory_bytes(self) -> int:
         """Bytes of all weights in memory."""
         return self.always_bytes + self.plan.memory_bytes
+
+    @property
+    def least_memory_bytes(self) -> int:
+        """Fewest bytes of weights in memory that a plan would take."""
+        return self.always_bytes + least_ring(self.units)
 
 
 def offload(

@@ -163,6 +163,13 @@ class ReferenceBackend:
         weights = {weight: _load(weight, load) for weight in program.weights}
         return ReferenceRunnable(program, weights, self._kv_layouts(program), self._exchange)
 
+    def prepare_with_part(
+        self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
+    ) -> tuple[ReferenceRunnable, ReferenceRunnable]:
+        whole = self.prepare(program, load)
+        layouts = self._kv_layouts(part)
+        return whole, ReferenceRunnable(part, whole.weights, layouts, self._exchange)
+
     def prepare_observed(
         self, program: Program, load: LoadWeight
     ) -> tuple[ReferenceRunnable, ObservedInputs]:

@@ -1,10 +1,11 @@
 """Which stored blocks of a prompt's beginning it goes without: those to which its last tokens would
 pay least attention.
 
-The keys of one layer, a cache group of their own, are fetched first; the worker weighs the blocks
-by them (`worker/prefix_weigher.py`); then only the chosen ones are fetched. What lies in host
-memory is used whatever it weighs. A request keeps its choice when it starts again. Knows names, no
-byte. Source: IMPRESS (Chen et al. 2025, FAST).
+The keys of one layer, a cache group of their own, are fetched first, and behind them the blocks
+that are loaded whatever they weigh; the worker weighs by the keys (`worker/prefix_weigher.py`);
+then only the chosen ones are fetched. What lies in host memory is used whatever it weighs. A
+request keeps its choice when it starts again. Knows names, no byte. Source: IMPRESS (Chen et al.
+2025, FAST).
 """
 
 from __future__ import annotations
@@ -64,13 +65,11 @@ class PromptPart:
 class _Choice:
     """How far one request's choice has come."""
 
-    stage: Literal["fetching keys", "weighing", "made"] = "made"
+    stage: Literal["weighing", "made"] = "made"
     left_out: frozenset[bytes] = frozenset()
     """Digests of the blocks that the request goes without."""
     asked: list[BlockKey] = field(default_factory=list)
     """Blocks that are weighed, in the order of the prompt."""
-    num_found: int = 0
-    """Blocks at the prompt's beginning that are found, wherever they are."""
 
 
 class ImportantBlocks:
@@ -95,22 +94,21 @@ class ImportantBlocks:
         """Goes on with a request's choice; says whether the request is to wait for it."""
         choice = self._choices.get(request_id)
         if choice is None:
-            choice = self._choices[request_id] = self._begin(request_id, keys)
+            choice = self._choices[request_id] = self._begin(request_id, keys, prompt)
             if len(self._choices) > MAX_CHOICES:
                 self._choices.popitem(last=False)
-            if choice.stage == "fetching keys" and self._connector.is_waiting(request_id):
-                return True
-        if choice.stage == "fetching keys":
-            self._ask(request_id, choice, prompt)
         if choice.stage == "weighing":
             masses = self._connector.take_masses(request_id)
             if masses is None:
                 return True
+            self._connector.release(request_id)
             self._decide(choice, masses)
         return False
 
-    def _begin(self, request_id: str, keys: Sequence[BlockKey]) -> _Choice:
-        """Begins to fetch the keys of blocks that lie behind the slots; none where all are near."""
+    def _begin(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> _Choice:
+        """Asks about the blocks that lie behind the slots, whose keys are fetched first and then
+        those that are loaded whatever they weigh; about none where all are near.
+        """
         connector = self._connector
         hit = self._finder.find_whole(keys, connector.can_fetch)
         stored = hit.stored()
@@ -119,8 +117,16 @@ class ImportantBlocks:
         if len(indices) <= FEWEST or not is_far:
             return _Choice()
         asked = [keys[index] for index in indices]
-        connector.fetch(request_id, [(self._group, key) for key in asked])
-        return _Choice("fetching keys", asked=asked, num_found=hit.num_blocks)
+        groups = [each for each in range(self._num_groups) if each != self._group]
+        certain = [asked[at] for at in sorted(always_loaded(len(asked)))]
+        wanted = [(self._group, key) for key in asked]
+        connector.fetch(request_id, wanted + [(each, key) for key in certain for each in groups])
+        probe = prompt.probe(request_id, hit.num_blocks)
+        probe.group = self._group
+        asked = connector.probe(probe, asked)
+        if not asked:
+            connector.release(request_id)
+        return _Choice("weighing" if asked else "made", asked=asked)
 
     def cancel(self, request_id: str) -> None:
         """Ends a choice that has not been made, of a request that has ended."""
@@ -128,14 +134,6 @@ class ImportantBlocks:
         if choice is not None and choice.stage != "made":
             del self._choices[request_id]
             self._connector.cancel_probe(request_id)
-
-    def _ask(self, request_id: str, choice: _Choice, prompt: PromptPart) -> None:
-        """Asks about the blocks whose keys have come; the others are loaded."""
-        probe = prompt.probe(request_id, choice.num_found)
-        probe.group = self._group
-        choice.asked = self._connector.probe(probe, choice.asked)
-        self._connector.release(request_id)
-        choice.stage = "weighing" if choice.asked else "made"
 
     def _decide(self, choice: _Choice, masses: Sequence[float]) -> None:
         """Leaves out the lightest blocks, but none where they could not be weighed."""
@@ -155,11 +153,16 @@ class ImportantBlocks:
         return all(self._connector.has(group, key) for group in range(self._num_groups))
 
 
+def always_loaded(count: int) -> set[int]:
+    """Returns the indices of the blocks that are loaded whatever they weigh, of `count`."""
+    return {0, *range(max(0, count - NUM_LAST), count)}
+
+
 def important(masses: Sequence[float], share: float) -> set[int]:
     """Returns the indices of the heaviest blocks, a share of all: the first one and the last ones,
     then by their masses, the earlier of equal ones first.
     """
     count = min(len(masses), max(FEWEST, math.ceil(share * len(masses) - 1e-9)))
-    fixed = {0, *range(max(0, len(masses) - NUM_LAST), len(masses))}
+    fixed = always_loaded(len(masses))
     order = sorted(range(len(masses)), key=lambda index: (index not in fixed, -masses[index]))
     return set(order[:count])

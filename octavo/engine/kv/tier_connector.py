@@ -202,12 +202,16 @@ class TierConnector:
     # -- how much attention blocks get -------------------------------------------------------------
 
     def probe(self, probe: PrefixProbe, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Asks the worker half about the blocks whose keys are in slots, which are held until it
-        has answered; returns these.
+        """Asks the worker half about the blocks whose keys are in slots or on their way, which are
+        held until it has answered; returns these.
         """
         slots = self.slots[probe.group]
-        near = [(key, slot) for key in keys if (slot := slots.find(key)) is not None and slot.ready]
-        if not near:
+        near = [
+            (key, slot)
+            for key in keys
+            if (slot := slots.find(key)) is not None and (slot.ready or slot.is_awaited)
+        ]
+        if not near or probe.request_id in self._probing:  # one that was cancelled goes on
             return []
         for _, slot in near:
             slots.hold(slot)
@@ -243,10 +247,13 @@ class TierConnector:
             self._importance.popitem(last=False)
 
     def _end_probe(self, request_id: str, masses: list[float], group: int) -> None:
-        for slot in self._probing.pop(request_id, ()):
+        """Takes in an answer, which counts as none where not all of its keys have come."""
+        asked = self._probing.pop(request_id, [])
+        has_all = all(slot.ready and not slot.dropped for slot in asked)
+        for slot in asked:
             self.slots[group].release(slot)
         if request_id in self._masses:
-            self._masses[request_id] = masses
+            self._masses[request_id] = masses if has_all else []
 
     # -- a request starts --------------------------------------------------------------------------
 

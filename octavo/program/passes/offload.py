@@ -80,7 +80,7 @@ def plan_offload(
     if budget >= total:
         everything = tuple(_chunks([range(i, i + 1) for i in range(len(units))], units))
         return OffloadPlan(everything, (), 0)
-    ring = _least_ring(units)
+    ring = least_ring(units)
     if budget < ring:
         raise ConfigError(
             f"weights_memory_bytes: got {format_bytes(allowed_bytes)}, needed are at least"
@@ -103,16 +103,16 @@ def _pinned_plan(units: Sequence[Unit], budget: int, first: int | None) -> Offlo
     """
     streamed = [unit for index, unit in enumerate(units) if index != first]
     left = budget - (0 if first is None else units[first].num_bytes)
-    if not streamed or left < _least_ring(streamed):
+    if not streamed or left < least_ring(streamed):
         return None
-    ring = _least_ring(streamed)
+    ring = least_ring(streamed)
     pinned = _pinned(units, left - ring, first)
     resident = _chunks([range(i, i + 1) for i in sorted(pinned)], units, start=ring)
     rest = [range(i, i + 1) for i in range(len(units)) if i not in pinned]
     return OffloadPlan(tuple(resident), _in_ring(rest, units, ring), ring)
 
 
-def _least_ring(units: Sequence[Unit]) -> int:
+def least_ring(units: Sequence[Unit]) -> int:
     """Returns the bytes of two of the largest ranges: while one is multiplied, the next is read.
     The last one, with the output layer, needs no second beside it.
     """

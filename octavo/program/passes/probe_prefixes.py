@@ -1,5 +1,6 @@
-"""The probe_prefixes pass: one layer's keys and queries are kept once more, in a cache group of
-their own, so that a few keys say which blocks of a stored prefix are worth reading.
+"""The probe_prefixes pass: one layer's keys are kept once more, in a cache group of their own, so
+that a few keys say which blocks of a stored prefix are worth reading; and the part of the Program
+that makes this layer's queries, to ask them with.
 
 The group's blocks are saved, found and fetched as all others are; a prompt's are read first, and
 small. Runs on the whole Program, before the other passes. Source: IMPRESS (Chen et al. 2025, FAST),
@@ -13,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError
 from octavo.program.ops import Attention, KvWrite, MlaAttention, Rope
-from octavo.program.program import CacheGroup, Op, Program
+from octavo.program.passes.stages import part_of
+from octavo.program.program import CacheGroup, Op, Program, Value
 
 GROUP = "prefix_probe"
 
@@ -23,31 +25,29 @@ DEPTH = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The rows kept of the layer that is asked: `num_heads` queries and `num_kv_heads` keys of each
-    token, of the same width.
+    """The layer that is asked: `num_heads` queries and `num_kv_heads` keys of each token, of the
+    same width.
     """
 
     group: int
-    """Index of the cache group."""
+    """Index of the cache group that keeps its keys."""
     num_heads: int
     num_kv_heads: int
     scale: float
 
 
 def probe_prefixes(program: Program) -> Program:
-    """Returns the Program that also keeps the keys and queries of one layer; ConfigError names what
-    stands against it.
+    """Returns the Program that also keeps the keys of one layer; ConfigError names what stands
+    against it.
     """
     op = _asked(program)
     group = program.group(op.group)
-    own = CacheGroup(
-        GROUP, "full", 1, group.num_kv_heads, group.k_width, op.q.width // group.num_kv_heads
-    )
+    own = CacheGroup(GROUP, "full", 1, group.num_kv_heads, group.k_width, 0)
     keys = _keys(program, op)
     ops: list[Op] = []
     for each in program.ops:
         if each is op:
-            ops.append(KvWrite((keys.k_parts[0],), op.q, GROUP, 0))
+            ops.append(KvWrite((keys.k_parts[0],), None, GROUP, 0))
         ops.append(each)
     result = replace(program, ops=tuple(ops), groups=(*program.groups, own))
     result.check()
@@ -59,6 +59,29 @@ def probe_of(program: Program) -> Probe:
     op = _asked(program)
     group = program.group(op.group)
     return Probe(program.group_index(GROUP), op.num_heads, group.num_kv_heads, op.scale)
+
+
+def probing_part(program: Program) -> Program:
+    """Returns the part of a Program that makes the queries of the layer that is asked: they are the
+    rows that it hands on, `[T, H * k_width]`.
+    """
+    op = _asked(program)
+    needed: set[Value] = {op.q}
+    read: set[tuple[str, int]] = set()
+    kept: list[Op] = []
+    before = next(at for at, each in enumerate(program.ops) if each is op)
+    for each in reversed(program.ops[:before]):
+        if isinstance(each, KvWrite):
+            if (each.group, each.layer) not in read:
+                continue
+        elif needed.isdisjoint(each.outputs):
+            continue
+        if isinstance(each, Attention):
+            read.add((each.group, each.layer))
+        needed.update(each.inputs)
+        kept.append(each)
+    part = part_of(program, tuple(reversed(kept)), program.inputs, {"hidden": op.q})
+    return replace(part, groups=tuple(group for group in part.groups if group.num_layers))
 
 
 def _asked(program: Program) -> Attention:
@@ -75,7 +98,9 @@ def _asked(program: Program) -> Attention:
             raise _refused(program, "what a token reads depends on the places of keys")
     if any(isinstance(op, Rope) and op.table.axes for op in program.ops):
         raise _refused(program, "its positions have several axes")
-    found = attentions[int(DEPTH * len(attentions))]
+    if len(attentions) == 1:
+        raise _refused(program, "it has one layer, and nothing before it to make queries of")
+    found = attentions[max(1, int(DEPTH * len(attentions)))]
     assert isinstance(found, Attention), "the others were refused"
     return found
 

@@ -9,7 +9,7 @@ the whole. Knows Values and ops; runs before shard and fuse. Source: Huang et al
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -172,23 +172,32 @@ def _part(
     program: Program, span: tuple[int, int], values: tuple[Value | None, Value | None]
 ) -> Program:
     """Returns the ops of a span as a Program that takes one Value and makes another."""
-    some = program.ops[slice(*span)]
     taken, handed_on = values
-    own = {
-        group.name: sorted(layer for name, layer in _layers(some) if name == group.name)
-        for group in program.groups
-    }
     inputs = dict(program.inputs)
     if taken is not None:
         inputs["hidden"] = taken
     outputs = program.outputs if handed_on is None else {"hidden": handed_on}
+    return part_of(program, program.ops[slice(*span)], inputs, outputs)
+
+
+def part_of(
+    program: Program,
+    some: Sequence[Op],
+    inputs: Mapping[str, Value],
+    outputs: Mapping[str, Value],
+) -> Program:
+    """Returns some ops as a Program of their own, whose cache groups have their layers alone."""
+    own = {
+        group.name: sorted(layer for name, layer in _layers(some) if name == group.name)
+        for group in program.groups
+    }
     numbers = {
         (name, layer): index for name, layers in own.items() for index, layer in enumerate(layers)
     }
     part = replace(
         program,
-        inputs=inputs,
-        outputs=outputs,
+        inputs=dict(inputs),
+        outputs=dict(outputs),
         ops=tuple(_renumbered(op, numbers) for op in some),
         groups=tuple(replace(group, num_layers=len(own[group.name])) for group in program.groups),
     )

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +38,26 @@ from octavo.worker.connectors.block_directory import (
 
 logger = logging.getLogger(__name__)
 
-Weigh = Callable[[PrefixProbe, NDArray[np.uint8]], list[float]]
+
+class Weigher(Protocol):
+    """Answers to probes, made in two parts: `worker/prefix_weigher.py`."""
+
+    def queries(self, asked: PrefixProbe) -> NDArray[np.float32] | None:
+        """Computes the queries of a probe, as a part of the step; None where that fails."""
+        ...
+
+    def masses(
+        self, asked: PrefixProbe, queries: NDArray[np.float32], keys: NDArray[np.uint8]
+    ) -> list[float]:
+        """Returns the attention that falls on each block of `keys [B, block_bytes]`, beside steps;
+        [] where that fails.
+        """
+        ...
+
 
 LATE_S = 5.0
-"""Seconds after which a request that waits for a file computes instead."""
+"""Seconds after which a request that waits for a file, or for an answer about files, computes
+instead."""
 LOOK_S = 30.0
 """Seconds between two listings of the directory for what other engines have done, while there is
 something to do.
@@ -65,14 +82,15 @@ class TierWorker:
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]
         self._directory = directory
-        self.weigh: Weigh | None = None
-        """Function that answers a probe by the keys in its slots `[B, block_bytes]`; set once the
-        KV memory is there."""
+        self.weigher: Weigher | None = None
+        """Weigher for probes; set once the model is there, None where nothing is asked."""
         self._report = ConnectorReport()
         self._changed = threading.Condition()
         """Guards the report; notified when something is added."""
         self._fetching: dict[BlockName, float] = {}
         """Start of each fetch, on the monotonic clock; a late one is no longer in it."""
+        self._weighing: dict[str, float] = {}
+        """Start of each probe by request, likewise."""
         self._num_under_way = 0
         self._closing = False
         self._paused_until = 0.0
@@ -91,16 +109,16 @@ class TierWorker:
             return
         directory, write = self._directory, self._writer.put
         with self._changed:
-            self._num_under_way += len(plan.fetch) + len(plan.keep)
+            self._num_under_way += len(plan.fetch) + len(plan.keep) + len(plan.probes)
             self._fetching.update(
                 dict.fromkeys((block.name for block in plan.fetch), time.monotonic())
             )
-        for probe in plan.probes:
-            self._answer(probe)
         if plan.forget_all:
             write(directory.remove_all)
         for block in plan.fetch:
             self._reader.put(partial(self._fetch, block))
+        for probe in plan.probes:
+            self._answer(probe)
         for block in plan.keep:
             write(partial(self._keep, block))
         for name in plan.touch:
@@ -115,12 +133,8 @@ class TierWorker:
         with self._changed:
             if self._report == EMPTY and self._num_under_way and wait_s:
                 self._changed.wait(wait_s)
-            late = [
-                name for name, since in self._fetching.items() if time.monotonic() - since > LATE_S
-            ]
-            for name in late:
-                del self._fetching[name]
-            self._report.late += late
+            self._report.late += _take_late(self._fetching)
+            self._report.probed += [ProbedPrefix(each, []) for each in _take_late(self._weighing)]
             report, self._report = self._report, ConnectorReport()
         if report == EMPTY:
             return None
@@ -133,13 +147,38 @@ class TierWorker:
         self._writer.close(CLOSE_S)
 
     def _answer(self, probe: PrefixProbe) -> None:
-        """Answers a probe at once: its keys are in slots, and a step's thread may compute."""
-        assert self.weigh is not None, "nothing is asked of an engine that cannot answer"
-        masses = self.weigh(probe, self._slots[probe.group][probe.slots])
-        with self._reporting() as report:
-            report.probed.append(ProbedPrefix(probe.request_id, masses))
+        """Has a probe answered once its keys are in slots: the thread that reads them weighs them,
+        behind the fetches of its plan. The queries are made here, while it reads.
+        """
+        assert self.weigher is not None, "nothing is asked of an engine that cannot answer"
+        queries = self.weigher.queries(probe)
+        since = time.monotonic()
+        with self._changed:
+            self._weighing[probe.request_id] = since
+        self._reader.put(partial(self._weigh, self.weigher, probe, queries, since))
 
     # -- in the threads ----------------------------------------------------------------------------
+
+    def _weigh(
+        self,
+        weigher: Weigher,
+        probe: PrefixProbe,
+        queries: NDArray[np.float32] | None,
+        since: float,
+    ) -> None:
+        masses: list[float] = []
+        try:
+            if queries is not None and not self._closing:
+                # A slot whose file was gone holds anything; its block is then known to be lost.
+                with np.errstate(all="ignore"):
+                    keys = self._slots[probe.group][probe.slots]
+                    masses = weigher.masses(probe, queries, keys)
+        finally:
+            with self._reporting() as report:
+                self._num_under_way -= 1
+                if self._weighing.get(probe.request_id) == since:  # else it came too late
+                    del self._weighing[probe.request_id]
+                    report.probed.append(ProbedPrefix(probe.request_id, masses))
 
     def _fetch(self, block: SlotBlock) -> None:
         assert self._directory is not None
@@ -201,6 +240,14 @@ class TierWorker:
 
 
 EMPTY = ConnectorReport()
+
+
+def _take_late(since: dict[Any, float]) -> list[Any]:
+    """Removes what has taken too long, by its starts on the monotonic clock, and returns it."""
+    late = [name for name, start in since.items() if time.monotonic() - start > LATE_S]
+    for name in late:
+        del since[name]
+    return late
 
 
 class _JobThread:
