@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.backends.native.disk import DiskRates
     from octavo.wiring.plan import ModelPlan
     from octavo.worker.capacity import Capacity
+    from octavo.worker.memory_split import MemorySplit
 
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
@@ -31,7 +32,7 @@ MEASURED_BYTES = 256 << 20
 """Bytes that are read to measure the bandwidth: more than any cache holds."""
 
 TYPICAL_CONTEXT = 2048
-"""Tokens of the requests by which the suggested --max-num-seqs is counted."""
+"""Tokens of the requests by which the suggested --max-num-seqs is counted, and memory split."""
 
 LEAST_CONTEXT = 64
 """Shortest context, in tokens, that is suggested."""
@@ -205,6 +206,9 @@ class PlanReport:
     """Bytes per second that the disk of weights_dir gives in order; None where none are read."""
     random_disk_rates: dict[int, float]
     """Bytes per second at random places, by the bytes of a block; {} where not measured."""
+    split: MemorySplit | None
+    """Other shares of the memory, with which many requests get more tokens per second together;
+    None where there are none, or no weights are streamed."""
     rows: list[ContextEstimate]
     flags: list[str]
     """Flags for `octavo serve` with which the model fits; [] if none make it fit."""
@@ -243,6 +247,7 @@ class PlanReport:
             neuron_bytes=found.footprint.neuron_bytes,
             disk_rate=ceilings.disk,
             random_disk_rates={} if disk is None else disk.random,
+            split=_split(found, ceilings),
             rows=list(_rows(found, ceilings)),
             flags=flags,
         )
@@ -272,6 +277,8 @@ class PlanReport:
                 f"{size >> 10} KiB {_rate(rate)}" for size, rate in self.random_disk_rates.items()
             )
             yield f"{'':28}the disk at random places, GB/s by block: {rates}"
+        if self.split is not None:
+            yield _line("or for weights", self.split.weights_bytes, self.split.describe())
 
     def lines(self) -> Iterator[str]:
         yield (
@@ -416,6 +423,16 @@ def _rows(found: ModelPlan, ceilings: Ceilings) -> Iterator[ContextEstimate]:
             batch=batch,
             batch_tokens_per_s=roofline.decode_tokens_per_s(batch, context) if batch else 0.0,
         )
+
+
+def _split(found: ModelPlan, ceilings: Ceilings) -> MemorySplit | None:
+    from octavo.worker.memory_split import better_split
+    from octavo.worker.speed import Roofline
+
+    if found.config.offload.weights_schedule == "layers":
+        return None  # which reads all weights, whatever memory they have
+    roofline = Roofline(found.work, found.footprint, found.capacity, ceilings)
+    return better_split(roofline, min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len))
 
 
 def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:

@@ -261,6 +261,25 @@ def test_streamed_weights_are_bound_by_the_disk(octavo, config, tmp_path):
     assert fast["batch_tokens_per_s"] == pytest.approx(expected * fast["batch"])
 
 
+def test_a_better_split_of_streamed_weights_is_shown(octavo, config, tmp_path):
+    """Requests of 2,048 tokens have 256 MiB of K and V each: many fit where 4 did."""
+    options = (config, "--memory=80GiB", "--weights-memory-bytes=9GiB", "--max-model-len=4096")
+    options += (f"--weights-dir={tmp_path}", "--kv-cache-memory-bytes=1GiB", "--disk-bandwidth=2G")
+    ended, found = planned(octavo, *options)
+    split = found["split"]
+    assert ended.code == 0 and split["requests"] > 16 and split["context"] == 2048
+    memory_bytes = split["weights_bytes"] + split["kv_bytes"]
+    assert memory_bytes == found["weight_bytes"] + (1 << 30)
+    given = next(row for row in found["rows"] if row["context"] == 2048)
+    assert split["tokens_per_s"] > 2 * given["batch_tokens_per_s"]
+    ended = octavo("plan", *options, *GIVEN)
+    assert f"{split['requests']} requests of 2,048 tokens, at most" in ended.out
+    other = ["--weights-memory-bytes", str(split["weights_bytes"])]
+    other += ["--kv-cache-memory-bytes", str(split["kv_bytes"])]
+    ended, found = planned(octavo, *options, *other)
+    assert found["split"] is None and found["streamed_bytes"] <= split["streamed_bytes"] * 1.05
+
+
 def test_neurons_are_planned_without_a_calibration(octavo, config, tmp_path):
     """Two of three matrices of a layer lie in records: 32 layers, 14,336 neurons of 8 KiB."""
     ended, found = planned(

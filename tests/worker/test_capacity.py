@@ -10,6 +10,7 @@ from octavo.models.registry import build_programs
 from octavo.program.work import work_of
 from octavo.worker.capacity import PROCESS_BYTES, Capacity
 from octavo.worker.memory import GroupSize
+from octavo.worker.memory_split import best_split, better_split
 from octavo.worker.speed import Roofline
 from tests.support.tiny_models import tiny_model
 
@@ -122,3 +123,46 @@ def test_the_roofline_is_the_larger_of_reading_and_multiplying():
     assert slow_cores.prefill_tokens_per_s(40) == pytest.approx(
         40 * 1e9 / (2 * (40 * work.per_token + work.per_sample + work.pairs(0, 40)))
     )
+
+
+def streamed(disk=10e6, operations=1e30, *, weights=40, left=100, kv=20):
+    """Returns an engine of 200 MiB of weights, of which `weights` are in memory, and of K and V as
+    much: requests of 16 tokens have 1 MiB each.
+    """
+    program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
+    footprint = Footprint(
+        dict.fromkeys(program.weights, 0),
+        0,
+        (),
+        "u8",
+        memory_bytes=weights * MIB,
+        streamed_bytes=(200 - weights) * MIB,
+        least_memory_bytes=12 * MIB,
+    )
+    sizes = capacity(memory=weights + left, weights=weights, step=0, wanted=kv, max_num_seqs=64)
+    limits = Ceilings(1e30, operations, disk)
+    return Roofline(work_of(program), footprint, sizes, limits)
+
+
+def test_memory_goes_to_requests_before_weights_are_pinned():
+    """A request more takes 1 MiB of pinned weights, which each step reads then."""
+    found = best_split(streamed(), 16)
+    assert found is not None
+    assert (found.weights_bytes, found.kv_bytes) == (12 * MIB, 48 * MIB)
+    assert (found.requests, found.streamed_bytes) == (48, 188 * MIB)
+    assert found.tokens_per_s == pytest.approx(48 * 10e6 / (188 * MIB))
+    assert better_split(streamed(), 16) == found
+    assert better_split(streamed(weights=13, kv=47), 16) is None, "the given one is as good"
+
+
+def test_more_requests_than_the_processor_computes_are_no_gain():
+    given = streamed(disk=1e12, operations=1e6)
+    found = best_split(given, 16)
+    assert found is not None and found.requests == 1
+    assert found.tokens_per_s == pytest.approx(given.decode_tokens_per_s(1, 16))
+
+
+def test_a_split_has_room_for_the_longest_request():
+    found = best_split(streamed(weights=40, kv=10), 16)
+    assert found is not None and found.requests == 38
+    assert best_split(streamed(weights=13, kv=8), 16) is None

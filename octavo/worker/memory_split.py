@@ -1,0 +1,82 @@
+"""How one memory is shared best between weights that are streamed and K and V, where many requests
+share each arrival of the weights.
+
+A byte of K and V takes the place of a pinned weight's, which is then read for each step; decision
+0032 has why nothing else is tried first. Knows sizes and rates only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from octavo.config.sizes import format_bytes
+from octavo.worker.speed import Roofline
+
+CLEARLY = 1.1
+"""Factor by which a split has to be faster than the given one to count as better."""
+AS_GOOD = 0.99
+"""Share of the highest rate that is as good as that."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySplit:
+    """A memory for weights, one for K and V, and what they make of requests that run at once."""
+
+    weights_bytes: int
+    kv_bytes: int
+    requests: int
+    context: int
+    """Tokens of each request."""
+    streamed_bytes: int
+    """Bytes that each step reads."""
+    tokens_per_s: float
+    """Tokens per second of all requests together, at most."""
+
+    def describe(self) -> str:
+        """Returns what stands beside the weights' memory."""
+        return (
+            f"and {format_bytes(self.kv_bytes)} for KV: {self.requests:,} requests of"
+            f" {self.context:,} tokens, at most {self.tokens_per_s:.3g} tokens/s together"
+        )
+
+
+def better_split(given: Roofline, context: int) -> MemorySplit | None:
+    """Returns the split of a plan's memory that makes most tokens a second of requests of `context`
+    tokens; None where the given one is about as good, or no weights are streamed from a disk whose
+    rate is known.
+    """
+    footprint, capacity = given.footprint, given.capacity
+    if not footprint.streamed_bytes or footprint.neuron_bytes or given.ceilings.disk is None:
+        return None
+    batch = min(capacity.max_requests(context), capacity.demand.max_num_seqs)
+    rate = given.decode_tokens_per_s(batch, context) if batch else 0.0
+    best = best_split(given, context)
+    return best if best is not None and best.tokens_per_s > CLEARLY * rate else None
+
+
+def best_split(given: Roofline, context: int) -> MemorySplit | None:
+    """Returns the split of the fewest requests that is as good as any; None where not one request
+    fits.
+    """
+    most = given.capacity.demand.max_num_seqs
+    found = (_split(given, context, count) for count in range(1, most + 1))
+    splits = [split for split in found if split is not None]
+    best = max((split.tokens_per_s for split in splits), default=0.0)
+    return next((split for split in splits if split.tokens_per_s >= AS_GOOD * best), None)
+
+
+def _split(given: Roofline, context: int, requests: int) -> MemorySplit | None:
+    """Returns the split for a number of requests; None where these do not fit, nor one of the
+    longest context.
+    """
+    footprint, capacity = given.footprint, given.capacity
+    longest_bytes = capacity.request_bytes(capacity.demand.max_model_len)
+    kv_bytes = max(longest_bytes, requests * capacity.request_bytes(context))
+    everything = footprint.resident_bytes + footprint.streamed_bytes
+    weights_bytes = min(everything, footprint.resident_bytes + capacity.kv_bytes - kv_bytes)
+    if weights_bytes < footprint.least_memory_bytes:
+        return None
+    streamed_bytes = everything - weights_bytes
+    other = replace(given, footprint=replace(footprint, streamed_bytes=streamed_bytes))
+    rate = other.decode_tokens_per_s(requests, context)
+    return MemorySplit(weights_bytes, kv_bytes, requests, context, streamed_bytes, rate)
