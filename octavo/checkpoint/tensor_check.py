@@ -23,12 +23,16 @@ LEFT_OUT = re.compile(
             r"(^|\.)(mtp|vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.",
             r"\.([qkv]_scale|kv_scale|prob_scale|[kv]_zero_point|activation_scale)$",
             r"\.(input|output)_(scale|global_scale|zero_point|g_idx)$",
+            r"\.altup\.correct_output_scale$",
         )
     )
 )
 """Names of tensors that may be there and are not read: buffers that are computed here, an output
 layer whose weights are the embeddings', heads of other tasks, towers for images and sound, drafting
-heads, scales of activations (rows get their own)."""
+heads, scales of activations (rows get their own), Gemma 3n's where its config turns them off."""
+
+HEAD_BIAS = re.compile(r"(^|\.)(lm_head|output_layer|embed_out|proj_out)\.bias$")
+"""Names of the bias of an output layer, which counts where a Program has logits."""
 
 KEYS = re.compile(r"\.self_attn\.([kv]_proj|[kv]_norm)\.")
 """Names of tensors that make a layer's keys and values."""
@@ -41,9 +45,13 @@ def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
     where one is left over whose numbers would count in the model.
     """
     read: set[str] = set()
+    has_logits = False
     for program in programs:
         read |= check_weights(checkpoint, program.weights)
-    left = sorted(left_over(checkpoint.names(), read, checkpoint.config))
+        has_logits |= "logits" in program.outputs
+    names = checkpoint.names()
+    biases = {name for name in names if has_logits and HEAD_BIAS.search(name)} - read
+    left = sorted({*left_over(names, read, checkpoint.config), *biases})
     if left:
         more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
         raise WeightMismatch(

@@ -23,7 +23,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     config.without_effect(
         "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion"
     )
-    config.without_effect("n_inner", "offset_alibi", "skip_bias_add")
+    config.without_effect("n_inner", "offset_alibi", "skip_bias_add", "slow_but_exact")
     config = config.renamed(num_hidden_layers="n_layer", num_attention_heads="n_head")
     config = config.renamed(hidden_size="n_embed")
     shape = DecoderShape.read(config, norm_eps=1e-5, eps_name="layer_norm_epsilon", tied=True)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape
+from octavo.models.decoder import DecoderShape, Frame
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.mlps import gated_experts, gated_mlp
@@ -55,6 +55,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         qkv_bias=bias,
         out_bias=bias,
         mlp=mlp,
+        frame=Frame(head_bias=bias),
     )
 
 

@@ -83,6 +83,16 @@ def test_a_tensor_that_nothing_reads_is_named(tmp_path):
         check(changed(tmp_path, add_bias))
 
 
+def test_a_bias_of_the_output_layer_counts(tmp_path):
+    path = changed(tmp_path, lambda tensors: tensors.update({"lm_head.bias": torch.ones(320)}))
+    with pytest.raises(WeightMismatch, match=r"lm_head\.bias are not read by llama"):
+        check(path)
+
+
+def test_scales_that_the_config_turns_off_are_left_out():
+    check(tiny_model("gemma3n_text", altup_correct_scale=False).path)
+
+
 def test_buffers_tied_heads_and_drafting_layers_are_left_out(tmp_path):
     def add(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)

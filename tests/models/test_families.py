@@ -282,6 +282,7 @@ CASES = {
             }
         },
     ),
+    "ernie4_5_moe-biases": ("ernie4_5_moe", {"use_bias": True}),
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "smollm3-windows": (
         "smollm3",
