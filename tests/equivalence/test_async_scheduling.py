@@ -159,7 +159,7 @@ def test_a_mix_of_requests_gets_the_same(backend: str, family: str) -> None:
         roomy = mixed(llm, 1, PARAMS)
     assert {sample[2] for found in roomy.values() for sample in found[:-1]} == {"stop", "length"}
     for ahead in (False, True):
-        with engine(backend, ahead=ahead, num_blocks=9, **options) as llm:
+        with engine(backend, ahead=ahead, num_blocks=8, **options) as llm:
             found, stats = mixed(llm, 1, PARAMS), core_of(llm).scheduler.stats()
             assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
         both = found.keys() & roomy.keys()
