@@ -24,6 +24,7 @@ LEFT_OUT = re.compile(
             r"\.([qkv]_scale|kv_scale|prob_scale|[kv]_zero_point|activation_scale)$",
             r"\.(input|output)_(scale|global_scale|zero_point|g_idx)$",
             r"\.altup\.correct_output_scale$",
+            r"^(decoder\.(bias|weight)|head\.(dense|norm)\.(bias|weight))$",
         )
     )
 )

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.open import open_checkpoint
@@ -50,6 +51,14 @@ def test_encoders_are_read_whole_but_for_other_heads(family, classifies, tmp_pat
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config if classifies else config | {"pooling": {"mode": "mean"}}))
+    check(tmp_path)
+
+
+def test_a_head_of_masked_words_is_left_out(tmp_path):
+    config = encoder("modernbert").config
+    transformers.AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pooling": {"mode": "mean"}}))
     check(tmp_path)
 
 
