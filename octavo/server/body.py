@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Depends, Request
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError
+from pydantic_core import CoreSchema
 from starlette.exceptions import HTTPException
 
 from octavo.errors import InvalidRequest
 from octavo.server.error_forms import form_of, ollama_form
 from octavo.server.fields import check_interactions
+from octavo.server.json_size import check_json_size
 from octavo.server.settings import ServerSettings
 from octavo.server.state.service import Service, service_of
 
@@ -27,16 +29,42 @@ CURLS_TYPE = "application/x-www-form-urlencoded"
 """Type that `curl -d` declares by itself, as it does in the examples of Ollama's documents."""
 BROWSERS_HEADERS = ("sec-fetch-site", "origin")
 """Headers of which a browser sends at least one with every request that is not a plain GET."""
+PLAIN_ENCODING = "identity"
+"""Content-Encoding of a body that is not compressed."""
 MAX_QUOTED = 80
 """Most characters of a client's text that an error repeats."""
 
 
-class Body(BaseModel):
-    """Base of all request bodies: strict types, finite numbers, unknown fields kept aside."""
+def _end_at_first_fault(schema: Any) -> None:
+    """Makes all lists of a pydantic schema stop at their first fault."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _end_at_first_fault(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _end_at_first_fault(part)
+
+
+class BodyPart(BaseModel):
+    """Base of all request bodies and of the objects in them: strict types, finite numbers, unknown
+    fields kept aside. A list is refused at its first fault: a body may hold a million of them.
+    """
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _end_at_first_fault(handler.resolve_ref_schema(schema))
+        return schema
+
+
+class Body(BodyPart):
+    """Base of all request bodies."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Names of fields that other servers know and this one does not honour."""
@@ -87,9 +115,10 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
     """Returns a dependency that parses the request's body as `kind`."""
 
     async def parse(request: Request, service: Annotated[Service, Depends(service_of)]) -> BodyT:
-        _check_content_type(request)
+        _check_content(request)
         raw = await read_in_time(request, service.settings)
         request.state.num_body_bytes = len(raw)
+        check_json_size(raw, service.settings.max_body_values)
         lenient, dropped = service.settings.lenient, []
         try:
             body = kind.model_validate_json(raw)
@@ -107,11 +136,18 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
     return parse
 
 
-def _check_content_type(request: Request) -> None:
-    """Raises 415 where the body is declared as anything but JSON. One without a type is taken, or
-    with curl's on Ollama's routes, but not from a browser, where any page could send it to a
-    server on its user's machine.
+def _check_content(request: Request) -> None:
+    """Raises 415 where the body is declared as anything but plain JSON. One without a type is
+    taken, or with curl's on Ollama's routes, but not from a browser, where any page could send it
+    to a server on its user's machine.
     """
+    encoding = request.headers.get("content-encoding", PLAIN_ENCODING)
+    if encoding.strip().lower() != PLAIN_ENCODING:
+        raise HTTPException(
+            415,
+            f"Content-Encoding: got {_short(encoding)}, allowed is none: send the body as it is",
+            {"Accept-Encoding": PLAIN_ENCODING},
+        )
     declared = request.headers.get("content-type")
     is_browser = any(name in request.headers for name in BROWSERS_HEADERS)
     if declared is None and not is_browser:
@@ -131,6 +167,7 @@ def _check_content_type(request: Request) -> None:
 async def read_in_time(request: Request, settings: ServerSettings) -> bytes:
     """Reads the body; raises 408, and closes the connection, where it does not come in time."""
     timeout_s = settings.request_timeout_s
+    _check_length(request, settings.max_body_bytes)
     try:
         async with asyncio.timeout(timeout_s):
             return await _read(request, settings.max_body_bytes)
@@ -149,9 +186,24 @@ async def _read(request: Request, limit: int) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise HTTPException(413, f"the body is too large: allowed are at most {limit} bytes")
+            raise _too_large(limit, {})
         parts.append(part)
     return b"".join(parts)
+
+
+def _check_length(request: Request, limit: int) -> None:
+    """Raises 413 for a body that says that it is too large, before a client is told to send it.
+
+    One that sends it unasked does so to its end, and would not see an answer behind which the
+    connection is closed.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit, {"Connection": "close"} if "expect" in request.headers else {})
+
+
+def _too_large(limit: int, headers: dict[str, str]) -> HTTPException:
+    return HTTPException(413, f"the body is too large: allowed are at most {limit} bytes", headers)
 
 
 def _inert_faults(kind: type[Body], error: ValidationError) -> list[str]:

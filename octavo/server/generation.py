@@ -6,7 +6,7 @@ Owns the streams and reports each finished one to the metrics. Knows no wire for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from octavo.async_llm import AsyncLLM
@@ -23,6 +23,11 @@ from octavo.server.state.served_model import ServedModel
 from octavo.text.unicode import LONG_TEXT_CHARACTERS
 
 Prompt = str | list[int]
+
+PLAIN_MESSAGE = {"role", "content"}
+"""Fields of a message that is a text alone."""
+MARKS_CHARACTERS = 200
+"""Characters whose tokenizing takes as long as a template does around one message."""
 
 
 class Generation:
@@ -185,15 +190,24 @@ async def chat_prompt_of(
     rendering: Rendering = DEFAULT_RENDERING,
     truncation: Truncation | None = None,
 ) -> dict[str, Any]:
-    """Renders a conversation with the model's template; long ones, those with images and those with
-    a template of their own in a thread.
-    """
-    length = sum(len(message["content"] or "") for message in messages)
-    if has_images(messages) or length > LONG_TEXT_CHARACTERS or rendering.template is not None:
-        prompt = await asyncio.to_thread(llm.chat_prompt, messages, rendering, truncation)
-    else:
+    """Renders a conversation with the model's template, in a thread where that may take long."""
+    if _is_quick(messages, rendering):
         prompt = llm.chat_prompt(messages, rendering, truncation)
+    else:
+        prompt = await asyncio.to_thread(llm.chat_prompt, messages, rendering, truncation)
     return prompt | {"cache_salt": cache_salt}
+
+
+def _is_quick(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> bool:
+    """Returns whether a conversation is a few plain texts, which the model's template writes in
+    less time than a thread would take to start.
+    """
+    if rendering.template is not None or rendering.variables or has_images(messages):
+        return False
+    if any(message.keys() != PLAIN_MESSAGE for message in messages):
+        return False  # calls and their results, which may be as long as any text
+    length = sum(MARKS_CHARACTERS + len(message["content"] or "") for message in messages)
+    return length <= LONG_TEXT_CHARACTERS
 
 
 def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:

@@ -13,16 +13,14 @@ from pydantic import BaseModel
 
 from octavo.errors import InvalidRequest, shown
 from octavo.prompt_ports import Rendering
-from octavo.server.body import Body
+from octavo.server.body import Body, BodyPart
 from octavo.server.state.served_model import ServedModel
 
 ASSISTANT = "assistant"
 
 
-class TextBlock(BaseModel):
+class TextBlock(BodyPart):
     """One block of a message's content; fields of other types of blocks lie in `model_extra`."""
-
-    model_config = Body.model_config
 
     type: str
     text: str | None = None

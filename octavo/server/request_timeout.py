@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from octavo.server.batched_writes import BatchedHttp, WriteBatch
 from octavo.server.settings import ServerSettings
+from octavo.server.unchunked import unchunked
 
 MAX_HEAD_BYTES = 64 << 10
 """Longest head of a request; one that comes in a single piece may be as long as the piece."""
@@ -80,6 +81,7 @@ class TimedHttp(BatchedHttp):
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._answered: RequestResponseCycle | None = None
         if len(self.connections) > self.limits.max_connections:
@@ -104,6 +106,7 @@ class TimedHttp(BatchedHttp):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._stop_rest_timer()
         self._num_head_bytes = 0
         self._start_head_timer()
 
@@ -113,13 +116,18 @@ class TimedHttp(BatchedHttp):
             raise ValueError("too many headers")  # ends the parser
 
     def on_headers_complete(self) -> None:
+        """Starts the request, where its head names one host: RFC 9112 (3.2) refuses others."""
         self._stop_head_timer()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
+            raise ValueError("not one Host")
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells the request that is being answered: uvicorn tells the last one that was read."""
         self._stop_head_timer()
         self._stop_write_timer()
+        self._stop_rest_timer()
         super().connection_lost(exc)
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
@@ -130,7 +138,19 @@ class TimedHttp(BatchedHttp):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = unchunked(cycle, app)
         super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """Goes on to the next request; one that was answered before its body came has a time limit
+        for the rest of it, too.
+        """
+        super().on_response_complete()
+        if self.cycle.more_body and not self.transport.is_closing():
+            self._rest_timer = self.loop.call_later(
+                self.limits.head_timeout_s, self._close_unfinished
+            )
 
     def pause_writing(self) -> None:
         """Stops the answer while its reader lags behind, and gives the reader a time limit."""
@@ -161,6 +181,11 @@ class TimedHttp(BatchedHttp):
             self._write_timer.cancel()
             self._write_timer = None
 
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
     def _refuse(self, answer: bytes) -> None:
         """Ends the connection with an answer, unless it is ending."""
         if not self.transport.is_closing():
@@ -168,7 +193,7 @@ class TimedHttp(BatchedHttp):
             self.transport.close()
 
     def _close_unfinished(self) -> None:
-        self._head_timer = None
+        self._head_timer = self._rest_timer = None
         if not self.transport.is_closing():
             self.transport.close()
 

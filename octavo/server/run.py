@@ -36,6 +36,9 @@ from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store, StoreLimits, open_store
 from octavo.server.stored_work import StoredWork
 
+LAST_WORDS_S = 2.0
+"""Seconds in which answers that a stop has ended tell their clients so."""
+
 logger = logging.getLogger(__name__)
 notices = logging.getLogger(NOTICES)
 
@@ -203,8 +206,14 @@ class Server(uvicorn.Server):
         closing.cancel()
 
     async def _close_late(self) -> None:
+        """Ends what still runs when the time is up, and then cuts off who sends half a request or
+        does not read an answer: their own limits are longer than a server has to stop.
+        """
         await asyncio.sleep(self._timeout_s)
         await asyncio.to_thread(self._models.close)
+        await asyncio.sleep(LAST_WORDS_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _greeting(slots: Sequence[EngineSlot], settings: ServerSettings, port: int) -> str:

@@ -62,6 +62,9 @@ class ServerSettings:
         False, "take the field chat_template of a request, in place of the model's template"
     )
     max_body_bytes: int = option(32 << 20, "largest request body", unit="bytes", low=1)
+    max_body_values: int = option(
+        1 << 20, "most values in the JSON of a request body", unit="count", low=1
+    )
     request_timeout_s: int = option(
         60, "seconds in which a client must send a request's head, and then its body", low=1
     )

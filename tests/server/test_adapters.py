@@ -116,6 +116,12 @@ def test_an_adapter_comes_and_goes(http, operator):
     assert unload(operator, "second").status_code == 404
 
 
+def test_an_adapters_name_unloads_no_model(http, operator):
+    answer = operator.post("/v1/models/unload", json={"model": "first"})
+    assert answer.status_code == 400 and "/v1/unload_lora_adapter" in answer.text
+    assert http.post("/v1/completions", json=GREEDY).status_code == 200
+
+
 def test_only_the_operator_loads(http):
     assert load(http, "mine", "v2").status_code == 403
     assert unload(http, "first").status_code == 403

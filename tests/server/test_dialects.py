@@ -348,6 +348,15 @@ def test_a_fault_is_named_in_the_apis_own_form(http, api, fields, said):
     assert message_of(api, response).startswith(said)
 
 
+def test_fields_of_anthropics_tools_that_mean_nothing_here_are_taken(http):
+    """Its own coding client sends the first with every tool."""
+    inert = {"eager_input_streaming": True, "defer_loading": False, "allowed_callers": ["direct"]}
+    answer = ASKS["anthropic"](http, tools=[TOOL[0] | inert])
+    assert answer.status_code == 200, answer.text
+    answer = ASKS["anthropic"](http, tools=[TOOL[0] | {"defer_loading": True}])
+    assert answer.status_code == 400 and "tools[0].defer_loading" in answer.text
+
+
 @pytest.mark.parametrize("api", ASKS)
 def test_an_unknown_model_and_a_body_that_is_no_json(http, api):
     unknown = ASKS[api](http, model="nobody")

@@ -46,6 +46,17 @@ def test_files_are_listed_in_pages_newest_first(kept):
     ]
 
 
+def test_a_page_behind_a_file_that_is_gone_is_refused(kept):
+    """An empty page would tell a client that there are no more."""
+    gone = upload(kept)
+    kept.files.delete(gone.id)
+    for after in (gone.id, "file-none"):
+        with pytest.raises(openai.BadRequestError, match="after: no file"):
+            kept.files.list(after=after)
+    with pytest.raises(openai.BadRequestError, match="after: no batch"):
+        kept.batches.list(after="batch_none")
+
+
 def test_a_deleted_file_is_gone(kept):
     made = upload(kept)
     assert kept.files.delete(made.id).deleted

@@ -386,6 +386,18 @@ def test_streams_may_end_in_the_grace(start):
     assert server.process.wait(60) == 0
 
 
+def test_half_a_request_does_not_keep_it_from_ending(start):
+    """Its client would have a minute to send the rest."""
+    server = start("--shutdown-timeout-s=0")
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection, server.http() as http:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+        connection.sendall(head + b"{")
+        assert http.get("/health").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+
+
 def test_a_port_that_is_taken(start):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

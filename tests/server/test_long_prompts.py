@@ -17,7 +17,9 @@ SIZE = 4 << 20
 TEXT = "The quick brown fox jumps over the lazy dog. " * (SIZE // 45)
 MOST_MS = 100
 MESSAGES = [{"role": "user", "content": TEXT}]
+SHORT_ONES = [{"role": "user", "content": "Hi"}] * 5000
 ASKED = {
+    "many messages": ("/v1/chat/completions", {"messages": SHORT_ONES}, 400),
     "completion": ("/v1/completions", {"prompt": TEXT}, 400),
     "chat": ("/v1/chat/completions", {"messages": MESSAGES}, 400),
     "message": ("/v1/messages", {"model": "tiny", "messages": MESSAGES}, 400),

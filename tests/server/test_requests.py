@@ -43,6 +43,14 @@ def test_json_by_any_name_is_taken(http, media_type):
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("identity", 200), ("gzip", 415), ("br", 415)])
+def test_a_compressed_body_is_refused_by_its_encoding(http, encoding, status):
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    answer = http.post("/v1/completions", content=json.dumps(PROMPT), headers=headers)
+    assert answer.status_code == status, answer.text
+    assert status == 200 or f"Content-Encoding: got '{encoding}'" in answer.text
+
+
 @pytest.mark.parametrize(("site", "status"), [(None, 200), ("same-origin", 415)])
 def test_a_browser_declares_what_it_sends(http, site, status):
     """Without a type any page could send a body to a server on its user's machine."""
@@ -131,6 +139,51 @@ def half_request(url: str, *, head_only: bool) -> socket.socket:
     rest = "" if head_only else 'Content-Length: 1000\r\n\r\n{"prompt": '
     connection.sendall((head + rest).encode())
     return connection
+
+
+def answer_to(url: str, head: str, body: str = "") -> bytes:
+    """Returns all bytes that a server sends for a request until it closes the connection."""
+    host, port = re.fullmatch(r"http://([\d.]+):(\d+)", url).groups()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall((head.replace("\n", "\r\n") + "\r\n" + body).encode())
+        return everything_from(connection)
+
+
+def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(server):
+    """Chunks came with HTTP/1.1; before, an answer ended with its connection."""
+    body = json.dumps(PROMPT | {"stream": True})
+    head = f"POST /v1/completions HTTP/1.0\nContent-Length: {len(body)}\n"
+    told, _, stream = answer_to(server.url, head, body).partition(b"\r\n\r\n")
+    assert b" 200 " in told and b"transfer-encoding" not in told.lower()
+    assert stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n")
+    whole = answer_to(server.url, "GET /version HTTP/1.0\n")
+    assert b" 200 " in whole and whole.endswith(b'"}')
+
+
+@pytest.mark.parametrize("hosts", ["", "Host: a\nHost: b\n"], ids=["none", "two"])
+def test_a_request_names_one_host(impatient, hosts):
+    answer = answer_to(impatient.url, f"GET /version HTTP/1.1\n{hosts}")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent(server):
+    head = (
+        "POST /v1/completions HTTP/1.1\nHost: x\nExpect: 100-continue\n"
+        "Content-Type: application/json\nContent-Length: 99999999999\n"
+    )
+    answer = answer_to(server.url, head)
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"the body is too large" in answer
+
+
+def test_the_rest_of_a_body_that_was_refused_has_a_time_limit(impatient):
+    """It was answered before its body came, most of which never does."""
+    host, port = re.fullmatch(r"http://([\d.]+):(\d+)", impatient.url).groups()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head + b"{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+        connection.sendall(b'"')
+        everything_from(connection)
 
 
 def everything_from(connection: socket.socket) -> bytes:

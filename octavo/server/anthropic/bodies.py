@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from octavo.server.body import Body
+from octavo.server.body import Body, BodyPart
 from octavo.server.fields import field, needed, sampling, taken
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.plain_chat import TextBlock
@@ -40,68 +40,72 @@ class ContentBlock(TextBlock):
     signature: str | None = None
 
 
-class TurnMessage(BaseModel):
+class TurnMessage(BodyPart):
     """One message; fields beyond these are refused by name."""
-
-    model_config = Body.model_config
 
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
-class CacheControl(BaseModel):
+class CacheControl(BodyPart):
     """A breakpoint for the cache: taken, as every prefix is cached here."""
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class TurnMetadata(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class TurnMetadata(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     user_id: str | None = Field(None, max_length=512)
 
 
-class ThinkingConfig(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class ThinkingConfig(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OfferedTool(BaseModel):
-    """A function that the client runs; tools that a server runs are refused by their type."""
+class OfferedTool(BodyPart):
+    """A function that the client runs; tools that a server runs are refused by their type. The last
+    group says how Anthropic streams and lists a tool, and changes nothing here.
+    """
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+
     cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
-class ToolChoice(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class ToolChoice(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class OutputFormat(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class OutputConfig(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None

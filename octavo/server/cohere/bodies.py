@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel
-
-from octavo.server.body import Body
+from octavo.server.body import BodyPart
 from octavo.server.fields import field, needed, sampling, taken
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.message_bodies import ToolBody, ToolCall
@@ -28,10 +26,10 @@ NAMES = {
 """SamplingParams' names of the fields that choose tokens, by Cohere's."""
 
 
-class CohereDocument(BaseModel):
+class CohereDocument(BodyPart):
     """A text or an object that a tool has found."""
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     data: str | dict[str, Any]
     id: str | None = None
@@ -44,10 +42,8 @@ class CohereBlock(TextBlock):
     document: CohereDocument | None = None
 
 
-class CohereMessage(BaseModel):
+class CohereMessage(BodyPart):
     """One message; fields beyond these are refused by name."""
-
-    model_config = Body.model_config
 
     role: Literal["user", "assistant", "system", "tool"]
     content: str | list[CohereBlock] | None = None
@@ -56,21 +52,21 @@ class CohereMessage(BaseModel):
     tool_plan: str | None = None
 
 
-class ThinkingSwitch(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class ThinkingSwitch(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["disabled", "enabled"]
 
 
-class CohereFormat(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class CohereFormat(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["text", "json_object"]
     json_schema: dict[str, Any] | None = None
 
 
-class CitationOptions(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class CitationOptions(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     mode: Literal["OFF", "off", "disabled"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from octavo.server.body import Body
+from octavo.server.body import Body, BodyPart
 from octavo.server.fields import field, needed, taken
 from octavo.server.openai.message_bodies import ToolBody
 
@@ -35,12 +35,12 @@ Count = Field(None, ge=0, lt=2**31)
 Flag = bool | None
 
 
-class RunOptions(BaseModel):
+class RunOptions(BodyPart):
     """Options of a request. The last group is about how Ollama runs a model and changes nothing
     here; others are refused by name.
     """
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     temperature: float | None = None
     top_k: int | None = None
@@ -106,28 +106,26 @@ class OllamaBody(Body):
     )
 
 
-class OllamaFunction(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class OllamaFunction(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
     index: int | None = None
 
 
-class OllamaCall(BaseModel):
+class OllamaCall(BodyPart):
     """A call that an earlier answer made, as its client gives it back."""
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     function: OllamaFunction
     id: str | None = None
     type: Literal["function"] | None = None
 
 
-class OllamaMessage(BaseModel):
+class OllamaMessage(BodyPart):
     """One message; fields beyond these are refused by name."""
-
-    model_config = Body.model_config
 
     role: str
     content: str = ""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from octavo.sampling_limits import MAX_LISTED, MAX_PROCESSORS
-from octavo.server.body import Body
+from octavo.server.body import Body, BodyPart
 from octavo.server.fields import Whole, field, needed, sampling, taken
 from octavo.server.openai.filter_body import FilterBody
 from octavo.server.openai.message_bodies import AllowedToolsChoice, Message, NamedTool, ToolBody
@@ -73,8 +73,8 @@ SAMPLING_FIELDS = (
 """Fields that go to SamplingParams unchanged."""
 
 
-class StreamOptions(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class StreamOptions(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
-
-from octavo.server.body import Body
+from octavo.server.body import BodyPart
 
 
-class ContentPart(BaseModel):
+class ContentPart(BodyPart):
     """One part of a message's content; fields of other types of parts lie in `model_extra`."""
-
-    model_config = Body.model_config
 
     type: str
     text: str | None = None
@@ -20,17 +16,17 @@ class ContentPart(BaseModel):
     cache_control: dict[str, Any] | None = None
 
 
-class FunctionCall(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class FunctionCall(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(BaseModel):
+class ToolCall(BodyPart):
     """A call that an earlier answer made, as its client gives it back."""
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -38,10 +34,8 @@ class ToolCall(BaseModel):
     index: int | None = None
 
 
-class Message(BaseModel):
+class Message(BodyPart):
     """One message of a conversation; fields beyond these are refused by name."""
-
-    model_config = Body.model_config
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -53,10 +47,10 @@ class Message(BaseModel):
     reasoning_content: str | None = None
 
 
-class OfferedFunctionBody(BaseModel):
+class OfferedFunctionBody(BodyPart):
     """A function that the model may call."""
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     name: str
     description: str | None = None
@@ -64,37 +58,37 @@ class OfferedFunctionBody(BaseModel):
     strict: bool | None = None
 
 
-class ToolBody(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class ToolBody(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["function"]
     function: OfferedFunctionBody
 
 
-class FunctionName(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class FunctionName(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(BodyPart):
     """The choice of one function, or an entry of those that are allowed."""
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class AllowedTools(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
-class AllowedToolsChoice(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class AllowedToolsChoice(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

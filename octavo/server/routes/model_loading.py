@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from octavo.config.engine_config import EngineConfig, option_fields
-from octavo.errors import ConfigError, InvalidRequest, Overloaded, did_you_mean
+from octavo.errors import ConfigError, InvalidRequest, Overloaded, did_you_mean, shown
 from octavo.server.auth import require_operator
 from octavo.server.body import Body, body_of
 from octavo.server.openai.models import card_of
@@ -104,6 +104,12 @@ async def unload(
 
     One that loads is stopped, one that failed is forgotten.
     """
+    if not service.models.answers_to(body.model) and service.models.with_adapter(body.model):
+        raise InvalidRequest(
+            f"model: {shown(body.model)} is an adapter of a model",
+            hint="unload it by POST /v1/unload_lora_adapter",
+            param="model",
+        )
     slot = service.models.find(body.model)
     if slot.state == "draining":
         raise HTTPException(409, f"the model `{slot.name}` is being unloaded already")

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from octavo.errors import InvalidRequest
 from octavo.pooling_params import MODEL_LIMIT, PoolingParams
-from octavo.server.body import Body
+from octavo.server.body import Body, BodyPart
 from octavo.server.fields import Whole, field, needed, taken
 from octavo.server.openai.bodies import TokenId
 from octavo.server.pooling_body import PoolingBody
@@ -25,7 +25,7 @@ PAIR_FIELDS = (
 """Names under which the two sides of a score come."""
 
 
-class RerankDocument(BaseModel):
+class RerankDocument(BodyPart):
     """A document as an object."""
 
     model_config = ConfigDict(extra="forbid", strict=True)

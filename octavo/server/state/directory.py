@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from octavo.async_llm import AsyncLLM
-from octavo.errors import InvalidRequest, ModelNotFound, Unavailable
+from octavo.errors import MAX_SHOWN, InvalidRequest, ModelNotFound, Unavailable
 from octavo.server.state.slot import EngineSlot
 
 
@@ -64,7 +64,9 @@ class ModelDirectory:
         found = self._with_name(name) or self.with_adapter(name)
         if found is None:
             hint = f"this server has {self._listed()}" if self._slots else "this server has none"
-            raise ModelNotFound(f"The model `{name}` does not exist.", hint=hint, param="model")
+            raise ModelNotFound(
+                f"The model `{name[:MAX_SHOWN]}` does not exist.", hint=hint, param="model"
+            )
         return found
 
     def _with_name(self, name: str) -> EngineSlot | None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from starlette.exceptions import HTTPException
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest, shown
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,11 @@ class Store:
         return found[0] if found else None
 
     async def page(self, kind: Kind, owner: str, page: Page) -> tuple[list[Record], bool]:
-        """Returns the records of a page, and whether there are more behind it."""
+        """Returns the records of a page, and whether there are more behind it; InvalidRequest where
+        the record that it begins behind is gone, with which a client would end its listing early.
+        """
+        if page.after is not None and await self.find(kind, page.after, owner) is None:
+            raise InvalidRequest(f"after: no {kind} {shown(page.after)}", param="after")
         order, behind = ("DESC", "<") if page.newest_first else ("ASC", ">")
         query = f"SELECT {COLUMNS} FROM records WHERE kind = ? AND owner = ?"
         values: list[Any] = [kind, owner]

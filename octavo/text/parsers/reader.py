@@ -139,7 +139,7 @@ class MessageReader:
             return
         self._source.held()
         yield from self._source.skip_space()
-        yield from self._source.at(tools.end)
+        yield from self._source.at_or_cut(tools.end)
 
     def _at_call(self, tools: ToolFormat, section: CallSection) -> Steps[bool]:
         """Reads the mark of the section's next call; returns whether there is one."""

@@ -101,6 +101,14 @@ class TextSource:
                 return found
             yield
 
+    def at_or_cut(self, marks: Sequence[str]) -> Steps[str]:
+        """Reads the longest of the marks, or at the text's end the beginning of one."""
+        found = yield from self.at(marks)
+        rest = self._text[self._place :]
+        if not found and any(mark.startswith(rest) for mark in marks):
+            self._place += len(rest)
+        return found
+
     def expect(self, mark: str) -> Steps[None]:
         """Reads a mark; raises MalformedText where the text goes on otherwise."""
         for wanted in mark:

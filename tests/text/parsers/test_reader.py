@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, named_tool_format
+from octavo.text.parsers.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ToolFormat,
+    named_tool_format,
+)
 from octavo.text.parsers.parts import MessageText, PartKind
 from octavo.text.parsers.reader import MessageForm, MessageReader, read_message
 from tests.text.parsers.recorded import FUNCTIONS, RECORDED, UNFINISHED, Recorded
@@ -87,6 +92,17 @@ def test_a_text_that_ends_anywhere_keeps_what_there_is(case: Recorded):
             assert mine.name == theirs.name
             assert theirs.arguments.startswith(mine.arguments) or mine.arguments == "{}"
         assert whole.reasoning.startswith(cut.reasoning.rstrip()) or not cut.reasoning
+
+
+@named(RECORDED)
+def test_a_closing_tag_that_the_length_cuts_is_no_content(case: Recorded):
+    ends = case.form.tools.end if isinstance(case.form.tools, ToolFormat) else ()
+    whole, text = read_message(case.form, case.text), case.text.rstrip()
+    for end in ends:
+        for left in range(1, len(end) if text.endswith(end) else 1):
+            cut = read_message(case.form, text[:-left])
+            assert cut.content.rstrip() == whole.content.rstrip(), text[:-left]
+            assert cut.calls == whole.calls
 
 
 @named(RECORDED)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from octavo.errors import InvalidRequest, shown
 from octavo.sampling_params import SamplingParams
-from octavo.server.body import Body
+from octavo.server.body import BodyPart
 from octavo.server.fields import Whole, field, sampling, taken
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
@@ -62,20 +62,16 @@ ShortText = Annotated[
 ]
 
 
-class ItemPart(BaseModel):
+class ItemPart(BodyPart):
     """One part of an input item's content."""
-
-    model_config = Body.model_config
 
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class InputItem(BaseModel):
+class InputItem(BodyPart):
     """One item of a response's input: a message, a call, its result, or reasoning."""
-
-    model_config = Body.model_config
 
     type: str = "message"
     role: str | None = None
@@ -89,10 +85,10 @@ class InputItem(BaseModel):
     summary: list[ItemPart] | None = None
 
 
-class ResponseTool(BaseModel):
+class ResponseTool(BodyPart):
     """A function that the model may call; tools that a server runs are refused by their type."""
 
-    model_config = Body.model_config | {"extra": "forbid"}
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["function"]
     name: str
@@ -101,15 +97,15 @@ class ResponseTool(BaseModel):
     strict: bool | None = None
 
 
-class ResponseToolName(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class ResponseToolName(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["function"]
     name: str
 
 
-class ResponseAllowedTools(BaseModel):
-    model_config = Body.model_config | {"extra": "forbid"}
+class ResponseAllowedTools(BodyPart):
+    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
