@@ -54,8 +54,12 @@ class SlowDisk:
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
 
-def engine(args: argparse.Namespace, load: float | None, directory: Path | None) -> LLM:
-    """Returns an engine that loads a share of a prefix; without a directory it computes all."""
+def engine(
+    args: argparse.Namespace, load: float | None, directory: Path | None, *, num_pages: int = 1
+) -> LLM:
+    """Returns an engine that loads a share of a prefix; without a directory it computes all. One
+    that leaves pages in files needs KV for all of them, until they are saved.
+    """
     stored: dict[str, Any] = {}
     if directory is not None:
         stored = {"prefix_cache_dir": str(directory), "prefix_cache_size": "4GiB"}
@@ -67,7 +71,7 @@ def engine(args: argparse.Namespace, load: float | None, directory: Path | None)
         quantization="int8",
         threads=args.threads,
         max_model_len=args.prefix + args.question + args.output + 16,
-        max_num_seqs=1,
+        max_num_seqs=num_pages,
         report=lambda line: None,
         logits_processors=["forced_text:follow"],
         logits_processor_timeout=60,
@@ -132,7 +136,7 @@ def main() -> None:
     for name, load in [("computed", None), ("whole", None), *(("part", x) for x in args.loads)]:
         directory = None if name == "computed" else root / f"{name}-{load}"
         if directory is not None:
-            with engine(args, load, directory) as llm:
+            with engine(args, load, directory, num_pages=len(windows)) as llm:
                 pages = [{"prompt_token_ids": ids[: args.prefix + 1]} for ids in windows]
                 llm.generate(pages, SamplingParams(temperature=0, max_tokens=1))
         with engine(args, load, directory) as llm:
