@@ -26,7 +26,7 @@ struct SiteUpdate {
     bool is_set = false;
 };
 
-// The rows of one step that have adapters, those of one adapter side by side.
+// The rows of a step, or of a block of it, that have adapters, those of one adapter side by side.
 struct AdapterRows {
     static constexpr int kTogether = 8;  // most rows of a run
     struct Run {
@@ -35,11 +35,11 @@ struct AdapterRows {
     std::vector<int32_t> rows;
     std::vector<Run> runs;
 
-    // slots [count]: of each row, -1: none.
-    void sort(const int32_t* slots, int count) {
+    // slots: of each row, -1: none. Takes rows first .. end - 1.
+    void sort(const int32_t* slots, int first, int end) {
         rows.clear();
         runs.clear();
-        for (int row = 0; row < count; row++)
+        for (int row = first; row < end; row++)
             if (slots[row] >= 0) rows.push_back(row);
         std::stable_sort(rows.begin(), rows.end(), [&](int a, int b) { return slots[a] < slots[b]; });
         for (int i = 0; i < (int)rows.size(); i++) {

@@ -464,6 +464,7 @@ void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample
     if (engines_) engines_->reserve(engine_slot_bytes_);
     place_rows();
     group_stages();
+    link_shrinks();
     order_chunks();
     size_thread_states();
 }
@@ -494,6 +495,16 @@ void Executor::group_stages() {
             ranges_.back().last = i + 1;
         else
             ranges_.push_back({i, i + 1});
+    }
+}
+
+// A product asks for what the adapters of the next one read.
+void Executor::link_shrinks() {
+    LinearStage* product = nullptr;
+    for (const auto& stage : body_) {
+        if (const auto* shrink = dynamic_cast<const ShrinkStage*>(stage.get()); shrink && product)
+            std::exchange(product, nullptr)->next_shrink = shrink;
+        if (auto* next = dynamic_cast<LinearStage*>(stage.get())) product = next;
     }
 }
 
@@ -630,12 +641,12 @@ void Executor::profile(bool on) {
 
 void Executor::sort_adapters(const Batch& batch) {
     if (!batch.adapters) return;
-    adapted_.sort(batch.adapters, batch.num_tokens);
+    adapted_.sort(batch.adapters, 0, batch.num_tokens);
     std::vector<int32_t> slots(batch.num_samples);
     for (int s = 0; s < batch.num_samples; s++) slots[s] = batch.adapters[batch.sample_rows[s]];
     adapted_samples_.resize((batch.num_samples + kSampleChunk - 1) / kSampleChunk);
     for (int first = 0; first < batch.num_samples; first += kSampleChunk)
-        adapted_samples_[first / kSampleChunk].sort(slots.data() + first,
+        adapted_samples_[first / kSampleChunk].sort(slots.data() + first, 0,
                                                     std::min(kSampleChunk, batch.num_samples - first));
 }
 

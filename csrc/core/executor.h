@@ -98,6 +98,9 @@ struct ThreadState {
     int prefetched_piece = -1;
     std::vector<Best> best;  // for each sampled row, the best logit that this thread has made
     std::unique_ptr<Memory> adapted;  // rows of a product that adapters read
+    AdapterRows block_rows;  // those with adapters of the block of rows that the thread takes
+    std::vector<ExpandedRows> expanded[2];  // by run of rows: of a product's site, and of its up projection
+    std::vector<ReadSoon::Part> next_reads, reads;  // of the adapters of the next product, and of a tile's
     std::unique_ptr<Memory> gathered;  // tiles that are put together from neurons' rows
     std::vector<double> seconds;  // by stage of the range that is walked, while profiling
     std::vector<float> biases;  // of one row's scores, [heads][2 * reach + 1]
@@ -534,6 +537,7 @@ class Executor {
     void place_rows();
     void group_stages();
     void size_thread_states();
+    void link_shrinks();
     void order_chunks();
     void end_reads();
     // Returns how many collectives a step has.

@@ -53,13 +53,13 @@ struct EmbeddingOp : RowOp {
         float *h = adapters.h(row), *to = view.at(spec.out, row);
         k.read_ranks(update->a, id, update->scale * spec.scale, h);
         const int32_t alone = 0;
-        const ExpandedRows rows{h, 0, &alone, 1, 0, update->gain, update->bias};
+        const ExpandedRows run{update->b, h, &alone, 1, update->gain, update->bias};
         for (int column = 0; column < spec.out.width; column += kTile) {
             const int width = std::min(kTile, spec.out.width - column);
             float acc[kTile] = {};
             std::copy_n(to + column, width, acc);
             float* const tiles[] = {acc};
-            k.expand(update->b, column / kTile, 1, rows, tiles);
+            k.expand(Expansion{&run, 1, 0, 0}, column / kTile, 1, tiles);
             std::copy_n(acc, width, to + column);
         }
     }

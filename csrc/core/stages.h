@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "adapter_stages.h"
 #include "executor.h"
 #include "past_caches.h"
 
@@ -69,10 +70,10 @@ struct Product {
     int width() const { return std::min(count * kTile, weight->num_rows - column()); }
 };
 
-// `update` is called with one tile of sums or two neighbours before they are finished; `of_up`: of the up
-// projection.
+// `update.soon` says what is read while a tile or two are multiplied; `update.add` is called with their sums
+// before they are finished; `of_up`: of the up projection.
 template <typename Update>
-void multiply(const KernelTable& k, ThreadState& thread, const Product& p, const Update& update) {
+void multiply(const KernelTable& k, ThreadState& thread, const Product& p, Update&& update) {
     float *acc = thread.acc[0].data(), *other = thread.acc[1].data();
     const auto finish = [&](int i, const float* sums, const float* of_up) {
         k.write_tile(p.epilogue, sums, of_up, p.row0, p.num_rows, p.column() + i * kTile,
@@ -82,135 +83,41 @@ void multiply(const KernelTable& k, ThreadState& thread, const Product& p, const
         const int64_t second = (int64_t)p.num_rows * kTile;
         float* const sums[2] = {p.sums, p.sums + second};
         float* const ups[2] = {p.up_sums, p.up ? p.up_sums + second : nullptr};
-        update(p.tile, p.count, sums, false);
-        if (p.up) update(p.tile, p.count, ups, true);
+        update.add(p.tile, p.count, sums, false);
+        if (p.up) update.add(p.tile, p.count, ups, true);
         for (int i = 0; i < p.count; i++) finish(i, sums[i], ups[i]);
     } else if (p.up) {
         for (int i = 0; i < p.count; i++) {
-            const TileRef refs[2] = {{p.weight, p.tile + i, acc}, {p.up, p.tile + i, other}};
+            const ReadSoon soon = update.soon(p.tile + i, 1);
+            const TileRef refs[2] = {{p.weight, p.tile + i, acc, &soon}, {p.up, p.tile + i, other}};
             k.tile_products(refs, 2, p.x, p.x0, p.num_rows, thread.product->data());
-            update(p.tile + i, 1, &refs[0].acc, false);
-            update(p.tile + i, 1, &refs[1].acc, true);
+            update.add(p.tile + i, 1, &refs[0].acc, false);
+            update.add(p.tile + i, 1, &refs[1].acc, true);
             finish(i, acc, other);
         }
     } else {
-        const TileRef refs[2] = {{p.weight, p.tile, acc}, {p.weight, p.tile + 1, other}};
+        const ReadSoon soon = update.soon(p.tile, p.count);
+        const TileRef refs[2] = {{p.weight, p.tile, acc, &soon}, {p.weight, p.tile + 1, other}};
         k.tile_products(refs, p.count, p.x, p.x0, p.num_rows, thread.product->data());
         float* const sums[2] = {acc, other};
-        update(p.tile, p.count, sums, false);
+        update.add(p.tile, p.count, sums, false);
         for (int i = 0; i < p.count; i++) finish(i, sums[i], nullptr);
     }
 }
 
-void multiply(const KernelTable& k, ThreadState& thread, const Product& p) {
-    multiply(k, thread, p, [](int, int, float* const*, bool) {});
-}
-
-// Numbers of a row as adapters read it, with zeros behind the last.
-inline int64_t padded_width(int width) { return (int64_t)(width + kTile - 1) / kTile * kTile; }
-
-// Calls `take(slot, rows, count)` for those of `num_rows` rows from row0 on that have adapters, up to
-// kTogether rows of one adapter at a time. Where these are all the rows of a step, the rows of an adapter may lie
-// apart; else neighbours are taken together.
-template <typename Take>
-void each_adapted(const View& view, bool samples, int row0, int num_rows, const Take& take) {
-    if (!view.batch.adapters) return;
-    if (row0 == 0 && num_rows == view.rows(samples)) {
-        const AdapterRows& adapted = view.executor.adapted(samples, view.first_sample);
-        for (const auto& run : adapted.runs) take(run.slot, adapted.rows.data() + run.first, run.count);
-        return;
-    }
-    int32_t rows[AdapterRows::kTogether];
-    int count = 0, slot = -1;
-    const auto flush = [&] {
-        if (count && slot >= 0) take(slot, rows, count);
-        count = 0;
-    };
-    for (int row = row0; row < row0 + num_rows; row++) {
-        const int next = view.adapter(samples, row);
-        if (next != slot || count == AdapterRows::kTogether) flush();
-        slot = next;
-        rows[count++] = row;
-    }
-    flush();
-}
-
-// Shrinks a product's rows for adapters: h = scale * A x for each of its sites. Rows of one adapter are taken
-// together.
-struct ShrinkStage : Stage {
-    Place x;
-    Norm norm;
-    std::vector<int> sites;
-
-    ShrinkStage(const Place& p, const Norm& n, std::vector<int> s) : x(p), norm(n), sites(std::move(s)) {}
-    std::string name() const override { return "adapters"; }
-    bool on_samples() const override { return x.on_samples(); }
-    bool row_local() const override { return true; }
-    bool only_adapters() const override { return true; }
-    // Several threads share the ranks of a run where there are fewer runs of rows than threads.
-    int parts(const View& view) const {
-        const int runs = (int)view.executor.adapted(on_samples(), view.first_sample).runs.size();
-        return runs ? std::clamp((view.executor.pool().num_threads() + runs - 1) / runs, 1, kMostParts) : 1;
-    }
-    int pieces(const View& view) const override {
-        if (!view.batch.adapters) return 0;
-        return parts(view) * (int)view.executor.adapted(on_samples(), view.first_sample).runs.size();
-    }
-    void run(const View& view, int piece, ThreadState& thread, int) const override {
-        const AdapterRows& adapted = view.executor.adapted(on_samples(), view.first_sample);
-        const int num_parts = parts(view);
-        const AdapterRows::Run& run = adapted.runs[piece / num_parts];
-        shrink(view, thread, run, adapted.rows.data() + run.first, Part{piece % num_parts, num_parts});
-    }
-    void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
-        each_adapted(view, on_samples(), row0, row1 - row0, [&](int slot, const int32_t* rows, int count) {
-            shrink(view, thread, AdapterRows::Run{slot, 0, count}, rows, Part{0, 1});
-        });
-    }
-
-    static constexpr int kMostParts = 16, kPartRanks = 4;  // ranks of a part are a multiple of the latter
-    struct Part {
-        int index, count;
-        int first_rank(int rank) const { return std::min(rank, blocks(rank) * index / count * kPartRanks); }
-        int end_rank(int rank) const {
-            return std::min(rank, blocks(rank) * (index + 1) / count * kPartRanks);
-        }
-        static int blocks(int rank) { return (rank + kPartRanks - 1) / kPartRanks; }
-    };
-    void shrink(const View& view, ThreadState& thread, const AdapterRows::Run& run, const int32_t* rows,
-                Part part) const {
-        const Adapters& adapters = view.executor.adapters();
-        const KernelTable& k = view.executor.kernels();
-        const int64_t stride = padded_width(x.width);
-        float* to = (float*)thread.adapted->data();
-        bool is_read = false;
-        for (const int site : sites) {
-            const SiteUpdate* update = adapters.update(run.slot, site);
-            if (!update) continue;
-            const int first = part.first_rank(update->a.rank), end = part.end_rank(update->a.rank);
-            if (first == end) continue;
-            if (!is_read)
-                for (int i = 0; i < run.count; i++) read(view, k, rows[i], to + i * stride, stride);
-            is_read = true;
-            float* h[AdapterRows::kTogether];
-            for (int i = 0; i < run.count; i++) h[i] = adapters.h(rows[i]) + update->offset + first;
-            k.shrink(update->a.ranks(first, end), to, run.count, update->scale, h);
-        }
-    }
-    void read(const View& view, const KernelTable& k, int row, float* to, int64_t stride) const {
-        const float* from = view.at(x, row);
-        if (norm.weight)
-            k.norm_row(from, x.width, norm, to);
-        else
-            std::copy_n(from, x.width, to);
-        std::fill(to + x.width, to + stride, 0.0f);
-    }
+struct NoUpdate {
+    ReadSoon soon(int, int) const { return {}; }
+    void add(int, int, float* const*, bool) const {}
 };
+void multiply(const KernelTable& k, ThreadState& thread, const Product& p) {
+    multiply(k, thread, p, NoUpdate{});
+}
 
 struct LinearStage : Stage {
     LinearSpec spec;
     std::vector<int> first;  // each part's first tile in the stage's count
     int num_tiles = 0;
+    const ShrinkStage* next_shrink = nullptr;  // of the next product
 
     explicit LinearStage(LinearSpec s) : spec(std::move(s)) {
         const size_t counted = is_gated() ? 1 : spec.parts.size();
@@ -279,28 +186,48 @@ struct LinearStage : Stage {
         const Rows x = converts_own ? own_rows(view, rows, thread, stage) : spec.rows->rows;
         const Output output{row0, std::min(kRowBlock, rows - row0), tile0,
                             std::min(num_tiles, tile0 + chunk)};
-        write_tiles(view, thread, x, output);
+        if (view.batch.adapters)
+            run_adapted(view, thread, x, output);
+        else
+            write_tiles(view, thread, x, output, NoAdapters{});
         if (view.best_only == this && view.batch.keeps_logits) end_past_caches();
     }
     bool row_local() const override { return true; }
     void run_rows(const View& view, int row0, int row1, ThreadState& thread) const override {
-        write_tiles(view, thread, spec.rows->rows, Output{row0, row1 - row0, 0, num_tiles});
+        const Output output{row0, row1 - row0, 0, num_tiles};
+        if (!view.batch.adapters) return write_tiles(view, thread, spec.rows->rows, output, NoAdapters{});
+        write_tiles(view, thread, spec.rows->rows, output,
+                    TileAdapters(view, thread, thread.block_rows, row0, {next_shrink, num_tiles}));
     }
 
     // The output of a piece: tiles tile0 .. tile1 - 1 of rows row0 and on.
     struct Output {
         int row0, num_rows, tile0, tile1;
     };
-    void write_tiles(const View& view, ThreadState& thread, const Rows& x, const Output& output) const {
+    void run_adapted(const View& view, ThreadState& thread, const Rows& x, const Output& output) const {
+        const int row0 = output.row0;
+        const bool is_whole = output.num_rows == view.rows(on_samples());
+        if (!is_whole) thread.block_rows.sort(view.batch.adapters, row0, row0 + output.num_rows);
+        const AdapterRows& adapted =
+            is_whole ? view.executor.adapted(on_samples(), view.first_sample) : thread.block_rows;
+        write_tiles(view, thread, x, output, TileAdapters(view, thread, adapted, row0, {}));
+    }
+    // Adapters: what is to be done about those of the rows; NoAdapters where there are none.
+    template <typename Adapters>
+    void write_tiles(const View& view, ThreadState& thread, const Rows& x, const Output& output,
+                     Adapters&& adapters) const {
         size_t part = 0;
+        bool has_begun = false;
         for (int tile = output.tile0; tile < output.tile1;) {
-            while (part + 1 < first.size() && tile >= first[part + 1]) part++;
+            while (part + 1 < first.size() && tile >= first[part + 1]) part++, has_begun = false;
+            if (!has_begun) adapters.begin(spec.parts[part].site, is_gated() ? spec.parts[1].site : -1);
+            has_begun = true;
             const int end = part + 1 < first.size() ? std::min(output.tile1, first[part + 1]) : output.tile1;
             const bool by_columns = spec.parts[part].tiles.column_stride > 0;
             const int most = !by_columns ? 2 : output.num_rows <= kColumnRows ? kColumnTiles : kGatheredTiles;
             const TileRun tiles{tile - first[part], std::min(most, end - tile), output.row0, output.num_rows};
-            by_columns ? write_columns(view, thread, x, spec.parts[part], tiles)
-                       : write(view, thread, x, spec.parts[part], tiles);
+            by_columns ? write_columns(view, thread, x, spec.parts[part], tiles, adapters)
+                       : write(view, thread, x, spec.parts[part], tiles, adapters);
             tile += tiles.count;
         }
     }
@@ -320,8 +247,9 @@ struct LinearStage : Stage {
         int tile, count, row0, num_rows;
     };
     // Multiplies a run of tiles that lies by columns, and writes their sums two by two.
+    template <typename Adapters>
     void write_columns(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part,
-                       const TileRun& tiles) const {
+                       const TileRun& tiles, Adapters& adapters) const {
         float *sums = thread.columns[0].data(), *up_sums = thread.columns[1].data();
         const auto multiply = [&](const Tiles& w, float* to) {
             view.executor.kernels().column_products(w, tiles.tile, tiles.count, x,
@@ -333,12 +261,14 @@ struct LinearStage : Stage {
         for (int i = 0; i < tiles.count; i += 2) {
             const int64_t at = (int64_t)i * tiles.num_rows * kTile;
             const TileRun pair{tiles.tile + i, std::min(2, tiles.count - i), tiles.row0, tiles.num_rows};
-            write(view, thread, x, part, pair, sums + at, up_sums + at);
+            write(view, thread, x, part, pair, adapters, sums + at, up_sums + at);
         }
     }
     // Sums of one tile or two go to the out, to the next product's rows, or to the best logit of each row.
+    template <typename Adapters>
     void write(const View& view, ThreadState& thread, const Rows& x, const LinearPart& part,
-               const TileRun& tiles, float* sums = nullptr, float* up_sums = nullptr) const {
+               const TileRun& tiles, Adapters& adapters, float* sums = nullptr,
+               float* up_sums = nullptr) const {
         const KernelTable& k = view.executor.kernels();
         const int row0 = tiles.row0, rows = tiles.num_rows, column = tiles.tile * kTile;
         const bool keeps_best = view.best_only == this, passes_on = spec.converts || keeps_best;
@@ -356,11 +286,7 @@ struct LinearStage : Stage {
                               .stride = passes_on ? kGroup : view.stride(part.out),
                               .sums = sums,
                               .up_sums = up_sums};
-        const int up_site = is_gated() ? spec.parts[1].site : -1;
-        multiply(k, thread, product, [&](int tile, int count, float* const* acc, bool of_up) {
-            if (!view.batch.adapters) return;
-            adapt(view, of_up ? up_site : part.site, TileRun{tile, count, row0, rows}, acc);
-        });
+        multiply(k, thread, product, adapters);
         const int width = product.width();
         if (spec.converts && spec.keeps_out && view.batch.adapters)
             keep_out(view, part.out, tiles, width, out);
@@ -372,25 +298,6 @@ struct LinearStage : Stage {
         if (keeps_best) k.keep_best(out, rows, column, width, thread.best.data() + view.first_sample + row0);
     }
 
-    // Adds to one tile of sums or two what the rows' adapters say.
-    void adapt(const View& view, int site, const TileRun& tiles, float* const* acc) const {
-        const Adapters& adapters = view.executor.adapters();
-        const auto expand = view.executor.kernels().expand;
-        each_adapted(view, on_samples(), tiles.row0, tiles.num_rows,
-                     [&](int slot, const int32_t* rows, int count) {
-                         const SiteUpdate* update = adapters.update(slot, site);
-                         if (!update) return;
-                         expand(update->b, tiles.tile, tiles.count,
-                                ExpandedRows{.h = adapters.h(0) + update->offset,
-                                             .stride = adapters.stride(),
-                                             .rows = rows,
-                                             .count = count,
-                                             .first = tiles.row0,
-                                             .gain = update->gain,
-                                             .bias = update->bias},
-                                acc);
-                     });
-    }
     // Writes rows with an adapter to the out, which the next product's adapters read.
     void keep_out(const View& view, const Place& out, const TileRun& tiles, int width,
                   const float* from) const {

@@ -121,6 +121,7 @@ struct Walk : ThreadPool::Work {
         const int shift = row0 - index * executor.kernels().row_block;
         const View view{.executor = executor, .batch = batch, .kv = kv, .shift = shift};
         ThreadState& thread = executor.threads_[index];
+        if (batch.adapters) thread.block_rows.sort(batch.adapters, row0, row1);
         for (int i = range.first; i < range.last; i++) {
             const auto start = executor.profiling_ ? Clock::now() : Clock::time_point();
             executor.body_[i]->run_rows(view, row0, row1, thread);

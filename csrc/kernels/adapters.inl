@@ -1,56 +1,74 @@
 // Adapters: h = A x of some rows, and B h added to a tile of sums. Every sum is fp32 and goes through its
-// terms in one order, however many rows or ranks are computed together.
+// terms in one order, however many rows, ranks or adapters are computed together.
 #pragma once
+#include <algorithm>
+
 #include "simd.h"
 #include "table.h"
 
 namespace octavo {
 namespace {
 
-struct Bf16Numbers {
+// Two vectors that lie side by side in a matrix.
+struct Pair {
+    vf first, second;
+};
+struct Bf16Pairs {
     const uint16_t* numbers;
-    vf at(int64_t i) const { return load_bf16(numbers + i); }
+    // The pair whose first number is the i-th; both come of one load.
+    OCTAVO_INLINE Pair at(int64_t i) const {
+        const vi both = load_i(numbers + i);
+        return {bits_to_float(both << 16), bits_to_float(both & (int32_t)0xffff0000)};
+    }
 };
-struct Fp32Numbers {
+struct Fp32Pairs {
     const float* numbers;
-    vf at(int64_t i) const { return load(numbers + i); }
+    OCTAVO_INLINE Pair at(int64_t i) const { return {load(numbers + i), load(numbers + i + kLanes)}; }
 };
+constexpr int kPair = 2 * kLanes;
+
 // Calls `compute` with what reads the numbers of a matrix, so that no loop asks for their type.
 template <typename Compute>
-OCTAVO_INLINE void with_numbers(const LowRankMatrix& m, const Compute& compute) {
-    m.is_bf16 ? compute(Bf16Numbers{(const uint16_t*)m.numbers})
-              : compute(Fp32Numbers{(const float*)m.numbers});
+OCTAVO_INLINE void with_numbers(bool is_bf16, const Compute& compute) {
+    is_bf16 ? compute([](const LowRankMatrix& m) { return Bf16Pairs{(const uint16_t*)m.numbers}; })
+            : compute([](const LowRankMatrix& m) { return Fp32Pairs{(const float*)m.numbers}; });
 }
 
 // How much a block holds at once: as many sums as the registers of a level have room for, beside what they are
 // made of. The order of a sum's terms is the same in all blocks.
 #if defined(__AVX512F__)
-constexpr int kRanksAlone = 8, kRanks = 4, kRows = 4, kExpandedRows = 8, kExpandedPairs = 8;
+constexpr int kRanksAlone = 8, kRanks = 4, kRows = 4, kExpandedRows = 8, kExpandedPairs = 8, kApart = 4;
 #elif defined(__AVX2__)
-constexpr int kRanksAlone = 4, kRanks = 2, kRows = 2, kExpandedRows = 4, kExpandedPairs = 2;
+constexpr int kRanksAlone = 4, kRanks = 2, kRows = 2, kExpandedRows = 4, kExpandedPairs = 2, kApart = 2;
 #else
-constexpr int kRanksAlone = 2, kRanks = 2, kRows = 1, kExpandedRows = 2, kExpandedPairs = 1;
+constexpr int kRanksAlone = 2, kRanks = 2, kRows = 1, kExpandedRows = 2, kExpandedPairs = 1, kApart = 1;
 #endif
 
 struct Shrunk {
     int stride, num_ranks;  // of A
-    const float* x;
+    const float* const* x;
     int num_rows;
     float scale;
     float* const* h;
 };
 
-// J ranks from `rank` on, times M rows from `row` on.
+// J ranks from `rank` on, times M rows from `row` on. Asks for the ranks behind these, which lie in as many
+// places as are read at once.
 template <int J, int M, typename Numbers>
 void shrink_block(const Numbers& a, const Shrunk& s, int rank, int row) {
     vf sums[J][M] = {};
-    const float* first = s.x + (int64_t)row * s.stride;
-    for (int k = 0; k < s.stride; k += kLanes) {
-        vf xs[M];
-        for (int m = 0; m < M; m++) xs[m] = load(first + (int64_t)m * s.stride + k);
+    const float* x[M];
+    for (int m = 0; m < M; m++) x[m] = s.x[row + m];
+    const int64_t first = (int64_t)rank * s.stride;
+    for (int k = 0; k < s.stride; k += kPair) {
+        vf xs[2][M];
+        for (int m = 0; m < M; m++) xs[0][m] = load(x[m] + k), xs[1][m] = load(x[m] + k + kLanes);
         for (int j = 0; j < J; j++) {
-            const vf weights = a.at((int64_t)(rank + j) * s.stride + k);
-            for (int m = 0; m < M; m++) sums[j][m] = fma(weights, xs[m], sums[j][m]);
+            const int64_t at = first + (int64_t)j * s.stride + k;
+            __builtin_prefetch(a.numbers + at + (int64_t)J * s.stride, 0, 2);
+            const Pair weights = a.at(at);
+            for (int m = 0; m < M; m++) sums[j][m] = fma(weights.first, xs[0][m], sums[j][m]);
+            for (int m = 0; m < M; m++) sums[j][m] = fma(weights.second, xs[1][m], sums[j][m]);
         }
     }
     for (int j = 0; j < J; j++)
@@ -71,66 +89,123 @@ void shrink_ranks(const Numbers& a, const Shrunk& s) {
     for (; rank < s.num_ranks; rank++) shrink_rows<1, M>(a, s, rank, 0);
 }
 
-void shrink(const LowRankMatrix& a, const float* x, int num_rows, float scale, float* const* h) {
+void shrink(const LowRankMatrix& a, const float* const* x, int num_rows, float scale, float* const* h) {
     const Shrunk shrunk{a.stride, a.rank, x, num_rows, scale, h};
-    with_numbers(a, [&](const auto& numbers) {
-        num_rows == 1 ? shrink_ranks<kRanksAlone, 1>(numbers, shrunk)
-                      : shrink_ranks<kRanks, kRows>(numbers, shrunk);
+    with_numbers(a.is_bf16, [&](const auto& numbers) {
+        num_rows == 1 ? shrink_ranks<kRanksAlone, 1>(numbers(a), shrunk)
+                      : shrink_ranks<kRanks, kRows>(numbers(a), shrunk);
     });
 }
 
-// N tiles of M of the rows from the i-th on. A row's sum is one chain, so that several are needed to fill the
-// units.
+// The h and the sums that a block of tiles is made of.
+struct ExpandedTiles {
+    const Expansion& rows;
+    int tile;
+    float* const* acc;  // by tile
+
+    OCTAVO_INLINE const float* h(const ExpandedRows& run, int i) const {
+        return run.h + run.rows[i] * rows.stride;
+    }
+    OCTAVO_INLINE void add(const ExpandedRows& run, int i, int n, vf sum) const {
+        float* to = acc[n] + (int64_t)(run.rows[i] - rows.first) * kTile;
+        vf y = load(to) + sum;
+        if (run.gain) y = y * load(run.gain + (tile + n) * kTile);
+        if (run.bias) y = y + load(run.bias + (tile + n) * kTile);
+        store(to, y);
+    }
+};
+
+// N tiles of M rows of one adapter, from the i-th on. A row's sum is one chain, so that several are needed to
+// fill the units.
 template <int M, int N, typename Numbers>
-OCTAVO_INLINE void expand_block(const Numbers& b, int rank, int tile, const ExpandedRows& rows, int i,
-                                float* const* acc) {
-    const int64_t first = (int64_t)tile * kTile * rank, next = (int64_t)kTile * rank;
+OCTAVO_INLINE void expand_block(const Numbers& b, const ExpandedRows& run, int i, const ExpandedTiles& to) {
+    const int rank = run.b.rank;
+    const int64_t next = (int64_t)(rank + 1) / 2 * kPair, first = to.tile * next;
     const float* h[M];
     vf sums[N][M] = {};
-    for (int m = 0; m < M; m++) h[m] = rows.h + rows.rows[i + m] * rows.stride;
-    for (int j = 0; j < rank; j++) {
-        vf weights[N];
-        for (int n = 0; n < N; n++) weights[n] = b.at(first + n * next + (int64_t)j * kTile);
+    for (int m = 0; m < M; m++) h[m] = to.h(run, i + m);
+    const auto step = [&](int j, bool is_whole) __attribute__((always_inline)) {
+        Pair weights[N];
+        for (int n = 0; n < N; n++) weights[n] = b.at(first + n * next + (int64_t)j * kLanes);
         for (int m = 0; m < M; m++) {
             const vf each = splat(h[m][j]);
-            for (int n = 0; n < N; n++) sums[n][m] = fma(each, weights[n], sums[n][m]);
+            for (int n = 0; n < N; n++) sums[n][m] = fma(each, weights[n].first, sums[n][m]);
         }
-    }
+        for (int m = 0; is_whole && m < M; m++) {
+            const vf each = splat(h[m][j + 1]);
+            for (int n = 0; n < N; n++) sums[n][m] = fma(each, weights[n].second, sums[n][m]);
+        }
+    };
+    int j = 0;
+    for (; j + 2 <= rank; j += 2) step(j, true);
+    if (j < rank) step(j, false);
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) {
-            float* to = acc[n] + (int64_t)(rows.rows[i + m] - rows.first) * kTile;
-            vf y = load(to) + sums[n][m];
-            if (rows.gain) y = y * load(rows.gain + (tile + n) * kTile);
-            if (rows.bias) y = y + load(rows.bias + (tile + n) * kTile);
-            store(to, y);
-        }
+        for (int n = 0; n < N; n++) to.add(run, i + m, n, sums[n][m]);
+}
+
+// N tiles of M adapters with one row each, all of one rank.
+template <int M, int N, typename Numbers>
+OCTAVO_INLINE void expand_apart(const Numbers& numbers, const ExpandedRows* runs, const ExpandedTiles& to) {
+    const int rank = runs->b.rank;
+    const int64_t next = (int64_t)(rank + 1) / 2 * kPair, first = to.tile * next;
+    decltype(numbers(runs->b)) b[M];
+    const float* h[M];
+    vf sums[N][M] = {};
+    for (int m = 0; m < M; m++) b[m] = numbers(runs[m].b), h[m] = to.h(runs[m], 0);
+    const auto step = [&](int j, bool is_whole) __attribute__((always_inline)) {
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) {
+                const Pair weights = b[m].at(first + n * next + (int64_t)j * kLanes);
+                sums[n][m] = fma(splat(h[m][j]), weights.first, sums[n][m]);
+                if (is_whole) sums[n][m] = fma(splat(h[m][j + 1]), weights.second, sums[n][m]);
+            }
+    };
+    int j = 0;
+    for (; j + 2 <= rank; j += 2) step(j, true);
+    if (j < rank) step(j, false);
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) to.add(runs[m], 0, n, sums[n][m]);
 }
 
 // The rows from the i-th on, M at a time, and the last ones in smaller blocks.
 template <int M, int N, typename Numbers>
-void expand_rows(const Numbers& b, int rank, int tile, const ExpandedRows& rows, int i, float* const* acc) {
-    for (; i + M <= rows.count; i += M) expand_block<M, N>(b, rank, tile, rows, i, acc);
-    if constexpr (M > 1) expand_rows<M / 2, N>(b, rank, tile, rows, i, acc);
+OCTAVO_INLINE void expand_rows(const Numbers& b, const ExpandedRows& run, int i, const ExpandedTiles& to) {
+    for (; i + M <= run.count; i += M) expand_block<M, N>(b, run, i, to);
+    if constexpr (M > 1) expand_rows<M / 2, N>(b, run, i, to);
 }
 
-// Asks for the tiles behind these, which the same thread expands next. With an adapter for each row they lie
-// in as many places as there are rows, more than the hardware's prefetcher follows.
-void prefetch_tiles(const LowRankMatrix& b, int tile, int num_tiles) {
-    const int64_t bytes = (int64_t)num_tiles * kTile * b.rank * (b.is_bf16 ? 2 : 4);
-    const char* next = (const char*)b.numbers + bytes / num_tiles * (tile + num_tiles);
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line, 0, 3);
+// Returns how many runs from the first on have one row each and matrices alike, at most kApart.
+inline int runs_apart(const ExpandedRows* runs, int num_runs) {
+    int count = 0;
+    while (count < std::min(num_runs, kApart) && runs[count].count == 1 &&
+           runs[count].b.rank == runs->b.rank && runs[count].b.is_bf16 == runs->b.is_bf16)
+        count++;
+    return count;
 }
 
-void expand(const LowRankMatrix& b, int tile, int num_tiles, const ExpandedRows& rows, float* const* acc) {
-    if (rows.count <= 2) prefetch_tiles(b, tile, num_tiles);
-    with_numbers(b, [&](const auto& numbers) {
-        if (num_tiles == 2)
-            rows.count == 1 ? expand_block<1, 2>(numbers, b.rank, tile, rows, 0, acc)
-                            : expand_rows<kExpandedPairs, 2>(numbers, b.rank, tile, rows, 0, acc);
+// Computes the first runs that go together; returns how many.
+template <int N>
+int expand_next(const ExpandedRows* runs, int num_runs, const ExpandedTiles& to) {
+    const int apart = runs_apart(runs, num_runs);
+    with_numbers(runs->b.is_bf16, [&](const auto& numbers) {
+        constexpr int kMost = N == 2 ? kExpandedPairs : kExpandedRows;
+        if (apart == kApart)
+            expand_apart<kApart, N>(numbers, runs, to);
+        else if (runs->count == 1)
+            expand_block<1, N>(numbers(runs->b), *runs, 0, to);
         else
-            rows.count == 1 ? expand_block<1, 1>(numbers, b.rank, tile, rows, 0, acc)
-                            : expand_rows<kExpandedRows, 1>(numbers, b.rank, tile, rows, 0, acc);
+            expand_rows<kMost, N>(numbers(runs->b), *runs, 0, to);
     });
+    return apart == kApart ? kApart : 1;
+}
+
+void expand(const Expansion& expansion, int tile, int num_tiles, float* const* acc) {
+    const ExpandedTiles to{expansion, tile, acc};
+    for (int run = 0; run < expansion.num_runs;) {
+        const ExpandedRows* runs = expansion.runs + run;
+        const int left = expansion.num_runs - run;
+        run += num_tiles == 2 ? expand_next<2>(runs, left, to) : expand_next<1>(runs, left, to);
+    }
 }
 
 void read_ranks(const LowRankMatrix& table, int row, float scale, float* h) {

@@ -36,8 +36,8 @@ constexpr auto kBeginStep = [] {};
 #endif
 
 void products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows, uint8_t* scratch) {
-    if (!skipping_products(tiles, count, x, row0, num_rows))
-        kDenseProducts(tiles, count, x, row0, num_rows, scratch);
+    if (skipping_products(tiles, count, x, row0, num_rows)) return SoonReader(tiles->soon, 1).step();
+    kDenseProducts(tiles, count, x, row0, num_rows, scratch);
 }
 
 void column_products(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, int num_rows,

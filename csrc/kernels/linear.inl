@@ -391,9 +391,11 @@ void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row
     const bool pairs = count == 2 && num_rows > 2;
     const int most = row_type(w.code) == RowType::fp32 ? kMostFloatRows : kMostRows;
     Turn turn{count, 0, 0, std::max(num_rows / most + (num_rows % most > 2), 1)};
+    SoonReader soon(tiles->soon, num_rows / most + __builtin_popcount(num_rows % most));
     const auto run = [&]<int M>() {
         const Product one = choose<M, 1>(w), two = pairs && 2 * M <= kMostSums ? choose<M, 2>(w) : nullptr;
         for (; num_rows - turn.done >= M; turn.done += M, turn.index++) {
+            soon.step();
             if (two)
                 two(tiles, x, row0 + turn.done, turn);
             else

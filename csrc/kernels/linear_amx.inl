@@ -307,13 +307,15 @@ void bf16_products(const TileRef* refs, int count, const Rows& x, int64_t row0, 
 
 void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, int num_rows,
                   uint8_t* scratch) {
-    if (tiles->weight->code == Code::bf16) return bf16_products(tiles, count, x, row0, num_rows);
+    const auto read_soon = [&] { SoonReader(tiles->soon, 1).step(); };
+    if (tiles->weight->code == Code::bf16) return read_soon(), bf16_products(tiles, count, x, row0, num_rows);
     if (tiles->weight->code == Code::i8 && num_rows >= kAmxMinRows)
-        return whole_products(tiles, count, x, row0, num_rows);
+        return read_soon(), whole_products(tiles, count, x, row0, num_rows);
     for (int i = 0; i < count; i++) {
         const Tiles& w = *tiles[i].weight;
         const bool integers = is_integer(w.code) && !w.half_groups && w.scale_type != ScaleType::small &&
                               fits_signed(w) && num_rows >= kAmxMinRows;
+        if (integers && i == 0) read_soon();
         integers ? int8_product(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch)
                  : vector_products(tiles + i, 1, x, row0, num_rows);
     }

@@ -1,5 +1,7 @@
 // The turns of a product's rows, and how each of them reads ahead in the weights.
 #pragma once
+#include <algorithm>
+
 #include "dots.h"
 #include "table.h"
 
@@ -58,6 +60,29 @@ class ReadAhead {
     const int prefetchers_;
     int wait_;  // steps until this turn's next share
     bool is_turn_ = false;
+};
+
+// Asks for what is read behind a product, a share before each of its turns: a core has so few lines under way
+// at once that it would wait if it asked for all of them together.
+class SoonReader {
+  public:
+    SoonReader(const ReadSoon* soon, int num_turns)
+        : soon_(soon), share_(soon ? (soon->num_lines + num_turns - 1) / num_turns : 0) {}
+    void step() {
+        for (int left = share_; left > 0 && part_ < soon_->count;) {
+            const ReadSoon::Part& part = soon_->parts[part_];
+            const int end = std::min(part.num_lines, line_ + left);
+            left -= end - line_;
+            for (; line_ < end; line_++)
+                __builtin_prefetch(part.first + (int64_t)line_ * kLineBytes, 0, kIntoCache);
+            if (line_ == part.num_lines) part_++, line_ = 0;
+        }
+    }
+
+  private:
+    const ReadSoon* const soon_;
+    const int share_;  // lines of a turn
+    int part_ = 0, line_ = 0;
 };
 
 }  // namespace

@@ -93,12 +93,26 @@ constexpr int kColumnRows = 4;  // rows up to which a product reads the columns 
 // Tiles that a product by columns takes at most, with as few rows and with more.
 constexpr int kColumnTiles = 128, kGatheredTiles = 4;
 
+// Memory that a thread reads behind a product, in many places: the product asks for it turn by turn, so that
+// memory is busy while the units are.
+struct ReadSoon {
+    struct Part {
+        const uint8_t* first;
+        int32_t num_lines;  // of kLineBytes
+    };
+    const Part* parts;
+    int count;
+    int num_lines;  // of all parts
+};
+constexpr int kLineBytes = 64;
+
 // One tile of a weight, and the memory for its product. Two tiles that are laid out alike (neighbours, or a
 // gate and its up projection) are multiplied together where that loads the rows once instead of twice.
 struct TileRef {
     const Tiles* weight;
     int tile;
     float* acc;
+    const ReadSoon* soon = nullptr;  // of the first of two; or null
     const uint8_t* data() const { return weight->tile(tile); }
 };
 
@@ -353,28 +367,40 @@ struct ScanLanes {
     float* to;  // the state behind them
 };
 
-// A matrix of an adapter: A [rank][stride], its rows padded with zeros; B [tiles][rank][16]; or a table's A
-// [rows][rank].
+// A matrix of an adapter, in pairs of vectors of 16 numbers: A [rank][stride / 32][2][16], its rows padded
+// with zeros; B [tiles][(rank + 1) / 2][2][16], the second vector of an odd rank zeros. A pair of bf16 is one
+// vector of 16 times 32 bits, the first vector's numbers in the low halves. Or a table's A [rows][rank].
 struct LowRankMatrix {
     const void* numbers;
     bool is_bf16;  // else fp32
     int32_t rank, stride;
 
+    int number_bytes() const { return is_bf16 ? 2 : 4; }
+    // Bytes of a tile of a B.
+    int64_t tile_bytes() const { return (int64_t)(rank + 1) / 2 * 2 * kTile * number_bytes(); }
+    const uint8_t* tile(int index) const { return (const uint8_t*)numbers + index * tile_bytes(); }
+
     // The ranks from .. end - 1 of an A.
     LowRankMatrix ranks(int from, int end) const {
-        const char* start = (const char*)numbers + (int64_t)from * stride * (is_bf16 ? 2 : 4);
+        const char* start = (const char*)numbers + (int64_t)from * stride * number_bytes();
         return {start, is_bf16, end - from, stride};
     }
 };
 
-// Rows whose sums an adapter changes by B h: gain * (sum + B h) + bias.
+// Rows whose sums one adapter changes by B h: gain * (sum + B h) + bias.
 struct ExpandedRows {
+    LowRankMatrix b;
     const float* h;  // of row 0
-    int64_t stride;  // from one row's h to the next one's
     const int32_t* rows;
     int count;
-    int first;  // row of the first sums
     const float *gain, *bias;  // [tiles * 16] or null
+};
+// Runs of all adapters of a block of rows.
+struct Expansion {
+    const ExpandedRows* runs;
+    int num_runs;
+    int64_t stride;  // from one row's h to the next one's
+    int first;  // row of the first sums
 };
 
 struct SampleArgs;
@@ -427,11 +453,10 @@ struct KernelTable {
     void (*short_conv)(const ShortConvArgs& args, const float* const* rows, float* out);
     // Takes a block of up to 16 columns through all rows of a scan.
     void (*scan_lanes)(const ScanArgs& args, const ScanLanes& lanes);
-    // h[i][..] = scale * A x[i] for rows x [num_rows][a.stride], zeros behind their last number.
-    void (*shrink)(const LowRankMatrix& a, const float* x, int num_rows, float scale, float* const* h);
+    // h[i][..] = scale * A x[i] for rows x[i] [a.stride], zeros behind their last number.
+    void (*shrink)(const LowRankMatrix& a, const float* const* x, int num_rows, float scale, float* const* h);
     // Adds B h to the sums of one tile or of two neighbours, acc[i] [rows][16].
-    void (*expand)(const LowRankMatrix& b, int tile, int num_tiles, const ExpandedRows& rows,
-                   float* const* acc);
+    void (*expand)(const Expansion& expansion, int tile, int num_tiles, float* const* acc);
     // h = scale times a row of a table.
     void (*read_ranks)(const LowRankMatrix& table, int row, float scale, float* h);
     // Updates each row's best logit by logits [num_rows][32], whose first `width` are the outputs column and

@@ -17,6 +17,8 @@ from octavo.program.low_rank import LowRank, Site, Updates
 
 TILE = 16
 """Outputs of a tile, and lanes of a vector (csrc/kernels/simd.h)."""
+PAIR = 2 * TILE
+LINE_BYTES = 64
 
 
 class NativeAdapters:
@@ -51,26 +53,51 @@ class NativeAdapters:
         return sum(self._bytes.values())
 
     def _packed(self, site: Site, update: LowRank) -> tuple[Any, ...]:
-        """Returns A, B, scale, gain and bias as `Executor.put_adapter` takes them."""
-        a = update.a if site in self._tables else _padded(update.a, 1)
+        """Returns A, B, scale, gain, bias and rank as `Executor.put_adapter` takes them."""
+        a = _bits(update.a) if site in self._tables else _pairs(_padded(update.a, 1, PAIR))
         return (
-            _bits(a),
-            _bits(_tiles(update.b)),
+            a,
+            _tiles(_bits(update.b)),
             update.scale,
-            None if update.gain is None else _padded(update.gain, 0),
-            None if update.bias is None else _padded(update.bias, 0),
+            None if update.gain is None else _padded(update.gain, 0, TILE),
+            None if update.bias is None else _padded(update.bias, 0, TILE),
+            update.b.shape[1],
         )
 
 
 def _tiles(b: NDArray) -> NDArray:
-    """Returns B `[out, r]` as tiles `[out / 16, r, 16]`."""
-    padded = _padded(b, 0)
-    return padded.reshape(len(padded) // TILE, TILE, -1).transpose(0, 2, 1)
+    """Returns B `[out, r]` in tiles of 16 outputs, `[out / 16, r, 16]`, and pairs of these rows."""
+    padded = _padded(_padded(b, 0, TILE), 1, 2)
+    num_tiles, rank = len(padded) // TILE, padded.shape[1]
+    tiles = padded.reshape(num_tiles, TILE, rank).transpose(0, 2, 1)
+    return _pairs(tiles.reshape(num_tiles, rank * TILE)).reshape(tiles.shape)
 
 
-def _padded(array: NDArray, axis: int) -> NDArray:
-    """Returns the array with zeros on an axis up to a multiple of 16."""
-    missing = -array.shape[axis] % TILE
+def _pairs(rows: NDArray) -> NDArray:
+    """Returns rows of pairs of 16 numbers as the kernels load them, at a cache line: both of
+    16 bits in one vector, the first of a pair in the low half of each 32 bits.
+    """
+    bits = _bits(rows)
+    out = _aligned(bits.shape, bits.dtype)
+    if bits.itemsize == 2:
+        pairs = bits.reshape(len(bits), bits.shape[1] // PAIR, 2, TILE).transpose(0, 1, 3, 2)
+        out.reshape(pairs.shape)[:] = pairs
+    else:
+        out[:] = bits
+    return out
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+    """Returns an array that starts with a cache line."""
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _padded(array: NDArray, axis: int, size: int) -> NDArray:
+    """Returns the array with zeros on an axis up to a multiple of `size`."""
+    missing = -array.shape[axis] % size
     if not missing:
         return np.ascontiguousarray(array)
     widths = [(0, missing if at == axis else 0) for at in range(array.ndim)]
