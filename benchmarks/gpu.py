@@ -35,7 +35,7 @@ sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
 from benchmarks.on_gpu.report import Row, compared, is_good, table  # noqa: E402
 from benchmarks.on_gpu.run import PREFIX  # noqa: E402
-from benchmarks.on_gpu.settings import Ceilings, Settings  # noqa: E402
+from benchmarks.on_gpu.settings import Ceilings, Settings, python_path  # noqa: E402
 
 BUDGET_S = 520.0
 RESERVE_S = 5.0
@@ -59,10 +59,10 @@ class Section:
 STAGES: tuple[tuple[Section, ...], ...] = (
     (Section("ceilings", 60),),
     (
-        Section("ops", 120),
-        Section("tokens", 120),
-        Section("invariance", 120),
-        Section("kernel tests", 120),
+        Section("ops", 140),
+        Section("tokens", 140),
+        Section("invariance", 140),
+        Section("kernel tests", 140),
     ),
     (Section("engine", 150),),
     (Section("engine, eager", 100, {"enforce_eager": True}, instead_of="engine", runs="engine"),),
@@ -147,7 +147,7 @@ def run(section: Section, args: argparse.Namespace, results: Results, end: float
     ]
     interpret = "1" if args.device == "cpu" else "0"
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(),
         "PYTHONUNBUFFERED": "1",
         "TRITON_INTERPRET": interpret,
     }

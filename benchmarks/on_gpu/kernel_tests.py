@@ -18,9 +18,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.on_gpu.report import checked
-from benchmarks.on_gpu.settings import Emit, Settings, attempt
+from benchmarks.on_gpu.settings import ROOT, Emit, Settings, attempt, python_path
 
-ROOT = Path(__file__).parents[2]
 FILES = (
     "tests/backends/torch/triton/test_rows.py",
     "tests/backends/torch/triton/test_products.py",
@@ -77,7 +76,7 @@ def _file(file: str, settings: Settings, emit: Emit) -> None:
     found.
     """
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(),
         "TRITON_INTERPRET": "1" if settings.device == "cpu" else "0",
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -87,6 +86,7 @@ def _file(file: str, settings: Settings, emit: Emit) -> None:
             "-m",
             "pytest",
             "-q",
+            *([] if settings.tiny else ["--tier", "all"]),  # most are slow in the interpreter alone
             "-p",
             "no:cacheprovider",
             f"--junitxml={report}",

@@ -68,7 +68,7 @@ def _random_programs(settings: Settings, emit: Emit) -> None:
         nonlocal worst
         batch = batch_of(rows, samples)
         wanted = logits_of(ReferenceBackend(), made, batch)
-        found = logits_of(backend_on(settings), made, batch)
+        found = logits_of(backend_on(settings, dtype="float32"), made, batch)
         error = float(abs(found - wanted).max() / max(1.0, abs(wanted).max()))
         worst = max(worst, error)
         assert error < 1e-3, error

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]
+"""The tree that is measured."""
 
 Emit = Callable[[Mapping[str, Any]], None]
 """Takes a row of the results."""
@@ -64,3 +69,8 @@ def attempt(emit: Emit, what: str, run: Callable[[], object]) -> None:
         run()
     except Exception:
         emit({"what": what, "failed": traceback.format_exc()})
+
+
+def python_path() -> str:
+    """Returns a PYTHONPATH that begins with this tree, for processes of its own."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
