@@ -97,8 +97,10 @@ def works(text: str = TEXT, code: str = CODE) -> dict[str, str]:
 def build(args: argparse.Namespace, method: str) -> LLM:
     """Makes an engine that guesses by a method."""
     options: dict[str, Any] = {"model": args.model, "report": lambda text: None}
-    options |= json.loads(args.options)
-    if method not in ("none", "again"):
+    given = json.loads(args.options)
+    guesses = method not in ("none", "again")
+    options |= {name: given[name] for name in given if guesses or not name.startswith("spec_")}
+    if guesses:
         options["spec_method"] = "ngram" if method == "wrong" else method
     if method in ("draft_model", "eagle3"):
         options["spec_model"] = args.spec_model
@@ -211,7 +213,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--options", default="{}", help="JSON of the engine's options")
+    parser.add_argument(
+        "--options", default="{}", help="JSON of the engines' options; spec_... where they guess"
+    )
     parser.add_argument("--works", help="names of works, with commas; default all")
     parser.add_argument("--methods", default="again,ngram,suffix,wrong")
     parser.add_argument("--spec-model", help="for draft_model and eagle3")
