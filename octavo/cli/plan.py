@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.flags import with_engine_flags
+from octavo.cli.suggested_flags import TYPICAL_CONTEXT, suggested_flags
 from octavo.config.sizes import format_bytes, parse_bytes, parse_rate
 from octavo.errors import ConfigError
 
@@ -23,22 +24,12 @@ if TYPE_CHECKING:
     from octavo.backends.base import Ceilings
     from octavo.backends.native.disk import DiskRates
     from octavo.wiring.plan import ModelPlan
-    from octavo.worker.capacity import Capacity
     from octavo.worker.memory_split import MemorySplit
 
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
 MEASURED_BYTES = 256 << 20
 """Bytes that are read to measure the bandwidth: more than any cache holds."""
-
-TYPICAL_CONTEXT = 2048
-"""Tokens of the requests by which the suggested --max-num-seqs is counted, and memory split."""
-
-LEAST_CONTEXT = 64
-"""Shortest context, in tokens, that is suggested."""
-
-SMALL_STEPS = (512, 128)
-"""Tokens of a step that are suggested if the activations of the default are too large."""
 
 
 @with_engine_flags(without=("model", "served_model_name", "record"))
@@ -140,7 +131,7 @@ def plan(
     disk = _disk(found, disk_bandwidth)
     if disk is not None:
         ceilings = replace(ceilings, disk=disk.in_order)
-    report = PlanReport.of(found, ceilings, disk, _suggestion(found, memory_bytes))
+    report = PlanReport.of(found, ceilings, disk, suggested_flags(found, memory_bytes))
     if json:
         import json as json_format
 
@@ -433,76 +424,3 @@ def _split(found: ModelPlan, ceilings: Ceilings) -> MemorySplit | None:
         return None  # which reads all weights, whatever memory they have
     roofline = Roofline(found.work, found.footprint, found.capacity, ceilings)
     return better_split(roofline, min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len))
-
-
-def _suggestion(found: ModelPlan, memory_bytes: int) -> list[str]:
-    """Returns flags with which the model fits; [] if none make it fit.
-
-    Those that cost least come first: a shorter context, smaller steps, weights packed at load.
-    """
-    tries = list(_tries(found, memory_bytes))
-    wanted = min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len)
-    contexts = [_context_of(tried.capacity) for tried in tries]
-    best = next(
-        (index for index, context in enumerate(contexts) if context >= wanted),
-        contexts.index(max(contexts)),
-    )
-    if contexts[best] < LEAST_CONTEXT:
-        return []
-    scheduler, quantization = tries[best].config.scheduler, tries[best].config.model.quantization
-    flags = [] if quantization is None else [f"--quantization={quantization}"]
-    if scheduler != found.config.scheduler:
-        flags.append(f"--max-num-batched-tokens={scheduler.max_num_batched_tokens}")
-    return [*flags, *_flags(tries[best], contexts[best])]
-
-
-def _context_of(capacity: Capacity) -> int:
-    """Returns the longest context that fits; 0 if the given KV cache does not."""
-    return (
-        0
-        if capacity.wanted_kv_bytes is not None and capacity.shortfall_bytes
-        else capacity.max_context()
-    )
-
-
-def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
-    """Yields plans to choose from: as given, with smaller steps, and the same with packed weights.
-
-    Weights that are packed already are left as they are.
-    """
-    from octavo.errors import UnsupportedModel
-    from octavo.wiring.plan import plan_model
-
-    model, scheduler = found.config.model, found.config.scheduler
-    quantizations: list[Any] = [model.quantization]
-    if quantizations == [None] and found.footprint.code not in ("u4", "u8"):
-        quantizations += ["int8", "int4"]
-    steps = [
-        scheduler.max_num_batched_tokens,
-        *(size for size in SMALL_STEPS if size < scheduler.max_num_batched_tokens),
-    ]
-    for quantization in quantizations:
-        for size in steps if scheduler.enable_chunked_prefill else steps[:1]:
-            config = replace(
-                found.config,
-                model=replace(model, quantization=quantization),
-                scheduler=replace(scheduler, max_num_batched_tokens=size),
-            )
-            try:
-                yield plan_model(config, memory_bytes=memory_bytes)
-            except (ConfigError, UnsupportedModel):  # this model has no such packing, or steps
-                break
-
-
-def _flags(found: ModelPlan, context: int) -> list[str]:
-    """Returns the flags of a context, of the KV cache and of the number of requests."""
-    capacity = found.capacity
-    flags = (
-        []
-        if context == found.info.max_context_tokens
-        else [f"--max-model-len={context // 16 * 16}"]
-    )
-    if capacity.wanted_kv_bytes is None and found.generates:
-        flags.append(f"--kv-cache-memory-bytes={capacity.kv_bytes >> 20}MiB")
-    requests = capacity.max_requests(min(TYPICAL_CONTEXT, context))
-    return [*flags, f"--max-num-seqs={max(1, min(requests, 256))}"]

@@ -58,3 +58,21 @@ def other(keeper):
     """A client with another key."""
     with keeper.openai() as client:
         yield client.with_options(api_key=OTHER_KEY)
+
+
+@pytest.fixture
+def start():
+    """Starts servers and ends those that a test has left."""
+    started = []
+
+    def start(*arguments, model=None, **options):
+        server = LiveServer(
+            str(model or tiny_model_with_text()), "--served-model-name=tiny", *arguments, **options
+        )
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.process.kill()
+        server.process.wait()

@@ -7,26 +7,8 @@ import pytest
 from octavo.server.auth import ApiKeys, tenant_of
 from octavo.server.settings import ServerSettings
 from octavo.server.state.key_ring import KeyRing
-from tests.support.live_server import LiveServer
-from tests.support.tiny_tokenizer import tiny_model_with_text
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
-
-
-@pytest.fixture
-def start():
-    """Starts servers, and ends them."""
-    started = []
-
-    def start(*arguments):
-        started.append(
-            LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", *arguments)
-        )
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
 
 
 def test_priority_is_refused_where_nobody_looks_at_it(http):
