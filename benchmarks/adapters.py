@@ -3,6 +3,7 @@ and of streams beside requests whose adapters have to be read.
 
     python benchmarks/adapters.py [--model qwen2-0.5b] [--rounds 5] [--streams 32] [--rank 16]
     python benchmarks/adapters.py --parts cold [--on-disk 1000] [--on-device 100]
+    python benchmarks/adapters.py --parts rates,vllm --vllm PYTHON_WITH_VLLM
 
 Without --model the model has the shape of Qwen2-0.5B and random weights of int8. The base takes no
 adapters; an engine that does takes turns with it. Works:
@@ -18,7 +19,8 @@ to round; a first round, which also reads the adapters, is not counted.
 The bound is what the base's step takes and the reading of the adapters' matrices, at the rate that
 the machine reads a set of their size. `cold` has streams under adapters on the device beside short
 requests, some a second, whose adapters are on the device in one half of a round and on disk alone
-in the other. Prints a JSON line for each figure, the median of the rounds.
+in the other. `vllm` runs the works on vLLM's CPU build in bf16, beside that engine without
+adapters. Prints a JSON line for each figure, the median of the rounds.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -80,7 +83,9 @@ def main() -> None:
     )
     parser.add_argument("--model", help="default: random weights of Qwen2-0.5B's shape")
     parser.add_argument("--options", default="{}", help="JSON of the engine's options")
-    parser.add_argument("--parts", default="rates,cold")
+    parser.add_argument("--parts", default="rates,cold", help="of rates, cold, vllm")
+    parser.add_argument("--vllm", help="a Python that has vLLM's CPU build")
+    parser.add_argument("--vllm-options", default="{}", help="JSON of more of its options")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
@@ -94,6 +99,8 @@ def main() -> None:
         options = model_options(args.model, root) | json.loads(args.options)
         if "rates" in args.parts:
             measure_rates(args, options, root)
+        if "vllm" in args.parts.split(","):
+            measure_vllm(args, options, root)
         if "cold" in args.parts:
             asyncio.run(measure_cold(args, options, root))
 
@@ -158,18 +165,25 @@ def file_bytes(requests: Sequence[LoRARequest]) -> int:
 # -- rates -----------------------------------------------------------------------------------------
 
 
-def measure_rates(args: argparse.Namespace, options: dict, root: Path) -> None:
-    """Prints the tokens/s of each work, its share of the base's, and of the bound."""
+def works_of(
+    args: argparse.Namespace, options: dict, root: Path
+) -> dict[str, Sequence[LoRARequest | None]]:
+    """Returns the adapters of each work's streams."""
     by_sites = {
         name: save_adapters(options, root, args.streams, args.rank, sites)
         for name, sites in SITES.items()
     }
-    works: dict[str, Sequence[LoRARequest | None]] = {
+    return {
         "none": [None] * args.streams,
         "q, v": by_sites["q, v"],
         "all": by_sites["all"],
         "one": [by_sites["all"][0]] * args.streams,
     }
+
+
+def measure_rates(args: argparse.Namespace, options: dict, root: Path) -> None:
+    """Prints the tokens/s of each work, its share of the base's, and of the bound."""
+    works = works_of(args, options, root)
     quiet = {"report": lambda text: None}
     base = LLM(**options, **quiet)
     engine = LLM(**options, **quiet, enable_lora=True, max_loras=2 * args.streams)
@@ -207,10 +221,7 @@ def measure_rates(args: argparse.Namespace, options: dict, root: Path) -> None:
 
 def decode_rate(llm: LLM, adapters: Sequence[LoRARequest | None], num_tokens: int) -> float:
     """Returns the tokens/s behind the first one of as many streams as there are adapters."""
-    prompts = [
-        [(7 * stream + 3 * at) % 1000 + 5 for at in range(PROMPT_TOKENS)]
-        for stream in range(len(adapters))
-    ]
+    prompts = prompts_of(len(adapters))
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     named = None if all(one is None for one in adapters) else list(adapters)
     outputs = llm.generate(prompts, params, lora_request=named, use_tqdm=False)
@@ -221,6 +232,14 @@ def decode_rate(llm: LLM, adapters: Sequence[LoRARequest | None], num_tokens: in
     return len(adapters) * (num_tokens - 1) / spent_s
 
 
+def prompts_of(num_streams: int) -> list[list[int]]:
+    """Returns a short prompt of token ids for each stream."""
+    return [
+        [(7 * stream + 3 * at) % 1000 + 5 for at in range(PROMPT_TOKENS)]
+        for stream in range(num_streams)
+    ]
+
+
 def read_bandwidth(options: dict, num_bytes: int) -> float:
     """Returns the bytes/s that the engine's threads read of a set of that size."""
     backend = build_backend(open_model(EngineConfig.from_options(**options)).config)
@@ -228,6 +247,48 @@ def read_bandwidth(options: dict, num_bytes: int) -> float:
         return backend.measure(num_bytes, "i8").bandwidth
     finally:
         backend.close()
+
+
+# -- vLLM ------------------------------------------------------------------------------------------
+
+
+def measure_vllm(args: argparse.Namespace, options: dict, root: Path) -> None:
+    """Prints vLLM's tokens/s without adapters, and each work's share of it."""
+    works = {
+        name: [[one.lora_name, one.lora_int_id, one.lora_path] if one else None for one in adapters]
+        for name, adapters in works_of(args, options, root).items()
+    }
+    dummy = {"load_format": "dummy"} if options.get("load_format") == "dummy" else {}
+    job = {
+        "model": options["model"],
+        "options": dummy | json.loads(args.vllm_options),
+        "prompts": prompts_of(args.streams),
+        "tokens": args.tokens,
+        "rounds": args.rounds,
+        "rank": args.rank,
+    }
+    nothing = {"none": works["none"]}
+    base = vllm_rates(args.vllm, job | {"works": nothing, "enable_lora": False})["none"]
+    base_rate = statistics.median(base)
+    print(json.dumps({"engine": "vllm", "work": "base", "tokens_per_s": round(base_rate, 1)}))
+    for name, rates in vllm_rates(args.vllm, job | {"works": works, "enable_lora": True}).items():
+        shares = [rate / base_rate for rate in rates]
+        row = {"engine": "vllm", "work": name}
+        row |= {"share_of_base": round(statistics.median(shares), 3)}
+        row |= {"range": [round(min(shares), 3), round(max(shares), 3)]}
+        print(json.dumps(row), flush=True)
+
+
+def vllm_rates(python: str, job: dict) -> dict[str, list[float]]:
+    """Returns the tokens/s of each work and round."""
+    script = Path(__file__).parent / "engines" / "vllm_adapters.py"
+    ended = subprocess.run(
+        [python, str(script)], input=json.dumps(job), text=True, stdout=subprocess.PIPE, check=True
+    )
+    # Its own lines of log come on standard output too.
+    found = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    rates: dict[str, list[float]] = json.loads(found[-1].removeprefix("RESULT "))
+    return rates
 
 
 # -- cold adapters ---------------------------------------------------------------------------------

@@ -4,14 +4,17 @@
     python benchmarks/speculation.py [--model smollm2] [--rounds 5] [--streams 1,8,32]
     python benchmarks/speculation.py --temperature 1 --methods none,suffix,wrong
     python benchmarks/speculation.py --methods none,suffix --llamacpp PYTHON_WITH_XLLAMACPP
+    python benchmarks/speculation.py --methods none,suffix --llama-server PATH_OF_LLAMA_SERVER
+    python benchmarks/speculation.py --methods none,suffix --vllm PYTHON_WITH_VLLM --vllm-model DIR
 
 Works are chats over a short text and a piece of code, such as a model of 135M parameters can do;
 answers end where the model ends them. `wrong` is a drafter whose every guess fails. All methods
 must give the same tokens, or the run ends. `none` is measured beside itself too (`again`), for the
-noise, and their order turns from round to round. With --llamacpp each of llama.cpp's `--spec-type`s
-that needs no other model gets the same token ids, one stream, greedy; with --llamacpp-draft it
-drafts with that model, as Octavo does with --spec-model. Prints a JSON line for each work, method
-and number of streams: medians of the rounds, and of their ratios to `none`.
+noise, and their order turns from round to round. With --llamacpp or --llama-server each of
+llama.cpp's `--spec-type`s that needs no other model gets the same token ids, one stream, greedy;
+with --llamacpp-draft it drafts with that model, as Octavo does with --spec-model. vLLM gets them
+with its `ngram` and without. Prints a JSON line for each work, method and number of streams:
+medians of the rounds, and of their ratios to `none`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from compare import machine
+from engines.llama_server_speculation import LlamaServer
 
 from octavo import LLM, SamplingParams
 from octavo.checkpoint.catalogue import resolve
@@ -191,8 +195,34 @@ def drafts_of(llm: LLM) -> tuple[int, int]:
     return stats.num_draft_tokens, stats.num_accepted_tokens
 
 
+def measure_llama_server(args: argparse.Namespace, prompts: dict[str, list[int]]) -> None:
+    """Prints what llama.cpp's server makes of the same prompts, by its kinds of guesses."""
+    model = args.llamacpp_model or str(resolve(args.model))
+    server = LlamaServer(args.llama_server, model, args.llamacpp_draft)
+    for row in server.rows(prompts, args.tokens, args.rounds):
+        print(json.dumps(row), flush=True)
+
+
+def measure_vllm(args: argparse.Namespace, prompts: dict[str, list[int]]) -> None:
+    """Prints what vLLM makes of the same prompts, without guesses and with its `ngram`."""
+    for kind in ("none", "ngram"):
+        job = {"model": args.vllm_model, "kind": kind, "options": json.loads(args.vllm_options)}
+        job |= {"prompts": prompts, "tokens": args.tokens, "rounds": args.rounds}
+        ended = subprocess.run(
+            [args.vllm, str(PEER.with_name("vllm_speculation.py"))],
+            input=json.dumps(job),
+            text=True,
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        # Its own lines of log come on standard output too.
+        for line in ended.stdout.splitlines():
+            if line.startswith("RESULT "):
+                print(line.removeprefix("RESULT "), flush=True)
+
+
 def measure_llamacpp(args: argparse.Namespace, prompts: dict[str, list[int]]) -> None:
-    """Prints what llama.cpp makes of the same prompts, by its kinds of guesses."""
+    """Prints what the package xllamacpp makes of the same prompts, by its kinds of guesses."""
     job = {
         "model": args.llamacpp_model or str(resolve(args.model)),
         "draft": args.llamacpp_draft,
@@ -224,6 +254,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--llamacpp", help="a Python that has the package xllamacpp")
+    parser.add_argument("--llama-server", help="llama.cpp's own server")
+    parser.add_argument("--vllm", help="a Python that has vLLM's CPU build")
+    parser.add_argument("--vllm-model", help="directory of the same checkpoint for it")
+    parser.add_argument("--vllm-options", default="{}", help="JSON of more of its options")
     parser.add_argument("--llamacpp-model", help="GGUF file for it; default the same")
     parser.add_argument("--llamacpp-draft", help="GGUF file of a draft model for it")
     args = parser.parse_args()
@@ -232,6 +266,10 @@ def main() -> None:
     prompts = measure(args)
     if args.llamacpp:
         measure_llamacpp(args, prompts)
+    if args.llama_server:
+        measure_llama_server(args, prompts)
+    if args.vllm:
+        measure_vllm(args, prompts)
 
 
 if __name__ == "__main__":
