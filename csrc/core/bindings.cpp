@@ -22,8 +22,9 @@ using AnyArray = nb::ndarray<nb::device::cpu, nb::ro>;
 using ByteRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 
 Matrix::Kind kind_of(const std::string& name) {
-    const char* names[] = {"uint8", "int8", "float16", "bfloat16", "float32", "scales6", "mins6"};
-    for (int i = 0; i < 7; i++)
+    const char* names[] = {"uint8",   "int8",  "float16", "bfloat16", "float32",
+                           "scales6", "mins6", "scales4", "mins4"};
+    for (int i = 0; i < (int)std::size(names); i++)
         if (name == names[i]) return (Matrix::Kind)i;
     throw std::invalid_argument("numbers of the type " + name);
 }
@@ -55,7 +56,8 @@ Matrix matrix_or_none(const nb::object& pair) {
 Code code_of(const std::string& name) {
     for (int i = 0; i < kNumCodes; i++)
         if (name == kCodeNames[i]) return (Code)i;
-    throw std::invalid_argument("code " + name + ": allowed are u4, u8, l4, i8, bf16, fp16, fp32, f4, e4m3");
+    throw std::invalid_argument("code " + name +
+                                ": allowed are u4, u8, u2, l4, i8, bf16, fp16, fp32, f4, e4m3");
 }
 
 ScaleType scale_type_of(const std::string& name) {
@@ -365,7 +367,7 @@ NB_MODULE(_native, m) {
         .def("copy", &copy_tiles, "The tiles, one behind the other (csrc/kernels/table.h).")
         .def_prop_ro(
             "code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; },
-            "u4, u8, l4, i8, bf16, fp16, fp32, f4 or e4m3");
+            "u4, u8, u2, l4, i8, bf16, fp16, fp32, f4 or e4m3");
 
     m.def(
         "tile_bytes",

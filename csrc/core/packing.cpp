@@ -55,6 +55,8 @@ float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
         case Matrix::Kind::fp32: return load<float>(column + 4 * index);
         case Matrix::Kind::scales6: return (float)six_bits(column, index, false);
         case Matrix::Kind::mins6: return -(float)six_bits(column, index, true);
+        case Matrix::Kind::scales4: return column[index] & 15;
+        case Matrix::Kind::mins4: return -(float)(column[index] >> 4);
     }
     return 0;
 }
@@ -221,13 +223,12 @@ GroupLayout group_of(const Tiles& t) {
         case Code::f4: return {kCodes / 2, 0, 0, 0, kTile * sizeof(float), t.span};
         case Code::e4m3: return {kCodes, 0, 0, 0, kTile * sizeof(float), t.span};
         default: {
-            const size_t codes = has_nibbles(t.code) ? kCodes / 2 : kCodes;
             const bool small = t.scale_type == ScaleType::small;
             const size_t scale = kTile * (small ? 1 : t.scale_type == ScaleType::fp16 ? 2 : 4);
             const size_t low = t.low == Low::none ? 0 : t.low == Low::zero ? (size_t)kTile : scale;
             const int parts = t.half_groups ? 2 : 1;
             const size_t factors = small ? kTile * sizeof(float) * (t.low == Low::min ? 2 : 1) : 0;
-            return {codes, scale, parts, low * parts, factors};
+            return {codes_bytes(t.code), scale, parts, low * parts, factors};
         }
     }
 }
@@ -244,6 +245,13 @@ void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
         const uint32_t low = (uint32_t)eight, high = (uint32_t)(eight >> 32), both = low | high << 4;
         if (has_nibbles(code)) {
             std::memcpy(to + 64 * i, &both, 4);
+            continue;
+        }
+        if (code == Code::u2) {
+            if (i % 2) continue;
+            const uint64_t next = codes[i / 2][1];
+            const uint32_t four = low | high << 2 | (uint32_t)next << 4 | (uint32_t)(next >> 32) << 6;
+            std::memcpy(to + 32 * i, &four, 4);
             continue;
         }
         const uint32_t vectors[2] = {low, high};
@@ -522,8 +530,10 @@ PackedTiles Packer::add(const QuantisedSource& s) {
     const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data &&
                       (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
     // Codes of 4 bits in groups of 16 are places in a table, too, that of the numbers 0 to 15.
-    const bool narrow = s.codes.bits() == 4 && (s.table || s.group == 16 || !s.wide);
-    const TileFormat format{.code = !narrow                    ? Code::u8
+    const bool narrow = s.codes.bits() <= 4 && (s.table || s.group == 16 || !s.wide);
+    const bool is_u2 = s.codes.bits() <= 2 && s.group == 16 && s.small_levels && s.mins.data && !s.zero_point;
+    const TileFormat format{.code = is_u2                      ? Code::u2
+                                    : !narrow                  ? Code::u8
                                     : s.table || s.group == 16 ? Code::l4
                                                                : Code::u4,
                             .scale_type = s.small_levels ? ScaleType::small

@@ -38,8 +38,10 @@ struct PackedTiles {
 // Numbers [rows][columns][per_column] of a kind, with strides in bytes; those of a column lie side by side.
 //   scales6, mins6   columns of 12 bytes with 8 scales and 8 mins of six bits each, as in ggml's Q4_K and
 //                    Q5_K; a number of mins6 stands for its negative
+//   scales4, mins4   columns of 16 bytes with a scale in each low nibble and a min in each high one, as in
+//                    ggml's Q2_K; a number of mins4 stands for its negative
 struct Matrix {
-    enum class Kind { u8, i8, fp16, bf16, fp32, scales6, mins6 } kind = Kind::u8;
+    enum class Kind { u8, i8, fp16, bf16, fp32, scales6, mins6, scales4, mins4 } kind = Kind::u8;
     const uint8_t* data = nullptr;
     int64_t rows = 0, columns = 0;
     int64_t row_stride = 0, column_stride = 0;

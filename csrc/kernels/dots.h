@@ -99,6 +99,28 @@ OCTAVO_INLINE vi high_sum(vi sum) { return sum >> 4; }
 OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) { return dot4(acc, u, s); }
 #endif
 
+// Returns in each lane the sum of the products of sixteen codes of 2 bits with sixteen terms: exact.
+OCTAVO_INLINE vi dot16_twos(const vi (&codes)[4], const int8_t* terms) {
+#if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
+    // 16 bits hold the sums of eight products.
+    vi pairs = {};
+    const auto add_pairs = [](RegisterI sum, RegisterI u, RegisterI s) {
+        return (RegisterI)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)u, (__m256i)s));
+    };
+    for (int v = 0; v < 4; v++) pairs = each(add_pairs, pairs, codes[v], broadcast4(terms + 4 * v));
+    return each(
+        [](RegisterI sum) { return (RegisterI)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); },
+        pairs);
+#else
+    vi a = {}, b = {};
+    for (int v = 0; v < 4; v += 2) {
+        a = dot4_nibbles(a, codes[v], broadcast4(terms + 4 * v));
+        b = dot4_nibbles(b, codes[v + 1], broadcast4(terms + 4 * v + 4));
+    }
+    return a + b;
+#endif
+}
+
 // Sixteen bytes, and the one that each byte's low nibble names; the high nibbles are zeros.
 class Table16 {
   public:

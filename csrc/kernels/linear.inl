@@ -134,16 +134,16 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
 }
 
-// -- 8-bit, and 4-bit codes that stand for numbers of 8 bits --
-
-// Returns the bytes of a group's codes in a tile.
-constexpr size_t codes_bytes(Code code) { return has_nibbles(code) ? 256 : 512; }
+// -- 8-bit, 4-bit codes that stand for numbers of 8 bits, and 2-bit --
 
 // Loads kVectors vectors of four bytes an output, from vector `first` of a group on.
 template <Code C, int kVectors>
 OCTAVO_INLINE void load_codes(const uint8_t* group, const Table16& table, int first, vi (&codes)[kVectors]) {
-    for (int v = 0; v < kVectors; v += C == Code::l4 ? 2 : 1) {
-        if constexpr (C == Code::l4) {
+    for (int v = 0; v < kVectors; v += C == Code::u2 ? 4 : C == Code::l4 ? 2 : 1) {
+        if constexpr (C == Code::u2) {
+            const vi four = load_i(group + 16 * (first + v));
+            for (int i = 0; i < 4; i++) codes[v + i] = (four >> 2 * i) & 0x03030303;
+        } else if constexpr (C == Code::l4) {
             const vi both = load_i(group + 32 * (first + v));
             codes[v] = table(both & 0x0f0f0f0f);
             codes[v + 1] = table((both >> 4) & 0x0f0f0f0f);
@@ -151,6 +151,17 @@ OCTAVO_INLINE void load_codes(const uint8_t* group, const Table16& table, int fi
             codes[v] = load_i(group + 64 * (first + v));
         }
     }
+}
+
+// Returns the sums of the products of an output's codes with as many terms, in two chains.
+template <int kVectors>
+OCTAVO_INLINE vi dot_codes(const vi (&codes)[kVectors], const int8_t* terms, vi zeros) {
+    vi a = zeros, b = {};
+    for (int v = 0; v < kVectors; v += 2) {
+        a = dot4(a, codes[v], broadcast4(terms + 4 * v));
+        b = dot4(b, codes[v + 1], broadcast4(terms + 4 * v + 4));
+    }
+    return a + b;
 }
 
 // kHalves: scales change every 16 inputs (Q6_K), and mins do; the two halves are two steps of the same rule.
@@ -182,12 +193,12 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
             for (int m = 0; m < M; m++) {
                 const int32_t sum = kHalves ? (part ? second : first)[m] : first[m] + second[m];
                 const int8_t* at = q[m] + 32 * g + 16 * part;
-                vi a = splat_i(-w.zero_point * sum), b = {};
-                for (int v = 0; v < kVectors; v += 2) {
-                    a = dot4(a, codes[v], broadcast4(at + 4 * v));
-                    b = dot4(b, codes[v + 1], broadcast4(at + 4 * v + 4));
-                }
-                acc[m] = fma(to_float(a + b), scale * d[m], acc[m]);
+                vi whole;
+                if constexpr (C == Code::u2)
+                    whole = dot16_twos(codes, at);  // these have no zero point
+                else
+                    whole = dot_codes(codes, at, splat_i(-w.zero_point * sum));
+                acc[m] = fma(to_float(whole), scale * d[m], acc[m]);
                 const float scaled = kHalves ? d[m] * (float)sum : x.scaled_sums[x.at(row, g) + m];
                 if (L != Low::none) acc[m] = fma(least, splat(scaled), acc[m]);
             }
@@ -327,6 +338,8 @@ using Product = void (*)(const TileRef* tiles, const Rows& x, int64_t row, const
 template <int M, ScaleType S, Low L>
 Product choose_low(const Tiles& w) {
     if constexpr (L != Low::zero) {
+        if constexpr (S == ScaleType::small && L == Low::min)
+            if (w.code == Code::u2) return product_u8<M, S, L, true, Code::u2>;
         if (w.half_groups)
             return w.code == Code::l4 ? product_u8<M, S, L, true, Code::l4> : product_u8<M, S, L, true>;
         if (w.code == Code::l4) return product_u8<M, S, L, false, Code::l4>;
@@ -365,7 +378,8 @@ RowType row_type(Code code) {
     switch (code) {
         case Code::u4: return kTwoTerms ? RowType::two_terms : RowType::int8;
         case Code::u8:
-        case Code::l4: return RowType::int8;
+        case Code::l4:
+        case Code::u2: return RowType::int8;
         case Code::i8: return kTwoTerms ? RowType::whole : RowType::outliers;
         case Code::bf16:
         case Code::e4m3: return RowType::bf16;
@@ -431,7 +445,9 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     const uint8_t* span = tile + g / kSmallSpan * (kSmallSpan * bytes + factors);
     const uint8_t* group = span + factors + g % kSmallSpan * bytes;
     int code;
-    if (has_nibbles(w.code)) {
+    if (w.code == Code::u2) {
+        code = group[64 * (in / 16) + 4 * lane + in % 4] >> 2 * (in % 16 / 4) & 3;
+    } else if (has_nibbles(w.code)) {
         const uint8_t byte = group[64 * (in / 8) + 4 * lane + in % 4];
         code = in % 8 < 4 ? byte & 15 : byte >> 4;
         if (w.code == Code::l4) code = w.table[code];

@@ -25,6 +25,9 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //   u8          for each group of 32 inputs 8 vectors of [16 o][4 bytes], byte b of vector v =
 //               code(k = 4v + b); then scales [16 o], or two rows of them where they change every 16 inputs;
 //               then mins, as many rows as of scales, or zeros [16 o], if any (never with two rows of scales)
+//   u2          for each group of 32 inputs 2 vectors of [16 o][4 bytes], byte b of vector v =
+//               code(k = 16v + b) | code(k = 16v + 4 + b) << 2 | code(k = 16v + 8 + b) << 4 |
+//               code(k = 16v + 12 + b) << 6; then two rows of scales and two of mins, always `small`
 //   l4          codes of 4 bits in u4's order, each the place of its number in the weight's table of sixteen;
 //               then scales and mins as u8 has them
 //   f4          codes of 4 bits in u4's order, each the place of its number in the weight's sixteen floats
@@ -43,10 +46,13 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //   fp16, fp32  [K][16 o]
 // value = (code - zero_point - zero) * scale + min, with table[code] in place of the code of l4, and
 // numbers[code] in place of that of f4.
-enum class Code : int32_t { u4, u8, l4, i8, bf16, fp16, fp32, f4, e4m3 };
-constexpr int kNumCodes = 9;
-constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8", "l4", "i8", "bf16", "fp16", "fp32", "f4", "e4m3"};
+enum class Code : int32_t { u4, u8, l4, i8, bf16, fp16, fp32, f4, e4m3, u2 };
+constexpr int kNumCodes = 10;
+constexpr const char* kCodeNames[kNumCodes] = {"u4",   "u8",   "l4", "i8",   "bf16",
+                                               "fp16", "fp32", "f4", "e4m3", "u2"};
 constexpr bool has_nibbles(Code code) { return code == Code::u4 || code == Code::l4 || code == Code::f4; }
+// Returns the bytes of a group's codes, of all outputs of a tile, where codes are integers in groups.
+constexpr size_t codes_bytes(Code code) { return code == Code::u2 ? 128 : has_nibbles(code) ? 256 : 512; }
 constexpr bool is_float_code(Code code) { return code == Code::f4 || code == Code::e4m3; }
 enum class ScaleType : int32_t { fp16, fp32, small };
 constexpr int kNumScaleTypes = 3;

@@ -329,7 +329,8 @@ void test_tables(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
-// Scales and mins that stay bytes with factors mean what they do as floats, and products have the same bits.
+// Scales and mins that stay bytes with factors mean what they do as floats, and products have the same bits;
+// so do codes of 2 bits, which are nibbles beside floats.
 void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
     constexpr int kRows = 37, kInputs = 768, kFactors = kInputs / 256;
     std::mt19937 generator(3);
@@ -339,9 +340,11 @@ void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
     for (uint8_t& low : lows) low &= 63;
     std::vector<uint16_t> factors((size_t)kRows * kFactors);
     for (uint16_t& half : factors) half = (uint16_t)((10 + generator() % 8) << 10 | generator() % 1024);
-    for (const int bits : {4, 8})
+    for (const int bits : {2, 4, 8})
         for (const int group : {16, 32})
             for (const bool has_mins : {false, true}) {
+                const bool is_u2 = bits == 2;
+                if (is_u2 && (group != 16 || !has_mins)) continue;
                 const int groups = kInputs / group;
                 const auto matrix = [&](Matrix::Kind kind, const void* data, int columns, int item) {
                     return Matrix{kind, (const uint8_t*)data, kRows, columns, (int64_t)columns * item, item};
@@ -349,7 +352,9 @@ void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
                 QuantisedSource s{};
                 s.group = group;
                 s.num_inputs = kInputs;
-                s.codes = CodeRows::plain(codes.data(), kRows, kInputs, bits, bits == 8);
+                s.codes = is_u2
+                              ? CodeRows{codes.data(), kRows, kInputs / 4, kInputs / 4, 128, 32, {{0, 2, 32}}}
+                              : CodeRows::plain(codes.data(), kRows, kInputs, bits, bits == 8);
                 s.scales = matrix(Matrix::Kind::i8, small.data(), groups, 1);
                 s.super_scales = matrix(Matrix::Kind::fp16, factors.data(), kFactors, 2);
                 if (has_mins) {
@@ -362,7 +367,8 @@ void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
                 s.small_levels = true;
                 const PackedTiles bytes = packer.add(s);
                 packer.run(pool);
-                CHECK(bytes.num_bytes() < plain.num_bytes() && bytes.tiles.code == plain.tiles.code);
+                CHECK(bytes.num_bytes() < plain.num_bytes());
+                CHECK(bytes.tiles.code == (is_u2 ? Code::u2 : plain.tiles.code));
                 Floats wanted(kInputs), found(kInputs);
                 for (int row = 0; row < kRows; row++) {
                     kernels.read_row(plain.tiles, row, 1, wanted.data());

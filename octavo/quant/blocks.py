@@ -18,9 +18,17 @@ from octavo.quant.packed import Levels, PackedWeight
 
 Bytes = NDArray[np.uint8]
 
-NumberKind = Literal["float16", "int8", "scales6", "mins6"]
-NUMBER_BYTES: dict[NumberKind, int] = {"float16": 2, "int8": 1, "scales6": 12, "mins6": 12}
-SIX_BITS = ("scales6", "mins6")
+NumberKind = Literal["float16", "int8", "scales6", "mins6", "scales4", "mins4"]
+NUMBER_BYTES: dict[NumberKind, int] = {
+    "float16": 2,
+    "int8": 1,
+    "scales6": 12,
+    "mins6": 12,
+    "scales4": 16,
+    "mins4": 16,
+}
+NUM_SHARED: dict[NumberKind, int] = {"scales6": 8, "mins6": 8, "scales4": 16, "mins4": 16}
+"""Numbers of a kind in bytes that scales and mins share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,8 @@ class Numbers:
     """Numbers of each block, `count` of them from byte `start` on.
 
     "scales6" and "mins6" are the eight scales and mins of six bits that Q4_K and Q5_K have in 12
-    bytes; mins are stored without their minus sign.
+    bytes, "scales4" and "mins4" the sixteen of four bits that Q2_K has in 16; mins are stored
+    without their minus sign.
     """
 
     start: int
@@ -49,19 +58,23 @@ class Numbers:
     count: int = 1
 
     def view(self, blocks: Bytes) -> NDArray:
-        """Returns the numbers `[..., blocks, count]`; six-bit ones as the bytes that hold them."""
+        """Returns the numbers `[..., blocks, count]`; those of six and four bits as the bytes that
+        hold them.
+        """
         part = blocks[..., self.start : self.start + self.count * NUMBER_BYTES[self.kind]]
-        return part if self.kind in SIX_BITS else part.view(self.kind)
+        return part if self.kind in NUM_SHARED else part.view(self.kind)
 
     @property
     def per_block(self) -> int:
-        return 8 if self.kind in SIX_BITS else self.count
+        return NUM_SHARED.get(self.kind, self.count)
 
     def taken(self, blocks: Bytes) -> NDArray:
-        """Returns a copy `[..., blocks * count]`; six-bit mins without their sign."""
+        """Returns a copy `[..., blocks * count]`; mins of six and four bits without their sign."""
         found = self.view(blocks)
-        if self.kind in SIX_BITS:
+        if self.kind in ("scales6", "mins6"):
             found = _six_bits(found, is_min=self.kind == "mins6")
+        elif self.kind in NUM_SHARED:
+            found = found >> 4 if self.kind == "mins4" else found & 0x0F
         return np.ascontiguousarray(found).reshape(*blocks.shape[:-2], -1)
 
 
@@ -156,11 +169,11 @@ class BlockWeight:
             supers = None if layout.super_mins is None else layout.super_mins.taken(self.blocks)
             mins = Levels(
                 layout.mins.taken(self.blocks),
-                -supers if supers is not None and layout.mins.kind == "mins6" else supers,
+                -supers if supers is not None and layout.mins.kind in NUM_SHARED else supers,
             )
         return PackedWeight(
             shape=self.shape,
-            bits=layout.bits,
+            bits=max(4, layout.bits),
             code="int" if layout.bits == 8 else "uint",
             codes=codes.view(np.int8) if layout.bits == 8 else codes,
             group=self.group,
@@ -186,7 +199,7 @@ class BlockWeight:
                 self.blocks, planes[0].start, self.block_size * planes[0].bits // 8
             ).reshape(*lead, -1)
         codes = _joined(self.blocks, self.block_size, planes)
-        if self.layout.bits != 4:
+        if self.layout.bits > 4:
             return codes.reshape(*lead, -1)
         pairs = codes.reshape(*lead, -1, 2, half)
         return (pairs[..., 0, :] | pairs[..., 1, :] << np.uint8(4)).reshape(*lead, -1)

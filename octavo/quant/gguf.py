@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from octavo.quant.blocks import BlockLayout, BlockWeight, Bytes, Numbers, Plane, StoredWeight
-from octavo.quant.gguf_codes import CODE_LAYOUTS, CodeLayout, q2_k_weight
+from octavo.quant.gguf_codes import CODE_LAYOUTS, CodeLayout
 from octavo.quant.packed import PackedWeight
 
 
@@ -45,8 +45,7 @@ class BlockType:
             return PackedWeight.plain(raw.view(self.dtype).reshape(shape))
         if self.codes is not None:
             return self.codes.weight(raw, shape, (self.block_size, self.block_bytes))
-        if self.layout is None:
-            return q2_k_weight(raw, shape)
+        assert self.layout is not None
         blocks = raw.reshape(*shape[:-1], shape[-1] // self.block_size, self.block_bytes)
         return BlockWeight(blocks, self.block_size, self.layout)
 
@@ -86,7 +85,18 @@ BLOCK_TYPES: dict[int, BlockType] = {
         ),
     ),
     30: BlockType("BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
-    10: BlockType("Q2_K", 256, 84),
+    10: BlockType(
+        "Q2_K",
+        256,
+        84,
+        layout=BlockLayout(
+            (Plane(16, 2, 32),),
+            Numbers(0, "scales4"),
+            Numbers(0, "mins4"),
+            super_scales=Numbers(80),
+            super_mins=Numbers(82),
+        ),
+    ),
     **{
         number: BlockType(name, size, num_bytes, codes=CODE_LAYOUTS[name])
         for number, name, size, num_bytes in (

@@ -359,22 +359,3 @@ CODE_LAYOUTS: dict[str, CodeLayout] = {
     "NVFP4": CodeLayout(_nvfp4, 16, TWICE_E2M1, "fp16"),
 }
 """Layouts by the type's name."""
-
-
-def q2_k_weight(raw: Bytes, shape: tuple[int, ...]) -> PackedWeight:
-    """Reads Q2_K: two bits a code, scales and mins of four bits for each 16 inputs."""
-    parts = _Parts(raw.reshape(-1, 84))
-    levels = parts.take(16)
-    codes = _runs(parts.take(64), 2, 32)
-    lead, groups = shape[:-1], shape[-1] // 16
-    scale, low = (parts.take(2, "<f2").reshape(*lead, -1) for _ in range(2))
-    return PackedWeight(
-        shape,
-        4,
-        "uint",
-        _paired(codes).reshape(*lead, shape[-1] // 2),
-        16,
-        Levels((levels & 15).reshape(*lead, groups), scale),
-        mins=Levels((levels >> 4).reshape(*lead, groups), -low),
-        activation="per_group",
-    )

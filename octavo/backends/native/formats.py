@@ -32,7 +32,7 @@ class TileFormat:
     """How a weight lies in tiles."""
 
     code: str
-    """u4, u8, l4, i8, bf16, fp16, fp32, f4 or e4m3."""
+    """u4, u8, u2, l4, i8, bf16, fp16, fp32, f4 or e4m3."""
     scale_type: str = "fp32"
     """Type of the scales and mins of groups: fp16 where they have one level of fp16, small where
     they are bytes with a factor for 256 inputs.
@@ -51,8 +51,12 @@ class TileFormat:
 
     @property
     def without_small_scales(self) -> TileFormat:
-        """The format with each small scale as an fp32."""
-        return replace(self, scale_type="fp32") if self.scale_type == "small" else self
+        """The format with each small scale as an fp32, and codes of 2 bits, which have small ones,
+        in 4.
+        """
+        if self.scale_type != "small":
+            return self
+        return replace(self, code="l4" if self.code == "u2" else self.code, scale_type="fp32")
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Returns the bytes that a weight `[..., out, in]` takes in tiles."""
@@ -79,7 +83,7 @@ FORMATS = {
     "Q5_1": TileFormat("u8", "fp16", low="min"),
     "Q8_0": TileFormat("u8", "fp16"),
     "I8": TileFormat("i8"),
-    "Q2_K": TileFormat("l4", "small", low="min", half_groups=True),
+    "Q2_K": TileFormat("u2", "small", low="min", half_groups=True),
     "Q4_K": TileFormat("u4", "small", low="min"),
     "Q5_K": TileFormat("u8", "small", low="min"),
     "Q6_K": TileFormat("u8", "small", half_groups=True),

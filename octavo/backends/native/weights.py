@@ -313,7 +313,7 @@ def _code_of(stored: StoredWeight, dtype: str) -> str:
     ):
         return "l4"
     bits = stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
-    return "u4" if bits == 4 else "u8"
+    return {2: "u2", 4: "u4"}.get(bits, "u8")
 
 
 def _float_code(stored: PackedWeight) -> str | None:

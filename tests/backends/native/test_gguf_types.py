@@ -84,7 +84,7 @@ BITS = {
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 4.375),
     **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S", "Q3_K"), 4.625),
     "Q5_1": 9,
-    "Q2_K": 5.25,
+    "Q2_K": 3.25,
     "Q4_K": 4.75,
     "Q5_K": 8.75,
     "Q6_K": 8.625,
