@@ -9,9 +9,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -20,7 +22,8 @@ from tests.clients.conftest import MODEL
 from tests.support.free_ports import free_port
 from tests.support.live_server import LiveServer, until
 
-ROUTER = shutil.which("vllm-router")
+NAME = "vllm-router"
+ROUTER = shutil.which(NAME, path=Path(sys.executable).parent) or shutil.which(NAME)
 OPTIONS = ("--max-model-len=2048", "--threads=1", "--kv-cache-memory-bytes=128MiB")
 EVENTS_S = 2.0
 """Time in which the router must have learnt of blocks, in seconds."""
