@@ -2,19 +2,21 @@
 Q4_0, one GGUF file of 0.9 GB that Octavo and llama.cpp both read.
 
     python benchmarks/dense_1_6b.py FILE.gguf
+    python benchmarks/dense_1_6b.py FILE.gguf --shape 7b
 
-Shapes of Qwen3-1.7B with a vocabulary of 49,152 and an output layer of its own. Its numbers are
-seeded, so the file is the same each time; it measures speed, and says nothing. Needs the package
-gguf (extra `dev`).
+Shapes of Qwen3-1.7B, with `7b` those of Mistral 7B (4.2 GB), a vocabulary of 49,152 and an output
+layer of its own. Its numbers are seeded, so the file is the same each time; it measures speed, and
+says nothing. Needs the package gguf (extra `dev`).
 """
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
-from moe_2b import file_argument, finish, q4_0, write_vocabulary
+from moe_2b import finish, q4_0, write_vocabulary
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,12 @@ class DenseShape:
     width: int = 6144
     vocabulary: int = 49_152
     context: int = 32_768
+
+
+SHAPES = {
+    "1.6b": DenseShape(),
+    "7b": DenseShape(hidden=4096, layers=32, heads=32, width=14_336),
+}
 
 
 def matrices(s: DenseShape) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -81,4 +89,10 @@ def write(path: Path, shape: DenseShape) -> None:
 
 
 if __name__ == "__main__":
-    write(file_argument(__doc__), DenseShape())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="where the GGUF file goes")
+    parser.add_argument("--shape", choices=SHAPES, default="1.6b")
+    args = parser.parse_args()
+    write(args.file, SHAPES[args.shape])
