@@ -7,7 +7,7 @@ Only kernels look inside a block. The block size and the split of the attention 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,6 +28,15 @@ STATES_A_BLOCK = 2
 the one that it writes."""
 
 
+class HeadRows(NamedTuple):
+    """A run of a block's bytes: rows that hold equally many bytes of each KV head, head by head."""
+
+    num_rows: int
+    """Rows of all layers."""
+    head_bytes: int
+    """Bytes of one head in a row."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """How a prepared Program keeps one cache group: the type of its numbers, and a block's bytes.
@@ -41,6 +50,9 @@ class KvLayout:
     pieces: tuple[int, ...]
     """Bytes of each piece of a block in one layer; the same piece of the next block lies behind
     it."""
+    head_rows: tuple[HeadRows, ...] = field(repr=False)
+    """How `read_block`'s bytes are shared out among the group's KV heads; a group that every rank
+    keeps whole has one."""
 
     @property
     def layer_bytes(self) -> int:

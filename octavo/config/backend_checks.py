@@ -244,7 +244,9 @@ def _check_ranks(config: EngineConfig) -> None:
     if config.offload.weights_memory_bytes is not None:
         what = f"weights_memory_bytes: allowed only where {option} is 1, got {num_ranks}"
         raise ConfigError(what, hint="more ranks hold more weights in memory")
-    for name in ("prefix_cache_dir", "kv_offloading_size", "kv_pool"):
+    # Blocks that go to other engines pass through slots that each rank has.
+    sized = () if config.transfer.kv_transfer is not None else ("kv_offloading_size",)
+    for name in ("prefix_cache_dir", *sized, "kv_pool"):
         if getattr(config.cache, name) is not None:
             what = f"{name}: allowed only where {option} is 1, got {num_ranks}"
             raise ConfigError(what, hint=f"leave out {name}, or leave {option} at 1")
@@ -361,9 +363,17 @@ def _check_transfer(config: EngineConfig) -> None:
                 f"kv_transfer: allowed only without {name}",
                 hint="let the engines that compute prompts keep them in memory (kv_transfer_size)",
             )
-    if config.backend.num_stage_ranks > 1:
-        option, num_ranks = config.backend.meeting_option
-        raise ConfigError(f"kv_transfer: allowed only where {option} is 1, got {num_ranks}")
+    if config.backend.expert_parallel_size > 1:
+        raise ConfigError(
+            "kv_transfer: allowed only where expert_parallel_size is 1, got"
+            f" {config.backend.expert_parallel_size}",
+            hint="share out the heads: tensor_parallel_size",
+        )
+    if config.backend.rank_address is not None:
+        raise ConfigError(
+            "kv_transfer: allowed only where all ranks are of this machine, got a rank_address",
+            hint="leave rank_address out",
+        )
     if options.role == "decode" and not options.prefill_peer:
         raise ConfigError(
             "role: got 'decode' without a prefill_peer",

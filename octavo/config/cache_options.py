@@ -132,7 +132,8 @@ class TransferOptions:
     )
     kv_transfer_address: str = option(
         "127.0.0.1:8998",
-        "HOST:PORT where other engines ask for prompts; their blocks leave by the port above it",
+        "HOST:PORT where other engines ask for prompts; their blocks leave by the ports above it,"
+        " one of each rank",
     )
     prefill_peer: tuple[str, ...] = option(
         (), "HOST:PORT of an engine that computes prompts for this one; may be given several times"

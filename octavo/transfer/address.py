@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.config.hosts import is_local
 from octavo.errors import ConfigError
+
+MAX_PORT = 65535
 
 
 def parse_address(text: str, *, name: str) -> tuple[str, int]:
     """Returns the host and the port of "HOST:PORT"; ConfigError names the option otherwise."""
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     # The port above it is the blocks'.
-    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+    if not host or not port.isdecimal() or not 0 < int(port) < MAX_PORT:
         raise ConfigError(
             f"{name}: got {text!r}, allowed is HOST:PORT with a port of 1 to 65534, such as"
             " 127.0.0.1:8998"
@@ -23,6 +26,27 @@ def parse_address(text: str, *, name: str) -> tuple[str, int]:
 def endpoint(host: str, port: int) -> str:
     """Returns an address as ZeroMQ writes it."""
     return f"tcp://{host}:{port}"
+
+
+def join_endpoints(endpoints: Sequence[str]) -> str:
+    """Returns the endpoints of an engine's ranks, in the order of these, as one text."""
+    return ",".join(endpoints)
+
+
+def split_endpoints(text: str) -> list[str]:
+    """Returns the endpoints of an engine's ranks that `join_endpoints` has joined."""
+    return text.split(",")
+
+
+def check_ports(port: int, num_ranks: int, *, name: str) -> None:
+    """Raises ConfigError where the ports above an address are fewer than the ranks, whose blocks
+    they are.
+    """
+    if port + num_ranks > MAX_PORT:
+        raise ConfigError(
+            f"{name}: got the port {port}, allowed is at most {MAX_PORT - num_ranks}: each of"
+            f" {num_ranks} ranks has a port above it"
+        )
 
 
 def check_address(host: str, secret: str | None, *, name: str) -> None:
@@ -42,7 +66,7 @@ class TransferEnds:
     fingerprint: bytes
     """Digest of everything that a block's bytes depend on."""
     listen: str | None
-    """Endpoint at which other engines fetch; None where this one only fetches."""
+    """Endpoint at which other engines fetch this rank's; None where this one only fetches."""
     secret: str | None
     timeout_s: float
     """Seconds for which a block is waited for."""

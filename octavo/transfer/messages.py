@@ -25,7 +25,10 @@ class TransferFacts(msgspec.Struct, frozen=True):
     facts: dict[str, str]
     """Everything that a block's bytes depend on, by name."""
     listen: str | None
-    """Endpoint at which its blocks are fetched; None where it computes none for others."""
+    """Endpoints at which its blocks are fetched, one of each rank (`address.join_endpoints`); None
+    where it computes none for others."""
+    num_ranks: int
+    """Ranks that share out its KV heads."""
     block_size: int
     """Tokens in a block."""
     original: OriginalContext = ONE_CONTEXT
@@ -46,7 +49,7 @@ class Welcome(msgspec.Struct, tag=True):
 
     facts: dict[str, str]
     endpoint: str
-    """Endpoint at which the blocks are fetched."""
+    """Endpoints at which the blocks are fetched, one of each rank (`address.join_endpoints`)."""
 
 
 class Prefill(msgspec.Struct, tag=True):
@@ -106,6 +109,9 @@ class WantBlocks(msgspec.Struct, tag=True):
     """Seconds for which the sender waits for blocks that are not computed yet."""
     epoch: int
     """Number of this ask, which counts up."""
+    heads: list[tuple[int, int]]
+    """KV heads that are wanted of the blocks of each cache group, from one up to another, counted
+    over the whole model."""
 
 
 class DropBlocks(msgspec.Struct, tag=True):

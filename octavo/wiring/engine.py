@@ -297,11 +297,17 @@ def _build_core(
         report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
     groups = _block_groups(config, budget)
-    off_device = build_tiers(model.checkpoint, loaded, report)
+    off_device = build_tiers(model.checkpoint, loaded, model.program().groups, report)
     num_blocks = [group.num_blocks for group in groups]
     num_host_blocks = [group.num_host_blocks for group in groups]
     own = common_worker(
-        loaded, others, num_blocks, num_host_blocks, connector=off_device.worker, report=report
+        loaded,
+        others,
+        num_blocks,
+        num_host_blocks,
+        connector=off_device.worker,
+        sharing=off_device.sharing,
+        report=report,
     )
     worker: AnyWorker = own
     if links is not None:

@@ -29,7 +29,6 @@ from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
 from octavo.checkpoint_ports import Checkpoint, ModelHeader
-from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
 from octavo.config.model_kinds import check_states, for_encoder, for_whole_texts
@@ -78,6 +77,7 @@ from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
 from octavo.worker.capacity import capacity_of
 from octavo.worker.connectors.fingerprint import fingerprint
+from octavo.worker.connectors.held_heads import HeldHeads
 from octavo.worker.draft_draws import DraftIds
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.loaded_model import (
@@ -229,7 +229,7 @@ def load_model(
         footprint = footprint_of_both(footprint, backend.footprint(encoder, formats), "encoder")
     make_backend = partial(backend_with, config=config, ranks=None)
     footprint = with_tower(config, model.checkpoint, footprint, backend.options, make_backend)
-    _check_cache(config.cache, config.transfer, backend, footprint)
+    _check_cache(config, backend, footprint, whole)
     rows = request_rows(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
@@ -390,9 +390,10 @@ def _weights_key(model: Model) -> str:
 
 
 def _check_cache(
-    cache: CacheOptions, transfer: TransferOptions, backend: Backend, footprint: Footprint
+    config: EngineConfig, backend: Backend, footprint: Footprint, whole: Program
 ) -> None:
-    """Raises ConfigError where KV cannot be kept as the options say."""
+    """Raises ConfigError where KV cannot be kept as the options say, or not sent."""
+    cache, num_ranks = config.cache, config.backend.tensor_parallel_size
     if cache.kv_layout == "virtual" and not isinstance(backend, OnDemandBackend):
         raise ConfigError(
             f"kv_layout: virtual is not for the backend {backend.name}",
@@ -403,7 +404,11 @@ def _check_cache(
             f"prefix_cache_policy: importance is not for the backend {backend.name}",
             hint="set backend to native",
         )
-    check_tiers(cache, transfer, [layout.block_bytes for layout in footprint.kv_layouts])
+    block_bytes = [layout.block_bytes for layout in footprint.kv_layouts]
+    if config.transfer.kv_transfer is not None:
+        heads = HeldHeads.of(footprint.kv_layouts, whole.groups, num_ranks=num_ranks)
+        block_bytes = heads.block_bytes()
+    check_tiers(cache, config.transfer, block_bytes, num_ranks)
 
 
 def _check_fits(

@@ -7,6 +7,8 @@ This process is the first rank. How ranks talk to each other is `octavo/worker/r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
@@ -22,6 +24,7 @@ from octavo.wiring.model import (
     part_of,
 )
 from octavo.wiring.place import RankPlace
+from octavo.wiring.tiers import rank_connector
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.start import start_ranks
@@ -81,4 +84,8 @@ def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
     join = joining(model.config, setup.rank, setup.address)
     started()
     grammars = lazy_grammars(model, lambda: build_tokenizer(model))
-    return load_model(model, quiet, grammars, join())
+    loaded = load_model(model, quiet, grammars, join())
+    if model.config.transfer.kv_transfer is None:
+        return loaded
+    connect = partial(rank_connector, model.program().groups, setup.rank)
+    return replace(loaded, make_connector=connect)

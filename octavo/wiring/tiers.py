@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.checkpoint_ports import Checkpoint
@@ -23,8 +24,16 @@ from octavo.errors import ConfigError
 from octavo.ports import ConnectorWorker
 from octavo.program.ops import original_context
 from octavo.program.passes.probe_prefixes import probe_of
+from octavo.program.program import CacheGroup
 from octavo.progress import Report
-from octavo.transfer.address import TransferEnds, check_address, endpoint, parse_address
+from octavo.transfer.address import (
+    TransferEnds,
+    check_address,
+    check_ports,
+    endpoint,
+    join_endpoints,
+    parse_address,
+)
 from octavo.transfer.block_transport import BlockTransport
 from octavo.transfer.messages import TransferFacts
 from octavo.version import __version__
@@ -32,9 +41,16 @@ from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
 from octavo.worker.connectors.block_file import VERSION
 from octavo.worker.connectors.fingerprint import fingerprint
+from octavo.worker.connectors.held_heads import HeldHeads
+from octavo.worker.connectors.report_box import ReportBox, Reports, SentReports
 from octavo.worker.connectors.tiers import TierWorker
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.machine import Machine
+from octavo.worker.ranks.messages import RankSlots, TellReport
+from octavo.worker.ranks.start import SharedSlots
+
+if TYPE_CHECKING:
+    from octavo.worker.connectors.transfer import TransferWorker
 
 SHOWN = 64
 """Most characters of a fact that is shown as it is."""
@@ -54,19 +70,21 @@ class BuiltTiers:
     """The worker half."""
     facts: TransferFacts | None = None
     """Facts that engines compare when they meet; None where this one exchanges no blocks."""
+    sharing: SharedSlots | None = None
+    """Share of the other ranks in the worker half's work; None where they have none."""
 
 
-def build_tiers(checkpoint: Checkpoint, loaded: LoadedModel, report: Report) -> BuiltTiers:
-    """Builds the tiers that the options ask for."""
+def build_tiers(
+    checkpoint: Checkpoint, loaded: LoadedModel, groups: Sequence[CacheGroup], report: Report
+) -> BuiltTiers:
+    """Builds the tiers that the options ask for; `groups` are those of the whole model."""
     cache = loaded.config.cache
+    if loaded.config.transfer.kv_transfer is not None:
+        return _other_engines(checkpoint, loaded, groups)
     block_bytes = [layout.block_bytes for layout in loaded.layouts]
-    transfers = loaded.config.transfer.kv_transfer is not None
-    has_more = transfers or cache.kv_pool is not None
-    num_slots = _num_slots(cache, sum(block_bytes), has_more=has_more)
+    num_slots = _num_slots(cache, sum(block_bytes), has_more=cache.kv_pool is not None)
     if not num_slots:
         return BuiltTiers()
-    if transfers:
-        return _other_engines(checkpoint, loaded, num_slots)
     if cache.kv_pool is not None:
         return _shared_pool(checkpoint, loaded, num_slots)
     directory = None if cache.prefix_cache_dir is None else _block_directory(checkpoint, loaded)
@@ -96,9 +114,11 @@ def _weighing(cache: CacheOptions, loaded: LoadedModel) -> Weighing | None:
     return Weighing(probe_of(loaded.program).group, cache.prefix_cache_load)
 
 
-def check_tiers(cache: CacheOptions, transfer: TransferOptions, block_bytes: list[int]) -> None:
+def check_tiers(
+    cache: CacheOptions, transfer: TransferOptions, block_bytes: Sequence[int], num_ranks: int
+) -> None:
     """Raises ConfigError where blocks of these sizes, one for each cache group, cannot be kept as
-    the options say, nor sent.
+    the options say, nor sent by as many ranks.
     """
     has_more = transfer.kv_transfer is not None or cache.kv_pool is not None
     _num_slots(cache, sum(block_bytes), has_more=has_more)
@@ -116,8 +136,9 @@ def check_tiers(cache: CacheOptions, transfer: TransferOptions, block_bytes: lis
         require_nixl()
     for address in transfer.prefill_peer:
         parse_address(address, name="prefill_peer")
-    host, _ = parse_address(transfer.kv_transfer_address, name="kv_transfer_address")
+    host, port = parse_address(transfer.kv_transfer_address, name="kv_transfer_address")
     if transfer.computes_for_others:
+        check_ports(port, num_ranks, name="kv_transfer_address")
         check_address(host, transfer.kv_transfer_secret, name="kv_transfer_address")
     if transfer.kv_transfer is not None and transfer.kv_transfer_size < sum(block_bytes):
         raise ConfigError(
@@ -207,37 +228,94 @@ def _shared_pool(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) ->
 # -- other engines ---------------------------------------------------------------------------------
 
 
-def _other_engines(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) -> BuiltTiers:
+def _other_engines(
+    checkpoint: Checkpoint, loaded: LoadedModel, groups: Sequence[CacheGroup]
+) -> BuiltTiers:
     """Builds the tier that is other engines."""
-    from octavo.worker.connectors.transfer import TransferWorker  # which loads ZeroMQ
-
-    ends = _transfer_ends(checkpoint, loaded)
-    block_bytes = [layout.block_bytes for layout in loaded.layouts]
-    worker = TransferWorker(
-        [HostShape(num_slots, size) for size in block_bytes],
-        ends,
-        _mover(loaded.config.transfer),
+    options, num_ranks = loaded.config.transfer, loaded.config.backend.tensor_parallel_size
+    heads = HeldHeads.of(loaded.layouts, groups, 0, num_ranks)
+    block_bytes = heads.block_bytes()
+    num_slots = _num_slots(loaded.config.cache, sum(block_bytes), has_more=True)
+    parts = _transfer_parts(checkpoint, loaded, heads, groups)
+    slots = RankSlots(
+        num_slots, fingerprint(parts, checkpoint.weight_files, cache=open_state_home())
     )
+    reports = ReportBox(num_ranks)
+    worker = _transfer_worker(loaded, heads, slots, reports)
     tiers = Tiers(
         block_bytes,
         num_slots,
-        keeps=ends.listen is not None,
+        keeps=options.computes_for_others,
         saved_bytes_per_step=SENT_BYTES_PER_STEP,
         streams=worker.sends_layers and loaded.writes_layers,
     )
-    facts = {name: _short(value) for name, value in _parts(checkpoint, loaded).items()}
-    facts["transport"] = str(loaded.config.transfer.kv_transfer)
+    facts = {name: _short(value) for name, value in parts.items()}
+    facts |= {"transport": str(options.kv_transfer), "weights": slots.fingerprint.hex()}
+    endpoints = [_endpoint_of(options, rank) for rank in range(num_ranks)]
     return BuiltTiers(
         tiers,
         worker,
         TransferFacts(
-            {**facts, "weights": ends.fingerprint.hex()},
-            ends.listen,
+            facts,
+            join_endpoints(endpoints) if options.computes_for_others else None,
+            num_ranks,
             BLOCK_SIZE,
             original_context(loaded.program),
             sum(block_bytes) / BLOCK_SIZE,
         ),
+        None if num_ranks == 1 else SharedSlots(slots, reports.add_of),
     )
+
+
+def rank_connector(
+    groups: Sequence[CacheGroup], rank: int, loaded: LoadedModel, slots: RankSlots, tell: TellReport
+) -> ConnectorWorker:
+    """Makes the worker half of the tier that is other engines for a rank other than the first;
+    `groups` are those of the whole model.
+    """
+    num_ranks = loaded.config.backend.tensor_parallel_size
+    heads = HeldHeads.of(loaded.layouts, groups, rank, num_ranks)
+    return _transfer_worker(loaded, heads, slots, SentReports(tell))
+
+
+def _transfer_worker(
+    loaded: LoadedModel, heads: HeldHeads, slots: RankSlots, reports: Reports
+) -> TransferWorker:
+    from octavo.worker.connectors.transfer import TransferWorker  # which loads ZeroMQ
+
+    options = loaded.config.transfer
+    own_bytes = [layout.block_bytes for layout in loaded.layouts]
+    # All ranks keep as many blocks for others, each its part of them.
+    max_bytes = options.kv_transfer_size * sum(own_bytes) // sum(heads.block_bytes())
+    listen = _endpoint_of(options, heads.rank) if options.computes_for_others else None
+    ends = TransferEnds(
+        slots.fingerprint,
+        listen,
+        options.kv_transfer_secret,
+        options.kv_transfer_timeout,
+        max_bytes,
+    )
+    shapes = [HostShape(slots.num_slots, size) for size in own_bytes]
+    return TransferWorker(shapes, ends, _mover(options), heads, reports)
+
+
+def _endpoint_of(options: TransferOptions, rank: int) -> str:
+    """Returns where a rank's part of blocks is fetched."""
+    host, port = parse_address(options.kv_transfer_address, name="kv_transfer_address")
+    return endpoint(host, port + 1 + rank)
+
+
+def _transfer_parts(
+    checkpoint: Checkpoint, loaded: LoadedModel, heads: HeldHeads, groups: Sequence[CacheGroup]
+) -> dict[str, Any]:
+    """Returns everything that decides the bytes of a block of all heads, but for the weights:
+    nothing that depends on how ranks share these out.
+    """
+    layouts = [
+        [str(group), layout.dtype, own.num_heads, own.rows]
+        for group, layout, own in zip(groups, loaded.layouts, heads.groups, strict=True)
+    ]
+    return _parts(checkpoint, loaded) | {"layouts": layouts}
 
 
 def _mover(options: TransferOptions) -> BlockTransport | None:
@@ -264,15 +342,3 @@ def _short(value: Any) -> str:
     """Returns a part to be compared and shown: a long one by its digest."""
     text = json.dumps(value, sort_keys=True, default=str)
     return text if len(text) <= SHOWN else hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _transfer_ends(checkpoint: Checkpoint, loaded: LoadedModel) -> TransferEnds:
-    options = loaded.config.transfer
-    host, port = parse_address(options.kv_transfer_address, name="kv_transfer_address")
-    return TransferEnds(
-        fingerprint(_parts(checkpoint, loaded), checkpoint.weight_files, cache=open_state_home()),
-        endpoint(host, port + 1) if options.computes_for_others else None,
-        options.kv_transfer_secret,
-        options.kv_transfer_timeout,
-        options.kv_transfer_size,
-    )

@@ -4,9 +4,9 @@ and the worker over these blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from octavo.backends.base import (
     Backend,
@@ -53,7 +53,7 @@ from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.prefix_weigher import NUM_BLOCKS as WEIGHING_BLOCKS
 from octavo.worker.prefix_weigher import PrefixWeigher
 from octavo.worker.program_runners import ProgramRunners
-from octavo.worker.ranks.messages import DrawnTokens
+from octavo.worker.ranks.messages import DrawnTokens, RankSlots, TellReport
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.stages.stage_link import StageLink
 from octavo.worker.stages.stage_runner import StageRunner
@@ -68,6 +68,9 @@ class LoadedDraft(NamedTuple):
     ids: DraftIds
     features: int | None = None
     """Group of the features that a head reads."""
+
+
+MakeConnector: TypeAlias = "Callable[[LoadedModel, RankSlots, TellReport], ConnectorWorker]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class LoadedModel:
     where they are not."""
     link: StageLink | None = None
     """Place among the stages that share out the layers; None where there is one."""
+    make_connector: MakeConnector | None = None
+    """Function that makes the connector of a rank other than the first; None on that one."""
 
     @property
     def program(self) -> Program:
@@ -136,6 +141,11 @@ class LoadedModel:
     def num_blocks(self) -> Sequence[int]:
         """Returns how many KV blocks of each cache group fit."""
         return self.kv_budget().num_blocks
+
+    def connect(self, slots: RankSlots, tell: TellReport) -> ConnectorWorker:
+        """Makes what moves this rank's part of blocks to other engines and back."""
+        assert self.make_connector is not None, "the first rank makes its own"
+        return self.make_connector(self, slots, tell)
 
     def worker(
         self,

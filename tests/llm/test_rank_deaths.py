@@ -5,7 +5,6 @@ it does, leaves no rank behind.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from octavo.wiring.engine import build_core, build_with_process, core_texts
 from octavo.wiring.model import open_model
 from octavo.worker.ranks.ranked_worker import RankedWorker
 from tests.support.llm_tools import prompts_of, small_options
+from tests.support.rank_processes import ranks_below
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.sampled(one_in=2)
@@ -42,20 +42,6 @@ OPTIONS = small_options() | {
     "batch_invariant": False,
 }
 NATIVE = OPTIONS | {"backend": "native", "device": None}
-
-
-def ranks_below(pid: int) -> list[int]:
-    """Returns the ids of the rank processes that a process has started."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if (
-                parent == pid
-                and b"octavo.worker.ranks.process" in (folder / "cmdline").read_bytes()
-            ):
-                found.append(int(folder.name))
-    return found
 
 
 def is_there(pid: int) -> bool:

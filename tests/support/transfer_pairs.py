@@ -36,24 +36,35 @@ MODELS = [
 """Backend, family and precision."""
 
 
-def free_address() -> str:
-    """Returns an address of which the port, and the one above it, are free."""
-    return f"127.0.0.1:{free_port(2)}"
+def free_address(num_ranks: int = 1) -> str:
+    """Returns an address of which the port, and those above it for as many ranks, are free."""
+    return f"127.0.0.1:{free_port(1 + num_ranks)}"
 
 
 @contextmanager
-def pair(model: Any = MODELS[0], **options: Any) -> Iterator[tuple[AsyncLLM, AsyncLLM]]:
-    """Starts an engine that computes prompts and one that has them computed."""
+def pair(
+    model: Any = MODELS[0], *, num_ranks: tuple[int, int] = (1, 1), **options: Any
+) -> Iterator[tuple[AsyncLLM, AsyncLLM]]:
+    """Starts an engine that computes prompts and one that has them computed, on `num_ranks`."""
     backend, family, precision = model
     common = {**small_options(family), "backend": backend, "kv_transfer": "zmq"}
     common["in_process"] = True
     common |= {**precision, **options}
-    address = free_address()
+    address = free_address(num_ranks[0])
     with ExitStack() as stack:
-        prefill = make_async(role="prefill", kv_transfer_address=address, **common)
+        prefill = make_async(
+            role="prefill",
+            kv_transfer_address=address,
+            tensor_parallel_size=num_ranks[0],
+            **common,
+        )
         stack.callback(prefill.close)
         decode = make_async(
-            role="decode", prefill_peer=[address], kv_transfer_min_tokens=32, **common
+            role="decode",
+            prefill_peer=[address],
+            kv_transfer_min_tokens=32,
+            tensor_parallel_size=num_ranks[1],
+            **common,
         )
         stack.callback(decode.close)
         yield prefill, decode
@@ -98,7 +109,10 @@ def note_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def expected(model: Any, prompts: Any = PROMPTS, params: Any = PARAMS) -> list[Any]:
+def expected(
+    model: Any, prompts: Any = PROMPTS, params: Any = PARAMS, *, num_ranks: int = 1
+) -> list[Any]:
+    """Returns what one engine on `num_ranks` answers."""
     backend, family, precision = model
-    with make_llm(family, backend=backend, **precision) as llm:
+    with make_llm(family, backend=backend, tensor_parallel_size=num_ranks, **precision) as llm:
         return [fingerprint(output) for output in llm.generate(prompts, params)]

@@ -185,7 +185,7 @@ def test_malformed_requests_are_answered_and_disturb_no_other(sender, fetcher):
             assert msgspec.msgpack.decode(socket.recv(), type=NotYours).reason
         socket.send_multipart([b"a", b"b", b"c"])
         socket.send(msgspec.msgpack.encode(DropBlocks([BlockName(5, b"unknown")])))
-        odd = WantBlocks(FINGERPRINT, [WantedBlock(-3, key_of(1))], wait_s=float("nan"), epoch=-1)
+        odd = WantBlocks(FINGERPRINT, [WantedBlock(-3, key_of(1))], float("nan"), -1, [(0, 1)])
         socket.send(msgspec.msgpack.encode(odd))
     fetch(fetcher, sender[1], 7)
     assert reported(fetcher).fetched

@@ -22,7 +22,7 @@ from octavo.backends.base import (
     LoadWeight,
     ObservedInputs,
 )
-from octavo.backends.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
+from octavo.backends.kv import BlockRows, HeadRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.backends.native.block_rows import block_rows
 from octavo.backends.native.check import check, check_ops, check_skipping
 from octavo.backends.native.extension import native_module, supported_levels
@@ -71,7 +71,9 @@ def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
         dtype = "bf16"  # what keys are chosen by
     heads, *_ = shape = _shape_of(group, dtype)
     layer_bytes = native_module().kv_layer_bytes(*shape)
-    return KvLayout(group, dtype, (layer_bytes // heads,) * heads)
+    pieces = (layer_bytes // heads,) * heads
+    rows = HeadRows(group.num_layers, layer_bytes if group.kind == "state" else pieces[0])
+    return KvLayout(group, dtype, pieces, (rows,))
 
 
 def _shape_of(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:

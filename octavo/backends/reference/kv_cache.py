@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, BlockRows, KvLayout
+from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, BlockRows, HeadRows, KvLayout
 from octavo.backends.reference.on_demand import OnDemandArrays
 from octavo.backends.reference.step import Floats, GroupArrays, as_is
 from octavo.program.program import CacheGroup
@@ -79,9 +79,15 @@ def layout_of(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
     if group.kind == "state":
         shapes = _shapes(group, 1)
         size = KV_TYPES[dtype].itemsize
-        return KvLayout(group, dtype, (size * math.prod(shapes[0][1:]), size * shapes[1][-1]))
-    numbers = BLOCK_SIZE * group.num_kv_heads * KV_TYPES[dtype].itemsize
-    return KvLayout(group, dtype, (numbers * group.k_width, numbers * group.v_width))
+        pieces = (size * math.prod(shapes[0][1:]), size * shapes[1][-1])
+        rows = [HeadRows(group.num_layers, piece) for piece in pieces]
+        return KvLayout(group, dtype, pieces, tuple(rows))
+    size = KV_TYPES[dtype].itemsize
+    head_bytes = (size * group.k_width, size * group.v_width)
+    num_rows, heads = BLOCK_SIZE * group.num_layers, BLOCK_SIZE * group.num_kv_heads
+    k, v = (heads * num_bytes for num_bytes in head_bytes)
+    rows = [HeadRows(num_rows, num_bytes) for num_bytes in head_bytes]
+    return KvLayout(group, dtype, (k, v), tuple(rows))
 
 
 def block_rows(layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:

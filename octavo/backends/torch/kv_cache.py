@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, KvLayout
+from octavo.backends.kv import BLOCK_SIZE, STATES_A_BLOCK, HeadRows, KvLayout
 from octavo.backends.torch.block_copies import BlockCopies
 from octavo.backends.torch.fp8 import E4M3, as_e4m3
 from octavo.backends.torch.streams import streams_of
@@ -138,11 +138,13 @@ def layout_of(group: CacheGroup, dtype: torch.dtype) -> KvLayout:
     if group.kind == "state":
         numbers = STATES_A_BLOCK * group.num_kv_heads * group.k_width * group.v_width
         sizes = (numbers * dtype.itemsize, STATES_A_BLOCK * dtype.itemsize)
-        return KvLayout(group, NAMES[dtype], sizes)
-    num_heads = BLOCK_SIZE * group.num_kv_heads
-    scales = (num_heads * torch.bfloat16.itemsize,) if dtype in CODES else ()
-    k, v = (num_heads * width * dtype.itemsize for width in (group.k_width, group.v_width))
-    return KvLayout(group, NAMES[dtype], (k, *scales, v, *scales))
+        states = [HeadRows(group.num_layers, size) for size in sizes]
+        return KvLayout(group, NAMES[dtype], sizes, tuple(states))
+    scales = (torch.bfloat16.itemsize,) if dtype in CODES else ()
+    k, v = (width * dtype.itemsize for width in (group.k_width, group.v_width))
+    rows = [HeadRows(BLOCK_SIZE * group.num_layers, size) for size in (k, *scales, v, *scales)]
+    pieces = [BLOCK_SIZE * group.num_kv_heads * row.head_bytes for row in rows]
+    return KvLayout(group, NAMES[dtype], tuple(pieces), tuple(rows))
 
 
 class TorchKvCache:

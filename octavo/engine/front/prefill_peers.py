@@ -26,7 +26,7 @@ from octavo.engine.kv.block_names import BlockNaming
 from octavo.engine.kv.known_blocks import note_events
 from octavo.routing.cached_names import CachedNames
 from octavo.sampling_params import SamplingParams
-from octavo.transfer.address import endpoint, parse_address
+from octavo.transfer.address import endpoint, parse_address, split_endpoints
 from octavo.transfer.block_events import BlockEvent
 from octavo.transfer.messages import (
     Accepted,
@@ -60,7 +60,8 @@ class PrefillPeer:
     address: str
     socket: zmq.asyncio.Socket
     endpoint: str = ""
-    """Endpoint of its blocks; "" while it is not there, or has blocks of other bytes."""
+    """Endpoints of its ranks' blocks (`address.join_endpoints`); "" while it is not there, or has
+    blocks of other bytes."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of the prompts that it has, by request id."""
     was_reached: bool = False
@@ -259,8 +260,13 @@ class PrefillPeers:
                 "; ".join(differing),
             )
         else:
-            logger.warning("%s computes prompts for this engine", peer.address)
             peer.endpoint = message.endpoint
+            num_ranks, own = len(split_endpoints(message.endpoint)), self._facts.num_ranks
+            logger.warning(
+                "%s computes prompts for this engine%s",
+                peer.address,
+                "" if num_ranks == own else f", on {num_ranks} ranks: here are {own}",
+            )
 
 
 def unequal(own: dict[str, str], others: dict[str, str]) -> Sequence[str]:

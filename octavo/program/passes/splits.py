@@ -74,7 +74,11 @@ def times(spans: Spans, width: int) -> Spans:
 
 def kv_spans(group: CacheGroup, num_ranks: int) -> Spans:
     """Shares out a group's KV heads: some for each rank, or each head for several ranks."""
-    heads = group.num_kv_heads
+    return spans_of_kv_heads(group.num_kv_heads, num_ranks)
+
+
+def spans_of_kv_heads(heads: int, num_ranks: int) -> Spans:
+    """Shares out a number of KV heads: some for each rank, or each head for several ranks."""
     if heads >= num_ranks:
         return shares(heads, num_ranks)
     if num_ranks % heads:

@@ -1,8 +1,10 @@
 """The side of a transfer worker that asks other engines for blocks, and writes what comes into the
 slots that are held for them.
 
-Every ask has an epoch, and what answers an older one lands nowhere. Whatever does not come, or not
-whole, is reported; the prompt is computed here. One thread uses this, that of `transfer_mail.py`.
+Every ask has an epoch, and what answers an older one lands nowhere. Where the other engine's ranks
+share out the KV heads in another way, a block comes in pieces from several of them. Whatever does
+not come, or not whole, is reported; the prompt is computed here. One thread uses this, that of
+`transfer_mail.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +21,10 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from octavo.errors import ConfigError
 from octavo.kv_messages import BlockName, SlotBlock
-from octavo.transfer.address import TransferEnds
+from octavo.program.program import Span
+from octavo.transfer.address import TransferEnds, split_endpoints
 from octavo.transfer.block_transport import BlockTransport
 from octavo.transfer.messages import (
     BlockAt,
@@ -37,9 +41,10 @@ from octavo.transfer.messages import (
     WorkerRequestMessage,
 )
 from octavo.transfer.sockets import lock_client
-from octavo.worker.connectors.block_reader import BlockReader, OfferedBlock
+from octavo.worker.connectors.block_reader import BlockReader, OfferedPiece, PieceName
 from octavo.worker.connectors.byte_cover import ByteCover
 from octavo.worker.connectors.checksum import checksum_of
+from octavo.worker.connectors.held_heads import HeldHeads
 from octavo.worker.connectors.link_meter import LinkMeter
 from octavo.worker.connectors.mail_note import Note
 from octavo.worker.connectors.outbox import LEASE_S
@@ -52,23 +57,37 @@ RENEWAL_S = LEASE_S / 3
 """Seconds after which the leases of blocks that are still to be read begin again."""
 READER_CLOSE_S = 1.0
 """Seconds in which the reader must end."""
+NO_HEADS: Span = (0, 0)
+"""Heads of a cache group of which a rank is asked for nothing."""
 
 
-@dataclass(slots=True)
-class ArrivingBlock:
-    """A block on its way into a slot."""
+@dataclass(slots=True, eq=False)
+class ArrivingPiece:
+    """The heads of a block that come from one rank of another engine, on their way into a slot."""
 
-    block: SlotBlock
     epoch: int
     """Epoch of the ask that it answers."""
-    until: float
-    """When it is given up, on the monotonic clock."""
+    memory: NDArray[np.uint8]
+    """Bytes of the slot that are the piece's until the block is whole."""
     cover: ByteCover = field(default_factory=ByteCover)
     """Bytes that have come."""
     is_read: bool = False
     """Whether a mover writes to the slot, which is no one else's until it has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class ArrivingBlock:
+    """A block on its way into a slot."""
+
+    block: SlotBlock
+    until: float
+    """When it is given up, on the monotonic clock."""
+    heads: list[Span]
+    """Heads of each of its pieces."""
+    missing: dict[str, ArrivingPiece] = field(default_factory=dict)
+    """Pieces that have not come, by the endpoint that they come from."""
     is_dropped: bool = False
-    """Whether the block is not wanted any more, once the mover has ended."""
+    """Whether the block is not wanted any more, once the movers have ended."""
 
 
 class BlockFetcher:
@@ -82,12 +101,14 @@ class BlockFetcher:
         note: Note,
         *,
         mover: BlockTransport | None,
+        heads: HeldHeads,
         poller: zmq.Poller,
     ) -> None:
         """Registers its sockets with `poller` as they come and go."""
         self._context = context
         self._poller = poller
         self._slots = slots
+        self._heads = heads
         self._ends = ends
         self._note = note
         self._reader = None if mover is None else BlockReader(mover)
@@ -118,16 +139,52 @@ class BlockFetcher:
     # -- what the scheduler half wants -------------------------------------------------------------
 
     def ask(self, source: str, blocks: Sequence[SlotBlock]) -> None:
-        """Asks another engine for blocks."""
-        now = time.monotonic()
-        until = now + self._ends.timeout_s
-        if not any(one.block.source == source for one in self._arriving.values()):
-            self._heard[source] = now
+        """Asks the ranks of another engine, whose endpoints are `source`, for blocks."""
+        endpoints = split_endpoints(source)
+        try:
+            pieces = [
+                self._heads.pieces(group, len(endpoints)) for group in range(len(self._slots))
+            ]
+        except ConfigError as error:
+            logger.warning("KV blocks of %s cannot be asked for: %s", source, error.message)
+            self._note(not_fetched=[block.name for block in blocks])
+            return
+        until = time.monotonic() + self._ends.timeout_s
         self._epoch += 1
-        self._arriving |= {block.name: ArrivingBlock(block, self._epoch, until) for block in blocks}
+        for block in blocks:
+            heads = [piece.heads for piece in pieces[block.group]]
+            self._arriving[block.name] = ArrivingBlock(block, until, heads)
+        for rank, endpoint in enumerate(endpoints):
+            heads_by_group = {
+                group: piece.heads
+                for group, found in enumerate(pieces)
+                for piece in found
+                if piece.rank == rank
+            }
+            wanted = [
+                block
+                for block in blocks
+                if block.group in heads_by_group and block.name in self._arriving
+            ]
+            if wanted:
+                self._ask_rank(endpoint, wanted, heads_by_group)
+
+    def _ask_rank(
+        self, endpoint: str, blocks: Sequence[SlotBlock], heads: Mapping[int, Span]
+    ) -> None:
+        """Asks one rank for pieces of blocks, of the heads that it has in each cache group."""
+        if not any(endpoint in one.missing for one in self._arriving.values()):
+            self._heard[endpoint] = time.monotonic()
+        for block in blocks:
+            place = self._heads.place_of(block.group, heads[block.group])
+            memory = self._slots[block.group][block.slot][place]
+            self._arriving[block.name].missing[endpoint] = ArrivingPiece(self._epoch, memory)
         wanted = [WantedBlock(block.group, block.key) for block in blocks]
-        message = WantBlocks(self._ends.fingerprint, wanted, self._ends.timeout_s, self._epoch)
-        self._send(source, message)
+        spans = [heads.get(group, NO_HEADS) for group in range(len(self._slots))]
+        message = WantBlocks(
+            self._ends.fingerprint, wanted, self._ends.timeout_s, self._epoch, spans
+        )
+        self._send(endpoint, message)
 
     def give_up(self, names: Sequence[BlockName]) -> None:
         """Ends fetches that nothing waits for any more, here and at the other engine; those that
@@ -135,11 +192,11 @@ class BlockFetcher:
         """
         by_source: defaultdict[str, list[BlockName]] = defaultdict(list)
         for name in dict.fromkeys(names):
-            if name in self._arriving:
-                by_source[self._arriving[name].block.source].append(name)
+            for source in self._arriving[name].missing if name in self._arriving else ():
+                by_source[source].append(name)
         for source, dropped in by_source.items():
             self._send(source, DropBlocks(dropped))
-            self._end([name for name in dropped if name in self._arriving])
+        self._end([name for name in dict.fromkeys(names) if name in self._arriving])
 
     def _send(self, source: str, message: WorkerRequestMessage) -> None:
         try:
@@ -188,24 +245,20 @@ class BlockFetcher:
         elif isinstance(message, NotYours):
             self._lose(source, message.reason)
 
-    def _is_from(self, name: BlockName, source: str) -> bool:
-        arriving = self._arriving.get(name)
-        return arriving is not None and arriving.block.source == source
-
     def _answers(self, name: BlockName, source: str, epoch: int) -> bool:
-        """Returns whether a message answers the ask on which a block is on its way."""
-        return self._is_from(name, source) and self._arriving[name].epoch == epoch
+        """Returns whether a message answers the ask on which a piece of a block is on its way."""
+        arriving = self._arriving.get(name)
+        piece = None if arriving is None else arriving.missing.get(source)
+        return piece is not None and piece.epoch == epoch
 
-    def _slot(self, name: BlockName) -> NDArray[np.uint8]:
-        block = self._arriving[name].block
-        slot: NDArray[np.uint8] = self._slots[block.group][block.slot]
-        return slot
+    def _piece(self, name: BlockName, source: str) -> ArrivingPiece:
+        return self._arriving[name].missing[source]
 
     def _take_part(self, source: str, part: BlockPart, data: Any) -> None:
         """Writes a part of a block into its slot; one of another size, or damaged, ends it."""
         if not self._answers(part.name, source, part.epoch):
             return
-        is_whole = part.num_bytes == len(self._slot(part.name))
+        is_whole = part.num_bytes == len(self._piece(part.name, source).memory)
         if not is_whole or checksum_of(data) != part.checksum:
             self._end_damaged(source, [part.name])
         else:
@@ -219,20 +272,28 @@ class BlockFetcher:
             self._end_damaged(source, sorted(wanted))
             return
         for at, name in enumerate(part.names):
-            if name in wanted and name in self._arriving:
+            if name in wanted and self._answers(name, source, part.epoch):
                 self._write(source, name, part.offset, data[at * size : (at + 1) * size])
 
     def _write(self, source: str, name: BlockName, offset: int, data: Any) -> None:
-        """Writes bytes of a block into its slot; such as lie outside of it end the block."""
-        slot, end = self._slot(name), offset + len(data)
-        if self._arriving[name].is_read or not 0 <= offset < end <= len(slot):
+        """Writes bytes of a piece to its place; such as lie outside of it end the block."""
+        piece, end = self._piece(name, source), offset + len(data)
+        if piece.is_read or not 0 <= offset < end <= len(piece.memory):
             self._end_damaged(source, [name])
             return
-        slot[offset:end] = np.frombuffer(data, np.uint8)
-        cover = self._arriving[name].cover
-        cover.add(offset, end)
-        if cover.num_bytes == len(slot):
+        piece.memory[offset:end] = np.frombuffer(data, np.uint8)
+        piece.cover.add(offset, end)
+        if piece.cover.num_bytes == len(piece.memory):
+            self._take_piece(name, source)
+
+    def _take_piece(self, name: BlockName, source: str) -> None:
+        """Notes that a piece has come; the block is there when each of them has."""
+        arriving = self._arriving[name]
+        del arriving.missing[source]
+        if not arriving.missing:
             del self._arriving[name]
+            block = arriving.block
+            self._heads.join(block.group, self._slots[block.group][block.slot], arriving.heads)
             self._note(fetched=[name])
 
     def _end_damaged(self, source: str, names: Sequence[BlockName]) -> None:
@@ -246,17 +307,18 @@ class BlockFetcher:
         if not self._answers(offer.name, source, offer.epoch):
             self._send(source, TookBlocks([offer.name], offer.epoch))
             return
-        arriving, slot = self._arriving[offer.name], self._slot(offer.name)
-        if self._reader is None or offer.num_bytes != len(slot):
+        piece = self._piece(offer.name, source)
+        if self._reader is None or offer.num_bytes != len(piece.memory):
             logger.warning(
                 "a KV block of %s is offered in another way; it is computed here", source
             )
             self._end([offer.name])
             self._send(source, TookBlocks([offer.name], offer.epoch))
-        elif not arriving.is_read:
-            arriving.is_read = True
+        elif not piece.is_read:
+            piece.is_read = True
+            name = PieceName(offer.name, source)
             self._reader.read(
-                OfferedBlock(offer.name, offer.session, offer.address, offer.checksum, slot)
+                OfferedPiece(name, offer.session, offer.address, offer.checksum, piece.memory)
             )
 
     def take_read(self) -> None:
@@ -265,15 +327,18 @@ class BlockFetcher:
             return
         taken: defaultdict[tuple[str, int], list[BlockName]] = defaultdict(list)
         self.link.add(*self._reader.take_rate())
-        for name, has_come in self._reader.take_done():
-            arriving = self._arriving.pop(name)
-            taken[arriving.block.source, arriving.epoch].append(name)
+        for (name, source), has_come in self._reader.take_done():
+            arriving = self._arriving[name]
+            taken[source, arriving.missing[source].epoch].append(name)
             if has_come:
-                self._heard[arriving.block.source] = time.monotonic()
+                self._heard[source] = time.monotonic()
             elif not arriving.is_dropped:
                 logger.warning("a KV block could not be read whole; it is computed here")
-            is_good = has_come and not arriving.is_dropped
-            self._note(**{"fetched" if is_good else "not_fetched": [name]})
+            if has_come and not arriving.is_dropped:
+                self._take_piece(name, source)
+            else:
+                arriving.missing[source].is_read = False
+                self._end([name])
         for (source, epoch), names in taken.items():
             if source in self._sources:
                 self._send(source, TookBlocks(names, epoch))
@@ -282,8 +347,9 @@ class BlockFetcher:
         """Begins the leases of blocks that are still to be read again."""
         held: defaultdict[tuple[str, int], list[BlockName]] = defaultdict(list)
         for name, arriving in self._arriving.items():
-            if arriving.is_read and arriving.block.source in self._sources:
-                held[arriving.block.source, arriving.epoch].append(name)
+            for source, piece in arriving.missing.items():
+                if piece.is_read and source in self._sources:
+                    held[source, piece.epoch].append(name)
         for (source, epoch), names in held.items():
             self._send(source, HoldBlocks(names, epoch))
 
@@ -294,9 +360,9 @@ class BlockFetcher:
         one's memory is read it need not say anything: a mover notices by itself that it is gone.
         """
         self._end([name for name, one in self._arriving.items() if one.until <= now])
-        arriving = list(self._arriving.values())
-        being_read = {one.block.source for one in arriving if one.is_read}
-        for source in {one.block.source for one in arriving} - being_read:
+        missing = [item for one in self._arriving.values() for item in one.missing.items()]
+        being_read = {source for source, piece in missing if piece.is_read}
+        for source in {source for source, _ in missing} - being_read:
             if now - self._heard[source] > SILENCE_S:
                 self._lose(source, f"nothing was heard of it for {SILENCE_S:g} s")
         if now - self._renewed_at > RENEWAL_S:
@@ -305,7 +371,7 @@ class BlockFetcher:
 
     def _lose(self, source: str, reason: str) -> None:
         """Gives up an engine that owes blocks; it may be asked again later."""
-        names = [name for name in self._arriving if self._is_from(name, source)]
+        names = [name for name, one in self._arriving.items() if source in one.missing]
         logger.warning(
             "%d KV blocks of %s do not come, they are computed here: %s", len(names), source, reason
         )
@@ -321,12 +387,15 @@ class BlockFetcher:
         """
         ended = []
         for name in names:
-            if self._arriving[name].is_read:
-                assert self._reader is not None, "it reads"
-                self._arriving[name].is_dropped = True
-                self._reader.drop(name)
-            else:
+            arriving = self._arriving[name]
+            reads = {source: piece for source, piece in arriving.missing.items() if piece.is_read}
+            if not reads:
                 del self._arriving[name]
                 ended.append(name)
+                continue
+            assert self._reader is not None, "it reads"
+            arriving.is_dropped, arriving.missing = True, reads
+            for source in reads:
+                self._reader.drop(PieceName(name, source))
         if ended:
             self._note(not_fetched=ended)

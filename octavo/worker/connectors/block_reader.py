@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +24,24 @@ MOST_BLOCKS = 64
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedBlock:
-    """A block that lies in another engine's memory, and the slot that it is read into."""
+class PieceName(NamedTuple):
+    """The name of a block, and the endpoint of the rank that all of it or some heads come from."""
 
-    name: BlockName
+    block: BlockName
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedPiece:
+    """A block, or a piece of one, that lies in another engine's memory, and the memory that it is
+    read into.
+    """
+
+    name: PieceName
     session: str
     address: int
     checksum: int
-    slot: NDArray[np.uint8]
+    memory: NDArray[np.uint8]
 
 
 class BlockReader:
@@ -39,10 +49,10 @@ class BlockReader:
 
     def __init__(self, mover: BlockTransport) -> None:
         self._mover = mover
-        self._asked: queue.SimpleQueue[OfferedBlock | None] = queue.SimpleQueue()
-        self._done: deque[tuple[BlockName, bool]] = deque()
+        self._asked: queue.SimpleQueue[OfferedPiece | None] = queue.SimpleQueue()
+        self._done: deque[tuple[PieceName, bool]] = deque()
         self._num_under_way = 0
-        self._dropped: set[BlockName] = set()
+        self._dropped: set[PieceName] = set()
         """Blocks that are not wanted any more, until their outcomes are taken."""
         self._rates: deque[tuple[int, float]] = deque()
         """Bytes of each read that has come whole, and its seconds."""
@@ -54,16 +64,16 @@ class BlockReader:
         """Whether an outcome is still to be taken."""
         return self._num_under_way > 0
 
-    def read(self, block: OfferedBlock) -> None:
+    def read(self, block: OfferedPiece) -> None:
         """Asks for a block, whose slot is written until the outcome is taken."""
         self._num_under_way += 1
         self._asked.put(block)
 
-    def drop(self, name: BlockName) -> None:
+    def drop(self, name: PieceName) -> None:
         """Leaves out a block whose read has not begun; its outcome is still to be taken."""
         self._dropped.add(name)
 
-    def take_done(self) -> list[tuple[BlockName, bool]]:
+    def take_done(self) -> list[tuple[PieceName, bool]]:
         """Returns the blocks whose reads are over, and whether each has come unharmed."""
         done = [self._done.popleft() for _ in range(len(self._done))]
         self._num_under_way -= len(done)
@@ -83,7 +93,7 @@ class BlockReader:
             self._mover.close()
 
     def _run(self) -> None:
-        waiting: deque[OfferedBlock] = deque()
+        waiting: deque[OfferedPiece] = deque()
         while True:
             if not waiting:
                 block = self._asked.get()
@@ -102,20 +112,20 @@ class BlockReader:
             self._done.extend((name, False) for name in left_out)
             self._read([block for block in batch if block.name not in left_out])
 
-    def _read(self, batch: Sequence[OfferedBlock]) -> None:
+    def _read(self, batch: Sequence[OfferedPiece]) -> None:
         """Reads blocks, each of which is checked as soon as it has come, out of the caches."""
         if not batch:
             return
-        wanted = [RemoteBytes(block.address, block.slot) for block in batch]
+        wanted = [RemoteBytes(block.address, block.memory) for block in batch]
         began, num_come = time.monotonic(), 0
         try:
             for _, block in zip(self._mover.read(batch[0].session, wanted), batch, strict=False):
-                is_good = checksum_of(block.slot) == block.checksum
+                is_good = checksum_of(block.memory) == block.checksum
                 self._done.append((block.name, is_good))
                 num_come += 1
         except Exception:
             logger.exception("KV blocks of %s could not be read", batch[0].session)
         if num_come == len(batch):
-            num_bytes = sum(len(block.slot) for block in batch)
+            num_bytes = sum(len(block.memory) for block in batch)
             self._rates.append((num_bytes, time.monotonic() - began))
         self._done.extend((block.name, False) for block in batch[num_come:])

@@ -1,8 +1,9 @@
 """The side of a transfer worker that other engines ask for blocks: it answers from an `Outbox`,
 lends what a mover reads, and sends the layers of blocks that are being computed.
 
-A peer asks by name, often before a block is computed, and waits; its memory is its own concern. One
-thread uses this, that of `transfer_mail.py`.
+A peer asks by name, often before a block is computed, and waits; its memory is its own concern. It
+wants all of this rank's heads, or a piece of them, which is cut when its turn comes and always goes
+in messages. One thread uses this, that of `transfer_mail.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from octavo.transfer.messages import (
 from octavo.transfer.sockets import lock_server
 from octavo.worker.connectors.block_arena import BlockArena
 from octavo.worker.connectors.checksum import checksum_of
+from octavo.worker.connectors.held_heads import HeldHeads
 from octavo.worker.connectors.layer_stream import LayerStream, StreamedGroup
 from octavo.worker.connectors.mail_note import BUSY_MS, IDLE_MS, Note
 from octavo.worker.connectors.outbox import Ask, BlockData, Outbox
@@ -64,6 +66,16 @@ class LeavingPart:
         part = _view(self.data)[self.offset : self.offset + PART_BYTES]
         size, checksum = len(self.data), checksum_of(part)
         return BlockPart(self.name, size, self.offset, checksum, self.epoch, more), part
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingPiece:
+    """Some heads of a block that are to be cut out and sent."""
+
+    name: BlockName
+    data: bytes | None
+    """Bytes of the block; None where the outbox has them, whose places others may get."""
+    ask: Ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +107,12 @@ class BlockSender:
         slots: Sequence[NDArray[np.uint8]],
         ends: TransferEnds,
         note: Note,
+        *,
         mover: BlockTransport | None,
+        heads: HeldHeads,
     ) -> None:
         self._slots = slots
+        self._heads = heads
         self._ends = ends
         self._note = note
         self._mover = mover
@@ -105,7 +120,7 @@ class BlockSender:
         self.outbox = Outbox(ends.max_bytes, self._release)
         self.socket = None if ends.listen is None else _listen(context, ends.listen, ends.secret)
         """Socket at which others ask; None where this engine only fetches."""
-        self._leaving: defaultdict[bytes, deque[Leaving]] = defaultdict(deque)
+        self._leaving: defaultdict[bytes, deque[Leaving | LeavingPiece]] = defaultdict(deque)
         """Messages that a peer's socket did not take yet."""
         self._stream: LayerStream | None = None
         """Blocks that are being computed."""
@@ -195,9 +210,12 @@ class BlockSender:
     def send_layer(
         self, ask: Ask, names: Sequence[BlockName], offset: int, data: NDArray[np.uint8]
     ) -> None:
-        """Sends one layer of some blocks, `[blocks, layer_bytes]`, in as few messages as may be
-        large; it lies at `offset` of each block.
+        """Sends one layer of some blocks of a group, `[blocks, layer_bytes]`, in as few messages as
+        may be large; it lies at `offset` of each block.
         """
+        group = names[0].group
+        if not self._heads.is_whole(group, ask.heads[group]):
+            data, offset = self._heads.cut_layer(group, data, offset, ask.heads[group])
         in_one = max(1, PART_BYTES // data.shape[1])
         for first in range(0, len(names), in_one):
             some = slice(first, first + in_one)
@@ -224,17 +242,30 @@ class BlockSender:
             self.outbox.renew(Ask(peer, message.epoch), message.names, time.monotonic())
         elif isinstance(message, TookBlocks):
             self.outbox.give_back(Ask(peer, message.epoch), message.names)
-        elif message.fingerprint != self._ends.fingerprint:
-            reason = "this engine's blocks have other bytes: model, options or versions differ"
+        elif reason := self._refusal(message):
             self._leaving[peer].append(self._encode(NotYours(reason)))
         else:
             self._answer(peer, message)
+
+    def _refusal(self, message: WantBlocks) -> str:
+        """Says why a peer gets no block of this engine; "" where it may."""
+        if message.fingerprint != self._ends.fingerprint:
+            return "this engine's blocks have other bytes: model, options or versions differ"
+        if len(message.heads) != len(self._heads.groups):
+            return f"got heads of {len(message.heads)} cache groups, not {len(self._heads.groups)}"
+        for group in {block.group for block in message.blocks} & set(range(len(message.heads))):
+            heads = message.heads[group]
+            if not self._heads.has(group, heads):
+                first, last = self._heads.span(group)
+                got = f"got the KV heads {heads[0]} to {heads[1]} of cache group {group}"
+                return f"{got}, this rank has {first} to {last}"
+        return ""
 
     def _answer(self, peer: bytes, message: WantBlocks) -> None:
         coming = []
         refused = []
         now = time.monotonic()
-        ask = Ask(peer, message.epoch)
+        ask = Ask(peer, message.epoch, tuple(message.heads))
         for block in message.blocks:
             data = self.outbox.take(block.name, block.key)
             if data is not None:
@@ -251,14 +282,39 @@ class BlockSender:
     def send_block(self, ask: Ask, name: BlockName, data: BlockData) -> None:
         """Sends a block's bytes, or lends those in memory that the peer reads."""
         messages = self._leaving[ask.peer]
+        if not self._heads.is_whole(name.group, ask.heads[name.group]):
+            own = data if isinstance(data, bytes) else None
+            if own is None:
+                self.outbox.lend(name, ask, time.monotonic())
+            messages.append(LeavingPiece(name, own, ask))
+            return
         if self._mover is not None and not isinstance(data, bytes):
             checksum = self.outbox.lend(name, ask, time.monotonic())
             session, address = self._mover.session, data.ctypes.data
             offer = BlockAt(name, session, address, len(data), checksum, ask.epoch)
             messages.append(self._encode(offer))
             return
-        for offset in range(0, len(data), PART_BYTES):
-            messages.append(LeavingPart(name, data, offset, ask.epoch))
+        messages.extend(_parts_of(name, data, ask))
+
+    def _first(self, messages: deque[Leaving | LeavingPiece]) -> Leaving:
+        """Returns the first of some messages; a piece becomes those that it is sent in."""
+        first = messages[0]
+        if not isinstance(first, LeavingPiece):
+            return first
+        messages.popleft()
+        parts = self._cut(first)
+        messages.extendleft(reversed(parts))
+        return parts[0]
+
+    def _cut(self, piece: LeavingPiece) -> list[Leaving]:
+        """Returns the messages of a piece; that the block is absent where it has gone by now."""
+        name, ask = piece.name, piece.ask
+        data = self.outbox.look(name) if piece.data is None else piece.data
+        self.outbox.give_back(ask, [name])
+        if data is None:
+            return [self._encode(NoBlocks([name], ask.epoch))]
+        cut = self._heads.cut(name.group, np.frombuffer(data, np.uint8), ask.heads[name.group])
+        return list(_parts_of(name, cut, ask))
 
     def sign(self, now: float) -> None:
         """Ends waits whose time is up, and shows the other peers a sign of life."""
@@ -281,7 +337,7 @@ class BlockSender:
             try:
                 for _ in range(min(PARTS_IN_TURN, len(messages))):
                     assert self.socket is not None
-                    frames = self._frames(peer, messages[0])
+                    frames = self._frames(peer, self._first(messages))
                     self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
                     messages.popleft()
                 if messages:
@@ -310,6 +366,12 @@ def _listen(
             f"kv_transfer_address: its next port, {address}, cannot be listened on: {error}"
         ) from error
     return router
+
+
+def _parts_of(name: BlockName, data: BlockData, ask: Ask) -> Iterator[LeavingPart]:
+    """Yields the messages of a block, or of a piece of one."""
+    for offset in range(0, len(data), PART_BYTES):
+        yield LeavingPart(name, data, offset, ask.epoch)
 
 
 def _view(data: BlockData) -> memoryview:

@@ -35,6 +35,8 @@ class Ask:
 
     peer: bytes
     epoch: int
+    heads: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """KV heads that it wants of each cache group's blocks, from one up to another."""
 
 
 @dataclass(slots=True)
@@ -133,6 +135,11 @@ class Outbox:
         block.leased_until = 0.0
         self._blocks.move_to_end(name)
         return block.data
+
+    def look(self, name: BlockName) -> BlockData | None:
+        """Returns a block's bytes, which does not count as a use; None where it is not there."""
+        block = self._blocks.get(name)
+        return None if block is None else block.data
 
     # -- who reads ---------------------------------------------------------------------------------
 

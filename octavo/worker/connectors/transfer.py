@@ -5,7 +5,8 @@ Owns the slots' bytes and one thread, which has all sockets. A block is asked fo
 often before it is computed: the engine that computes it sends it once its own scheduler half has
 saved it, and those of a prompt's last step layer by layer, as the step writes them. The bytes go
 to memory that the fetching side holds until it has told the outcome, so that nothing that comes
-late can land elsewhere. Any failure is a miss: the prompt is computed here.
+late can land elsewhere. Any failure is a miss: the prompt is computed here. Where several ranks
+share out the heads each has such a worker, for its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from octavo.kv_messages import BlockName, ConnectorPlan, ConnectorReport, Stored
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.cache_engine import HostShape
+from octavo.worker.connectors.held_heads import HeldHeads, whole_blocks
 from octavo.worker.connectors.layer_stream import LayerStream
+from octavo.worker.connectors.report_box import ReportBox, Reports
 from octavo.worker.connectors.transfer_mail import TransferMail
 from octavo.worker.kv_layers import KvLayers
 
@@ -32,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """Seconds in which the thread must end."""
-
-EMPTY = ConnectorReport()
 
 
 class TransferWorker:
@@ -46,17 +47,17 @@ class TransferWorker:
         shapes: Sequence[HostShape],
         ends: TransferEnds,
         mover: BlockTransport | None = None,
+        heads: HeldHeads | None = None,
+        reports: Reports | None = None,
     ) -> None:
         """Takes a `mover` that reads whole blocks out of memory; without one they come in messages,
-        as layers always do.
+        as layers always do. `heads` are those of this rank, and `reports` is where its reports go;
+        the only rank has all heads, and keeps its reports.
         """
         self._slots = [
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]
-        self._report = ConnectorReport()
-        self._num_under_way = 0
-        self._changed = threading.Condition()
-        """Guards the report and the number; notified when something is added."""
+        self._reports: Reports = reports or ReportBox()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake, listener = self._pair()
         self.sends_layers = ends.listen is not None
@@ -66,7 +67,14 @@ class TransferWorker:
         self._plans: deque[ConnectorPlan | LayerStream | None] = deque()
         """Plans and streams for the thread; None ends it."""
         try:
-            self._mail = TransferMail(self._context, self._slots, ends, self._note, mover)
+            self._mail = TransferMail(
+                self._context,
+                self._slots,
+                ends,
+                self._note,
+                mover=mover,
+                heads=heads or whole_blocks([shape.block_bytes for shape in shapes]),
+            )
         except BaseException:
             # A context that is collected with open sockets waits for them without end.
             self._context.destroy(linger=0)
@@ -88,8 +96,7 @@ class TransferWorker:
         return found
 
     def begin(self, plan: ConnectorPlan) -> None:
-        with self._changed:
-            self._num_under_way += len(plan.fetch) + len(plan.keep)
+        self._reports.begin(plan)
         self._tell(plan)
 
     def begin_stream(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
@@ -106,28 +113,21 @@ class TransferWorker:
         self._wake.send(b"")
 
     def report(self, *, wait_s: float) -> ConnectorReport | None:
-        with self._changed:
-            if self._report == EMPTY and self._num_under_way and wait_s:
-                self._changed.wait(wait_s)
-            report, self._report = self._report, ConnectorReport()
-        return None if report == EMPTY else report
+        return self._reports.take(wait_s=wait_s)
 
     def _note(self, **found: list[BlockName]) -> None:
         """Adds to the report; called by the thread."""
-        with self._changed:
-            for name, blocks in found.items():
-                getattr(self._report, name).extend(blocks)
-            outbox = self._mail.sender.outbox
-            link = self._mail.fetcher.link
-            self._report.stored = StoredBytes(
-                outbox.num_bytes,
-                num_expired_leases=outbox.num_expired,
-                link_bytes=link.num_bytes,
-                link_s=link.seconds,
-            )
-            ended = ("fetched", "not_fetched", "kept", "not_kept")
-            self._num_under_way -= sum(len(found.get(name, ())) for name in ended)
-            self._changed.notify_all()
+        outbox, link = self._mail.sender.outbox, self._mail.fetcher.link
+        stored = StoredBytes(
+            outbox.num_bytes,
+            num_expired_leases=outbox.num_expired,
+            link_bytes=link.num_bytes,
+            link_s=link.seconds,
+        )
+        report = ConnectorReport(stored=stored)
+        for name, blocks in found.items():
+            setattr(report, name, blocks)
+        self._reports.add(report)
 
     def close(self) -> None:
         if not self._thread.is_alive():

@@ -19,6 +19,7 @@ from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.connectors.block_fetcher import BlockFetcher
 from octavo.worker.connectors.block_sender import BlockSender
+from octavo.worker.connectors.held_heads import HeldHeads
 from octavo.worker.connectors.layer_stream import LayerStream
 from octavo.worker.connectors.mail_note import BUSY_MS, IDLE_MS, Note
 
@@ -35,14 +36,18 @@ class TransferMail:
         slots: Sequence[NDArray[np.uint8]],
         ends: TransferEnds,
         note: Note,
-        mover: BlockTransport | None = None,
+        *,
+        mover: BlockTransport | None,
+        heads: HeldHeads,
     ) -> None:
         self.poller = zmq.Poller()
         self._slots = slots
         self._note = note
-        self.sender = BlockSender(context, slots, ends, note, mover)
+        self.sender = BlockSender(context, slots, ends, note, mover=mover, heads=heads)
         """Side that other engines ask."""
-        self.fetcher = BlockFetcher(context, slots, ends, note, mover=mover, poller=self.poller)
+        self.fetcher = BlockFetcher(
+            context, slots, ends, note, mover=mover, heads=heads, poller=self.poller
+        )
         """Side that asks other engines."""
         if self.sender.socket is not None:
             self.poller.register(self.sender.socket, zmq.POLLIN)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import msgspec
 
 from octavo.child_process import ChildFailed
+from octavo.kv_messages import ConnectorReport
 from octavo.step import StepPlan
 
 # -- to a rank -------------------------------------------------------------------------------------
@@ -29,12 +31,23 @@ class Measure(msgspec.Struct, tag=True):
     """All ranks have loaded: count the KV blocks that fit."""
 
 
+class RankSlots(msgspec.Struct):
+    """The part of a connector to other engines that all ranks have in common."""
+
+    num_slots: int
+    """Slots of each cache group."""
+    fingerprint: bytes
+    """Digest of everything that a block's bytes depend on."""
+
+
 class Allocate(msgspec.Struct, tag=True):
     """Allocate the KV cache; block counts are per cache group."""
 
     num_blocks: list[int]
     num_host_blocks: list[int]
     """Blocks in host memory, for swapped requests."""
+    slots: RankSlots | None = None
+    """Slots through which blocks go to other engines; None where they do not."""
 
 
 class Execute(msgspec.Struct, tag=True):
@@ -84,4 +97,13 @@ class RankReady(msgspec.Struct, tag=True):
     """The rank takes plans from now on, and no longer replies."""
 
 
-FromRank = RankStarted | RankLoaded | FittingBlocks | RankReady | ChildFailed
+class RankReport(msgspec.Struct, tag=True):
+    """Tells the outcome of the rank's part of blocks that leave and come; sent at any time."""
+
+    report: ConnectorReport
+
+
+TellReport: TypeAlias = Callable[[ConnectorReport], None]
+"""Takes a report of a rank, from any thread."""
+
+FromRank = RankStarted | RankLoaded | FittingBlocks | RankReady | RankReport | ChildFailed

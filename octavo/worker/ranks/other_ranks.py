@@ -24,7 +24,8 @@ import msgspec
 from octavo.backends.ranks import Meeting
 from octavo.child_process import ChildFailed, describe_exit, end_process, start_bound
 from octavo.errors import EngineDead, OctavoError
-from octavo.worker.ranks.messages import CloseRank, FromRank, RankSetup, ToRank
+from octavo.kv_messages import ConnectorReport
+from octavo.worker.ranks.messages import CloseRank, FromRank, RankReport, RankSetup, ToRank
 
 MAIN = "octavo.worker.ranks.process:main"
 END_S = 5.0
@@ -33,6 +34,8 @@ NOTICE_S = 5.0
 """Time within which the loss of a rank is noticed once its connections have broken, in seconds."""
 
 Message = TypeVar("Message", bound=FromRank)
+OnReport = Callable[[int, ConnectorReport], None]
+"""Is told, from another thread, what a rank reports."""
 OnLoss = Callable[[OctavoError], None]
 """Is told, from another thread, why a rank has ended."""
 
@@ -71,7 +74,10 @@ class RankLink:
 
     def __init__(self, setup: RankSetup, started: StartedRank, on_loss: OnLoss) -> None:
         self._name = f"rank {setup.rank} of {setup.num_ranks}"
+        self._rank = setup.rank
         self._on_loss = on_loss
+        self.on_report: OnReport | None = None
+        """Set before the rank has anything to report."""
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._said: queue.SimpleQueue[FromRank | OctavoError] = queue.SimpleQueue()
         self.is_closing = False
@@ -120,6 +126,9 @@ class RankLink:
                 said = self._decoder.decode(self._connection.recv_bytes())
                 if isinstance(said, ChildFailed):
                     lost = said.error(self._name)
+                elif isinstance(said, RankReport):
+                    assert self.on_report is not None, "it is told of no slots before"
+                    self.on_report(self._rank, said.report)
                 else:
                     self._said.put(said)
         except (EOFError, OSError):
@@ -181,6 +190,11 @@ class OtherRanks:
                 self._on_loss.append(on_loss)
                 return
         on_loss(self._lost)
+
+    def when_reported(self, on_report: OnReport) -> None:
+        """Arranges for a call of `on_report` with each report of a rank."""
+        for rank in self._ranks:
+            rank.on_report = on_report
 
     def check(self) -> None:
         """Raises EngineDead from the first fault of any rank on."""

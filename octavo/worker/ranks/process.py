@@ -8,12 +8,14 @@ or its standard input closes, and when anything fails, since it is then out of s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol, TypeAlias, TypeVar
@@ -22,7 +24,8 @@ import msgspec
 
 from octavo.child_process import ChildFailed, bind_to_parent
 from octavo.errors import OctavoError
-from octavo.ports import Executor
+from octavo.kv_messages import ConnectorReport
+from octavo.ports import ConnectorWorker, Executor
 from octavo.step import StepPlan
 from octavo.worker.ranks.messages import (
     Allocate,
@@ -34,9 +37,12 @@ from octavo.worker.ranks.messages import (
     Measure,
     RankLoaded,
     RankReady,
+    RankReport,
     RankSetup,
+    RankSlots,
     RankStarted,
     TakeIn,
+    TellReport,
     ToRank,
 )
 
@@ -55,7 +61,18 @@ class LoadedRank(Protocol):
         """Returns how many KV blocks fit, per cache group."""
         ...
 
-    def worker(self, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> Executor:
+    def connect(self, slots: RankSlots, tell: TellReport) -> ConnectorWorker:
+        """Makes what moves this rank's part of blocks to other engines and back; `tell` takes its
+        reports, from any thread.
+        """
+        ...
+
+    def worker(
+        self,
+        num_blocks: Sequence[int],
+        num_host_blocks: Sequence[int],
+        connector: ConnectorWorker | None = None,
+    ) -> Executor:
         """Allocates the KV cache, block counts per cache group, and returns what executes plans."""
         ...
 
@@ -112,6 +129,8 @@ class RankLoop:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
+        """Held while a message is sent: reports come from threads of their own."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToRank)
 
@@ -125,7 +144,9 @@ class RankLoop:
         self._expect(Measure)
         self._send(FittingBlocks(list(loaded.num_blocks())))
         wanted = self._expect(Allocate)
-        worker = loaded.worker(wanted.num_blocks, wanted.num_host_blocks)
+        slots = wanted.slots
+        connector = None if slots is None else loaded.connect(slots, self._tell)
+        worker = loaded.worker(wanted.num_blocks, wanted.num_host_blocks, connector)
         self._send(RankReady())
         while isinstance(message := self._receive(), Execute | TakeIn):
             if isinstance(message, TakeIn):
@@ -146,8 +167,14 @@ class RankLoop:
         self._send(ChildFailed.of(error))
         os._exit(1)
 
+    def _tell(self, report: ConnectorReport) -> None:
+        """Sends a report; the loop notices by itself when the first rank has gone."""
+        with contextlib.suppress(OSError):
+            self._send(RankReport(report))
+
     def _send(self, message: FromRank) -> None:
-        self._connection.send_bytes(self._encoder.encode(message))
+        with self._sending:
+            self._connection.send_bytes(self._encoder.encode(message))
 
     def _receive(self) -> ToRank:
         message: ToRank = self._decoder.decode(self._connection.recv_bytes())

@@ -7,10 +7,11 @@ Every function also serves an engine of one rank, for which `others` is None.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.backends.ranks import Abortable, Meeting
+from octavo.kv_messages import ConnectorReport
 from octavo.ports import ConnectorWorker
 from octavo.progress import Report
 from octavo.worker.loaded_model import LoadedModel
@@ -21,6 +22,7 @@ from octavo.worker.ranks.messages import (
     Measure,
     RankLoaded,
     RankReady,
+    RankSlots,
     RankStarted,
 )
 from octavo.worker.worker import Worker
@@ -31,6 +33,15 @@ if TYPE_CHECKING:
     from octavo.worker.stages.pipelined_worker import PipelinedWorker
 
 Joined = TypeVar("Joined", bound=Abortable)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSlots:
+    """A connector whose blocks lie in parts on all ranks."""
+
+    slots: RankSlots
+    take_report: Callable[[int, ConnectorReport], None]
+    """Function that takes what a rank reports; called by other threads."""
 
 
 def start_ranks(
@@ -87,11 +98,17 @@ def common_worker(
     num_host_blocks: Sequence[int],
     *,
     connector: ConnectorWorker | None,
+    sharing: SharedSlots | None,
     report: Report,
 ) -> Worker | RankedWorker | PipelinedWorker:
-    """Allocates the KV cache on every rank, block counts per cache group; returns the executor."""
+    """Allocates the KV cache on every rank, block counts per cache group; returns the executor.
+    `sharing` says what the others do of the connector's work, if anything.
+    """
     if others is not None:
-        others.send(Allocate(list(num_blocks), list(num_host_blocks)))
+        if sharing is not None:
+            others.when_reported(sharing.take_report)
+        slots = None if sharing is None else sharing.slots
+        others.send(Allocate(list(num_blocks), list(num_host_blocks), slots))
     worker = loaded.worker(num_blocks, num_host_blocks, connector, report)
     if others is None:
         return worker
