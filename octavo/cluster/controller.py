@@ -192,6 +192,7 @@ class Cluster:
             peers=peers,
             num_ranks=group.num_ranks,
             rank_secret=self.keys.secret if group.num_ranks > 1 else None,
+            num_block_ports=group.num_tensor,
         )
 
     def _router_spec(self, url: str) -> InstanceSpec:

@@ -14,7 +14,6 @@ import tempfile
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,8 @@ MAIN = "octavo.cli.bound:main"
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that instances have, below those that systems give out by themselves."""
 PORTS_EACH = 4
-"""Ports of an instance: of its HTTP server, its prompts, its blocks and its ranks."""
+"""Ports of an instance: of its HTTP server, its prompts, its blocks and its ranks. One of whose
+blocks more ranks send their part has more."""
 RANK_SECRET = "OCTAVO_RANK_SECRET"
 """Environment variable in which `octavo rank` looks for the secret."""
 ANSWER_S = 2.0
@@ -57,6 +57,8 @@ class InstanceSpec(msgspec.Struct, frozen=True):
     """Ranks of its engine, of which all but the first run by themselves, as `rank_spec` says."""
     rank_secret: str | None = None
     """Secret that the ranks share."""
+    num_block_ports: int = 1
+    """Ports by which its blocks leave, above that of its prompts: one for each of its ranks."""
 
 
 class InstanceState(msgspec.Struct, frozen=True):
@@ -89,7 +91,8 @@ class Instance:
         self._spec = spec
         self._host = spec.host or host
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-instance-")
-        first = spec.port or free_ports(self._host, spec.name)
+        count = max(PORTS_EACH, 2 + spec.num_block_ports)
+        first = spec.port or free_ports(self._host, spec.name, count)
         self._port = first
         self._kv_port = first + 1
         self._rank_port = first + 3
@@ -146,15 +149,15 @@ class Instance:
         return str(path)
 
 
-def free_ports(host: str, name: str, taken: Sequence[int] = ()) -> int:
-    """Returns the first of PORTS_EACH neighbouring free ports: the same for a name as long as they
-    are free.
+def free_ports(host: str, name: str, count: int = PORTS_EACH) -> int:
+    """Returns the first of `count` neighbouring free ports: the same for a name as long as they are
+    free.
     """
     start = zlib.crc32(name.encode()) % (NUM_PORTS // PORTS_EACH)
     for step in range(NUM_PORTS // PORTS_EACH):
         at = (start + step) % (NUM_PORTS // PORTS_EACH)
         first = FIRST_PORT + PORTS_EACH * at
-        if first not in taken and all(_is_free(host, first + i) for i in range(PORTS_EACH)):
+        if all(_is_free(host, first + i) for i in range(count)):
             return first
     raise OSError(f"no ports are free on {host}")
 

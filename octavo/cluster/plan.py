@@ -71,10 +71,11 @@ class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     @property
     def num_ranks(self) -> int:
         """Parts of each instance that are placed by themselves."""
-        return self._num_tensor if self.ranks_apart else 1
+        return self.num_tensor if self.ranks_apart else 1
 
     @property
-    def _num_tensor(self) -> int:
+    def num_tensor(self) -> int:
+        """Ranks that share out the heads of each instance's model."""
         size = flag_names(self.options).get("tensor_parallel_size", 1)
         return size if isinstance(size, int) else 1
 
@@ -176,6 +177,13 @@ def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
             f" tensor-parallel-size above 1, got {group.options.get('backend', 'auto')} and"
             f" {group.num_ranks}",
             hint="native ranks share the memory of one machine; leave ranks_apart out",
+        )
+    transfers = group.role != "both" or "kv_transfer" in flag_names(group.options)
+    if group.ranks_apart and transfers:
+        raise ConfigError(
+            f"plan: {where}: ranks_apart: allowed only where no blocks go to other instances, got"
+            f" the role {group.role}",
+            hint="leave ranks_apart out: ranks of one machine send each their part of blocks",
         )
     if (group.role == "decode") != (group.peers is not None):
         raise ConfigError(

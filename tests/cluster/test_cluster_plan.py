@@ -52,6 +52,19 @@ def test_a_file_is_read(tmp_path: Path) -> None:
             " above 1, got torch and 1",
         ),
         (
+            {
+                "instances": [
+                    {
+                        "name": "a",
+                        "role": "prefill",
+                        "ranks_apart": True,
+                        "options": {"backend": "torch", "tensor-parallel-size": 2},
+                    }
+                ]
+            },
+            "ranks_apart: allowed only where no blocks go to other instances, got the role prefill",
+        ),
+        (
             {"instances": [{"name": "a", "options": {"rank-address": "127.0.0.1:9"}}]},
             "options: rank_address follows from the plan",
         ),

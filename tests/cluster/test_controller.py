@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 
 from octavo.cluster.controller import LEAVE_S, Cluster, ClusterKeys
-from octavo.cluster.instance import InstanceSpec, rank_spec
+from octavo.cluster.instance import InstanceSpec, free_ports, rank_spec
 from octavo.cluster.placing import ClusterMachine
 from octavo.cluster.plan import ClusterPlan, plan_of
 from octavo.errors import ConfigError
@@ -77,6 +78,25 @@ def test_ranks_apart_have_places_of_their_own() -> None:
     spec = placer.running("a-1").spec
     assert (spec.num_ranks, spec.rank_secret) == (2, "of all")
     assert len(router.there) == 2
+
+
+def test_each_rank_that_sends_blocks_has_a_port() -> None:
+    answers, prompts = APART["instances"]
+    prompts = prompts | {"options": {"tensor-parallel-size": 6}}
+    made, placer, _, _ = cluster({"instances": [answers, prompts]})
+    steps(made)
+    assert placer.running("prompts-0").spec.num_block_ports == 6
+    assert placer.running("answers-0").spec.num_block_ports == 1
+
+
+def test_neighbouring_ports_are_as_many_as_are_wanted() -> None:
+    first = free_ports("127.0.0.1", "a name", 8)
+    assert first == free_ports("127.0.0.1", "a name", 8)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 7))
+        taken.listen()
+        assert free_ports("127.0.0.1", "a name") == first
+        assert free_ports("127.0.0.1", "a name", 8) != first
 
 
 def test_another_rank_of_an_instance_joins_the_first_one() -> None:
