@@ -1,11 +1,12 @@
 """How many of the blocks of keys to which a token pays most attention the token before it has
 chosen too: what a memory of chosen blocks would find, if the others lay in a file.
 
-    python benchmarks/chosen_again.py --model DIRECTORY
+    python benchmarks/chosen_again.py
 
 Blocks of 16 keys are chosen for each layer by the attention of all its heads together, a share of
 them, always the first and the last two, as `--kv-selection` does; the attention is transformers',
-over a window of Opticks, and the choices are those of its second half. Prints a JSON line for each
+over a window of Opticks with the weights of the file, and the choices are those of its second half.
+Prints a JSON line for each
 share: the share of a token's blocks that the one before has chosen, that any of the last eight
 tokens has, and the bytes of keys and values that no such token has read, in a model of this shape
 in bfloat16. Needs no quiet machine: a minute on two cores.
@@ -18,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from octavo.checkpoint.catalogue import resolve
+from octavo.checkpoint.open import open_checkpoint
+from octavo.text.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"
 BLOCK = 16
@@ -27,6 +32,24 @@ WHOLE_LAYERS = 2
 """First layers, which read all keys."""
 MEMORY = 8
 """Tokens whose choices are remembered."""
+
+
+def opened(name: str) -> Any:
+    """Opens a model in transformers, in fp32, with the weights of its file dequantised."""
+    checkpoint = open_checkpoint(resolve(name))
+    config = AutoConfig.for_model(**checkpoint.config)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    weights = {
+        name: torch.from_numpy(checkpoint.tensor(name).dequantize().copy())
+        for name in checkpoint.names()
+    }
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if not set(missing) <= {"lm_head.weight"} or unexpected:
+        raise SystemExit(f"weights missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
+    return model.eval()
 
 
 def block_masses(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
@@ -61,17 +84,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", default="smollm2", help="a model that transformers knows")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.3, 0.2])
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = opened(args.model)
     text = TEXT.read_text(encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    token_ids = tokenizer(text, add_special_tokens=False).input_ids[: args.context]
-    masses = block_masses(model.eval(), token_ids)[WHOLE_LAYERS:]
+    source = open_checkpoint(resolve(args.model)).tokenizer_source()
+    assert source is not None, "a model of text has a tokenizer"
+    tokenizer = load_tokenizer(source)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)[: args.context]
+    masses = block_masses(model, token_ids)[WHOLE_LAYERS:]
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block_bytes = BLOCK * config.num_key_value_heads * width * 2 * 2

@@ -3,7 +3,7 @@
     python benchmarks/dense_1_6b.py dense-1.6b.gguf
     python benchmarks/offload.py dense-1.6b.gguf --weights-dir /data/weights \\
         --memory 227MiB --memory 453MiB --cgroup /sys/fs/cgroup/memory \\
-        --llamacpp PYTHON_WITH_XLLAMACPP
+        --llamacpp PATH/llama-batched-bench
 
 Both get `--memory` and what Octavo asks for besides (`octavo plan`); the limit counts the cache of
 files too. The bound of a stream is the rate at which the disk gives the same file in Octavo's
@@ -112,8 +112,18 @@ class Round:
         return {"1": rates["single"], str(self.requests): rates["batch"] * share}
 
 
+def run_llama(work: Round, llama: Path, limit: int, *, mmap: bool) -> Ended:
+    """Runs llama.cpp: its llama-batched-bench, or the Python that has the package xllamacpp."""
+    if llama.name.startswith("python"):
+        options: dict[str, object] = {"mmap": mmap, "repack": False}
+        return work.run("xllamacpp", options, limit, str(llama))
+    # Weights in another layout are copies, which mmap shares with no file.
+    arguments = ["--no-repack", "--load-mode", "mmap" if mmap else "none"]
+    return work.run("llamacpp", {"binary": str(llama), "arguments": arguments}, limit)
+
+
 def results(
-    work: Round, memory: int, schedules: list[str], llama: str | None
+    work: Round, memory: int, schedules: list[str], llama: Path | None
 ) -> Iterator[dict[str, object]]:
     """Yields what one round finds for one allowance of memory."""
     limit = work.limit(memory)
@@ -132,8 +142,8 @@ def results(
                 streams: round(found / bound / int(streams), 3) for streams, found in rates.items()
             },
         }
-    for mmap in (True, False) if llama else ():
-        ended = work.run("xllamacpp", {"mmap": mmap, "repack": False}, limit, llama)
+    for mmap in (True, False) if llama is not None else ():
+        ended = run_llama(work, llama, limit, mmap=mmap)
         name = "llama.cpp, mmap" if mmap else "llama.cpp, read"
         yield line_of(name, memory, limit, ended, work.rates(ended))
 
@@ -170,7 +180,9 @@ def main() -> None:
     parser.add_argument("--memory", action="append", required=True)
     parser.add_argument("--cgroup", type=Path, required=True)
     parser.add_argument("--schedule", action="append", choices=("pinned", "layers"))
-    parser.add_argument("--llamacpp", help="a Python that has the package xllamacpp")
+    parser.add_argument(
+        "--llamacpp", type=Path, help="llama-batched-bench, or a Python that has xllamacpp"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=16)

@@ -7,6 +7,7 @@ set(OCTAVO_CORE
     executor.cpp
     experts.cpp
     key_selection.cpp
+    kv_spill.cpp
     levels.cpp
     memory.cpp
     mixers.cpp

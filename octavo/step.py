@@ -297,6 +297,30 @@ class WeightArrivals(msgspec.Struct, frozen=True):
         )
 
 
+class KvArrivals(msgspec.Struct, frozen=True):
+    """Sums over the keys and values that came from a file while steps were computed, since the
+    engine's start.
+    """
+
+    num_found: int = 0
+    """Blocks of single layers that were in memory when an attention asked for them."""
+    num_read: int = 0
+    """Blocks of single layers that were read for an attention."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    wait_s: float = 0.0
+    """Seconds in which attentions waited."""
+    num_foreseen: int = 0
+    """Blocks of single layers that were read by a guess, before an attention asked for them."""
+    num_foreseen_used: int = 0
+    """Blocks among them that the attention then asked for."""
+
+    def __add__(self, other: KvArrivals) -> KvArrivals:
+        return KvArrivals(
+            *(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__)
+        )
+
+
 class StepResult(msgspec.Struct):
     """The results of a plan's rows, in its order, and the seconds that the device was busy."""
 
@@ -323,3 +347,5 @@ class StepResult(msgspec.Struct):
     """
     weights: WeightArrivals | None = None
     """Weights read from a file so far; None where all are in memory."""
+    spilled: KvArrivals | None = None
+    """Keys and values read from a file so far; None where all are in memory."""

@@ -386,13 +386,40 @@ NB_MODULE(_native, m) {
     nb::class_<KvMemory>(m, "KvMemory")
         .def(
             "__init__",
-            [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups) {
+            [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups,
+               const std::vector<int>& by_blocks) {
                 std::vector<KvGroup> list;
                 for (const auto& [layers, heads, k_width, v_width, type, num_blocks] : groups)
                     list.push_back(kv_group_of(layers, heads, k_width, v_width, type, num_blocks));
+                for (const int group : by_blocks) list.at(group).by_blocks = true;
                 new (self) KvMemory(std::move(list));
             },
-            "groups"_a)
+            "groups"_a, "by_blocks"_a = std::vector<int>())
+        .def(
+            "spill_to",
+            [](KvMemory& kv, int group, const std::vector<int>& layers, int file, int num_threads,
+               int num_kept) { kv.spill_to(group, {file, num_threads, num_kept}, layers); },
+            "group"_a, "layers"_a, "file"_a, "num_threads"_a, "num_kept"_a,
+            "Keeps blocks of some layers of a group by blocks in a file, `num_kept` of each layer in memory; "
+            "the "
+            "descriptor stays open as long as this memory.")
+        .def(
+            "spilled",
+            [](const KvMemory& kv, int group) -> nb::object {
+                const KvSpill* spill = kv.spill(group);
+                if (!spill) return nb::none();
+                return nb::cast(std::make_tuple(spill->num_found(), spill->num_read(), spill->bytes_read(),
+                                                spill->bytes_written(), spill->wait_seconds(),
+                                                spill->num_foreseen(), spill->num_foreseen_used(),
+                                                spill->num_in_memory(), spill->is_direct()));
+            },
+            "group"_a,
+            "Layers' parts of blocks that were in memory when an attention asked for them, and those that "
+            "were read, "
+            "bytes read and written, seconds waited, parts read by a guess and those of them that were used, "
+            "parts in memory now, and whether reads pass by the "
+            "system's "
+            "cache; None where all are in memory.")
         .def("copy_block", &KvMemory::copy_block, "group"_a, "source"_a, "target"_a)
         .def(
             "read_block",
@@ -431,6 +458,7 @@ NB_MODULE(_native, m) {
             "group"_a);
 
     nb::exception<WeightReadError>(m, "WeightReadError", PyExc_OSError);
+    nb::exception<KvSpillError>(m, "KvSpillError", PyExc_OSError);
     nb::exception<WeightFileTruncated>(m, "WeightFileTruncated", PyExc_OSError);
     using ChunkTuples = std::vector<std::tuple<int64_t, size_t, size_t>>;
     nb::class_<WeightStream>(m, "WeightStream")
@@ -568,6 +596,7 @@ NB_MODULE(_native, m) {
     m.def("kv_layer_bytes", [](int heads, int k_width, int v_width, const std::string& type) {
         return kv_group_of(1, heads, k_width, v_width, type, 0).block_bytes();
     });
+    m.attr("RECORD_ALIGN") = kRecordAlign;
 
     nb::class_<Builder>(m, "Executor")
         .def(nb::init<std::shared_ptr<Device>, int, int>(), "device"_a, "max_tokens"_a, "vocab"_a)
@@ -631,7 +660,8 @@ NB_MODULE(_native, m) {
         .def("mix", &Builder::mix, "xs"_a, "bases"_a, "coefs"_a, "outs"_a, "offset"_a)
         .def("attention", &Builder::attention, "q"_a, "out"_a, "group"_a, "layer"_a, "num_heads"_a,
              "window"_a, "chunks"_a, "scale"_a, "softcap"_a, "sinks"_a.none(), "slopes"_a.none(),
-             "distances"_a.none(), "reach"_a, "latent_width"_a, "by_places"_a.none(), "selection"_a.none())
+             "distances"_a.none(), "reach"_a, "latent_width"_a, "by_places"_a.none(), "selection"_a.none(),
+             "ahead"_a.none())
         .def("short_conv", &Builder::short_conv, "x"_a, "out"_a, "group"_a, "layer"_a, "weight"_a,
              "bias"_a.none(), "activation"_a, "fills"_a)
         .def("selective_scan", &Builder::selective_scan, "x"_a, "dt"_a, "b"_a, "c"_a, "out"_a,

@@ -339,12 +339,18 @@ struct Builder {
                                              .coefs = place_of(coefs),
                                              .offset = offset}));
     }
+    KeySelection selection_of(const nb::object& tuple) {
+        const auto [partial, group, layer, budget] =
+            nb::cast<std::tuple<PlaceTuple, int, int, double>>(tuple);
+        return {place_of(partial), group, layer, budget};
+    }
     // by_places: None, or (products of queries, products of keys, bucket by distance), as in AttentionSpec.
-    // selection: None, or (partial queries, group and layer of partial keys, budget), as in KeySelection.
+    // selection: None, or (partial queries, group and layer of partial keys, budget), as in KeySelection; ahead: the
+    // same of the next attention, with its layer.
     void attention(const PlaceTuple& q, const PlaceTuple& out, int group, int layer, int num_heads,
                    int window, bool chunks, float scale, float softcap, const nb::object& sinks,
                    const nb::object& slopes, const nb::object& distances, int reach, int latent_width,
-                   const nb::object& by_places, const nb::object& selection) {
+                   const nb::object& by_places, const nb::object& selection, const nb::object& ahead) {
         AttentionSpec spec{.q = place_of(q),
                            .out = place_of(out),
                            .group = group,
@@ -365,10 +371,11 @@ struct Builder {
             spec.buckets = buckets;
             spec.reach = (int)buckets.size() / 2;
         }
-        if (!selection.is_none()) {
-            const auto [partial, of_group, of_layer, budget] =
-                nb::cast<std::tuple<PlaceTuple, int, int, double>>(selection);
-            spec.selection = {place_of(partial), of_group, of_layer, budget};
+        if (!selection.is_none()) spec.selection = selection_of(selection);
+        if (!ahead.is_none()) {
+            const auto [next, next_layer] = nb::cast<std::tuple<nb::object, int>>(ahead);
+            spec.ahead = selection_of(next);
+            spec.ahead_layer = next_layer;
         }
         executor.add_attention(spec);
     }

@@ -208,7 +208,7 @@ int Executor::plan_of(const AttentionSpec& spec) {
 }
 
 // Two stages: the pieces, then the merge of those that are parts of a run. Two more in front of them where sparse
-// rows choose the keys that they read.
+// rows choose the keys that they read, and where those of the next attention are guessed.
 void Executor::add_attention(const AttentionSpec& spec) {
     require(open_.is_empty, "an attention in a stage with other ops");
     const int plan = plan_of(spec);
@@ -216,19 +216,24 @@ void Executor::add_attention(const AttentionSpec& spec) {
     if (spec.selection.budget > 0) {
         require(spec.mask == Mask{} && !spec.slopes && !spec.distances && spec.buckets.empty(),
                 "chosen keys of an attention that knows their places");
-        selected = &selected_keys(plan, spec.selection.budget);
-        push(std::make_unique<BlockMassStage>(spec, *selected));
-        push(std::make_unique<ChooseKeysStage>(*selected));
+        selected = &keys_of(selected_, plan, spec.selection.budget);
+        push(std::make_unique<BlockMassStage>(spec, spec.selection, *selected));
+        push(std::make_unique<ChooseKeysStage>(spec, *selected));
+    }
+    if (spec.ahead.budget > 0) {
+        SelectedKeys& guess = keys_of(guessed_, plan, spec.ahead.budget);
+        push(std::make_unique<BlockMassStage>(spec, spec.ahead, guess));
+        push(std::make_unique<ForeseeKeysStage>(spec, guess));
     }
     push(std::make_unique<AttentionStage>(spec, plan, false, selected));
     body_.push_back(std::make_unique<AttentionStage>(spec, plan, true, selected));
     body_ranges_.push_back(open_.range);
 }
 
-SelectedKeys& Executor::selected_keys(int plan, double budget) {
-    selected_.resize(plans_.size());
-    if (!selected_[plan]) selected_[plan] = std::make_unique<SelectedKeys>(plans_[plan], budget);
-    return *selected_[plan];
+SelectedKeys& Executor::keys_of(Selections& selections, int plan, double budget) {
+    selections.resize(plans_.size());
+    if (!selections[plan]) selections[plan] = std::make_unique<SelectedKeys>(plans_[plan], budget);
+    return *selections[plan];
 }
 
 // Two stages: the choice of each row, then the order of all rows.
@@ -664,6 +669,9 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
     mark_sparse(batch);
     for (const auto& selected : selected_)
         if (selected) selected->begin(batch, kv, sparse_rows_.data());
+    for (const auto& guessed : guessed_)
+        if (guessed) guessed->begin(batch, kv, sparse_rows_.data(), true);
+    begin_spill(batch, kv);
     num_kept_ = batch.keeps_logits ? batch.num_samples : 0;
     sort_adapters(batch);
     int last = 0;
@@ -688,17 +696,46 @@ void Executor::run(const Batch& batch, const KvMemory& kv) {
         engines_->advance(num_engine_exchanges_);
         if (engines_->aborted()) throw RanksAborted();
     }
-    end_reads();
+    end_reads(kv);
 }
 
-// Ends both kinds of reads before it throws what either has met.
-void Executor::end_reads() {
-    std::exception_ptr met;
-    try {
-        if (neurons_) neurons_->end_step();
-    } catch (...) {
-        met = std::current_exception();
+// Tells what keeps a part of the keys in a file which blocks the step writes.
+void Executor::begin_spill(const Batch& batch, const KvMemory& kv) {
+    for (const auto& selected : selected_) {
+        if (!selected || !kv.spill(selected->plan().group)) continue;
+        const int group = selected->plan().group;
+        std::map<int32_t, int> firsts;  // by block: its first token that is written
+        const auto add = [&](const int32_t* slots, int count) {
+            for (int i = 0; i < count; i++) {
+                if (slots[i] < 0) continue;
+                const auto found = firsts.try_emplace(slots[i] / kTile, slots[i] % kTile).first;
+                found->second = std::min(found->second, slots[i] % kTile);
+            }
+        };
+        add(batch.slots + (int64_t)group * batch.num_tokens, batch.num_tokens);
+        if (batch.num_copies) add(batch.copy_slots + (int64_t)group * batch.num_copies, batch.num_copies);
+        std::vector<int32_t> written, continued;
+        for (const auto& [block, first] : firsts) {
+            written.push_back(block);
+            if (first > 0) continued.push_back(block);
+        }
+        kv.spill(group)->begin_step(std::move(written), continued);
     }
+}
+
+// Ends all kinds of reads before it throws what one has met.
+void Executor::end_reads(const KvMemory& kv) {
+    std::exception_ptr met;
+    const auto end = [&](auto& reads) {
+        try {
+            reads.end_step();
+        } catch (...) {
+            met = std::current_exception();
+        }
+    };
+    if (neurons_) end(*neurons_);
+    for (const auto& selected : selected_)
+        if (selected && kv.spill(selected->plan().group)) end(*kv.spill(selected->plan().group));
     if (stream_) stream_->end_step();
     if (met) std::rethrow_exception(met);
 }

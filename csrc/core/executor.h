@@ -254,6 +254,9 @@ struct AttentionSpec {
     Place of_queries{}, of_keys{};
     std::vector<int32_t> buckets = {};
     KeySelection selection = {};
+    KeySelection ahead =
+        {};  // what the next attention of the group chooses by, made already; no budget: none is
+    int ahead_layer = 0;
     const PreparedRows* converts = nullptr;  // the next product's rows, written in place of the out
     bool keeps_out = false;  // whether the out is written too in steps with adapters
 };
@@ -533,13 +536,15 @@ class Executor {
     int plan_of(const AttentionSpec& spec);
     int most_expert_tokens() const { return max_tokens_ * num_engines_; }
     void count_expert_exchange(size_t slot_bytes);
-    SelectedKeys& selected_keys(int plan, double budget);
+    using Selections = std::vector<std::unique_ptr<SelectedKeys>>;
+    SelectedKeys& keys_of(Selections& selections, int plan, double budget);
     void place_rows();
     void group_stages();
     void size_thread_states();
     void link_shrinks();
     void order_chunks();
-    void end_reads();
+    void begin_spill(const Batch& batch, const KvMemory& kv);
+    void end_reads(const KvMemory& kv);
     // Returns how many collectives a step has.
     int count_collectives(const Batch& batch) const;
     void check_places(int first, int end) const;
@@ -588,7 +593,8 @@ class Executor {
     std::vector<std::unique_ptr<RopeAngles>> angles_;
     std::vector<std::unique_ptr<std::vector<float>>> kept_;
     std::vector<AttentionPlan> plans_;
-    std::vector<std::unique_ptr<SelectedKeys>> selected_;  // by plan; null where all keys are read
+    Selections selected_;  // by plan; null where all keys are read
+    Selections guessed_;  // by plan; null where none are guessed a layer ahead
     std::vector<std::unique_ptr<ExpertPlan>> expert_plans_;
     std::vector<std::unique_ptr<PreparedRows>> rows_;
     std::unique_ptr<Memory> arenas_[kNumAxes], areas_[kNumRowAreas], partials_;

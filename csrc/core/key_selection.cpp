@@ -14,16 +14,18 @@ int SelectedKeys::count(double budget, int num_blocks) {
     return std::min(num_blocks, std::max(kLeast, (int)std::ceil(budget * num_blocks)));
 }
 
-void SelectedKeys::begin(const Batch& batch, const KvMemory& kv, const uint8_t* is_sparse) {
+void SelectedKeys::begin(const Batch& batch, const KvMemory& kv, const uint8_t* is_sparse, bool of_earlier) {
     step_ = &batch;
     num_heads_ = kv.group(plan_.group).num_heads;
     table_width_ = batch.table_width;
     rows_.clear();
     for (int r = 0; r < batch.num_requests; r++) {
         const int context = batch.context_lens[(int64_t)plan_.group * batch.num_requests + r];
-        for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row++)
-            if (is_sparse[row] && context > 0)
-                rows_.push_back({row, r, std::min(context, batch.places[row] + 1)});
+        for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row++) {
+            const int seen = of_earlier ? batch.places[batch.query_starts[r]] : batch.places[row] + 1;
+            if (is_sparse[row] && std::min(context, seen) > 0)
+                rows_.push_back({row, r, std::min(context, seen)});
+        }
     }
     masses_.resize(rows_.size() * num_heads_ * table_width_);
 }
@@ -42,7 +44,7 @@ void SelectedKeys::choose(const KvMemory& kv, int threads) {
         while (next < rows_.size() && rows_[next].request == r) next++;
         const int end = next > first ? rows_[first].row : whole.query_starts[r + 1];
         add_whole(whole, r, end - whole.query_starts[r]);
-        for (size_t i = first; i < next; i++) add_row(whole, (int)i);
+        for (size_t i = first; i < next; i++) add_row((int)i);
     }
     query_starts_.push_back(whole.num_tokens);
     batch_ = whole;
@@ -59,6 +61,19 @@ void SelectedKeys::choose(const KvMemory& kv, int threads) {
     if (!partials_ || partials_->size() < bytes) partials_ = std::make_unique<Memory>(bytes);
 }
 
+std::vector<int32_t> SelectedKeys::blocks_read() const {
+    const bool is_whole = rows_.empty();
+    const Batch& batch = is_whole ? *step_ : batch_;
+    const int64_t first = is_whole ? (int64_t)plan_.group * batch.num_requests : 0;
+    std::vector<int32_t> found;
+    for (int r = 0; r < batch.num_requests; r++) {
+        if (batch.query_starts[r] == batch.query_starts[r + 1]) continue;
+        const int32_t* table = batch.block_tables + (first + r) * batch.table_width;
+        found.insert(found.end(), table, table + (batch.context_lens[first + r] + kTile - 1) / kTile);
+    }
+    return found;
+}
+
 void SelectedKeys::add_request(int first_row, int context) {
     query_starts_.push_back(first_row);
     context_lens_.push_back(context);
@@ -73,10 +88,23 @@ void SelectedKeys::add_whole(const Batch& whole, int request, int num_rows) {
     std::copy_n(whole.block_tables + at * table_width_, table_width_, tables_.end() - table_width_);
 }
 
-// The last block is read as far as the row sees it, so its place among what it reads is known.
-void SelectedKeys::add_row(const Batch& whole, int index) {
-    const Row& row = rows_[index];
-    const int blocks = (row.num_keys + kTile - 1) / kTile, chosen = count(budget_, blocks);
+const int32_t* SelectedKeys::table_of(int index) const {
+    return step_->block_tables +
+           ((int64_t)plan_.group * step_->num_requests + rows_[index].request) * table_width_;
+}
+
+std::vector<int32_t> SelectedKeys::blocks_wanted() {
+    std::vector<int32_t> found;
+    for (int index = 0; index < num_rows(); index++) {
+        order_blocks(index);
+        for (const int32_t block : order_) found.push_back(table_of(index)[block]);
+    }
+    return found;
+}
+
+// Chooses a row's blocks, in their order.
+void SelectedKeys::order_blocks(int index) {
+    const int blocks = (rows_[index].num_keys + kTile - 1) / kTile, chosen = count(budget_, blocks);
     order_.resize(blocks);
     std::iota(order_.begin(), order_.end(), 0);
     if (chosen < blocks) {
@@ -92,12 +120,17 @@ void SelectedKeys::add_row(const Batch& whole, int index) {
         order_.resize(chosen);
         std::sort(order_.begin(), order_.end());
     }
+}
+
+// The last block is read as far as the row sees it, so its place among what it reads is known.
+void SelectedKeys::add_row(int index) {
+    const Row& row = rows_[index];
+    order_blocks(index);
+    const int blocks = (row.num_keys + kTile - 1) / kTile, chosen = (int)order_.size();
     const int num_keys = row.num_keys - (blocks - chosen) * kTile;
     add_request(row.row, num_keys);
-    const int64_t at = (int64_t)plan_.group * whole.num_requests + row.request;
-    const int32_t* table = whole.block_tables + at * table_width_;
     int32_t* to = &*(tables_.end() - table_width_);
-    for (int i = 0; i < chosen; i++) to[i] = table[order_[i]];
+    for (int i = 0; i < chosen; i++) to[i] = table_of(index)[order_[i]];
     places_[row.row] = num_keys - 1;
     limits_[row.row] = num_keys;
 }

@@ -18,8 +18,9 @@ class SelectedKeys {
     // The plan is that of the attention; a share `budget` of the blocks is read.
     SelectedKeys(AttentionPlan plan, double budget);
 
-    // Finds the sparse rows of a step; none: its attention is as it was.
-    void begin(const Batch& batch, const KvMemory& kv, const uint8_t* is_sparse);
+    // Finds the sparse rows of a step; none: its attention is as it was. With `of_earlier` they see the keys alone
+    // that were there before the step.
+    void begin(const Batch& batch, const KvMemory& kv, const uint8_t* is_sparse, bool of_earlier = false);
     int num_rows() const { return (int)rows_.size(); }
     // Row of the step, its request, and the keys that it sees.
     struct Row {
@@ -33,6 +34,10 @@ class SelectedKeys {
     // Chooses each row's blocks by its masses, and plans the attention.
     void choose(const KvMemory& kv, int threads);
     const Batch& batch() const { return batch_; }
+    // The blocks that the attention of the step reads, once they are chosen; some twice where requests share them.
+    std::vector<int32_t> blocks_read() const;
+    // The blocks that rows would choose by their masses alone.
+    std::vector<int32_t> blocks_wanted();
     const AttentionPlan& plan() const { return plan_; }
     float* partials() const { return (float*)partials_->data(); }
 
@@ -45,7 +50,9 @@ class SelectedKeys {
   private:
     void add_request(int first_row, int context);
     void add_whole(const Batch& whole, int request, int num_rows);
-    void add_row(const Batch& whole, int index);
+    void add_row(int index);
+    void order_blocks(int index);
+    const int32_t* table_of(int index) const;
 
     AttentionPlan plan_;
     const double budget_;

@@ -16,8 +16,8 @@ struct BlockMassStage : Stage {
     int num_heads;  // of queries
     float scale;
     SelectedKeys& selected;
-    BlockMassStage(const AttentionSpec& s, SelectedKeys& keys)
-        : spec(s.selection), num_heads(s.num_heads), scale(s.scale), selected(keys) {}
+    BlockMassStage(const AttentionSpec& s, const KeySelection& selection, SelectedKeys& keys)
+        : spec(selection), num_heads(s.num_heads), scale(s.scale), selected(keys) {}
     std::string name() const override { return "keys weighed"; }
     bool on_samples() const override { return false; }
     Cost cost(const View& view) const override {
@@ -63,15 +63,38 @@ struct BlockMassStage : Stage {
     }
 };
 
-// The choice, and the plan of the attention over what was chosen.
+// The choice, and the plan of the attention over what was chosen, which is brought from the file where memory has it
+// not.
 struct ChooseKeysStage : Stage {
+    int group, layer;  // of the attention
     SelectedKeys& selected;
-    explicit ChooseKeysStage(SelectedKeys& keys) : selected(keys) {}
+    ChooseKeysStage(const AttentionSpec& spec, SelectedKeys& keys)
+        : group(spec.group), layer(spec.layer), selected(keys) {}
     std::string name() const override { return "keys chosen"; }
     bool on_samples() const override { return false; }
-    int pieces(const View&) const override { return selected.num_rows() ? 1 : 0; }
+    int pieces(const View& view) const override {
+        return selected.num_rows() || view.kv.spill(group) ? 1 : 0;
+    }
     void run(const View& view, int, ThreadState&, int) const override {
-        selected.choose(view.kv, view.executor.pool().num_threads());
+        if (selected.num_rows()) selected.choose(view.kv, view.executor.pool().num_threads());
+        if (KvSpill* spill = view.kv.spill(group); spill && spill->spills(layer))
+            spill->request(layer, selected.blocks_read());
+    }
+};
+
+// Has the blocks read that the next layer would choose by what is known now, while this one computes.
+struct ForeseeKeysStage : Stage {
+    int group, layer;  // of the next attention
+    SelectedKeys& guess;
+    ForeseeKeysStage(const AttentionSpec& spec, SelectedKeys& keys)
+        : group(spec.group), layer(spec.ahead_layer), guess(keys) {}
+    std::string name() const override { return "keys foreseen"; }
+    bool on_samples() const override { return false; }
+    int pieces(const View& view) const override {
+        return guess.num_rows() && view.kv.spill(group) && view.kv.spill(group)->spills(layer) ? 1 : 0;
+    }
+    void run(const View& view, int, ThreadState&, int) const override {
+        view.kv.spill(group)->foresee(layer, guess.blocks_wanted());
     }
 };
 

@@ -4,17 +4,23 @@
 
 namespace octavo {
 
-KvMemory::KvMemory(std::vector<KvGroup> groups) : groups_(std::move(groups)) {
-    for (const auto& g : groups_)
-        memory_.push_back(
-            std::make_unique<Memory>((size_t)g.num_blocks * g.num_layers * g.block_bytes(), true));
+KvMemory::KvMemory(std::vector<KvGroup> groups) : groups_(std::move(groups)), spills_(groups_.size()) {
+    for (const auto& g : groups_) memory_.push_back(std::make_unique<Memory>(g.memory_bytes(), true));
+}
+
+void KvMemory::spill_to(int group, const KvSpill::Source& source, std::vector<int> layers) {
+    const KvGroup& g = groups_.at(group);
+    if (!g.by_blocks || g.holds_states) throw std::logic_error("a group that cannot be in a file in part");
+    spills_[group] = std::make_unique<KvSpill>(
+        source, KvSpill::Shape{g.num_blocks, g.record_bytes(), g.block_bytes(), std::move(layers)},
+        *memory_[group]);
 }
 
 KvLayer KvMemory::layer(int group, int layer) const {
     const KvGroup& g = groups_[group];
-    return KvLayer{at(group, layer * g.num_heads, 0),
-                   g.num_blocks * g.head_bytes(),
-                   g.head_bytes(),
+    return KvLayer{at(group, layer, 0, 0),
+                   g.by_blocks ? g.head_bytes() : g.num_blocks * g.head_bytes(),
+                   g.by_blocks ? g.record_bytes() : g.head_bytes(),
                    g.v_offset(),
                    g.scales_offset(),
                    g.type,
@@ -24,46 +30,58 @@ KvLayer KvMemory::layer(int group, int layer) const {
                    g.v_padded()};
 }
 
-// One head's share of a block in one layer; `part` counts layers and heads.
-uint8_t* KvMemory::at(int group, int part, int block) const {
+// One head's share of a block in one layer.
+uint8_t* KvMemory::at(int group, int layer, int head, int block) const {
     const KvGroup& g = groups_[group];
-    return memory_[group]->data() + ((size_t)part * g.num_blocks + block) * g.head_bytes();
-}
-
-template <typename Fn>
-void KvMemory::for_each_part(int group, const Fn& fn) const {
-    const KvGroup& g = groups_[group];
-    for (int part = 0; part < g.num_layers * g.num_heads; part++) fn(part, g.head_bytes());
+    const size_t offset =
+        g.by_blocks ? ((size_t)layer * g.num_blocks + block) * g.record_bytes() + head * g.head_bytes()
+                    : (((size_t)layer * g.num_heads + head) * g.num_blocks + block) * g.head_bytes();
+    return memory_[group]->data() + offset;
 }
 
 void KvMemory::copy_block(int group, int source, int target) {
-    for_each_part(group, [&](int part, size_t bytes) {
-        std::memcpy(at(group, part, target), at(group, part, source), bytes);
-    });
+    const KvGroup& g = groups_[group];
+    std::vector<uint8_t> bytes(g.block_bytes());
+    for (int layer = 0; layer < g.num_layers; layer++) {
+        read_layer(group, layer, source, bytes.data());
+        write_layer(group, layer, target, bytes.data());
+    }
 }
 
 void KvMemory::read_block(int group, int block, uint8_t* to) const {
-    for_each_part(group, [&](int part, size_t bytes) {
-        std::memcpy(to + part * bytes, at(group, part, block), bytes);
-    });
+    const KvGroup& g = groups_[group];
+    for (int layer = 0; layer < g.num_layers; layer++)
+        read_layer(group, layer, block, to + layer * g.block_bytes());
 }
 
 void KvMemory::read_layer(int group, int layer, int block, uint8_t* to) const {
     const KvGroup& g = groups_[group];
+    if (KvSpill* spill = this->spill(group); spill && spill->spills(layer))
+        return spill->read_record(layer, block, to);
     for (int head = 0; head < g.num_heads; head++)
-        std::memcpy(to + head * g.head_bytes(), at(group, layer * g.num_heads + head, block), g.head_bytes());
+        std::memcpy(to + head * g.head_bytes(), at(group, layer, head, block), g.head_bytes());
 }
 
 void KvMemory::write_block(int group, int block, const uint8_t* from) {
-    for_each_part(group, [&](int part, size_t bytes) {
-        std::memcpy(at(group, part, block), from + part * bytes, bytes);
-    });
+    const KvGroup& g = groups_[group];
+    for (int layer = 0; layer < g.num_layers; layer++)
+        write_layer(group, layer, block, from + layer * g.block_bytes());
+}
+
+void KvMemory::write_layer(int group, int layer, int block, const uint8_t* from) {
+    const KvGroup& g = groups_[group];
+    if (KvSpill* spill = this->spill(group); spill && spill->spills(layer))
+        return spill->write_record(layer, block, from);
+    for (int head = 0; head < g.num_heads; head++)
+        std::memcpy(at(group, layer, head, block), from + head * g.head_bytes(), g.head_bytes());
 }
 
 void KvMemory::give_back(int group, int block, int count) {
-    for_each_part(group, [&](int part, size_t bytes) {
-        memory_[group]->give_back(at(group, part, block) - memory_[group]->data(), count * bytes);
-    });
+    const KvGroup& g = groups_[group];
+    for (int layer = 0; layer < g.num_layers; layer++)
+        for (int head = 0; head < g.num_heads; head++)
+            memory_[group]->give_back(at(group, layer, head, block) - memory_[group]->data(),
+                                      count * g.head_bytes());
 }
 
 }  // namespace octavo

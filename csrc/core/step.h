@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../kernels/table.h"
+#include "kv_spill.h"
 #include "packing.h"
 
 namespace octavo {
@@ -20,6 +21,7 @@ struct KvGroup {
     KvType type;
     int num_blocks;
     bool holds_states = false;
+    bool by_blocks = false;  // whether all heads of a block lie together, on pages of its own
 
     int v_padded() const { return (v_width + 15) / 16 * 16; }
     size_t element() const { return type == KvType::fp32 ? 4 : type == KvType::bf16 ? 2 : 1; }
@@ -35,10 +37,15 @@ struct KvGroup {
         return scales_offset() + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);
     }
     size_t block_bytes() const { return num_heads * head_bytes(); }
+    // Bytes in memory of one layer's part of a block, where its heads lie together.
+    size_t record_bytes() const { return (block_bytes() + kRecordAlign - 1) / kRecordAlign * kRecordAlign; }
+    size_t memory_bytes() const {
+        return (size_t)num_blocks * num_layers * (by_blocks ? record_bytes() : block_bytes());
+    }
 };
 
 // Owns each group's blocks, 0 .. num_blocks - 1. Memory is [layer][head][block], so that what one head reads
-// of neighbouring blocks lies together, and costs nothing until it is written. Pages are small: the first
+// of neighbouring blocks lies together, or [layer][block][head] (`by_blocks`), and costs nothing until it is written. Pages are small: the first
 // blocks of each head of each layer would fill a large one each, 180 MiB of zeros for SmolLM2 before its
 // first token, and only whole pages can be given back.
 class KvMemory {
@@ -57,18 +64,22 @@ class KvMemory {
     void write_block(int group, int block, const uint8_t* bytes);
     // Frees the memory of whole pages within `count` neighbouring blocks; their contents are lost.
     void give_back(int group, int block, int count);
+    // Keeps the blocks of some layers of a group, which lies by blocks, in a file where memory has no room.
+    void spill_to(int group, const KvSpill::Source& source, std::vector<int> layers);
+    // The owner of that file; null where all of a group is in memory.
+    KvSpill* spill(int group) const { return spills_[group].get(); }
     const Memory& memory(int group) const { return *memory_[group]; }
     bool has_block(int group, int block) const {
         return group >= 0 && group < num_groups() && block >= 0 && block < groups_[group].num_blocks;
     }
 
   private:
-    uint8_t* at(int group, int part, int block) const;
-    template <typename Fn>
-    void for_each_part(int group, const Fn& fn) const;
+    uint8_t* at(int group, int layer, int head, int block) const;
+    void write_layer(int group, int layer, int block, const uint8_t* bytes);
 
     std::vector<KvGroup> groups_;
     std::vector<std::unique_ptr<Memory>> memory_;
+    std::vector<std::unique_ptr<KvSpill>> spills_;  // by group
 };
 
 struct Batch {

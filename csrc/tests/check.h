@@ -41,6 +41,7 @@ void test_thread_pool();
 void test_walk();
 void test_weight_stream(const std::string& directory);
 void test_neuron_cache(const std::string& directory);
+void test_kv_spill(const std::string& directory);
 void test_shared_ranks(const std::string& directory);
 void test_packing(const KernelTable& kernels);
 void test_float_codes(const KernelTable& kernels);

@@ -22,6 +22,8 @@ int main(int count, char** arguments) {
     std::printf("weight stream: ok\n");
     test::test_neuron_cache(arguments[1]);
     std::printf("neuron cache: ok\n");
+    test::test_kv_spill(arguments[1]);
+    std::printf("keys in a file: ok\n");
     test::test_shared_ranks(arguments[1]);
     std::printf("shared ranks: ok\n");
     for (int i = 2; i < count; i++) {

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.batch import Check, DecodeSteps, GoesOn, SampleResult, StepBatch, StepOutput
-from octavo.backends.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
+from octavo.backends.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache, SpillingKvCache
 from octavo.outputs import Profile
 from octavo.program.low_rank import Updates
 from octavo.program.program import Program, Weight
@@ -59,6 +59,17 @@ class WeightsOffDevice:
 
 
 @dataclass(frozen=True, slots=True)
+class KvOffDevice:
+    """Keys and values of layers that choose what they read, in a file while memory lacks room."""
+
+    directory: Path
+    file_bytes: int
+    """Size of the file."""
+    foresees: bool = False
+    """Whether blocks are read that the next layer may choose, while one computes."""
+
+
+@dataclass(frozen=True, slots=True)
 class BackendOptions:
     """The engine's options that a backend depends on."""
 
@@ -86,6 +97,8 @@ class BackendOptions:
     """Whether weights of feed-forward products are not read whose inputs are zeros after a relu."""
     offload: WeightsOffDevice | None = None
     """Place of the weights that are not all in memory; None: all are."""
+    spill: KvOffDevice | None = None
+    """Place of the keys and values that are not all in memory; None: all are."""
     batch_invariant: bool = False
     """Whether a row's bits never depend on its batch, on backends where that costs speed."""
 
@@ -413,6 +426,19 @@ class AsyncBackend(Protocol):
     @property
     def computes_apart(self) -> bool:
         """Whether steps are computed on a device of its own while Python goes on."""
+        ...
+
+
+@runtime_checkable
+class SpillingBackend(Protocol):
+    """A backend that can keep the blocks of layers that choose their keys in a file."""
+
+    def allocate_spilled(
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], num_kept: int
+    ) -> SpillingKvCache:
+        """Does what `allocate` does; of each layer that `KvLayout.spilled` names memory keeps
+        `num_kept` blocks from step to step. ConfigError where the directory has no room.
+        """
         ...
 
 

@@ -23,6 +23,9 @@ BLOCK_SIZE = 16
 SPLIT_KEYS = 256
 """Number of keys in a split of the attention's definition (`ops.Attention`)."""
 
+PAGE_BYTES = 4096
+"""Bytes of which places in a file of blocks and in their memory are multiples."""
+
 STATES_A_BLOCK = 2
 """States in the one block of a request in a group of kind `state`: the one that a step reads, and
 the one that it writes."""
@@ -53,6 +56,13 @@ class KvLayout:
     head_rows: tuple[HeadRows, ...] = field(repr=False)
     """How `read_block`'s bytes are shared out among the group's KV heads; a group that every rank
     keeps whole has one."""
+    spilled: tuple[int, ...] = ()
+    """Layers whose blocks may be in a file instead of memory."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes that a block of one layer takes in memory and in a file where it may be in one."""
+        return -(-self.layer_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def layer_bytes(self) -> int:
@@ -139,6 +149,38 @@ class BatchedKvCache(Protocol):
 
     @property
     def copies(self) -> BlockMover: ...
+
+
+class SpilledCounts(NamedTuple):
+    """Counts of what moved between memory and the file of a cache group since the start."""
+
+    num_found: int
+    """Blocks of single layers that were in memory when an attention asked for them."""
+    num_read: int
+    """Blocks of single layers that were read for an attention."""
+    read_bytes: int
+    written_bytes: int
+    wait_s: float
+    """Seconds in which attentions waited."""
+    num_foreseen: int
+    """Blocks of single layers that were read by a guess."""
+    num_foreseen_used: int
+    """Blocks among them that the layer then asked for."""
+    num_in_memory: int
+    """Blocks of single layers in memory now."""
+    is_direct: bool
+    """Whether reads and writes pass by the system's cache of files."""
+
+
+@runtime_checkable
+class SpillingKvCache(KvCache, Protocol):
+    """A KvCache of which a part may be in a file."""
+
+    def spilled(self, group: int) -> SpilledCounts:
+        """Returns what has moved of a group of which a part may be in a file, as a tuple of the
+        same numbers.
+        """
+        ...
 
 
 class OnDemandKvCache(KvCache, Protocol):

@@ -186,6 +186,8 @@ class PlanReport:
     """Tokens from one checkpoint of the states to the next; 0 where none is kept."""
     kv_bytes: int
     least_kv_bytes: int
+    kv_tokens: int
+    """Tokens whose K and V there is room for."""
     shortfall_bytes: int
     bandwidth: float
     flops: float
@@ -231,6 +233,7 @@ class PlanReport:
             ),
             kv_bytes=capacity.kv_bytes,
             least_kv_bytes=capacity.least_kv_bytes,
+            kv_tokens=0 if capacity.shortfall_bytes else capacity.kv_tokens,
             shortfall_bytes=capacity.shortfall_bytes,
             bandwidth=ceilings.bandwidth,
             flops=ceilings.operations,
@@ -298,9 +301,7 @@ class PlanReport:
         if self.shortfall_bytes:
             yield _line("MISSING", self.shortfall_bytes, "it does not fit")
         else:
-            yield _line(
-                "left for KV", self.kv_bytes, f"{self.kv_bytes / self.kv_token_bytes:,.0f} tokens"
-            )
+            yield _line("left for KV", self.kv_bytes, f"{self.kv_tokens:,} tokens")
         yield ""
         yield f"at most, with {self.bandwidth / 1e9:,.1f} GB/s and {self.flops / 1e9:,.0f} GFLOP/s:"
         if not self.generates:
@@ -420,7 +421,7 @@ def _split(found: ModelPlan, ceilings: Ceilings) -> MemorySplit | None:
     from octavo.worker.memory_split import better_split
     from octavo.worker.speed import Roofline
 
-    if found.config.offload.weights_schedule == "layers":
-        return None  # which reads all weights, whatever memory they have
+    if found.config.offload.weights_schedule == "layers" or found.config.cache.kv_spill_dir:
+        return None  # which read the same, whatever memory the weights have
     roofline = Roofline(found.work, found.footprint, found.capacity, ceilings)
     return better_split(roofline, min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len))

@@ -39,6 +39,23 @@ class CacheOptions:
         "read blocks that several running requests share once for all of them (native; torch with"
         " triton)",
     )
+    kv_spill_dir: str | None = option(
+        None,
+        "native, with kv_selection: directory, on a disk, of a file for the keys and values of the"
+        " layers that choose which of them they read; kv_cache_memory_bytes then holds those that"
+        " were read last (InfiniGen); no result changes",
+    )
+    kv_spill_bytes: int | None = option(
+        None,
+        "with kv_spill_dir: size of that file, e.g. 20GiB, which bounds the tokens of all requests",
+        unit="bytes",
+        low=1,
+    )
+    kv_spill_ahead: bool = option(
+        False,
+        "with kv_spill_dir: guess, while a layer computes, what the next one chooses, and read it;"
+        " no result depends on it",
+    )
     swap_space: int = option(
         1 << 30,
         "host memory for KV blocks of preempted requests, e.g. 4GiB, at most the KV cache's size;"

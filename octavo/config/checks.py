@@ -30,6 +30,7 @@ def check(config: EngineConfig) -> None:
     _check_importance(config)
     _check_observe(config.observe)
     _check_layout(config.cache)
+    _check_spill(config)
     if config.scheduler.async_scheduling == "on" and (why := against_async_scheduling(config)):
         raise ConfigError(
             f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto"
@@ -137,6 +138,47 @@ def _check_importance(config: EngineConfig) -> None:
             raise ConfigError(
                 f"prefix_cache_policy: got importance {where}, allowed is lru there",
                 hint="leave prefix_cache_policy out",
+            )
+
+
+def _check_spill(config: EngineConfig) -> None:
+    """Raises ConfigError where keys and values are to be in a file that cannot be, or not so."""
+    cache = config.cache
+    if cache.kv_spill_dir is None:
+        given = {"kv_spill_bytes": cache.kv_spill_bytes, "kv_spill_ahead": cache.kv_spill_ahead}
+        for name, value in given.items():
+            if value:
+                raise ConfigError(
+                    f"{name}: allowed only with kv_spill_dir",
+                    hint="name a directory on a disk with room for keys and values",
+                )
+        return
+    missing = {
+        "kv_spill_bytes": (cache.kv_spill_bytes, "say how large the file may be"),
+        "kv_cache_memory_bytes": (cache.kv_cache_memory_bytes, "say what stays in memory"),
+        "kv_selection": (
+            config.sparsity.kv_selection,
+            "set kv_selection to speculated: a layer that reads all keys has no use for a file",
+        ),
+    }
+    for name, (wanted, hint) in missing.items():
+        if wanted is None:
+            raise ConfigError(f"kv_spill_dir: allowed only with {name}", hint=hint)
+    against = {
+        f"with the backend {config.backend.backend}": config.backend.backend != "native",
+        "with kv_layout virtual": cache.kv_layout == "virtual",
+        "without a kv_cache": not cache.kv_cache,
+        "beside kv_transfer": config.transfer.kv_transfer is not None,
+        "beside engines that share experts": config.fleet.num_sharing > 1,
+        f"beside spec_method {config.scheduler.spec_method}": (
+            config.scheduler.spec_method in PROGRAM_METHODS
+        ),
+    }
+    for where, is_so in against.items():
+        if is_so:
+            raise ConfigError(
+                f"kv_spill_dir: got {cache.kv_spill_dir} {where}, which is not allowed",
+                hint="leave kv_spill_dir out",
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from octavo.kv_messages import ConnectorStats
-from octavo.step import WeightArrivals
+from octavo.step import KvArrivals, WeightArrivals
 
 
 class KvBytes(msgspec.Struct, frozen=True, array_like=True):
@@ -117,6 +117,8 @@ class EngineStats(msgspec.Struct, array_like=True):
 
     weights: WeightArrivals = WeightArrivals()
     """Weights read from a file while steps were computed."""
+    spilled: KvArrivals = KvArrivals()
+    """Keys and values read from a file while steps were computed."""
 
     engines: list[EngineStats] = []
     """Stats of each of several engines, of which these are the sums; [] for one engine."""
@@ -158,6 +160,7 @@ COUNTS = (
         "num_draft_tokens",
         "num_accepted_tokens",
         "weights",
+        "spilled",
     ),
 )
 """Names of the fields that grow from the start on; all others are gauges."""

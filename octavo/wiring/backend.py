@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 from octavo.backends.base import (
     Backend,
     BackendOptions,
+    KvOffDevice,
     NeuronCacheOptions,
     WeightsOffDevice,
 )
 from octavo.backends.devices import choose_device
 from octavo.backends.ranks import Ranks
 from octavo.config.backend_options import BackendChoice
+from octavo.config.cache_options import CacheOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import user_path
 
@@ -80,7 +82,15 @@ def _backend_options(config: EngineConfig) -> BackendOptions:
         enforce_eager=config.backend.enforce_eager,
         batch_invariant=config.backend.batch_invariant,
         skips_zeros=config.sparsity.ffn_sparsity == "exact",
+        spill=_kv_off_device(config.cache),
     )
+
+
+def _kv_off_device(cache: CacheOptions) -> KvOffDevice | None:
+    if cache.kv_spill_dir is None:
+        return None
+    assert cache.kv_spill_bytes is not None, "the options were checked"
+    return KvOffDevice(user_path(cache.kv_spill_dir), cache.kv_spill_bytes, cache.kv_spill_ahead)
 
 
 def _off_device(

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.kv import BatchedKvCache, BlockMover, KvCache
+from octavo.backends.kv import BatchedKvCache, BlockMover, KvCache, SpilledCounts, SpillingKvCache
 from octavo.kv_messages import BlockMove
 from octavo.ports import ConnectorWorker
+from octavo.step import KvArrivals
 from octavo.worker.block_places import BlockPlaces, PagedPlaces
 
 
@@ -82,13 +83,15 @@ class CacheEngine:
         host: Sequence[HostShape] = (),
         connector: ConnectorWorker | None = None,
         places: BlockPlaces | None = None,
+        spilled: Sequence[int] = (),
     ) -> None:
         """`host`: sizes by group; memory that is never written costs nothing. `places`: where a
-        block of `kv` lies.
+        block of `kv` lies. `spilled`: groups of which a part may be in a file.
         """
         self.kv = kv
         self.connector = connector
         self.places: BlockPlaces = places or PagedPlaces()
+        self._spilled = spilled
         self._mover: BlockMover = (
             kv.copies if isinstance(kv, BatchedKvCache) else SingleBlockMover(kv)
         )
@@ -112,6 +115,15 @@ class CacheEngine:
             else:
                 data = [self._off_device(move, move.source) for move in batch]
                 self._mover.write(group, [find(group, move.target) for move in batch], data)
+
+    @property
+    def spilled(self) -> KvArrivals | None:
+        """Keys and values that came from a file so far; None where all are in memory."""
+        if not self._spilled:
+            return None
+        assert isinstance(self.kv, SpillingKvCache), "no other keeps a part of a group in a file"
+        counts = [SpilledCounts(*self.kv.spilled(group)) for group in self._spilled]
+        return sum((KvArrivals(*each[:7]) for each in counts), start=KvArrivals())
 
     def settle(self, moves: Sequence[BlockMove]) -> float:
         """Waits until what these moves brought off the device is there; returns for how many

@@ -45,6 +45,8 @@ class Capacity:
     demand: KvDemand
     wanted_kv_bytes: int | None = None
     """Bytes of the KV cache that the options name."""
+    spill_bytes: int | None = None
+    """Bytes of the file that a part of the KV cache may be in."""
     share: float = SAFE_SHARE
     """Largest share of the memory left that the KV cache gets where the options name none."""
 
@@ -84,9 +86,16 @@ class Capacity:
     def kv_token_bytes(self) -> float:
         """Bytes of a token in all groups but those of states, before any window releases it."""
         return (
-            sum(group.block_bytes for group in self.groups if not group.life.is_rewritten)
+            sum(group.stored_bytes for group in self.groups if not group.life.is_rewritten)
             / BLOCK_SIZE
         )
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose K and V there is room for, in memory or in a file."""
+        if self.spill_bytes is not None:
+            return self.budget().num_tokens
+        return round(self.kv_bytes / self.kv_token_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -96,7 +105,7 @@ class Capacity:
     def request_bytes(self, num_tokens: int) -> int:
         """Returns the KV bytes of one request of `num_tokens` tokens, prompt and output."""
         return sum(
-            group.block_bytes * group.life.blocks_held(num_tokens, BLOCK_SIZE)
+            group.stored_bytes * group.life.blocks_held(num_tokens, BLOCK_SIZE)
             for group in self.groups
         )
 
@@ -104,6 +113,8 @@ class Capacity:
         """Returns how many requests of `num_tokens` tokens each fit at once; where none keeps any
         KV, as many as may run.
         """
+        if self.spill_bytes is not None:
+            return self.kv_tokens // num_tokens
         request_bytes = self.request_bytes(num_tokens)
         return self.kv_bytes // request_bytes if request_bytes else self.demand.max_num_seqs
 
@@ -114,7 +125,7 @@ class Capacity:
         low, high = 0, self.demand.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            if self.request_bytes(middle) <= self.kv_bytes:
+            if self.max_requests(middle):
                 low = middle
             else:
                 high = middle - 1
@@ -144,6 +155,7 @@ class Capacity:
         return plan_kv(
             self.groups,
             self.demand,
+            spill_bytes=self.spill_bytes,
             wanted_bytes=self.wanted_kv_bytes,
             available_bytes=self.left_bytes,
             share=self.share,
@@ -165,5 +177,6 @@ def capacity_of(
         groups=tuple(group_sizes(config, footprint.kv_layouts)),
         demand=demand_of(config),
         wanted_kv_bytes=config.cache.kv_cache_memory_bytes,
+        spill_bytes=config.cache.kv_spill_bytes,
         share=share,
     )

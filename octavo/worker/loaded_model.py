@@ -18,6 +18,7 @@ from octavo.backends.base import (
     OnDemandBackend,
     ProbingBackend,
     Runnable,
+    SpillingBackend,
 )
 from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.config.engine_config import EngineConfig
@@ -133,6 +134,7 @@ class LoadedModel:
         return plan_kv(
             group_sizes(config, self.layouts),
             demand_of(config),
+            spill_bytes=config.cache.kv_spill_bytes,
             wanted_bytes=config.cache.kv_cache_memory_bytes,
             available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
             share=SAFE_SHARE if memory is None else 1.0,
@@ -174,7 +176,13 @@ class LoadedModel:
                 {name: self._runner(name, kv, media) for name in self.programs if name != encoder},
                 None if encoder is None else EncoderRunner(self.runnables[encoder], kv, self.rows),
             ),
-            CacheEngine(kv, host, connector, places),
+            CacheEngine(
+                kv,
+                host,
+                connector,
+                places,
+                spilled=[at for at, layout in enumerate(self.layouts) if layout.spilled],
+            ),
             self.rows,
             close=self.backend.close,
             is_alone=is_alone,
@@ -248,6 +256,9 @@ class LoadedModel:
         blocks lie in it.
         """
         config, backend, layouts = self.config, self.backend, self.layouts
+        if isinstance(backend, SpillingBackend) and any(layout.spilled for layout in layouts):
+            num_kept = self.kv_budget().num_kept
+            return backend.allocate_spilled(layouts, num_blocks, num_kept), PagedPlaces()
         if config.cache.kv_layout == "paged":
             return backend.allocate(layouts, num_blocks), PagedPlaces()
         assert isinstance(backend, OnDemandBackend), "it was refused before the weights were read"

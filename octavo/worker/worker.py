@@ -128,6 +128,7 @@ class Worker:
             not_encoded=not_encoded,
             num_steps=num_steps,
             weights=self._runner.arrivals,
+            spilled=self.cache_engine.spilled,
         )
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

@@ -4,10 +4,14 @@ anything is loaded, and what happens where a file is half, shorter or cannot be 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
+import threading
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,12 @@ import pytest
 
 from octavo import LLM
 from octavo.backends.native.extension import native_module
-from octavo.backends.native.weight_file import file_system_of
+from octavo.backends.native.weight_file import (
+    check_directory,
+    file_system_of,
+    read_index,
+    writing,
+)
 from octavo.errors import ConfigError, EngineDead
 from tests.support.llm_tools import (
     GREEDY,
@@ -117,6 +126,46 @@ def test_no_start_trusts_half_a_file(directory):
             assert results(llm) == expected
         assert path.read_bytes() == whole
         assert not path.with_suffix(".partial").exists()
+
+
+def test_a_start_that_waited_for_one_that_failed_writes_a_file_of_its_own(directory, monkeypatch):
+    """A third start cannot open the file that the second one writes."""
+    path, key, waits = directory / "some.weights", bytes(32), threading.Event()
+    lock = fcntl.flock
+
+    def noted(file: Any, how: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waits.set()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
+
+    def write() -> None:
+        with writing(path, key) as writer:
+            assert writer is not None
+            with path.with_suffix(".partial").open("rb") as other, pytest.raises(BlockingIOError):
+                lock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            writer.finish()
+
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(ConfigError, match="No space left"), writing(path, key):
+            second = threads.submit(write)
+            assert waits.wait(30)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        second.result(timeout=30)
+    assert read_index(path, key) == []
+    with writing(path, key) as writer:
+        assert writer is None
+    assert list(directory.iterdir()) == [path]
+
+
+def test_what_a_killed_start_has_left_is_no_reason_to_refuse_the_next(directory, monkeypatch):
+    path, usage = directory / "some.weights", namedtuple("usage", "total used free")
+    path.with_suffix(".partial").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 4096))
+    check_directory(directory, path, 1 << 20)
+    with pytest.raises(ConfigError, match=r"has 1\.0 MiB free, needed are 2\.0 MiB"):
+        check_directory(directory, path, 2 << 20)
 
 
 def test_a_read_error_fails_the_steps_requests_and_no_later_ones(directory):

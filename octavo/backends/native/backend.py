@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,21 @@ from octavo.backends.base import (
     LoadWeight,
     ObservedInputs,
 )
-from octavo.backends.kv import BlockRows, HeadRows, KvCache, KvLayout, OnDemandKvCache
+from octavo.backends.kv import (
+    BlockRows,
+    HeadRows,
+    KvCache,
+    KvLayout,
+    OnDemandKvCache,
+    SpillingKvCache,
+)
 from octavo.backends.native.block_rows import block_rows
 from octavo.backends.native.check import check, check_ops, check_skipping
 from octavo.backends.native.extension import native_module, supported_levels
 from octavo.backends.native.footprint import native_footprint
 from octavo.backends.native.formats import PRODUCTS
 from octavo.backends.native.hidden import with_hidden
+from octavo.backends.native.kv_spill import check_spill, spill_to_file, spilled_layers
 from octavo.backends.native.lower import Lowering
 from octavo.backends.native.native_program import MANY_ROWS, NativeProgram, fatal_as_engine_dead
 from octavo.backends.native.neurons import (
@@ -147,6 +156,8 @@ class NativeBackend:
         if self.options.offload is not None:
             self.footprint(program, format_of)
             self._streamed(program).check()
+        if self.options.spill is not None:
+            check_spill(self.options.spill)
 
     def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
         return self._prepare(program, load, self._weights(program, load))
@@ -198,7 +209,16 @@ class NativeBackend:
         neurons = None if streamed is None else streamed.neurons
         if neurons is None:
             neurons = self._neurons_of(optimized, load, weights)
-        lowering = Lowering(optimized, executor, weights, chunk_of, observed, neurons=neurons)
+        spill = self.options.spill
+        lowering = Lowering(
+            optimized,
+            executor,
+            weights,
+            chunk_of,
+            observed,
+            neurons=neurons,
+            foresees_keys=spill is not None and spill.foresees,
+        )
         with fatal_as_engine_dead():
             lowering.run()
         weights.pack()
@@ -271,6 +291,19 @@ class NativeBackend:
     ) -> OnDemandKvCache:
         return self._allocate(layouts, num_blocks, on_demand=True)
 
+    def allocate_spilled(
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], num_kept: int
+    ) -> SpillingKvCache:
+        assert self.options.spill is not None, "layouts say which layers may be in a file"
+        memory: Any = self._allocate(layouts, num_blocks, on_demand=False)
+        for group, (layout, count) in enumerate(zip(layouts, num_blocks, strict=True)):
+            if layout.spilled:
+                spill_to_file(
+                    memory, group, layout, self.options.spill, num_blocks=count, num_kept=num_kept
+                )
+        spilling: SpillingKvCache = memory
+        return spilling
+
     def _allocate(
         self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], *, on_demand: bool
     ) -> OnDemandKvCache:
@@ -278,8 +311,9 @@ class NativeBackend:
             (layout.group.num_layers, *_shape_of(layout.group, layout.dtype), count)
             for layout, count in zip(layouts, num_blocks, strict=True)
         ]
+        by_blocks = [group for group, layout in enumerate(layouts) if layout.spilled]
         try:
-            memory: OnDemandKvCache = native_module().KvMemory(shapes)
+            memory: OnDemandKvCache = native_module().KvMemory(shapes, by_blocks)
         except MemoryError:
             needed = sum(
                 layout.block_bytes * count
@@ -329,7 +363,13 @@ class NativeBackend:
                 "kv_cache_dtype: the native backend keeps latents as fp32 or bf16, got int8",
                 hint="a latent takes a small part of what keys and values of all heads would",
             )
-        return tuple(layout_of(group, dtype) for group in program.groups)
+        layouts = (layout_of(group, dtype) for group in program.groups)
+        if self.options.spill is None:
+            return tuple(layouts)
+        spilled = spilled_layers(program)
+        return tuple(
+            replace(layout, spilled=spilled.get(layout.group.name, ())) for layout in layouts
+        )
 
 
 def _predicts(program: Program) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import ObservedInputs
 from octavo.backends.native.check import MAX_LANES
+from octavo.backends.native.kv_spill import next_chosen
 from octavo.backends.native.lower_experts import ExpertLowering
 from octavo.backends.native.lower_rows import RowLowering
 from octavo.backends.native.neurons import Neurons, OpenedNeurons
@@ -51,10 +52,12 @@ class Lowering:
         observed: ObservedInputs | None = None,
         *,
         neurons: OpenedNeurons | None = None,
+        foresees_keys: bool = False,
     ) -> None:
         """`chunk_of` names the streamed chunk of weights that a product waits for; `observed` gets
         the arrays that inputs of products are copied to; `neurons` are the records of layers that
-        are read neuron by neuron.
+        are read neuron by neuron. With `foresees_keys` an attention has the blocks read that the
+        next one may choose.
         """
         self._neurons = neurons
         self._observed = observed
@@ -62,6 +65,8 @@ class Lowering:
         self._emitter = emitter = StageEmitter(program, builder, weights, chunk_of)
         self._program, self._weights = program, weights
         self._builder, self._span = builder, emitter.span
+        in_order = [op for stage in emitter.stages for op in stage.ops]
+        self._next_chosen = next_chosen(in_order) if foresees_keys else {}
         self._parts = (self, RowLowering(emitter), ExpertLowering(emitter))
         self._converted: set[Value] = set()
         """Values that the op which makes them writes as their one reader's product reads them."""
@@ -296,6 +301,7 @@ class Lowering:
             latent_width=op.latent_width,
             by_places=self._by_places(op),
             selection=self._selection(op),
+            ahead=self._ahead(op),
         )
 
     def _selection(self, op: ops.Attention) -> tuple[Span, int, int, float] | None:
@@ -306,6 +312,14 @@ class Lowering:
             return None
         group = self._program.group_index(op.selection.group)
         return (self._span(op.partial_q), group, op.selection.layer, op.selection.budget)
+
+    def _ahead(self, op: ops.Attention) -> tuple[tuple[Span, int, int, float], int] | None:
+        """Returns what the next attention chooses by, and its layer, where that is known by now and
+        what it chooses may be in a file.
+        """
+        found = self._next_chosen.get(id(op))
+        selection = None if found is None else self._selection(found)
+        return None if found is None or selection is None else (selection, found.layer)
 
     def _by_places(self, op: ops.Attention) -> tuple[Span, Span, list[int]] | None:
         """Returns the products of queries and of keys with tables of places, and the bucket by the

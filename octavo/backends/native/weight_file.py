@@ -116,20 +116,45 @@ def writing(path: Path, key: bytes) -> Iterator[WeightFileWriter | None]:
 
     Yields None where another process has just written it.
     """
-    partial = path.with_suffix(".partial")
+    partial = _partial(path)
     try:
-        with partial.open("a+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if read_index(path, key) is not None:
-                yield None
-                return
-            with partial.open("wb") as file:
-                yield WeightFileWriter(file, key)
-            partial.replace(path)
-            _flush_directory(path.parent)
+        with _open_alone(partial) as file:
+            try:
+                if read_index(path, key) is None:
+                    file.truncate()
+                    yield WeightFileWriter(file, key)
+                    partial.replace(path)
+                    _flush_directory(path.parent)
+                else:
+                    partial.unlink()
+                    yield None
+            except BaseException:
+                # Before the lock is free: behind it another start may write under this name.
+                partial.unlink(missing_ok=True)
+                raise
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise refused(path.parent, error) from None
+
+
+def _partial(path: Path) -> Path:
+    """Returns the name under which a file is written."""
+    return path.with_suffix(".partial")
+
+
+def _open_alone(path: Path) -> IO[bytes]:
+    """Opens a file that no other process writes, and makes it where it is not there; waits for
+    others. A file that was renamed or removed by the one waited for is not the one to write.
+    """
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
 
 
 def _flush_directory(directory: Path) -> None:
@@ -140,27 +165,34 @@ def _flush_directory(directory: Path) -> None:
         os.close(number)
 
 
-def check_directory(directory: Path, path: Path, num_bytes: int) -> None:
+def check_directory(
+    directory: Path, path: Path, num_bytes: int, *, name: str = "weights_dir"
+) -> None:
     """Makes the directory; raises ConfigError where it lies in memory, or where the file is not
-    there and does not fit.
+    there and does not fit. What a start that was killed has left of it makes room.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         kind = file_system_of(directory)
-        free = shutil.disk_usage(directory).free
+        free = shutil.disk_usage(directory).free + _taken_bytes(_partial(path))
     except OSError as error:
-        raise refused(directory, error) from None
+        raise refused(directory, error, name=name) from None
     if kind in IN_MEMORY:
         raise ConfigError(
-            f"weights_dir: {directory} is on {kind}, whose files are memory themselves",
+            f"{name}: {directory} is on {kind}, whose files are memory themselves",
             hint="name a directory on a disk",
         )
     if not path.exists() and free < num_bytes:
         raise ConfigError(
-            f"weights_dir: {directory} has {format_bytes(free)} free, needed are"
+            f"{name}: {directory} has {format_bytes(free)} free, needed are"
             f" {format_bytes(num_bytes)}",
             hint="free space, or name a directory on another disk",
         )
+
+
+def _taken_bytes(path: Path) -> int:
+    """Returns the bytes of the disk that a file takes; 0 where there is none."""
+    return 512 * path.stat().st_blocks if path.exists() else 0
 
 
 def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
@@ -180,9 +212,9 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) ->
     return kind
 
 
-def refused(directory: Path, error: OSError) -> ConfigError:
+def refused(directory: Path, error: OSError, *, name: str = "weights_dir") -> ConfigError:
     """Makes the error of a directory in which a file cannot be written or read."""
     hint = "name a directory on a disk that this process may write to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free space, or name a directory on another disk"
-    return ConfigError(f"weights_dir: {directory} cannot be used: {error.strerror}", hint=hint)
+    return ConfigError(f"{name}: {directory} cannot be used: {error.strerror}", hint=hint)

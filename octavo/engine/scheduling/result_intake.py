@@ -76,6 +76,8 @@ class ResultIntake:
         self.times.computed(result.busy_s, result.num_steps)
         self.stats.num_steps += result.num_steps - 1
         self.stats.busy_s += result.busy_s
+        if result.spilled is not None:
+            self.stats.spilled = result.spilled
         if result.weights is not None:
             self._share_weights(result.weights, {request for request, _ in owners})
         self.blocks.connector.step_done(result.connector)

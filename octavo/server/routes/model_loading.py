@@ -34,7 +34,7 @@ OF_THE_MACHINE = frozenset(
         "cpu_level",
     }
     | {"device", "weights_memory_bytes", "weights_schedule", "neuron_cache_bytes", "neuron_window"}
-    | {"weights_lookahead"}
+    | {"weights_lookahead", "kv_spill_dir", "kv_spill_bytes", "kv_spill_ahead"}
 )
 """Options that name the machine's files or devices, which are the command line's business."""
 OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})

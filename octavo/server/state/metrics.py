@@ -176,6 +176,35 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Neurons that were read by a guess, and that the step then used.",
         lambda stats: stats.weights.neurons_foreseen_used,
     ),
+    "kv_spill_found": (
+        "Blocks of single layers that were in memory when an attention asked for them, with"
+        " kv_spill_dir.",
+        lambda stats: stats.spilled.num_found,
+    ),
+    "kv_spill_read": (
+        "Blocks of single layers that were read from the file for an attention.",
+        lambda stats: stats.spilled.num_read,
+    ),
+    "kv_spill_read_bytes": (
+        "Bytes of keys and values read from that file.",
+        lambda stats: stats.spilled.read_bytes,
+    ),
+    "kv_spill_written_bytes": (
+        "Bytes of keys and values written to that file.",
+        lambda stats: stats.spilled.written_bytes,
+    ),
+    "kv_spill_wait_seconds": (
+        "Seconds in which attentions waited for it.",
+        lambda stats: stats.spilled.wait_s,
+    ),
+    "kv_spill_foreseen": (
+        "Blocks of single layers that were read by a guess, with kv_spill_ahead.",
+        lambda stats: stats.spilled.num_foreseen,
+    ),
+    "kv_spill_foreseen_used": (
+        "Blocks of single layers that were read by a guess, and that the layer then asked for.",
+        lambda stats: stats.spilled.num_foreseen_used,
+    ),
     "num_preemptions": (
         "Requests that had to give up their KV blocks.",
         lambda stats: stats.num_preemptions,
