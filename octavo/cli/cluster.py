@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from octavo.cluster.controller import Cluster
+    from octavo.cluster.plan import ClusterPlan
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 SECRET_VARIABLE = "OCTAVO_CLUSTER_SECRET"
@@ -45,13 +46,12 @@ def cluster(
     plan's file is taken on: instances join, drain and leave. Stops on SIGTERM or Ctrl-C.
     """
     from octavo.cluster.controller import Cluster, ClusterKeys
-    from octavo.cluster.plan import read_plan
     from octavo.cluster.ray_placer import RayPlacer
     from octavo.cluster.router_admin import HttpRouterAdmin
     from octavo.errors import ConfigError
 
     path = Path(plan)
-    wanted = read_plan(path)
+    wanted = _read(path)
     keys = ClusterKeys(os.environ.get(KEY_VARIABLE), os.environ.get(SECRET_VARIABLE))
     placer = RayPlacer(ray_address)
     running = Cluster(wanted, placer, lambda url: HttpRouterAdmin(url, keys.api_key), keys, _report)
@@ -72,7 +72,6 @@ def cluster(
 
 def _keep(running: Cluster, path: Path) -> None:
     """Keeps the cluster as its file says until the process is told to stop."""
-    from octavo.cluster.plan import read_plan
     from octavo.errors import OctavoError
 
     stop = threading.Event()
@@ -84,7 +83,7 @@ def _keep(running: Cluster, path: Path) -> None:
         if (changed_at := _changed_at(path)) != read_at:
             read_at = changed_at
             try:
-                running.change(read_plan(path))
+                running.change(_read(path))
                 _report("the plan has changed")
             except OctavoError as error:
                 _report(f"the plan is kept as it was: {error}")
@@ -93,6 +92,21 @@ def _keep(running: Cluster, path: Path) -> None:
             _report(f"serving: {running.describe()}")
         was_serving = running.is_serving
         stop.wait(PERIOD_S)
+
+
+def _read(path: Path) -> ClusterPlan:
+    """Reads a plan, and checks the options that it gives to `octavo serve` and `octavo route`."""
+    from octavo.cluster.plan import KnownOptions, read_plan
+    from octavo.config.engine_config import option_fields
+    from octavo.config.option import options_of
+    from octavo.server.router.settings import RouterSettings
+    from octavo.server.settings import ServerSettings
+
+    plan = read_plan(path)
+    serve = options_of(ServerSettings) | option_fields()
+    del serve["model"]
+    KnownOptions(serve, options_of(RouterSettings)).check(plan)
+    return plan
 
 
 def _changed_at(path: Path) -> float:

@@ -132,7 +132,7 @@ def _mooncake() -> Finding:
 
     version = _version("mooncake-transfer-engine-non-cuda") or _version("mooncake-transfer-engine")
     if version is None:
-        return Finding("Mooncake", "not installed; --kv-transfer mooncake needs it")
+        return _absent("Mooncake", "--kv-transfer mooncake and --kv-pool need it", "mooncake")
     try:
         require_mooncake()
     except BackendUnavailable as error:
@@ -145,7 +145,7 @@ def _nixl() -> Finding:
 
     version = _version("nixl") or _version("nixl-cu12")
     if version is None:
-        return Finding("NIXL", "not installed; --kv-transfer nixl needs it")
+        return _absent("NIXL", "--kv-transfer nixl needs it", "nixl")
     try:
         require_nixl()
     except BackendUnavailable as error:
@@ -154,7 +154,15 @@ def _nixl() -> Finding:
 
 
 def _ray() -> Finding:
-    return Finding("Ray", _version("ray") or "not installed; octavo cluster needs it")
+    version = _version("ray")
+    if version is None:
+        return _absent("Ray", "octavo cluster needs it", "ray")
+    return Finding("Ray", version)
+
+
+def _absent(name: str, need: str, extra: str) -> Finding:
+    """Says that a package is not there which only some options need."""
+    return Finding(name, f"not installed; {need}", hint=f"pip install 'octavo[{extra}]'")
 
 
 def _cuda(torch: Any) -> Iterator[Finding]:

@@ -7,12 +7,18 @@ engine. Loads no model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.config.sizes import parse_rate
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.cli.traffic import TrafficRequest
+    from octavo.wiring.simulated_fleet import SimulatedEngine
 
 SEED = 0
 
@@ -32,7 +38,7 @@ class TracePlan:
     def run(self, *, json: bool) -> None:
         """Prints the layouts, the best first."""
         from octavo.cli.traffic import parse_scale, prompt_of, read_trace, set_apart
-        from octavo.wiring.layout_search import Objective, RatedLayout, rate_layouts
+        from octavo.wiring.layout_search import Objective, engine_of, rate_layouts
         from octavo.wiring.simulated_fleet import FleetOptionsSimulated, SimulatedRequest
 
         if not self.recordings:
@@ -57,9 +63,13 @@ class TracePlan:
                 f"num_requests: the first {len(rows)} requests of {self.trace} come at once",
                 hint="take more of them",
             )
-        found: list[RatedLayout] = rate_layouts(
-            self.recordings, make, objective, self.num_machines, options
-        )
+        names = Counter(path.name for path in self.recordings)
+        engines = {
+            path.name if names[path.name] == 1 else str(path): engine_of(path)
+            for path in self.recordings
+        }
+        self._check_lengths(rows, engines)
+        found = rate_layouts(engines, make, objective, self.num_machines, options)
         if json:
             import json as json_format
 
@@ -72,8 +82,37 @@ class TracePlan:
         )
         for each in found:
             print(
-                f"{each.layout!s:28} {each.source:24} {each.requests_per_s:9.3g} requests/s,"
-                f" {each.per_machine:.3g} a machine"
+                f"{each.layout!s:28} {each.source:24} {each.requests_per_s:9.3g}"
+                f"{'+' if each.is_bound else ''} requests/s, {each.per_machine:.3g} a machine"
             )
         if not found[0].requests_per_s:
             print("octavo: no layout meets the objective at any rate", file=sys.stderr)
+        if any(each.is_bound for each in found):
+            print(
+                "octavo: a rate that ends in + was the highest tried, and kept to the objective",
+                file=sys.stderr,
+            )
+
+    def _check_lengths(
+        self, rows: Sequence[TrafficRequest], engines: Mapping[str, SimulatedEngine]
+    ) -> None:
+        """Says how many requests an engine does not take at all, which count as bad ones; refuses
+        a trace with which no rate could be found for that reason.
+        """
+        from octavo.wiring.layout_search import GOOD_SHARE
+
+        for name, engine in engines.items():
+            num_long = sum(row.input_len >= engine.max_model_len for row in rows)
+            if not num_long:
+                continue
+            what = (
+                f"{num_long} of {len(rows)} requests of {self.trace.name} have as many tokens as"
+                f" {name} takes, {engine.max_model_len:,}, or more"
+            )
+            if num_long > (1 - GOOD_SHARE) * len(rows):
+                raise ConfigError(
+                    f"trace: {what}",
+                    hint="take shorter ones, such as --scale=1/32, or record an engine with a"
+                    " greater max_model_len",
+                )
+            print(f"octavo: {what}: they count as late", file=sys.stderr)

@@ -26,6 +26,9 @@ TRACE_BLOCK = 512
 """Tokens of a named block of a trace."""
 KV_BLOCK = 16
 """Tokens of a KV block, the least that a prefix cache shares."""
+MAX_LENGTH = 1 << 24
+"""Most tokens of a prompt, or of an answer, as it is sent."""
+MAX_TIMESTAMP_MS = 1e15
 BURSTINESS = (0.01, 100.0)
 """Least and greatest shape of the gaps between requests that is allowed."""
 
@@ -209,11 +212,11 @@ def _request_of(name: str, line: bytes, scale: Fraction) -> TrafficRequest:
             f"{name}: got {_short(row)}, allowed is an object with timestamp, input_length and"
             " output_length"
         )
-    input_length = _number(name, row, "input_length", 1, whole=True)
-    output_length = _number(name, row, "output_length", 1, whole=True)
+    input_length = _number(name, row, "input_length", 1, MAX_LENGTH / scale, whole=True)
+    output_length = _number(name, row, "output_length", 1, MAX_LENGTH / scale, whole=True)
     request = TrafficRequest(
         name,
-        _number(name, row, "timestamp", 0) / 1000,
+        _number(name, row, "timestamp", 0, MAX_TIMESTAMP_MS) / 1000,
         math.ceil(input_length * scale),
         math.ceil(output_length * scale),
     )
@@ -223,7 +226,15 @@ def _request_of(name: str, line: bytes, scale: Fraction) -> TrafficRequest:
     return replace(request, block_ids=block_ids, block_tokens=_block_tokens(scale))
 
 
-def _number(name: str, row: dict[str, Any], field: str, low: int, *, whole: bool = False) -> Any:
+def _number(
+    name: str,
+    row: dict[str, Any],
+    field: str,
+    low: int,
+    most: float | Fraction,
+    *,
+    whole: bool = False,
+) -> Any:
     kind = "a whole number" if whole else "a number"
     if field not in row:
         raise ConfigError(f"{name}: {field} is missing, needed is {kind} of at least {low}")
@@ -232,6 +243,8 @@ def _number(name: str, row: dict[str, Any], field: str, low: int, *, whole: bool
         raise ConfigError(
             f"{name}: {field}: got {_short(value)}, allowed is {kind} of at least {low}"
         )
+    if value > most:
+        raise ConfigError(f"{name}: {field}: got {value}, allowed is at most {int(most):,}")
     return value
 
 

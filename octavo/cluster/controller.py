@@ -8,15 +8,15 @@ other. Knows no Ray and no process, and carries no token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
 
 from octavo.cluster.instance import InstanceSpec, InstanceState
-from octavo.cluster.placing import ClusterPlacer, check_machines
-from octavo.cluster.plan import ClusterPlan, InstanceGroup, flag_names
+from octavo.cluster.placing import ClusterPlacer, check_machines, check_total
+from octavo.cluster.plan import ClusterPlan, InstanceGroup, RouterPart, flag_names
 from octavo.cluster.router_admin import RouterAdmin
 from octavo.progress import Report
 
@@ -77,6 +77,8 @@ class Cluster:
     members: dict[str, ClusterMember] = field(default_factory=dict)
     """Members by name, those that leave among them."""
     router: ClusterMember | None = None
+    _router_part: RouterPart | None = None
+    """Part of the plan with which the router was started."""
     _leaving: list[ClusterMember] = field(default_factory=list)
     _failed: dict[str, str] = field(default_factory=dict)
     """Groups that could not be started, and why, so that it is said once."""
@@ -85,9 +87,11 @@ class Cluster:
         """Raises ConfigError where the plan wants machines that are not there."""
         machines = self.placer.machines()
         for group in self.plan.instances:
-            count = group.count * group.num_ranks
+            count = group.num_places
             check_machines(group.name, group.needs, count, machines, spread=group.spread)
         check_machines(ROUTER, self.plan.router.needs, 1, machines, spread=False)
+        needs = [group.needs for group in self.plan.instances for _ in range(group.num_places)]
+        check_total([*needs, self.plan.router.needs], machines)
 
     def change(self, plan: ClusterPlan) -> None:
         """Takes on another plan; the next steps make it so."""
@@ -108,6 +112,7 @@ class Cluster:
                 self._let_leave(member, now)
         for group in self.plan.instances:
             self._start_missing(group, wanted)
+        self._end_old_router()
         self._serve_router()
         self._join_all()
         self._end_left(now)
@@ -237,38 +242,75 @@ class Cluster:
         missing = [name for name in names if name in wanted and name not in self.members]
         if not missing:
             return
-        try:
-            needs = [group.needs] * (len(missing) * group.num_ranks)
-            place = self.placer.reserve(group.name, needs, spread=group.spread)
-        except Exception as error:
-            self._tell_failure(group.name, error)
+        needs = [group.needs] * (len(missing) * group.num_ranks)
+        specs = [wanted[name] for name in missing]
+        found = self._started(group.name, needs, specs, spread=group.spread)
+        if found is None:
             return
+        place, started = found
         shared = SharedPlace(place, len(missing))
-        for index, name in enumerate(missing):
-            handle = self.placer.start(place, index * group.num_ranks, wanted[name])
+        for name, handle in zip(missing, started, strict=True):
             answers = group.role != "prefill"
             self.members[name] = ClusterMember(group.name, wanted[name], handle, shared, answers)
             self.report(f"{name} is being started")
-        self._failed.pop(group.name, None)
+
+    def _started(
+        self,
+        name: str,
+        needs: Sequence[Mapping[str, float]],
+        specs: Sequence[InstanceSpec],
+        *,
+        spread: bool,
+    ) -> tuple[Any, list[Any]] | None:
+        """Starts instances together; returns their reservation and handles, or says what is in the
+        way and leaves nothing behind.
+        """
+        handles: list[Any] = []
+        try:
+            place = self.placer.reserve(name, needs, spread=spread)
+        except Exception as error:
+            self._tell_failure(name, error)
+            return None
+        at_each = len(needs) // len(specs)
+        try:
+            for index, spec in enumerate(specs):
+                handles.append(self.placer.start(place, index * at_each, spec))
+        except Exception as error:
+            self._tell_failure(name, error)
+            for handle in handles:
+                self.placer.stop(handle, STOP_S)
+            self.placer.give_back(place)
+            return None
+        self._failed.pop(name, None)
+        return place, handles
 
     def _tell_failure(self, name: str, error: Exception) -> None:
         if self._failed.get(name) != str(error):
             self._failed[name] = str(error)
             self.report(f"{name} cannot be started: {error}")
 
+    def _end_old_router(self) -> None:
+        """Stops a router that is another one than the plan's; it lets what runs finish."""
+        if self.router is None or self._router_part == self.plan.router:
+            return
+        self.report("the router is replaced")
+        self._stop(self.router)
+        self.router = None
+        for member in self.members.values():
+            member.joined_url, member.number = "", None
+
     def _serve_router(self) -> None:
         """Starts the router once an instance answers."""
         first = next((one for one in self.members.values() if one.answers and one.is_ready), None)
         if self.router is not None or first is None or first.state is None:
             return
-        try:
-            place = self.placer.reserve(ROUTER, [self.plan.router.needs], spread=False)
-        except Exception as error:
-            self._tell_failure(ROUTER, error)
-            return
         spec = self._router_spec(first.state.url)
-        handle = self.placer.start(place, 0, spec)
+        started = self._started(ROUTER, [self.plan.router.needs], [spec], spread=False)
+        if started is None:
+            return
+        place, (handle,) = started
         self.router = ClusterMember(ROUTER, spec, handle, SharedPlace(place, 1), answers=False)
+        self._router_part = self.plan.router
 
     def _join_all(self) -> None:
         """Tells the router of instances that are ready at an address that it does not have.

@@ -86,3 +86,16 @@ def check_machines(
             f" and Ray has {len(fitting)}; there are {there}",
             hint=hint,
         )
+
+
+def check_total(needs: Sequence[Mapping[str, float]], machines: Sequence[ClusterMachine]) -> None:
+    """Raises ConfigError where all parts of a plan together want more than all machines have."""
+    for name in sorted({name for each in needs for name in each}):
+        wanted = sum(each.get(name, 0.0) for each in needs)
+        there = sum(machine.resources.get(name, 0.0) for machine in machines)
+        if wanted > there * (1 + 1e-9):
+            raise ConfigError(
+                f"plan: its instances and the router want {wanted:g} {name} together, and Ray's"
+                f" machines have {there:g}",
+                hint="name fewer, or have machines join: ray start --address=HEAD:6379",
+            )

@@ -20,14 +20,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from octavo.errors import ConfigError
+from octavo.config.option import OptionField, convert
+from octavo.errors import ConfigError, did_you_mean
 
 MAX_FILE_BYTES = 1 << 20
+MAX_AMOUNT = 1 << 20
+MAX_MEMORY_BYTES = 1 << 60
 MAX_INSTANCES = 256
 """Most instances of one plan, which is as many servers as a router takes."""
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
@@ -39,6 +43,8 @@ OWN_OPTIONS = frozenset(
 )
 """Options of an instance that follow from the plan."""
 OWN_ROUTER_OPTIONS = frozenset(("host", "port", "api_key", "server_api_key"))
+KNOWN_RESOURCES = {"CPU": "cpus", "object_store_memory": "nothing: no token goes through Ray"}
+"""Names of resources that Ray has for itself, and what asks for them in a plan."""
 Options = dict[str, str | int | float | bool | list[str]]
 
 
@@ -72,6 +78,11 @@ class InstanceGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     def num_ranks(self) -> int:
         """Parts of each instance that are placed by themselves."""
         return self.num_tensor if self.ranks_apart else 1
+
+    @property
+    def num_places(self) -> int:
+        """Parts of all instances together."""
+        return self.count * self.num_ranks
 
     @property
     def num_tensor(self) -> int:
@@ -129,9 +140,46 @@ def plan_of(document: Any, where: str) -> ClusterPlan:
     try:
         plan = msgspec.convert(document, ClusterPlan)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"plan: {where}: {error}") from error
+        raise ConfigError(
+            f"plan: {where}: {error}", hint="docs/guides/cluster.md shows a plan and its fields"
+        ) from error
     _check(plan)
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class KnownOptions:
+    """The options that the instances of a plan and its router may be given, by their names."""
+
+    serve: Mapping[str, OptionField]
+    route: Mapping[str, OptionField]
+
+    def check(self, plan: ClusterPlan) -> None:
+        """Raises ConfigError for an option that its command does not have, or not with that value:
+        its instances would end, and be started again, for ever.
+        """
+        for group in plan.instances:
+            _check_values(group.name, group.options, self.serve, "octavo serve")
+        _check_values("router", plan.router.options, self.route, "octavo route")
+
+
+def _check_values(
+    where: str, given: Options, known: Mapping[str, OptionField], command: str
+) -> None:
+    for name, value in flag_names(given).items():
+        flag = name.replace("_", "-")
+        if name not in known:
+            flags = [each.replace("_", "-") for each in known]
+            raise ConfigError(
+                f"plan: {where}: options: {command} has no option {flag}",
+                hint=did_you_mean(flag, flags),
+            )
+        spec = known[name]
+        try:
+            convert(spec, [value] if spec.is_list and isinstance(value, str) else value)
+        except ConfigError as error:
+            what = f"plan: {where}: options: {error.message}"
+            raise ConfigError(what, hint=error.hint) from None
 
 
 def flag_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +204,7 @@ def _check(plan: ClusterPlan) -> None:
         )
     if not 0 < plan.router.port < 65536:
         raise ConfigError(f"plan: router: port: got {plan.router.port}, allowed is 1 to 65535")
-    _check_needs("router", plan.router.needs)
+    _check_needs("router", plan.router.cpus, plan.router.resources)
     _check_options("router", plan.router.options, OWN_ROUTER_OPTIONS)
 
 
@@ -169,7 +217,7 @@ def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
         )
     if group.count < 1:
         raise ConfigError(f"plan: {where}: count: got {group.count}, allowed is at least 1")
-    _check_needs(where, group.needs)
+    _check_needs(where, group.cpus, group.resources)
     _check_options(where, group.options, OWN_OPTIONS)
     if group.ranks_apart and (group.num_ranks == 1 or group.options.get("backend") != "torch"):
         raise ConfigError(
@@ -203,10 +251,23 @@ def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
         )
 
 
-def _check_needs(where: str, needs: Mapping[str, float]) -> None:
-    for name, amount in needs.items():
-        if not 0 < amount < 1 << 20:
-            raise ConfigError(f"plan: {where}: {name}: got {amount:g}, allowed is a number above 0")
+def _check_needs(where: str, cpus: float, resources: Mapping[str, float]) -> None:
+    for name, amount in {"cpus": cpus, **resources}.items():
+        if instead := KNOWN_RESOURCES.get(name):
+            raise ConfigError(
+                f"plan: {where}: resources: {name} is one of Ray's own", hint=f"use {instead}"
+            )
+        most = MAX_MEMORY_BYTES if name == "memory" else MAX_AMOUNT
+        if not 0 < amount <= most:
+            raise ConfigError(
+                f"plan: {where}: {name}: got {amount:g}, allowed is a number above 0 and at most"
+                f" {most:,}"
+            )
+        if amount > 1 and amount != int(amount):
+            raise ConfigError(
+                f"plan: {where}: {name}: got {amount:g}, allowed is a whole number, or one below 1",
+                hint="Ray gives out whole units, or a part of one",
+            )
 
 
 def _check_options(where: str, options: Mapping[str, Any], own: frozenset[str]) -> None:

@@ -101,6 +101,8 @@ class RayPlacer:
         needs = dict(place.bundle_specs[index])
         return self._ray.remote(body).options(
             num_cpus=needs.pop("CPU"),
+            num_gpus=needs.pop("GPU", None),
+            memory=needs.pop("memory", None),
             resources=needs,
             max_restarts=-1,
             max_task_retries=0,

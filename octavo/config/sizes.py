@@ -6,6 +6,8 @@ import re
 
 from octavo.errors import ConfigError
 
+MAX_SIZE = 1 << 60
+"""Largest number of bytes, or count, that is read."""
 _BYTES = {"": 1, "B": 1} | {
     prefix + suffix: (1000 if suffix == "B" else 1024) ** power
     for power, prefix in enumerate("KMGT", start=1)
@@ -58,4 +60,11 @@ def _parse(text: str, units: dict[str, int], *, name: str, allowed: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in units:
         raise ConfigError(f"{name}: got {text!r}, allowed is {allowed}")
-    return int(float(match[1]) * units[match[2]])
+    count = float(match[1]) * units[match[2]]
+    if count > MAX_SIZE:
+        raise ConfigError(f"{name}: got {_short(text)}, allowed is at most {MAX_SIZE:,}")
+    return int(count)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -67,7 +67,7 @@ class Sticky:
     reads_names = False
 
     def choose(self, job: RoutingJob, targets: Sequence[Target], now: float) -> Target:
-        return max(targets, key=lambda target: _rank(job.session, target.label))
+        return max(targets, key=lambda target: rank_of(job.session, target.label))
 
 
 class KvAware:
@@ -114,5 +114,9 @@ ROUTING_POLICIES: Mapping[RoutingPolicyName, Callable[[], RoutingPolicy]] = {
 }
 
 
-def _rank(session: bytes, label: str) -> bytes:
-    return blake2b(session, digest_size=8, key=label.encode()[:64]).digest()
+def rank_of(session: bytes, label: str) -> bytes:
+    """Returns the rank of an engine for a session, by which the highest one has it."""
+    key = label.encode()
+    if len(key) > blake2b.MAX_KEY_SIZE:
+        key = blake2b(key).digest()
+    return blake2b(session, digest_size=8, key=key).digest()

@@ -28,6 +28,7 @@ SNAPSHOT = b"snapshot"
 END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number that ends an answer."""
 WAITING = "inproc://kv-events"
+NUMBER_BYTES = 8
 EPOCH_BYTES = 16
 
 
@@ -161,19 +162,20 @@ class KVEventPublisher:
 
     def _answer(self, request: list[bytes]) -> None:
         """Answers a request of a REQ or DEALER socket: a sequence number from which batches are
-        wanted, or SNAPSHOT; anything else is answered with the end alone.
+        wanted, alone or with the epoch in which they must be, or SNAPSHOT; anything else, and
+        another epoch, is answered with the end alone.
         """
         asker, wanted = request[:-1], request[-1]
+        answers: list[tuple[int, bytes]] = []
         with self._lock:
-            epoch, answers = self._epoch, list(self._batches)
+            epoch = self._epoch
             if wanted == SNAPSHOT:
                 # All batches below this number are in it.
                 answers = [(self._next, self._encoded(self._stored.events()))]
-            elif len(wanted) == 8:
-                first = int.from_bytes(wanted, "big")
-                answers = [(number, batch) for number, batch in answers if number >= first]
-            else:
-                answers = []
+            elif len(wanted) == NUMBER_BYTES or wanted[NUMBER_BYTES:] == epoch:
+                first = int.from_bytes(wanted[:NUMBER_BYTES], "big")
+                answers = [one for one in self._batches if one[0] >= first]
         for number, batch in answers:
-            self._requests.send_multipart([*asker, number.to_bytes(8, "big"), batch])
-        self._requests.send_multipart([*asker, END, epoch if wanted == SNAPSHOT else b""])
+            self._requests.send_multipart([*asker, number.to_bytes(NUMBER_BYTES, "big"), batch])
+        has_epoch = wanted == SNAPSHOT or len(wanted) == NUMBER_BYTES + EPOCH_BYTES
+        self._requests.send_multipart([*asker, END, epoch if has_epoch else b""])

@@ -15,6 +15,11 @@ import msgspec
 from octavo.kv_messages import BlockKey, BlockName
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 
+UNREADABLE = (ValueError, RecursionError)
+"""Exceptions with which msgspec refuses bytes from outside: its own errors are ValueErrors, as is
+that of text which is no UTF-8.
+"""
+
 PART_BYTES = 512 << 10
 """Most bytes of a block in one message: ZeroMQ sends large messages at a fraction of the rate."""
 

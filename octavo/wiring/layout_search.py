@@ -7,7 +7,7 @@ are those of the trace, sped up or slowed down. Source: DistServe (Zhong et al. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +66,8 @@ class RatedLayout:
     """Recording of the engine."""
     requests_per_s: float
     """Goodput of all machines; 0 where not even the slowest rate is met."""
+    is_bound: bool = False
+    """Whether the goodput may be higher: no higher rate was tried."""
 
     @property
     def per_machine(self) -> float:
@@ -89,7 +91,12 @@ def engine_of(path: Path) -> SimulatedEngine:
             f"{path}: no step was measured in it",
             hint="record requests that are like those to come: octavo serve --record FILE",
         )
-    num_tokens = header.groups[0].num_blocks * header.block_size
+    num_tokens = header.groups[0].num_blocks * header.block_size if header.groups else 0
+    if not num_tokens:
+        raise ConfigError(
+            f"{path}: an engine without a KV cache, which generates nothing",
+            hint="record one that answers chats or completions",
+        )
     return SimulatedEngine(
         header.scheduler,
         replace(header.cache, kv_events_config=None),
@@ -117,19 +124,21 @@ def layouts_of(num_machines: int) -> list[FleetLayout]:
 
 
 def rate_layouts(
-    recordings: Sequence[Path],
+    engines: Mapping[str, SimulatedEngine],
     make: MakeRequests,
     objective: Objective,
     num_machines: int,
     options: FleetOptionsSimulated,
 ) -> list[RatedLayout]:
-    """Returns the goodput of every layout of every recorded engine, the best first."""
+    """Returns the goodput of every layout of every recorded engine, the best first; `engines` are
+    by the names of their recordings.
+    """
     found = []
-    for path in recordings:
-        engine = engine_of(path)
+    fastest = _rate(make(MAX_SPEED))
+    for name, engine in engines.items():
         for layout in layouts_of(num_machines):
             rate = goodput(engine, layout, make, objective, options)
-            found.append(RatedLayout(layout, path.name, rate))
+            found.append(RatedLayout(layout, name, rate, is_bound=rate >= fastest))
     return sorted(found, key=lambda rated: -rated.requests_per_s)
 
 
@@ -150,7 +159,9 @@ def goodput(
         return good >= GOOD_SHARE * len(requests)
 
     low, high = 0.0, 1.0
-    while is_good(high) and high < MAX_SPEED:
+    while is_good(high):
+        if high >= MAX_SPEED:
+            return _rate(make(high))
         low, high = high, 2 * high
     if low == 0.0:
         while not is_good(high):

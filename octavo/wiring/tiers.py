@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.checkpoint_ports import Checkpoint
 from octavo.config.cache_options import CacheOptions, TransferOptions
+from octavo.config.hosts import LOOPBACK, is_local
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers
@@ -134,12 +135,7 @@ def check_tiers(
         from octavo.worker.connectors.nixl_mover import require_nixl
 
         require_nixl()
-    for address in transfer.prefill_peer:
-        parse_address(address, name="prefill_peer")
-    host, port = parse_address(transfer.kv_transfer_address, name="kv_transfer_address")
-    if transfer.computes_for_others:
-        check_ports(port, num_ranks, name="kv_transfer_address")
-        check_address(host, transfer.kv_transfer_secret, name="kv_transfer_address")
+    _check_addresses(transfer, num_ranks)
     if transfer.kv_transfer is not None and transfer.kv_transfer_size < sum(block_bytes):
         raise ConfigError(
             f"kv_transfer_size: got {format_bytes(transfer.kv_transfer_size)}, allowed is at least"
@@ -148,6 +144,29 @@ def check_tiers(
     if cache.prefix_cache_dir is not None:
         check_size(cache.prefix_cache_size, block_bytes)
         open_root(cache.prefix_cache_dir)
+
+
+def _check_addresses(transfer: TransferOptions, num_ranks: int) -> None:
+    """Raises ConfigError for an address that is none, that others could reach, or that is named
+    where it cannot be.
+    """
+    host, port = parse_address(transfer.kv_transfer_address, name="kv_transfer_address")
+    if transfer.computes_for_others:
+        check_ports(port, num_ranks, name="kv_transfer_address")
+        check_address(host, transfer.kv_transfer_secret, name="kv_transfer_address")
+    own = (host if not is_local(host) else LOOPBACK[0], port)
+    met = set()
+    for address in transfer.prefill_peer:
+        there, port = parse_address(address, name="prefill_peer")
+        peer = (there if not is_local(there) else LOOPBACK[0], port)
+        if peer == own and transfer.computes_for_others:
+            raise ConfigError(
+                f"prefill_peer: got {address!r}, which is this engine's own kv_transfer_address",
+                hint="name another engine, or give this one another kv_transfer_address",
+            )
+        if peer in met:
+            raise ConfigError(f"prefill_peer: got {address!r} twice", hint="name each engine once")
+        met.add(peer)
 
 
 def _num_slots(cache: CacheOptions, block_bytes: int, *, has_more: bool) -> int:

@@ -33,6 +33,11 @@ def test_this_machine(octavo):
         r"[\d.]+ \wi?B free", rows["memory"]
     )
     assert {"Triton", "FlashInfer", "driver", "NIXL", "Ray", "default"} <= set(rows)
+    lines = ended.out.splitlines()
+    for name in ("Mooncake", "NIXL", "Ray"):
+        if rows[name].startswith("not installed"):
+            at = next(index for index, line in enumerate(lines) if line.startswith(name))
+            assert f"hint: pip install 'octavo[{name.lower()}]'" in lines[at + 1]
 
 
 def test_as_json(octavo):

@@ -32,6 +32,8 @@ class FakePlacer:
     places: list[tuple[str, int]] = field(default_factory=list)
     """Name and place of each instance that was started."""
     is_full: bool = False
+    broken: str = ""
+    """Name of an instance that cannot be started."""
 
     def machines(self) -> Sequence[ClusterMachine]:
         return self.there
@@ -45,6 +47,8 @@ class FakePlacer:
         return self.reserved[-1]
 
     def start(self, place: object, index: int, spec: InstanceSpec) -> FakeInstance:
+        if spec.name == self.broken:
+            raise ValueError("no such resource")
         self.places.append((spec.name, index))
         self.instances.append(FakeInstance(spec, spec.port or 20_000 + len(self.instances)))
         return self.instances[-1]

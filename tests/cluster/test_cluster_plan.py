@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from octavo.cluster.plan import plan_of, read_plan
+from octavo.cluster.plan import ClusterPlan, KnownOptions, plan_of, read_plan
+from octavo.config.engine_config import option_fields
+from octavo.config.option import options_of
 from octavo.errors import ConfigError
+from octavo.server.router.settings import RouterSettings
+from octavo.server.settings import ServerSettings
 
 PROMPTS: dict[str, Any] = {"name": "prompts", "role": "prefill"}
 
@@ -45,7 +49,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ({"instances": [{"name": "a"}, {"name": "a"}]}, "two groups are called a"),
         ({"instances": [{"name": "a", "count": 0}]}, "a: count: got 0, allowed is at least 1"),
         ({"instances": [{"name": "a", "count": 999}]}, "999 instances, allowed are 256"),
-        ({"instances": [{"name": "a", "cpus": 0}]}, "a: CPU: got 0"),
+        ({"instances": [{"name": "a", "cpus": 0}]}, "a: cpus: got 0, allowed is a number above 0"),
+        ({"instances": [{"name": "a", "cpus": float("nan")}]}, "a: cpus: got nan"),
+        ({"instances": [{"name": "a", "cpus": 1.5}]}, "a: cpus: got 1.5, allowed is a whole"),
+        ({"instances": [{"name": "a", "resources": {"big": 2.5}}]}, "a: big: got 2.5"),
+        ({"instances": [{"name": "a", "resources": {"CPU": 2}}]}, "CPU is one of Ray's own"),
         (
             {"instances": [{"name": "a", "ranks_apart": True, "options": {"backend": "torch"}}]},
             "ranks_apart: allowed only with the options backend: torch and tensor-parallel-size"
@@ -99,6 +107,43 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(document: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(document, "plan.yaml")
+
+
+KNOWN = KnownOptions(option_fields() | options_of(ServerSettings), options_of(RouterSettings))
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"max-num-seqz": 4}, "octavo serve has no option max-num-seqz", "max-num-seqs"),
+        ({"max-num-seqs": "many"}, "max_num_seqs: got 'many', allowed is a whole number", None),
+        ({"backend": "gpu"}, "backend: got 'gpu', allowed is 'native'", None),
+        ({"routing-policy": "fastest"}, "routing_policy: got 'fastest', allowed is", None),
+        (
+            {"kv-cache-memory-bytes": "9" * 400},
+            r"kv_cache_memory_bytes: got '9+\.\.\.', allowed is at most",
+            None,
+        ),
+    ],
+)
+def test_options_that_no_instance_could_start_with_are_refused(
+    options: dict[str, Any], message: str, hint: str | None
+) -> None:
+    """Ray would start their processes again and again."""
+    with pytest.raises(ConfigError, match="plan: a: options: " + message) as refused:
+        KNOWN.check(plan_of({"instances": [{"name": "a", "options": options}]}, "plan.yaml"))
+    assert hint is None or hint in str(refused.value.hint)
+
+
+def test_options_of_the_router_are_its_own() -> None:
+    def plan_with(options: dict[str, Any]) -> ClusterPlan:
+        return plan_of({"instances": [{"name": "a"}], "router": {"options": options}}, "plan.yaml")
+
+    KNOWN.check(plan_with({"routing-policy": "sticky", "kv-events": False}))
+    with pytest.raises(ConfigError, match="router: options: octavo route has no option max-num-"):
+        KNOWN.check(plan_with({"max-num-seqs": 4}))
+    with pytest.raises(ConfigError, match="router: options: routing_policy: got 'fastest'"):
+        KNOWN.check(plan_with({"routing-policy": "fastest"}))
 
 
 @pytest.mark.parametrize("text", ["instances: [", "- a\n", "instances: &a [*a]\n"])

@@ -206,6 +206,36 @@ def test_what_finds_no_room_is_said_once_and_tried_again() -> None:
     assert placer.names == ["a-0", "router"]
 
 
+@pytest.mark.parametrize("broken", ["a-1", "router"])
+def test_what_cannot_be_started_leaves_nothing_and_holds_up_no_other(broken: str) -> None:
+    made, placer, router, lines = cluster({"instances": [{"name": "a", "count": 2}, {"name": "b"}]})
+    placer.broken = broken
+    steps(made)
+    name = broken.partition("-")[0]
+    assert lines.count(f"{name} cannot be started: no such resource") == 1
+    assert placer.given_back and {place[0] for place in placer.given_back} == {name}
+    assert len(placer.names) == (2 if name == "a" else 3)
+    placer.broken = ""
+    steps(made)
+    assert sorted(placer.names) == ["a-0", "a-1", "b-0", "router"] and len(router.there) == 3
+
+
+def test_another_router_takes_the_place_of_the_one_before() -> None:
+    made, placer, router, lines = cluster({"instances": [{"name": "a", "count": 2}]})
+    steps(made)
+    before = placer.running("router")
+    other = {"port": 9000, "options": {"routing-policy": "sticky"}}
+    made.change(plan({"instances": [{"name": "a", "count": 2}], "router": other}))
+    router.urls.clear()
+    steps(made)
+    assert before.stopped and len(placer.given_back) == 1 and "the router is replaced" in lines
+    now = placer.running("router").spec
+    assert now.port == 9000 and now.words[-2:] == ["--routing-policy", "sticky"]
+    assert placer.names == ["a-0", "a-1", "router"] and len(router.there) == 2 and made.is_serving
+    steps(made)
+    assert placer.names == ["a-0", "a-1", "router"]
+
+
 def test_secrets_go_by_the_environment_and_files_and_several_machines_are_reached() -> None:
     keys = ClusterKeys("outer", "inner")
     made, placer, _, _ = cluster(APART, hosts=2, keys=keys)
@@ -224,6 +254,7 @@ def test_secrets_go_by_the_environment_and_files_and_several_machines_are_reache
         ({"cpus": 9}, "a: an instance wants a machine with 9 CPU, and Ray has none; there are 10"),
         ({"resources": {"big": 1}}, "wants a machine with 1 CPU, 1 big, and Ray has none"),
         ({"count": 3, "spread": True}, "a: 3 instances or ranks want machines"),
+        ({"cpus": 4, "count": 2}, "the router want 9 CPU together, and Ray's machines have 8"),
     ],
 )
 def test_machines_that_ray_does_not_have_are_refused(

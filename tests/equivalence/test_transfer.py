@@ -405,6 +405,14 @@ def test_a_secret_must_be_known(secret):
             "prefill_peer: got 'nowhere', allowed is HOST:PORT",
         ),
         (
+            {"kv_transfer": "zmq", "prefill_peer": ["localhost:8998"]},
+            "prefill_peer: got 'localhost:8998', which is this engine's own kv_transfer_address",
+        ),
+        (
+            {"kv_transfer": "zmq", "role": "decode", "prefill_peer": 2 * ["10.0.0.1:8998"]},
+            "prefill_peer: got '10.0.0.1:8998' twice",
+        ),
+        (
             {"kv_transfer": "zmq", "kv_transfer_address": "0.0.0.0:8998"},
             "no kv_transfer_secret",
         ),

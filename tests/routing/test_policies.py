@@ -120,6 +120,13 @@ def test_sessions_stay_and_move_only_when_their_target_is_gone():
         assert without == home or home == 2
 
 
+def test_sessions_spread_over_targets_with_long_names_that_begin_alike():
+    labels = [f"https://{'machine' * 12}.example.com:{port}" for port in (8000, 8001)]
+    router = Router(ROUTING_POLICIES["sticky"](), [Target(label) for label in labels])
+    homes = {router.choose(job_of(session=b"%d" % one), range(2), 0.0) for one in range(50)}
+    assert homes == {0, 1}
+
+
 def test_kv_goes_to_the_cache_until_its_queue_is_too_long():
     router = router_of("kv", 2)
     prefix = [f"block {index}" for index in range(64)]

@@ -56,6 +56,8 @@ class FakeUpstream:
     script: Script
     models: tuple[str, ...] = ("tiny",)
     is_well: bool = True
+    health: Script | None = None
+    """Answers /health in place of `is_well`."""
     asked: list[FakeExchange] = field(default_factory=list)
     """Requests that asked for work."""
     url: str = ""
@@ -82,7 +84,9 @@ class FakeUpstream:
             writer.close()
 
     async def _answer(self, exchange: FakeExchange) -> None:
-        if exchange.path == "/health":
+        if exchange.path == "/health" and self.health is not None:
+            await self.health(exchange)
+        elif exchange.path == "/health":
             status = 200 if self.is_well else 503
             await exchange.answer(status, {"error": {"message": "not now"}})
         elif exchange.path == "/v1/models":

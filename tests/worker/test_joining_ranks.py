@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -74,6 +75,32 @@ def test_ranks_come_in_any_order_and_are_told_apart(meeting: Meeting) -> None:
     for number, end in ((1, first), (2, second)):
         end.send_bytes(bytes([number]))
     assert all(end.recv_bytes() == bytes([rank]) for rank, end in meeting.theirs)
+
+
+@pytest.mark.usefixtures("soon")
+def test_one_that_goes_at_once_or_speaks_bit_by_bit_holds_up_no_other(meeting: Meeting) -> None:
+    """Whatever looks for open ports ends its connection before it can be looked at."""
+    with socket.create_connection(("127.0.0.1", meeting.port)) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    slow = socket.create_connection(("127.0.0.1", meeting.port))
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                slow.sendall(bytes([0]))
+                time.sleep(0.1)
+
+    dripping = threading.Thread(target=drip, daemon=True)
+    dripping.start()
+    began = time.monotonic()
+    coming = meeting.come(1)
+    end = meeting.start(1)
+    assert time.monotonic() - began < 1.4
+    coming.join(10)
+    end.send_bytes(b"here")
+    assert meeting.theirs[0][1].recv_bytes() == b"here"
+    slow.close()
+    dripping.join(10)
 
 
 @pytest.mark.usefixtures("soon")

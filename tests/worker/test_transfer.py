@@ -175,7 +175,8 @@ def test_another_fingerprint_is_refused_by_name(sender):
 
 
 def test_malformed_requests_are_answered_and_disturb_no_other(sender, fetcher):
-    requests = [b"", b"\xc1", b"x" * 1000, msgspec.msgpack.encode({"type": "WantBlocks"})]
+    no_text = b"\x81\xa4type\xa2\xff\xfe"
+    requests = [b"", b"\xc1", no_text, b"x" * 1000, msgspec.msgpack.encode({"type": "WantBlocks"})]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(sender[1])
@@ -246,6 +247,19 @@ def test_a_damaged_layer_makes_its_blocks_a_miss(fetcher, part):
         while len(missed) < 2:
             missed += reported(fetcher).not_fetched
         assert sorted(missed) == names
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa4type\xa2\xff\xfe"])
+def test_a_reply_that_is_no_message_makes_it_a_miss(fetcher, data):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        fetch(fetcher, f"tcp://127.0.0.1:{port}", 7)
+        peer, _ = router.recv_multipart()
+        began = time.monotonic()
+        router.send_multipart([peer, data])
+        assert reported(fetcher).not_fetched == [BlockName(0, key_of(7).digest)]
+        assert time.monotonic() - began < 2, "not by the clock"
 
 
 def test_a_slot_is_never_written_after_its_end_was_reported(fetcher):

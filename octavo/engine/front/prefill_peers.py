@@ -29,6 +29,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.transfer.address import endpoint, parse_address, split_endpoints
 from octavo.transfer.block_events import BlockEvent
 from octavo.transfer.messages import (
+    UNREADABLE,
     Accepted,
     Declined,
     FrontReplyMessage,
@@ -233,7 +234,7 @@ class PrefillPeers:
             data = await peer.socket.recv()
             try:
                 self._take(peer, self._replies.decode(data))
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 logger.warning("%s sent what is no message: %s", peer.address, error)
 
     def _take(self, peer: PrefillPeer, message: FrontReplyMessage) -> None:

@@ -20,6 +20,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.outputs import RequestOutput
 from octavo.transfer.address import endpoint, parse_address
 from octavo.transfer.messages import (
+    UNREADABLE,
     Accepted,
     Declined,
     Ended,
@@ -85,7 +86,7 @@ class PrefillService:
             peer, *frames = await socket.recv_multipart()
             try:
                 message = self._requests.decode(frames[0] if len(frames) == 1 else b"")
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 logger.warning("a peer sent what is no message: %s", error)
                 continue
             if isinstance(message, Hello):
@@ -112,14 +113,14 @@ class PrefillService:
         name = message.request_id
         try:
             computing = self._compute(message)
-        except OctavoError as error:
-            self._send(peer, Declined(name, error.message))
+        except Exception as error:
+            self._send(peer, Declined(name, _reason(error)))
             return
         self._send(peer, Accepted(name))
         try:
             output = await computing
-        except OctavoError as error:
-            self._send(peer, Ended(name, 0, error.message))
+        except Exception as error:
+            self._send(peer, Ended(name, 0, _reason(error)))
         else:
             self._send(peer, Ended(name, output.num_cached_tokens or 0, output.error))
 
@@ -127,3 +128,11 @@ class PrefillService:
         """Sends a message; a peer that has gone gets none."""
         assert self._socket is not None
         self._socket.send_multipart([peer, self._encode(message)], zmq.NOBLOCK)
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a prompt is not computed; a fault of this engine is logged here too."""
+    if isinstance(error, OctavoError):
+        return error.message
+    logger.error("a prompt of another engine was not computed", exc_info=error)
+    return f"{type(error).__name__}: {error}"

@@ -225,7 +225,7 @@ def read_log(path: Path) -> tuple[RecordingHeader, Iterator[Event]]:
     first = lines.readline()
     try:
         header = decoder.decode(first)
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, RecordingHeader) or header.format != FORMAT:
         raise ConfigError(
@@ -242,5 +242,5 @@ def _rest(path: Path, lines: Any, decoder: msgspec.json.Decoder[Event]) -> Itera
                 return
             try:
                 yield decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}: line {number} is damaged: {error}") from error

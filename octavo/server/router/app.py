@@ -29,6 +29,7 @@ from octavo.server.same_origin import SameOrigin
 from octavo.server.settings import ServerSettings
 from octavo.server.state.key_ring import KeyRing
 from octavo.server.time_limit import TimeLimit
+from octavo.transfer.messages import UNREADABLE
 from octavo.version import __version__
 
 
@@ -80,7 +81,7 @@ class RouterRoutes:
         require_router_operator(request, self._roster.front)
         try:
             body = msgspec.json.decode(await request.body(), type=JoinBody)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise InvalidRequest(f"body: {error}", hint='send {"url": "http://..."}') from None
         number = await self._roster.join(body.url)
         return JSONResponse(card_of(number, self._members[number]), 201)

@@ -1,7 +1,8 @@
 """Follows the KV events that a server publishes, and notes which blocks it holds.
 
 Each engine has a sequence of numbered batches. A gap is replayed; where that is too old, or the
-engine has restarted, the snapshot is read. Source of the form: vLLM's KV events.
+engine has another epoch than before, the snapshot is read, as at every new connection. Source of
+the form: vLLM's KV events.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from octavo.routing.cached_names import CachedNames
 from octavo.server.router.members import KvEventsCard, Member
 from octavo.transfer.kv_publisher import END, SNAPSHOT
 from octavo.transfer.kv_wire import HASH_BYTES, BlockRemoved, BlockStored, KVEventBatch
+from octavo.transfer.messages import UNREADABLE
 from octavo.transfer.sockets import lock_client
 
 REPLAY_TIMEOUT_S = 5.0
@@ -44,6 +46,8 @@ class KvFeed:
         """Names that this engine is known to hold: what a cleared cache takes away."""
         self._next: int | None = None
         """Number of the next batch; None before the first."""
+        self._epoch = b""
+        """Epoch of the engine at its last snapshot."""
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
 
     async def run(self, endpoint: str, replay: str | None, topic: str) -> None:
@@ -52,16 +56,36 @@ class KvFeed:
         lock_client(events, self._secret)
         events.set_hwm(0)
         events.subscribe(topic)
-        events.connect(endpoint)
+        met = events.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        poller = zmq.asyncio.Poller()
+        poller.register(events, zmq.POLLIN)
+        poller.register(met, zmq.POLLIN)
         try:
-            if replay is not None:
-                await self._recover(replay)
+            events.connect(endpoint)
             while True:
-                message = await events.recv_multipart()
-                if len(message) == 3 and message[0] == topic.encode():
-                    await self._take_numbered(message[1], message[2], replay)
+                ready = dict(await poller.poll())
+                if met in ready:
+                    await met.recv_multipart()
+                    await self._begin(replay)
+                if events in ready:
+                    message = await events.recv_multipart()
+                    if len(message) == 3 and message[0] == topic.encode():
+                        await self._take_numbered(message[1], message[2], replay)
+        except zmq.ZMQError as error:
+            logger.warning("KV events at %s cannot be followed: %s", endpoint, error)
         finally:
+            events.disable_monitor()
             events.close()
+            self._clear()
+
+    async def _begin(self, replay: str | None) -> None:
+        """Takes in what an engine holds that has just been met, the first time or again: it may be
+        another one at the same address.
+        """
+        self._next = None
+        if replay is not None:
+            await self._recover(replay)
+        else:
             self._clear()
 
     async def _take_numbered(self, number: bytes, payload: bytes, replay: str | None) -> None:
@@ -77,6 +101,7 @@ class KvFeed:
                 await self._catch_up(index, replay)
             else:
                 self._clear()
+                self._next = None
         if self._next is None or index >= self._next:
             self._take(payload)
             self._next = index + 1
@@ -84,7 +109,7 @@ class KvFeed:
     async def _catch_up(self, index: int, replay: str) -> None:
         """Takes in the batches before number `index`, or the snapshot."""
         assert self._next is not None, "a gap has a beginning"
-        answers = await self._asked(replay, self._next.to_bytes(8, "big"))
+        answers = await self._asked(replay, self._next.to_bytes(8, "big") + self._epoch)
         if answers and answers[0][0] == self._next:
             for number, payload in answers:
                 if number < index:
@@ -103,17 +128,20 @@ class KvFeed:
             self._next = number
 
     async def _asked(self, replay: str, wanted: bytes) -> list[Batch]:
-        """Returns the numbered batches of an answer; [] where none comes in time."""
+        """Returns the numbered batches of an answer, whose epoch is noted; [] where none comes in
+        time.
+        """
         socket = self._context.socket(zmq.DEALER)
         lock_client(socket, self._secret)
-        socket.connect(replay)
         found: list[Batch] = []
         try:
+            socket.connect(replay)
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 await socket.send_multipart([b"", wanted])
                 while True:
                     _, number, payload = await socket.recv_multipart()
                     if number == END:
+                        self._epoch = payload or self._epoch
                         return found
                     found.append((int.from_bytes(number, "big"), payload))
         except (TimeoutError, ValueError, zmq.ZMQError):
@@ -124,7 +152,7 @@ class KvFeed:
     def _take(self, payload: bytes) -> None:
         try:
             batch = self._decoder.decode(payload)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except UNREADABLE as error:
             logger.warning("a batch of KV events cannot be read: %s", error)
             self._clear()
             return
@@ -207,4 +235,4 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def _names(hashes: list[int]) -> list[bytes]:
-    return [one.to_bytes(HASH_BYTES, "big") for one in hashes]
+    return [(one % (1 << 8 * HASH_BYTES)).to_bytes(HASH_BYTES, "big") for one in hashes]

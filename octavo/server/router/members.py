@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from octavo.routing.cached_names import CachedNames
 from octavo.routing.target import Target
 from octavo.server.router.settings import RouterSettings
 from octavo.server.router.upstream import UpstreamClient, UpstreamLost
+from octavo.transfer.messages import UNREADABLE
 
 NOT_CHECKED = "no check has succeeded yet"
 STABLE_S = 60.0
@@ -51,7 +52,15 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    data: list[ModelCard] = []
+    data: list[msgspec.Raw] = []
+
+    def cards(self) -> dict[str, tuple[ModelCard, msgspec.Raw]]:
+        """Returns each model's card by its name, as far as routing reads it and as it came."""
+        found = {}
+        for raw in self.data:
+            card = msgspec.json.decode(raw, type=ModelCard)
+            found[card.id] = card, raw
+        return found
 
 
 @dataclass(slots=True)
@@ -67,6 +76,8 @@ class Member:
     """Names that it answers to; empty where it does not say."""
     adapters: frozenset[str] = frozenset()
     """Names among `models` that are adapters'."""
+    cards: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    """Card of each of `models`, as the server shows it."""
     capabilities: CapabilityCard = field(default_factory=CapabilityCard)
     num_running: int = 0
     """Requests that it is answering."""
@@ -124,14 +135,10 @@ class Members:
 
     def _make(self, url: str) -> Member:
         settings = self._settings
-        return Member(
-            UpstreamClient(
-                url,
-                connect_timeout_s=settings.connect_timeout_s,
-                api_key=settings.server_api_key,
-            ),
-            Target(url.rstrip("/"), CachedNames(settings.max_known_blocks)),
+        client = UpstreamClient(
+            url, connect_timeout_s=settings.connect_timeout_s, api_key=settings.server_api_key
         )
+        return Member(client, Target(client.url, CachedNames(settings.max_known_blocks)))
 
     def add(self, url: str) -> Member:
         """Adds a server behind all others; ConfigError where the URL is none."""
@@ -176,6 +183,19 @@ class Members:
             return [index for index in well if self._members[index].serves(model)]
         return well
 
+    def listed(self) -> list[msgspec.Raw] | None:
+        """Returns the cards of all models that are served now; None where one server's list is that
+        of all.
+        """
+        told = [each for each in self._members if each.takes_requests and each.cards]
+        if len({each.models for each in told}) < 2:
+            return None
+        found: dict[str, msgspec.Raw] = {}
+        for each in told:
+            for name, card in each.cards.items():
+                found.setdefault(name, card)
+        return list(found.values())
+
     def trouble_of(self, model: str | None) -> str:
         """Returns why no server can be asked, for a message."""
         here = [each for each in self._members if each.standing == "in"]
@@ -210,7 +230,7 @@ class HealthCheck:
                 status, body = await member.client.fetch("GET", "/health")
                 if status != 200:
                     raise UpstreamLost(_reason(status, body))
-                models = await self._read("/v1/models", ModelList())
+                listed = await self._read("/v1/models", ModelList())
                 capabilities = member.capabilities
                 if not member.is_well:
                     capabilities = await self._read("/v1/capabilities", CapabilityCard())
@@ -221,8 +241,13 @@ class HealthCheck:
                 member.client.abort_waiting(reason)
             member.note_failure(reason)
             return
-        member.models = frozenset(card.id for card in models.data)
-        member.adapters = frozenset(card.id for card in models.data if card.parent is not None)
+        try:
+            cards = listed.cards()
+        except UNREADABLE:
+            cards = {}
+        member.models = frozenset(cards)
+        member.adapters = frozenset(n for n, (card, _) in cards.items() if card.parent is not None)
+        member.cards = {name: raw for name, (_, raw) in cards.items()}
         member.capabilities = capabilities
         member.target.pool = capabilities.kv_pool
         member.note_health()
@@ -251,7 +276,7 @@ class HealthCheck:
             return default
         try:
             return msgspec.json.decode(body, type=type(default))
-        except (msgspec.DecodeError, ValueError):
+        except UNREADABLE:
             return default
 
 
@@ -259,6 +284,6 @@ def _reason(status: int, body: bytes) -> str:
     """Returns what a refusal says, in one line."""
     try:
         message = str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         message = "no reason given"
     return f"HTTP {status}: {message[:200]}"

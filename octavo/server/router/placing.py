@@ -6,16 +6,18 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
+from urllib.parse import quote
 
 from octavo.routing.job import RoutingJob
-from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName
+from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName, rank_of
 from octavo.routing.router import Router
 from octavo.server.router.members import Member, Members
 from octavo.server.router.upstream import UpstreamLost, UpstreamRequest
 
 MAX_KEPT = 100_000
 """Stored responses whose server is remembered."""
+MAX_ID_CHARACTERS = 256
+"""Longest id of a stored response that servers are asked for."""
 
 
 class PlacedRequest:
@@ -67,17 +69,18 @@ class Placer:
         """Gives a request to a server."""
         return PlacedRequest(self, self._members[index], str(next(self._numbers)), job, index)
 
-    def least_busy(self, tried: set[int]) -> int | None:
-        """Returns the server that answers the fewest requests; None where there is none."""
-        able = self._members.able(None, tried)
+    def least_busy(self, tried: set[int], model: str | None = None) -> int | None:
+        """Returns the server that answers the fewest requests, of those that have a model; None
+        where there is none.
+        """
+        able = self._members.able(model, tried)
         return min(able, key=lambda index: self._members[index].num_running, default=None)
 
     def home_of(self, sender: bytes) -> int:
         """Returns the server that has a sender's files and batches, well or not."""
 
         def rank(index: int) -> bytes:
-            label = self._members[index].target.label.encode()[:64]
-            return blake2b(sender, digest_size=8, key=label).digest()
+            return rank_of(sender, self._members[index].target.label)
 
         here = [index for index, one in enumerate(self._members) if one.standing != "gone"]
         return max(here or range(len(self._members)), key=rank)
@@ -91,15 +94,19 @@ class Placer:
         known = self._kept.get(response_id)
         if known is not None and self._members[known].standing != "gone":
             return known
+        if len(response_id) > MAX_ID_CHARACTERS:
+            return None
         for index in self._members.able(None, set()):
             client = self._members[index].client
-            path = f"/v1/responses/{response_id}"
+            path = f"/v1/responses/{quote(response_id, safe='')}"
             try:
                 answer = await client.ask(UpstreamRequest("GET", path, headers))
-                await answer.rest()
+                try:
+                    await answer.rest()
+                finally:
+                    client.finish(answer)
             except UpstreamLost:
                 continue
-            client.finish(answer)
             if answer.status == 200:
                 self._kept[response_id] = index
                 if len(self._kept) > MAX_KEPT:

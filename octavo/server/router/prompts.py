@@ -21,6 +21,7 @@ from octavo.routing.job import RoutingJob
 from octavo.server.router.members import Members
 from octavo.server.router.upstream import UpstreamLost
 from octavo.transfer.kv_wire import HASH_BYTES
+from octavo.transfer.messages import UNREADABLE
 
 MAX_TOKEN_IDS = 1 << 31
 PIECE_BYTES = 256
@@ -47,6 +48,9 @@ CHAT_FIELDS = (
 """Fields of a chat on which its tokens depend, and which POST /tokenize takes."""
 OTHER_CHAT_FIELDS = ("tools", "functions", "chat_template", "add_special_tokens", "echo")
 """Fields with which POST /tokenize would not give a chat's tokens."""
+
+MODELS = "/v1/models/"
+"""Beginning of the path of a model's card."""
 
 Fields = Mapping[str, msgspec.Raw]
 
@@ -75,11 +79,21 @@ class PromptReader:
         """
         try:
             fields = self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             return AskedRequest(RoutingJob(len(body) // BYTES_PER_TOKEN))
         model = _text(fields, "model")
         job = await self._job(path, fields, model, sender)
         return AskedRequest(job, model, _text(fields, "previous_response_id"))
+
+    def model_of(self, path: str, body: bytes) -> str | None:
+        """Returns the model that a question to any server is about; None where it is about none."""
+        if path.startswith(MODELS):
+            return path.removeprefix(MODELS)
+        try:
+            fields = self._decoder.decode(body)
+        except UNREADABLE:
+            return None
+        return _text(fields, "model") or _text(fields, "name")
 
     async def _job(self, path: str, fields: Fields, model: str | None, sender: bytes) -> RoutingJob:
         start = _beginning(fields)
@@ -126,7 +140,7 @@ class PromptReader:
             async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
                 status, answer = await member.client.fetch("POST", "/tokenize", body)
             return _TOKENIZED.decode(answer).tokens if status == 200 else None
-        except (UpstreamLost, TimeoutError, msgspec.DecodeError):
+        except (UpstreamLost, TimeoutError, *UNREADABLE):
             return None
 
 
@@ -171,7 +185,7 @@ def _text(fields: Fields, name: str) -> str | None:
         return None
     try:
         return msgspec.json.decode(raw, type=str)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
 
 
@@ -180,8 +194,8 @@ def _ids(prompt: msgspec.Raw) -> list[int] | None:
     found: list[int] = []
     try:
         found = msgspec.json.decode(prompt, type=list[int])
-    except msgspec.DecodeError:
-        with contextlib.suppress(msgspec.DecodeError, IndexError):
+    except UNREADABLE:
+        with contextlib.suppress(*UNREADABLE, IndexError):
             found = msgspec.json.decode(prompt, type=list[list[int]])[0]
     return found if found and min(found) >= 0 and max(found) < MAX_TOKEN_IDS else None
 

@@ -84,6 +84,11 @@ class RouterProxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             passed = await self._read(scope, receive)
+            cards = self._members.listed() if _asks_for_models(scope) else None
+            if cards is not None:
+                body = msgspec.json.encode({"object": "list", "data": cards})
+                await Response(body, media_type="application/json")(scope, receive, send)
+                return
             with suppress(ClientDisconnect):
                 await unless_gone(receive, self._pass_on(passed, scope, receive, send))
         except (HTTPException, Unavailable) as error:
@@ -109,6 +114,10 @@ class RouterProxy:
         asked = AskedRequest(NO_JOB)
         if way is Way.PLACED:
             asked = await self._reader.read(path, body, sender)
+        elif way is Way.ANY:
+            asked = AskedRequest(NO_JOB, self._reader.model_of(path, body))
+        elif way is Way.KEPT:
+            asked = AskedRequest(NO_JOB, response_id=path.split("/")[3])
         target = (scope.get("raw_path") or path.encode()).decode("latin-1")
         if scope["query_string"]:
             target += "?" + scope["query_string"].decode("latin-1")
@@ -178,13 +187,13 @@ class RouterProxy:
                 self._counts.add("predicted_cached_tokens", by=placement.num_cached)
             return placement
         if passed.way is Way.ANY:
-            index = self._placer.least_busy(tried)
+            index = self._placer.least_busy(tried, passed.asked.model)
         elif tried:
             return None
         elif passed.way is Way.HOME:
             index = self._placer.home_of(passed.sender)
         else:
-            wanted = wanted or passed.request.target.split("?")[0].split("/")[3]
+            assert wanted is not None, "its path or its body names it"
             index = await self._placer.keeper_of(wanted, passed.request.headers)
             if index is None:
                 index = self._placer.least_busy(tried)  # it says that there is no such thing
@@ -238,6 +247,12 @@ class RouterProxy:
         """Counts the cached tokens that an answer tells of, where it does so in one part."""
         if b"cached_tokens" in data:
             self._counts.add("found_cached_tokens", by=sum(map(int, CACHED_TOKENS.findall(data))))
+
+
+def _asks_for_models(scope: Scope) -> bool:
+    """Tells whether a request asks for the list of models in OpenAI's form."""
+    is_anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return scope["method"] == "GET" and scope["path"] == "/v1/models" and not is_anthropic
 
 
 def _passable(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:

@@ -14,6 +14,7 @@ from octavo.errors import ConfigError, InvalidRequest
 from octavo.routing.router import Router
 from octavo.server.router.members import NOT_CHECKED, Member, Members
 from octavo.server.router.settings import RouterSettings
+from octavo.server.router.upstream import server_url
 from octavo.server.router.watch import Watch
 from octavo.server.settings import ServerSettings
 
@@ -42,7 +43,7 @@ class Roster:
 
     async def join(self, url: str) -> int:
         """Adds a server, or takes one back, and checks it once; returns its number."""
-        url = url.rstrip("/").removesuffix("/v1")
+        url = server_url(url)
         for number, member in enumerate(self._members):
             if member.url == url:
                 await self._return(number, member)
@@ -62,8 +63,8 @@ class Roster:
         leaving = self._leaving.pop(number, None)
         if leaving is not None:
             leaving.cancel()
-        was_gone, member.standing = member.standing == "gone", "in"
-        if was_gone:
+        member.standing = "in"
+        if not self._watch.follows(member):
             await self._watch.begin(member)
 
     def drain(self, number: int) -> int:

@@ -54,7 +54,11 @@ TABLE = (
 
 
 def way_of(method: str, path: str) -> Way | None:
-    """Returns how a request finds its server; None where it is not passed on."""
+    """Returns how a request finds its server; None where it is not passed on, as a path that leads
+    out of what it names.
+    """
+    if not {".", ".."}.isdisjoint(path.split("/")):
+        return None
     for row in TABLE:
         if method in row.methods and row.pattern.fullmatch(path):
             return row.way

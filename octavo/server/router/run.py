@@ -22,6 +22,7 @@ from octavo.server.request_timeout import ConnectionLimits, TimedHttp
 from octavo.server.router.app import create_router_app
 from octavo.server.router.members import Members
 from octavo.server.router.settings import RouterSettings
+from octavo.server.router.upstream import server_url
 from octavo.server.router.watch import Watch, watched
 
 notices = logging.getLogger(NOTICES)
@@ -33,7 +34,7 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
     configure_logging(front)
     if not urls:
         raise ConfigError("url: got none, needed is at least one server")
-    if len({url.rstrip("/") for url in urls}) < len(urls):
+    if len({server_url(url) for url in urls}) < len(urls):
         raise ConfigError("url: got a server twice", hint="name each server once")
     members, watch = Members(urls, settings), Watch(settings)
     listener = listen(front)

@@ -24,8 +24,19 @@ MAX_AHEAD_BYTES = 256 << 10
 MAX_IDLE_S = 2.0
 """Age of an idle connection that is used again; uvicorn closes them after 5 s."""
 MAX_IDLE_CONNECTIONS = 256
+MAX_HEAD_BYTES = 64 << 10
+"""Most bytes of an answer's headers."""
+MAX_OWN_BYTES = 64 << 20
+"""Most bytes of an answer that is read whole, for the router's own use."""
+STATUSES = range(200, 600)
+"""Statuses with which an answer ends."""
 
 HeaderList = list[tuple[bytes, bytes]]
+
+
+def server_url(text: str) -> str:
+    """Returns a server's URL without what may stand behind it: a slash, or the API's version."""
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class UpstreamLost(Exception):
@@ -68,6 +79,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: Any = None
         self._answer: UpstreamAnswer | None = None
         self._parser: Any = None
+        self._head_bytes = 0
+        self._is_interim = False
+        """Whether the message that is read is none yet, as 100 Continue."""
         self.idle_since_s = 0.0
         """Moment at which its last exchange ended, on the monotonic clock."""
         self.is_open = False
@@ -106,7 +120,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"no HTTP: {error}")
             self.abort()
 
@@ -118,18 +132,33 @@ class UpstreamConnection(asyncio.Protocol):
         self._fail(str(exc) if exc else "the server closed the connection")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._fail(f"its headers have more than {MAX_HEAD_BYTES:,} bytes")
+            self.abort()
         if self._answer is not None:
             self._answer.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        if self._answer is not None:
-            self._answer.begin(self._parser.get_status_code())
+        status, self._head_bytes = self._parser.get_status_code(), 0
+        self._is_interim = 100 <= status < 200
+        if self._answer is None:
+            return
+        if self._is_interim:
+            self._answer.headers.clear()
+        elif status in STATUSES:
+            self._answer.begin(status)
+        else:
+            self._fail(f"no HTTP: status {status}")
+            self.abort()
 
     def on_body(self, data: bytes) -> None:
         if self._answer is not None:
             self._answer.add(data)
 
     def on_message_complete(self) -> None:
+        if self._is_interim:
+            return
         answer, self._answer = self._answer, None
         if not self._parser.should_keep_alive():
             self.abort()
@@ -153,6 +182,8 @@ class UpstreamAnswer:
         """Headers in their order, names in lower case."""
         self.is_whole = False
         """Whether all of it has come."""
+        self.is_given_up = False
+        """Whether this side has ended the exchange."""
         self.connection = connection
         self._loop = loop
         self._parts: deque[bytes] = deque()
@@ -189,15 +220,19 @@ class UpstreamAnswer:
             await self._change()
 
     async def rest(self) -> bytes:
-        """Returns all that has not been read."""
-        parts = []
+        """Returns all that has not been read; UpstreamLost where that is too much to hold."""
+        parts, num_bytes = [], 0
         while data := await self.part():
             parts.append(data)
+            num_bytes += len(data)
+            if num_bytes > MAX_OWN_BYTES:
+                raise UpstreamLost(f"its answer has more than {MAX_OWN_BYTES:,} bytes")
         return b"".join(parts)
 
     def give_up(self, reason: str = "given up") -> None:
         """Ends an exchange that is not whole, which aborts its work at the server."""
         if not self.is_whole:
+            self.is_given_up = True
             self.fail(UpstreamLost(reason))
             self.connection.abort()
 
@@ -238,22 +273,25 @@ class UpstreamClient:
     """The connections to one server."""
 
     def __init__(self, url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = server_url(url)
         try:
             parts = urlsplit(self.url)
             port = parts.port
         except ValueError:
             parts, port = urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        host, is_http = parts.hostname, parts.scheme in ("http", "https")
+        more = parts.query or parts.fragment or parts.username is not None
+        is_plain = url.isascii() and url.isprintable() and " " not in url
+        if not host or not is_http or more or not is_plain:
             raise ConfigError(
                 f"url: got {url!r}, allowed is http://HOST:PORT or https://HOST",
-                hint="name each server as `octavo serve` prints it",
+                hint="name each server as `octavo serve` prints it; keys go with --server-api-key",
             )
-        self.host = parts.hostname
+        self.host = host
         """Name or address of its machine."""
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._authority = parts.netloc.rpartition("@")[2].encode()
+        self._authority = parts.netloc.encode()
         self._prefix = parts.path
         self._timeout_s = connect_timeout_s
         self._api_key = api_key
@@ -270,8 +308,8 @@ class UpstreamClient:
             try:
                 return await self._begun(connection, answer)
             except UpstreamLost:
-                if answer.status:
-                    raise  # it had begun to answer
+                if answer.status or answer.is_given_up:
+                    raise  # it had begun to answer, or has stood still for too long
         connection = await self._connect()
         return await self._begun(connection, connection.start(data))
 
@@ -316,9 +354,11 @@ class UpstreamClient:
         self._waiting.add(answer)
         try:
             await answer.begun()
+        except UpstreamLost:
+            connection.abort()
+            raise
         except BaseException:
             answer.give_up()
-            connection.abort()
             raise
         finally:
             self._waiting.discard(answer)

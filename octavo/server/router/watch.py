@@ -25,15 +25,21 @@ class Watch:
         """Tasks by their server's identity."""
 
     async def begin(self, member: Member) -> None:
-        """Checks a server once, and then again and again."""
+        """Checks a server once, and then again and again for as long as it belongs."""
         settings = self._settings
         check = HealthCheck(member, settings)
         await check.check()
+        if member.standing == "gone" or self.follows(member):
+            return
         tasks = [asyncio.create_task(check.run())]
         if settings.kv_events and settings.routing_policy == "kv":
             feeds = MemberFeeds(member, self._context, settings.kv_events_secret)
             tasks.append(asyncio.create_task(feeds.run()))
         self._tasks[id(member)] = tasks
+
+    def follows(self, member: Member) -> bool:
+        """Tells whether a server is checked again and again."""
+        return id(member) in self._tasks
 
     async def end(self, member: Member) -> None:
         """Ends what goes on for a server; one that is not watched is left alone."""

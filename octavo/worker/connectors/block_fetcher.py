@@ -27,6 +27,7 @@ from octavo.program.program import Span
 from octavo.transfer.address import TransferEnds, split_endpoints
 from octavo.transfer.block_transport import BlockTransport
 from octavo.transfer.messages import (
+    UNREADABLE,
     BlockAt,
     BlockPart,
     DropBlocks,
@@ -226,7 +227,7 @@ class BlockFetcher:
     def _take(self, source: str, frames: Sequence[Any]) -> None:
         try:
             message = self._replies.decode(frames[0].buffer)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             self._lose(source, f"it sent what is no message: {error}")
             return
         self._heard[source] = time.monotonic()

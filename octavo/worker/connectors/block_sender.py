@@ -26,6 +26,7 @@ from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.transfer.messages import (
     PART_BYTES,
+    UNREADABLE,
     BlockAt,
     BlockPart,
     DropBlocks,
@@ -233,7 +234,7 @@ class BlockSender:
         peer, *rest = frames
         try:
             message = self._requests.decode(rest[0] if len(rest) == 1 else b"")
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             self._leaving[peer].append(self._encode(NotYours(f"not understood: {error}")))
             return
         if isinstance(message, DropBlocks):

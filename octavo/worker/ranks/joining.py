@@ -11,9 +11,9 @@ import contextlib
 import logging
 import os
 import socket
-import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 import msgspec
@@ -74,7 +74,7 @@ class JoiningRanks:
                 )
             self._listener.settimeout(left_s)
             with contextlib.suppress(TimeoutError):
-                self._take(self._listener.accept()[0], setup.num_ranks)
+                self._take(*self._listener.accept(), setup.num_ranks)
         return StartedRank(self._come.pop(setup.rank), None)
 
     def close(self) -> None:
@@ -84,12 +84,11 @@ class JoiningRanks:
             connection.close()
         self._come.clear()
 
-    def _take(self, peer: socket.socket, num_ranks: int) -> None:
+    def _take(self, peer: socket.socket, address: Sequence[object], num_ranks: int) -> None:
         """Takes in a rank that has connected; one that knows no secret, or is of another version,
         is left.
         """
-        where = str(peer.getpeername()[0])
-        connection = _connection_of(peer)
+        where, connection = str(address[0]), _connection_of(peer)
         try:
             with _within(connection, HANDSHAKE_S):
                 deliver_challenge(connection, self._secret)
@@ -154,22 +153,29 @@ def _key_of(secret: str | None) -> bytes:
 def _connection_of(peer: socket.socket) -> Connection:
     """Returns a socket as a connection of messages, which blocks."""
     peer.settimeout(None)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    with contextlib.suppress(OSError):  # the other side may have gone, as the first read says
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return Connection(peer.detach())
 
 
 @contextlib.contextmanager
 def _within(connection: Connection, seconds: float) -> Iterator[None]:
-    """Lets reads from a connection fail that take longer; it is of no use once one has."""
+    """Ends a connection on which a conversation takes longer, however it comes bit by bit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        _limit_reads(peer, seconds)
-        yield
-        _limit_reads(peer, 0.0)
+        is_late = threading.Event()
 
+        def end() -> None:
+            is_late.set()
+            with contextlib.suppress(OSError):  # the other side may have ended it
+                peer.shutdown(socket.SHUT_RDWR)
 
-def _limit_reads(peer: socket.socket, seconds: float) -> None:
-    """Sets the time that a read may take; 0: any."""
-    whole = int(seconds)
-    value = struct.pack("ll", whole, int(1e6 * (seconds - whole)))
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+        if is_late.is_set():
+            raise TimeoutError(f"it took longer than {seconds:g} s")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 import zmq.asyncio
 
@@ -29,11 +30,14 @@ def names(*events):
 
 
 class Feed:
-    """A feed beside publishers that come and go at one address, and a relay that may be cut."""
+    """A feed beside publishers that come and go at one address, and a relay that may be cut, or
+    left out.
+    """
 
     is_cut = False
 
-    def __init__(self, **fields):
+    def __init__(self, *, is_direct=False, **fields):
+        self.is_direct = is_direct
         ends = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint")}
         text = json.dumps({"enable_kv_cache_events": True} | ends | fields)
         self.config = parse_events_config(text)
@@ -53,6 +57,8 @@ class Feed:
         self.source.connect(self.config.endpoint)
         relayed = f"tcp://127.0.0.1:{free_port()}"
         self.relay.bind(relayed)
+        if self.is_direct:
+            relayed = self.config.endpoint
         feed = KvFeed(self.cached, self.context, self.config.secret)
         replay, topic = self.config.replay_endpoint, self.config.topic
         self.tasks = [
@@ -109,6 +115,7 @@ def test_missed_batches_are_made_up_for(buffer_steps):
         async with feed:
             feed.publisher.publish([chains[0]])
             await feed.knows(names(chains[0]))
+            await asyncio.sleep(0.3)  # for the snapshot at the beginning, which may come after it
             feed.is_cut = True
             feed.publisher.publish([chains[1]])
             feed.publisher.publish([BlocksRemoved(chains[0].digests), chains[2]])
@@ -137,6 +144,88 @@ def test_a_restarted_engine_is_known_by_what_it_has_now():
             assert feed.cached.num_known(names(chain(900))) == 4
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "no replay"])
+def test_an_engine_that_restarts_and_says_nothing_is_known_by_what_it_has(replay):
+    """The new one has published as much as the old one before the router meets it."""
+
+    async def main():
+        feed = Feed(is_direct=True, **({} if replay else {"replay_endpoint": None}))
+        async with feed:
+            while not len(feed.cached):
+                feed.publisher.publish([chain(0)])
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(feed.publisher.close)
+            feed.publish()
+            for number in range(200):
+                feed.publisher.publish([BlocksCleared(), chain(900)] if number == 150 else [])
+            await feed.knows(names(chain(900)) if replay else [])
+            feed.publisher.publish([chain(950)])
+            await feed.knows(names(*([chain(900)] if replay else []), chain(950)))
+
+    asyncio.run(main())
+
+
+def test_missed_batches_of_another_epoch_are_none():
+    """Nothing tells that the engine is another one but its epoch: its numbers go on."""
+
+    async def main():
+        feed = Feed()
+        async with feed:
+            feed.publisher.publish([chain(0)])
+            await feed.knows(names(chain(0)))
+            feed.is_cut = True
+            await asyncio.to_thread(feed.publisher.close)
+            feed.publish()
+            for number in range(1, 5):
+                feed.publisher.publish([chain(100 * number)])
+            await asyncio.sleep(0.5)  # until the relay has met the new one
+            feed.is_cut = False
+            while feed.cached.num_known(names(chain(900))) < 4:
+                feed.publisher.publish([chain(900)])
+                await asyncio.sleep(0.05)
+            await feed.knows(names(*(chain(100 * number) for number in (1, 2, 3, 4, 9))))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01\x91\x81\xa4type\xa2\xff\xfe\x00",
+        b"\x91" * 100_000,
+        msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [-1]}], 0]),
+        msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": ["x"]}], 0]),
+    ],
+    ids=["nothing", "no msgpack", "no text", "deep", "negative", "text"],
+)
+def test_a_batch_that_cannot_be_read_ends_no_feed(payload):
+    async def main():
+        feed = Feed()
+        async with feed:
+            feed.publisher.publish([chain(0)])
+            await feed.knows(names(chain(0)))
+            number = (1).to_bytes(8, "big")
+            for message in ([b"", number, payload], [b"", b"", payload], [b"alone"]):
+                await feed.relay.send_multipart(message)
+            while feed.cached.num_known(names(chain(100))) < 4:
+                feed.publisher.publish([chain(100)])
+                await asyncio.sleep(0.02)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://127.0.0.1"])
+def test_an_address_that_is_none_is_told(endpoint, caplog):
+    async def main():
+        with zmq.asyncio.Context() as context:
+            await KvFeed(CachedNames(), context, None).run(endpoint, None, "")
+
+    asyncio.run(main())
+    assert f"KV events at {endpoint} cannot be followed" in caplog.text
 
 
 @pytest.mark.parametrize(
