@@ -160,6 +160,14 @@ class KvBudget:
         )
 
     @property
+    def file_bytes(self) -> int:
+        """Bytes of all blocks of the layers whose blocks may be in a file."""
+        return sum(
+            count * group.record_bytes * group.num_spilled
+            for count, group in zip(self.num_blocks, self.groups, strict=True)
+        )
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block in every group."""
         return sum(group.block_bytes for group in self.groups)
@@ -170,7 +178,8 @@ class KvBudget:
             count // group.least_blocks(self.demand)
             for count, group in zip(self.num_blocks, self.groups, strict=True)
         )
-        size = f"KV cache {format_bytes(self.num_bytes)}:"
+        size = f"KV cache {format_bytes(self.num_bytes)}"
+        size += f" and {format_bytes(self.file_bytes)} in a file:" if self.file_bytes else ":"
         if self.bounds_tokens:
             size += f" {self.num_tokens:,} tokens,"
         return (

@@ -164,7 +164,9 @@ def test_a_plan_says_for_how_many_tokens_there_is_room(directory):
     assert capacity.kv_tokens == 64 * 16
     assert capacity.max_requests(256) == 4
     assert capacity.request_bytes(16) >= LAYERS * 4096
-    assert capacity.budget().num_bytes <= 4 << 20
+    budget = capacity.budget()
+    assert budget.num_bytes <= 4 << 20
+    assert " and 768.0 KiB in a file: 1,024 tokens, 4 requests of 256" in budget.describe()
 
 
 def test_what_the_next_layer_reads_is_guessed(directory):
