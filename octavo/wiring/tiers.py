@@ -266,7 +266,8 @@ def _other_engines(
         num_slots,
         keeps=options.computes_for_others,
         saved_bytes_per_step=SENT_BYTES_PER_STEP,
-        streams=worker.sends_layers and loaded.writes_layers,
+        # A step that a lost rank ends has written numbers of no use in the layers that it counted.
+        streams=worker.sends_layers and loaded.writes_layers and num_ranks == 1,
     )
     facts = {name: _short(value) for name, value in parts.items()}
     facts |= {"transport": str(options.kv_transfer), "weights": slots.fingerprint.hex()}

@@ -168,15 +168,14 @@ def test_a_rank_of_the_peer_that_dies_or_stands_still_changes_nothing(sign: int)
         again = await asyncio.gather(*map(final, [decode] * 4, PROMPTS, PARAMS))
         assert [fingerprint(output) for output in again] == answers
 
-    answers = expected(LLAMA)
+    answers = expected(LLAMA, num_ranks=2)
     backend, family, precision = LLAMA
     address = free_address(2)
     common = small_options(family) | {"backend": backend, "kv_transfer": "zmq"} | precision
-    common["kv_transfer_timeout"] = 3.0
+    common |= {"kv_transfer_timeout": 3.0, "tensor_parallel_size": 2}
     options = common | {"role": "prefill", "kv_transfer_address": address}
     with ExitStack() as stack:
-        config = EngineConfig.from_options(**options, tensor_parallel_size=2)
-        front = build_with_process(config, quiet)
+        front = build_with_process(EngineConfig.from_options(**options), quiet)
         prefill, pid = AsyncLLM(front), front.client.pid
         stack.callback(prefill.close)
         decode = make_async(
