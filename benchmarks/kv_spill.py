@@ -8,7 +8,7 @@ two for each --memory with the others in a file, without and with --kv-spill-ahe
 of one stream, the share of the blocks (of single layers) that its tokens ask for and find, bytes
 read and written for each token, and seconds in which attentions waited, less what the prompt alone
 took. Ends with an error where a line's tokens are not the first one's. SmolLM2's keys and values of
-4,112 tokens take 108 MiB, the partial keys among them. Some 20 seconds for each line on two cores;
+4,112 tokens take 104 MiB, the partial keys among them. Some 20 seconds for each line on two cores;
 tokens a second want a machine that does nothing else.
 """
 
