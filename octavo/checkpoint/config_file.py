@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.formats.table import quantized_format
+from octavo.checkpoint.formats.format import naming
+from octavo.checkpoint.formats.table import quantized_format, with_quantization
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.sentence_modules import with_pooling
@@ -20,8 +21,10 @@ class ConfigFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict[str, Any] = with_pooling(with_text_config(read_json(path)), path.parent)
-        self._quantized = quantized_format(self.config)
+        config = with_quantization(with_text_config(read_json(path)), path.parent)
+        self.config: dict[str, Any] = with_pooling(config, path.parent)
+        with naming(path.parent):
+            self._quantized = quantized_format(self.config)
         self.generation_config: dict[str, Any] = read_json_if_there(
             path.parent / "generation_config.json"
         )

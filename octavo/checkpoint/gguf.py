@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.errors import UnsupportedModel, WeightMismatch, shown
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+VERSIONS = (2, 3)
 KEYS_START = 24
 """Bytes of the magic, the version and the two counts."""
 
@@ -205,7 +206,12 @@ class _HeaderReader:
             )
         self.offset = 4
         version = self._u32()
-        if version not in (2, 3):
+        if version.to_bytes(4, "little") in (each.to_bytes(4, "big") for each in VERSIONS):
+            raise UnsupportedModel(
+                f"{self.path}: a big-endian GGUF file, supported are little-endian ones",
+                hint="convert it with gguf_convert_endian.py of llama.cpp",
+            )
+        if version not in VERSIONS:
             raise UnsupportedModel(
                 f"{self.path}: GGUF version {version}, allowed are 2 and 3 (little-endian)"
             )
@@ -213,6 +219,8 @@ class _HeaderReader:
         metadata = {}
         for _ in range(num_keys):
             key = self._text()
+            if key in metadata:
+                raise _corrupt(self.path, f"the key {shown(key)} stands twice in its header")
             metadata[key] = self._value(self._u32())
         directory_start = self.offset
         entries = [self._entry() for _ in range(num_tensors)]
@@ -235,6 +243,8 @@ class _HeaderReader:
         size = len(self.buffer)
         placed = {}
         for entry in entries:
+            if entry.name in placed:
+                raise _corrupt(self.path, f"{shown(entry.name)} stands twice in its directory")
             start = data_start + entry.start
             if start + entry.num_bytes > size:
                 raise WeightMismatch(

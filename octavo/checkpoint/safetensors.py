@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint.formats.format import Described, QuantizedFormat
-from octavo.checkpoint.formats.table import quantized_format
+from octavo.checkpoint.formats.format import Described, QuantizedFormat, naming
+from octavo.checkpoint.formats.table import quantized_format, with_quantization
 from octavo.checkpoint.fused_experts import FusedPart, fused_parts, newer_names
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.json_file import read_json, read_json_if_there
@@ -107,7 +107,9 @@ class _Quantized:
 
     @cached_property
     def described(self) -> Described:
-        return self._format.describe(self._module, self._tensors)
+        tensors = self._tensors
+        with naming(self._files):
+            return self._format.describe(self._module, tensors)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,7 +120,14 @@ class _Quantized:
         return self.described.format_name
 
     def weight(self, name: str) -> PackedWeight:
-        return self._format.weight(self._module, self._tensors)
+        tensors = self._tensors
+        with naming(self._files):
+            return self._format.weight(self._module, tensors)
+
+    @property
+    def _files(self) -> str:
+        """Names of the files that hold the module's tensors, which shards may part."""
+        return ", ".join(sorted({str(entry.file) for entry in self._entries.values()}))
 
     @property
     def _tensors(self) -> dict[str, NDArray]:
@@ -140,11 +149,11 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict[str, Any] = with_pooling(
-            with_text_config(read_json(path / "config.json")), path
-        )
+        config = with_text_config(read_json(path / "config.json"))
+        self.config: dict[str, Any] = with_pooling(with_quantization(config, path), path)
         self.generation_config: dict[str, Any] = read_json_if_there(path / "generation_config.json")
-        quantized = quantized_format(self.config)
+        with naming(path):
+            quantized = quantized_format(self.config)
         self._is_quantized = quantized is not None
         self.weight_files: Sequence[Path] = _weight_files(path)
         entries: dict[str, _Entry] = {}
@@ -152,7 +161,8 @@ class SafetensorsCheckpoint:
             entries |= _read_header(file)
         self._buffers = {id(entry.buffer): entry.buffer for entry in entries.values()}
         self._check_index(entries)
-        self._entries = entries if quantized is None else _by_matrix(entries, quantized)
+        with naming(path):
+            self._entries = entries if quantized is None else _by_matrix(entries, quantized)
         if self.config.get("tie_word_embeddings") is not False and has_own_head(self._plain):
             self.config[OWN_HEAD] = True
 

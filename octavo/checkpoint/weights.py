@@ -30,6 +30,7 @@ from octavo.program.program import TAPS, Growth, Program, Sinusoids, Weight
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.fp8 import FP8
 from octavo.quant.gguf import BLOCK_TYPES
+from octavo.quant.grouped import MIDDLE_OF_8
 from octavo.quant.online import GROUP, check_int4, pack_fp8, pack_int4, pack_int8, pack_int8_groups
 from octavo.quant.packed import Levels, PackedWeight
 
@@ -217,7 +218,7 @@ class WeightReader:
     def _load(self, weight: Weight) -> StoredWeight:
         parts = [self._part(name, weight) for name in weight.tensor_names]
         stacked = len(parts) > 1 or len(weight.shape) == len(parts[0].shape) + 1
-        packed = stack([part.packed() for part in parts], weight.name) if stacked else parts[0]
+        packed = self._stacked(parts, weight) if stacked else parts[0]
         if packed.shape[:-1] != weight.shape[:-1] or packed.shape[-1] != self._num_read(weight):
             raise WeightMismatch(
                 f"{self._checkpoint.path}: {weight.name} has shape {packed.shape}, expected"
@@ -228,6 +229,20 @@ class WeightReader:
             )
         packed = self._in_precision(packed, weight)
         return packed if packed.shape == weight.shape else _inputs(packed, weight)
+
+    def _stacked(self, parts: Sequence[StoredWeight], weight: Weight) -> PackedWeight:
+        """Stacks a weight's parts, which need not be of one format where they get another."""
+        found = [part.packed() for part in parts]
+        if len({_format(part) for part in found}) > 1:
+            wide = WIDE_TYPES.get(self._dtype)
+            if wide is not None or weight.whole in self._plan:
+                found = [
+                    PackedWeight.plain(part.dequantize().astype(wide or np.float32))
+                    for part in found
+                ]
+            else:
+                found = [_with_zeros(part) for part in found]
+        return stack(found, weight.name)
 
     def _num_read(self, weight: Weight) -> int:
         """Returns the inputs to read of the last axis: all of a weight packed here, whose scales
@@ -284,6 +299,11 @@ class WeightReader:
 def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
     """Stacks weights of one format and shape along a new first axis."""
     first = parts[0]
+    if len({id(part.input_permutation) for part in parts}) > 1:
+        raise UnsupportedModel(
+            f"{name}: experts whose inputs have orders of their own (act-order) are not supported",
+            hint="--dtype bfloat16 unpacks the weights",
+        )
     if any(_format(part) != _format(first) for part in parts):
         shapes = sorted({str(part.shape) for part in parts})
         raise WeightMismatch(
@@ -299,6 +319,18 @@ def stack(parts: list[PackedWeight], name: str) -> PackedWeight:
         if first.zeros is None
         else np.stack([part.zeros for part in parts if part.zeros is not None]),
     )
+
+
+def _with_zeros(part: PackedWeight) -> PackedWeight:
+    """Returns integer codes with a zero for each group, as they are where there are such."""
+    if part.code != "uint" or part.zeros is not None or part.scales is None:
+        return part
+    base = 0 if part.bits == 4 else MIDDLE_OF_8
+    zero = part.zero_point - base
+    if zero not in range(-MIDDLE_OF_8, MIDDLE_OF_8):
+        return part
+    zeros = np.full(part.scales.values.shape, zero, np.int8)
+    return replace(part, zeros=zeros, zero_point=base)
 
 
 def _format(part: PackedWeight) -> tuple[object, ...]:

@@ -52,6 +52,28 @@ def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) ->
     """Makes the packed weight of `codes [out, in] float8_e4m3fn` and `scales` [], [1], [out], [out,
     1] or of each block, floats or e8m0 as uint8; WeightMismatch where they are of other shapes.
     """
+    check_fp8(codes, scales, scheme, name)
+    outputs, inputs = codes.shape
+    wide = e8m0(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)
+    if wide.size == 1:
+        wide, group = np.broadcast_to(wide.reshape(1, 1), (outputs, 1)), inputs
+    elif wide.shape in ((outputs,), (outputs, 1)):
+        wide, group = wide.reshape(outputs, 1), inputs
+    else:
+        assert scheme.block is not None, "scales of blocks were checked"
+        wide, group = np.repeat(wide, scheme.block[0], axis=0)[:outputs], scheme.block[1]
+    activation: ActivationScheme = (
+        "per_group" if scheme.activation != "none" and group < inputs else scheme.activation
+    )
+    return PackedWeight(
+        (outputs, inputs), 8, "e4m3", codes, group, Levels(wide), activation=activation
+    )
+
+
+def check_fp8(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) -> None:
+    """Raises WeightMismatch where codes and scales are of other types or shapes than `fp8_weight`
+    takes, UnsupportedModel where codes are no matrix.
+    """
     if codes.ndim != 2:
         raise UnsupportedModel(
             f"{name}: fp8 weights are supported as [out, in], got the shape {codes.shape}"
@@ -63,34 +85,17 @@ def fp8_weight(codes: NDArray, scales: NDArray, scheme: Fp8Scheme, name: str) ->
             hint="download the files again, or take another copy of the model",
         )
     outputs, inputs = codes.shape
-    wide = e8m0(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)
-    if wide.size == 1:
-        wide, group = np.broadcast_to(wide.reshape(1, 1), (outputs, 1)), inputs
-    elif wide.shape in ((outputs,), (outputs, 1)):
-        wide, group = wide.reshape(outputs, 1), inputs
-    else:
-        wide, group = _of_blocks(wide, codes.shape, scheme.block, name)
-    activation: ActivationScheme = (
-        "per_group" if scheme.activation != "none" and group < inputs else scheme.activation
-    )
-    return PackedWeight(
-        (outputs, inputs), 8, "e4m3", codes, group, Levels(wide), activation=activation
-    )
-
-
-def _of_blocks(
-    scales: NDArray[np.float32], shape: tuple[int, int], block: tuple[int, int] | None, name: str
-) -> tuple[NDArray[np.float32], int]:
-    """Returns a scale for each output and block of inputs, and the number of inputs in a block."""
+    block = scheme.block
+    if scales.size == 1 or scales.shape in ((outputs,), (outputs, 1)):
+        return
     if block is None:
         raise WeightMismatch(
-            f"{name}: scales of shape {scales.shape} for a matrix {shape}, and config.json names no"
-            " weight_block_size"
+            f"{name}: scales of shape {scales.shape} for a matrix {codes.shape}, and config.json"
+            " names no weight_block_size"
         )
-    wanted = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    wanted = (-(-outputs // block[0]), -(-inputs // block[1]))
     if scales.shape != wanted:
         raise WeightMismatch(
             f"{name}: scales of shape {scales.shape}, expected {wanted}: one for each block of"
             f" {block[0]} x {block[1]}"
         )
-    return np.repeat(scales, block[0], axis=0)[: shape[0]], block[1]

@@ -216,6 +216,24 @@ def test_scales_of_rows_and_of_the_cache_are_left(tmp_path: Path) -> None:
     check_tensors(checkpoint, [build_programs(checkpoint.config, every_key=True)["decoder"]])
 
 
+def test_a_cache_alone_may_be_quantised(tmp_path: Path) -> None:
+    tiny = tiny_model("llama", **SIZES)
+    shutil.copytree(tiny.path, tmp_path, dirs_exist_ok=True)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    quantized = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    quantized |= {"kv_cache_scheme": scheme}
+    config = tiny.config | {"quantization_config": quantized}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, wanted = (
+        open_checkpoint(path).tensor(f"{DOWN}.weight") for path in (tmp_path, tiny.path)
+    )
+    np.testing.assert_array_equal(found.dequantize(), wanted.dequantize())
+    config["quantization_config"]["kv_cache_scheme"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="format is 'dense', supported are pack-quantized"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("part", ["transform_config", "sparsity_config"])
 def test_what_changes_the_meaning_is_refused(tmp_path: Path, part: str) -> None:
     write(tiny_model("llama", **SIZES), tmp_path, "4 bits")

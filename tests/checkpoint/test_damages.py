@@ -184,7 +184,7 @@ def test_a_damaged_file_of_any_family_loads_or_is_refused(converted, stored, tmp
 
 @pytest.mark.parametrize("stored", OF_OTHERS)
 def test_damages_of_formats_that_others_write(stored, tmp_path):
-    """Damages of files, and of a tensor inside a file that is whole."""
+    """Damages of files, and of a tensor inside a file that is whole, which is named."""
     path = tmp_path / stored
     OF_OTHERS[stored](path)
     refused = num_refused(path, tmp_path / "files", damage, examples(5))
@@ -230,6 +230,8 @@ def num_refused(whole, folder, damaged, count):
         except SetupError as error:
             refused += 1
             assert len(str(error)) < 2000
+            if damaged is damage_tensor:
+                assert str(copy) in error.message, error.message
         except BaseException as error:
             raise AssertionError(f"{whole.name} {seed}: {file.name} {done}") from error
         with contextlib.suppress(OSError):

@@ -319,3 +319,34 @@ def test_the_default_models_tensors_bitwise() -> None:
             got.tobytes()
             == gguf.quants.dequantize(stored[source].data, stored[source].tensor_type).tobytes()
         )
+
+
+def test_files_for_other_machines_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=r"m\.gguf: a big-endian GGUF file, supported"):
+        read_gguf(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "message"),
+    [(["a", "a"], [], "the key 'a' stands twice"), ([], ["x", "x"], "'x' stands twice in its dir")],
+)
+def test_names_that_stand_twice(
+    tmp_path: Path, keys: list[str], tensors: list[str], message: str
+) -> None:
+    """Which of them would count is for no reader to choose; llama.cpp refuses them, too."""
+
+    def text(name: str) -> bytes:
+        return struct.pack("<Q", len(name)) + name.encode()
+
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    header += b"".join(text(key) + struct.pack("<II", 4, 1) for key in keys)
+    header += b"".join(text(name) + struct.pack("<IQIQ", 1, 8, 0, 0) for name in tensors)
+    (tmp_path / "m.gguf").write_bytes(header + bytes(256))
+    with pytest.raises(WeightMismatch, match=message):
+        read_gguf(tmp_path / "m.gguf")

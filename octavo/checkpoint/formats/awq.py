@@ -1,5 +1,8 @@
 """AWQ (Lin et al. 2024) as AutoAWQ saves it, codes of 4 bits.
 
+Its versions "exllama" and "ipex" name kernels for the layout of "gemm"; older configs call the bits
+`w_bit` and the group `q_group_size`.
+
 Version "gemm": `qweight [in, out / 8]`, `qzeros [groups, out / 8]` and `scales [groups, out]`; a
 word holds eight outputs in the order 0 2 4 6 1 3 5 7. Version "gemv": `qweight [out, in / 8]` along
 the inputs in their order, `qzeros` and `scales [out, groups]`, padded. Zeros are stored as they
@@ -25,7 +28,14 @@ from octavo.checkpoint.formats.format import (
     modules_with,
     needed,
 )
-from octavo.checkpoint.formats.options import choice, flag, group_size
+from octavo.checkpoint.formats.options import (
+    USUAL_GROUP,
+    choice,
+    flag,
+    group_size,
+    layout,
+    refused,
+)
 from octavo.errors import WeightMismatch
 from octavo.quant.bitstream import unpack_bits
 from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
@@ -35,6 +45,10 @@ BITS = 4
 PER_WORD = 8
 PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Place within a word of each of its eight outputs."""
+VERSIONS = ("gemm", "gemv", "exllama", "ipex")
+LAYOUT_KEYS = ("checkpoint_format", "version", "format")
+"""Keys that name the layout, the one that counts first."""
+OTHER_LAYOUT = "llm-awq"
 QUANTIZED = "_proj"
 
 
@@ -51,11 +65,14 @@ class Awq(ByModule):
     """Implements `QuantizedFormat`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._by_output = choice(config, "version", ("gemm", "gemv", "GEMM", "GEMV"), "gemm")
-        self._by_output = self._by_output.lower() == "gemv"
-        choice(config, "bits", (BITS,), BITS)
+        self._by_output = layout(config, LAYOUT_KEYS, VERSIONS) == "gemv"
+        if config.get("backend") == OTHER_LAYOUT:
+            raise refused(f"backend is {OTHER_LAYOUT}, whose layout is not read")
+        for key in ("bits", "w_bit"):
+            choice(config, key, (BITS,), BITS)
         self._has_zeros = flag(config, "zero_point", default=True)
-        self._group = group_size(config)
+        key = "q_group_size" if "q_group_size" in config else "group_size"
+        self._group = group_size({"group_size": USUAL_GROUP, **config}, key)
         self._excluded = config.get("modules_to_not_convert") or []
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:

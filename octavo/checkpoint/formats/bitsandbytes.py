@@ -92,7 +92,7 @@ class Bitsandbytes(ByModule):
             return _eight_bits(module, tensors)
         state = _state(module, tensors)
         _check_codes(module, tensors, state)
-        scales = _scales(module, tensors, state)
+        scales = _scales(tensors, state)
         numbers = tensors["weight.quant_map"].astype(np.float32)
         pairs = tensors["weight"].reshape(-1)
         if _group(state) % UNIT:
@@ -168,21 +168,27 @@ def _check_codes(module: str, tensors: Tensors, state: BlockState) -> None:
     blocks = -(-count // state.block)
     check_shape(absmax, (blocks,), "weight.absmax", module, f"blocks of {state.block}")
     check_type(absmax, ("uint8", *FLOATS), "weight.absmax", module)
+    if absmax.dtype == np.uint8:
+        _check_nested(module, tensors, -(-len(absmax) // state.nested_block), state)
 
 
-def _scales(module: str, tensors: Tensors, state: BlockState) -> NDArray[np.float32]:
-    """Returns the scale of each block, `[blocks]`."""
-    absmax = tensors["weight.absmax"]
-    if absmax.dtype != np.uint8:
-        return absmax.astype(np.float32)
+def _check_nested(module: str, tensors: Tensors, blocks: int, state: BlockState) -> None:
+    """Checks what scales stand for that are quantised themselves."""
     numbers = needed(tensors, "weight.nested_quant_map", module)
     check_shape(numbers, (256,), "weight.nested_quant_map", module, "a number for each code")
     nested = needed(tensors, "weight.nested_absmax", module)
-    blocks = -(-len(absmax) // state.nested_block)
     why = f"blocks of {state.nested_block}"
     check_shape(nested, (blocks,), "weight.nested_absmax", module, why)
     check_type(numbers, FLOATS, "weight.nested_quant_map", module)
     check_type(nested, FLOATS, "weight.nested_absmax", module)
+
+
+def _scales(tensors: Tensors, state: BlockState) -> NDArray[np.float32]:
+    """Returns the scale of each block, `[blocks]`."""
+    absmax = tensors["weight.absmax"]
+    if absmax.dtype != np.uint8:
+        return absmax.astype(np.float32)
+    numbers, nested = (tensors[f"weight.nested_{rest}"] for rest in ("quant_map", "absmax"))
     spread = np.repeat(nested.astype(np.float32), state.nested_block)[: len(absmax)]
     scales: NDArray[np.float32] = numbers.astype(np.float32)[absmax] * spread
     return scales + np.float32(state.nested_offset)

@@ -101,19 +101,19 @@ class CompressedTensors(ByModule):
     """Implements `QuantizedFormat`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        choice(config, "format", FORMATS, None)
+        groups = config.get("config_groups")
+        # A cache alone may be meant to be quantised, which is left as scales of rows are.
+        if groups or not isinstance(config.get("kv_cache_scheme"), dict):
+            choice(config, "format", FORMATS, None)
+            if not isinstance(groups, dict) or not groups:
+                raise refused("config_groups is missing")
+        if not all(isinstance(group, dict) for group in (groups or {}).values()):
+            raise refused("config_groups holds what is no object")
         for part in NOT_READ:
             found = config.get(part)
             if found and not (isinstance(found, dict) and found.get("format", "") in DENSE):
                 raise refused(f"{part} is {shown(found)}, supported are models without it")
-        groups = config.get("config_groups")
-        if (
-            not isinstance(groups, dict)
-            or not groups
-            or not all(isinstance(group, dict) for group in groups.values())
-        ):
-            raise refused("config_groups is missing")
-        self._groups = [_group(name, group) for name, group in groups.items()]
+        self._groups = [_group(name, group) for name, group in (groups or {}).items()]
         self._ignored = _patterns(config.get("ignore") or (), "ignore")
 
     def parts(self, names: Collection[str]) -> dict[str, list[str]]:
@@ -135,7 +135,7 @@ class CompressedTensors(ByModule):
     def describe(self, module: str, tensors: Tensors) -> Described:
         scheme = self._scheme_of(module)
         if isinstance(scheme, Fp8Scheme):
-            return describe_fp8(tensors, scheme)
+            return describe_fp8(module, tensors, scheme)
         if isinstance(scheme, E2m1Scheme):
             return describe_e2m1(module, tensors, scheme.group)
         codes = _read(module, tensors, scheme)
@@ -152,7 +152,7 @@ class CompressedTensors(ByModule):
         if isinstance(scheme, E2m1Scheme):
             return read_e2m1(module, tensors, scheme.group)
         levels = _read(module, tensors, scheme)
-        codes = _codes(tensors, scheme.bits, levels.shape[1])
+        codes = _codes(module, tensors, scheme.bits, levels.shape[1])
         if _has_whole_rows(scheme, levels):
             return _whole_rows(codes, levels)
         if levels.permutation is not None:
@@ -164,7 +164,8 @@ class CompressedTensors(ByModule):
         )
 
     def planned_name(self, module: str) -> str | None:
-        if QUANTIZED not in module or any(_closeness(one, module) for one in self._ignored):
+        is_ignored = any(_closeness(one, module) for one in self._ignored)
+        if QUANTIZED not in module or is_ignored or not self._groups:
             return None
         scheme = self._scheme_of(module)
         if isinstance(scheme, Fp8Scheme):
@@ -180,8 +181,8 @@ class CompressedTensors(ByModule):
 
     def _scheme_of(self, module: str) -> IntScheme | Fp8Scheme | E2m1Scheme:
         """Returns the scheme of the group that names the module most closely."""
-        meant = max(self._groups, key=lambda group: group.closeness(module))
-        if not meant.closeness(module):
+        meant = max(self._groups, key=lambda group: group.closeness(module), default=None)
+        if meant is None or not meant.closeness(module):
             raise WeightMismatch(
                 f"{module} is quantised, and no group of quantization_config has it as a target"
             )
@@ -230,7 +231,12 @@ def _shape(module: str, tensors: Tensors, scheme: IntScheme) -> tuple[int, int]:
     if "weight" in tensors:
         found = tensors["weight"].shape
         if len(found) != 2 or tensors["weight"].dtype != np.int8:
-            raise WeightMismatch(f"{module}.weight is of shape {found}, expected int8 [out, in]")
+            kind = tensors["weight"].dtype.name
+            raise WeightMismatch(
+                f"{module}.weight is {kind} of shape {found}, expected int8 [out, in]",
+                hint="config.json and the weights belong to different models, or the file is"
+                " damaged",
+            )
         return found[0], found[1]
     check_type(tensors["weight_packed"], WORDS, "weight_packed", module)
     stored = needed(tensors, "weight_shape", module)
@@ -257,13 +263,27 @@ def _zeros(
         check_shape(stored, words, "weight_zero_point", module, f"{scheme.bits} bits for each")
         return unpack_bits(stored.T, scheme.bits, shape[0]).T.astype(np.int16)
     check_shape(stored, shape, "weight_zero_point", module, "one for each scale")
+    _check_range(stored, scheme.bits, "weight_zero_point", module)
     return stored.astype(np.int16) + np.int16(middle)
 
 
-def _codes(tensors: Tensors, bits: int, inputs: int) -> NDArray[np.uint8]:
+def _check_range(numbers: NDArray, bits: int, rest: str, module: str) -> None:
+    """Raises WeightMismatch where numbers are no signed ones of `bits` bits."""
+    middle = 1 << bits - 1
+    if numbers.size and not -middle <= int(numbers.min()) <= int(numbers.max()) < middle:
+        raise WeightMismatch(
+            f"{module}.{rest} goes from {numbers.min()} to {numbers.max()}, expected {bits} bits:"
+            f" {-middle} to {middle - 1}",
+            hint="config.json and the weights belong to different models, or the file is damaged",
+        )
+
+
+def _codes(module: str, tensors: Tensors, bits: int, inputs: int) -> NDArray[np.uint8]:
     """Returns the codes from 0 up, `[out, in]`."""
     if "weight_packed" in tensors:
         return unpack_bits(tensors["weight_packed"], bits, inputs)
+    if bits < MAX_BITS:
+        _check_range(tensors["weight"], bits, "weight", module)
     moved: NDArray[np.uint8] = (tensors["weight"].astype(np.int16) + (1 << bits - 1)).astype(
         np.uint8
     )

@@ -68,9 +68,7 @@ def read_e2m1(module: str, tensors: Tensors, group: int) -> PackedWeight:
     if scales.dtype == np.uint8:
         halves = half_of_e8m0(scales)
     else:
-        whole = needed(tensors, "weight_global_scale", module)
-        check_shape(whole.reshape(-1), (1,), "weight_global_scale", module, "one for the matrix")
-        check_type(whole, FLOATS, "weight_global_scale", module)
+        whole = tensors["weight_global_scale"]
         halves = scales.astype(np.float32) / whole.astype(np.float32).item() * np.float32(0.5)
     return e2m1_weight(tensors["weight_packed"], halves, group)
 
@@ -87,4 +85,8 @@ def _shape(module: str, tensors: Tensors, group: int) -> tuple[int, int]:
     scales = needed(tensors, "weight_scale", module)
     check_shape(scales, expected, "weight_scale", module, f"groups of {group} inputs")
     check_type(scales, SCALES, "weight_scale", module)
+    if scales.dtype.name != "uint8":
+        whole = needed(tensors, "weight_global_scale", module)
+        check_shape(whole.reshape(-1), (1,), "weight_global_scale", module, "one for the matrix")
+        check_type(whole, FLOATS, "weight_global_scale", module)
     return shape

@@ -7,12 +7,14 @@ checkpoint's business.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
-from octavo.errors import WeightMismatch
+from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.packed import PackedWeight
 
 Tensors = Mapping[str, NDArray]
@@ -63,6 +65,15 @@ class ByModule:
 
     joint = "."
     matrix = ".weight"
+
+
+@contextmanager
+def naming(place: Path | str) -> Iterator[None]:
+    """Puts the files that are read before the message of a fault that a format finds in them."""
+    try:
+        yield
+    except (WeightMismatch, UnsupportedModel) as error:
+        raise type(error)(f"{place}: {error.message}", hint=error.hint) from None
 
 
 def modules_with(

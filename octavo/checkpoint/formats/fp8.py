@@ -8,9 +8,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from octavo.checkpoint.formats.format import ByModule, Described, Tensors, modules_with
+from numpy.typing import NDArray
+
+from octavo.checkpoint.formats.format import ByModule, Described, Tensors, modules_with, needed
 from octavo.checkpoint.formats.options import refused
-from octavo.quant.fp8 import Fp8Scheme, fp8_weight
+from octavo.quant.fp8 import Fp8Scheme, check_fp8, fp8_weight
 from octavo.quant.packed import PackedWeight
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -31,7 +33,7 @@ class Fp8(ByModule):
         return with_scales(names)
 
     def describe(self, module: str, tensors: Tensors) -> Described:
-        return describe_fp8(tensors, self._scheme)
+        return describe_fp8(module, tensors, self._scheme)
 
     def weight(self, module: str, tensors: Tensors) -> PackedWeight:
         return read_fp8(module, tensors, self._scheme)
@@ -46,14 +48,23 @@ def with_scales(names: Collection[str]) -> dict[str, list[str]]:
     return {module: rests for module, rests in found.items() if len(rests) > 1}
 
 
-def describe_fp8(tensors: Tensors, scheme: Fp8Scheme) -> Described:
-    return Described(tensors["weight"].shape, scheme.format_name)
+def describe_fp8(module: str, tensors: Tensors, scheme: Fp8Scheme) -> Described:
+    codes, scales = _codes_and_scales(module, tensors)
+    check_fp8(codes, scales, scheme, f"{module}.weight")
+    return Described(codes.shape, scheme.format_name)
 
 
 def read_fp8(module: str, tensors: Tensors, scheme: Fp8Scheme) -> PackedWeight:
     """Makes the packed weight of a module's codes and scales."""
-    scales = next(tensors[rest] for rest in SCALES if rest in tensors)
-    return fp8_weight(tensors["weight"], scales, scheme, f"{module}.weight")
+    codes, scales = _codes_and_scales(module, tensors)
+    return fp8_weight(codes, scales, scheme, f"{module}.weight")
+
+
+def _codes_and_scales(module: str, tensors: Tensors) -> tuple[NDArray, NDArray]:
+    scales = next((tensors[rest] for rest in SCALES if rest in tensors), None)
+    return needed(tensors, "weight", module), (
+        needed(tensors, SCALES[-1], module) if scales is None else scales
+    )
 
 
 def block_of(block: object) -> tuple[int, int]:

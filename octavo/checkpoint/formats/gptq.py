@@ -28,7 +28,14 @@ from octavo.checkpoint.formats.format import (
     modules_with,
     needed,
 )
-from octavo.checkpoint.formats.options import choice, flag, group_size, refused
+from octavo.checkpoint.formats.options import (
+    USUAL_GROUP,
+    choice,
+    flag,
+    group_size,
+    layout,
+    refused,
+)
 from octavo.errors import WeightMismatch, shown
 from octavo.quant.bitstream import num_words, unpack_bits
 from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
@@ -52,7 +59,8 @@ class GptqScheme:
     @staticmethod
     def of(config: Mapping[str, Any]) -> GptqScheme:
         bits = choice(config, "bits", BITS, None)
-        return GptqScheme(bits, group_size(config), flag(config, "sym", default=True))
+        group = group_size({"group_size": USUAL_GROUP, **config})
+        return GptqScheme(bits, group, flag(config, "sym", default=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class Gptq(ByModule):
     """Implements `QuantizedFormat`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._stores_less_one = choice(config, "checkpoint_format", VERSIONS, "gptq") == "gptq"
+        self._stores_less_one = layout(config, ("checkpoint_format", "format"), VERSIONS) == "gptq"
         choice(config, "pack_dtype", ("int32",), "int32")
         self._scheme = GptqScheme.of(config)
         self._own = _schemes_by_pattern(config)

@@ -8,6 +8,8 @@ from typing import Any
 from octavo.errors import UnsupportedModel, shown
 
 MAX_GROUP = 1 << 20
+USUAL_GROUP = 128
+"""Inputs of a group where configs of GPTQ and AWQ do not say it, as transformers takes them."""
 
 
 def refused(what: str) -> UnsupportedModel:
@@ -25,6 +27,18 @@ def choice(config: Mapping[str, Any], key: str, allowed: Collection[Any], defaul
         supported = ", ".join(map(str, allowed))
         raise refused(f"{key} is {shown(value)}, supported are {supported}")
     return value
+
+
+def layout(config: Mapping[str, Any], keys: Collection[str], allowed: Collection[str]) -> str:
+    """Returns the layout that the first key with a value names, in any case; the first allowed one
+    where none has.
+    """
+    key = next((key for key in keys if config.get(key) is not None), None)
+    if key is None:
+        return next(iter(allowed))
+    value = config[key]
+    lower: str = choice({key: value.lower() if isinstance(value, str) else value}, key, allowed, "")
+    return lower
 
 
 def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.formats.awq import Awq
@@ -13,6 +14,7 @@ from octavo.checkpoint.formats.fp8 import Fp8
 from octavo.checkpoint.formats.gptq import Gptq
 from octavo.checkpoint.formats.mxfp4 import Mxfp4
 from octavo.checkpoint.formats.options import refused
+from octavo.checkpoint.json_file import read_json
 from octavo.errors import shown
 
 READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
@@ -23,6 +25,28 @@ READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
+
+
+OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files in which older packages say what `quantization_config` does today, and their methods."""
+OLDER_KEY = "compression_config"
+
+
+def with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns a model's config with its `quantization_config`, where an older key or a file beside
+    config.json holds that.
+    """
+    if config.get("quantization_config") is not None:
+        return config
+    older = config.get(OLDER_KEY)
+    if isinstance(older, dict):
+        rest = {key: value for key, value in config.items() if key != OLDER_KEY}
+        return rest | {"quantization_config": {"quant_method": "compressed-tensors", **older}}
+    for name, method in OLDER_FILES.items():
+        if (folder / name).exists():
+            found = {"quant_method": method, **read_json(folder / name)}
+            return config | {"quantization_config": found}
+    return config
 
 
 def quantized_format(config: Mapping[str, Any]) -> QuantizedFormat | None:
