@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 FIGURES = "figures.jsonl"
 """File of a directory of quantised models that has the rows measured, one a line."""
+MADE = "made.json"
+"""File of such a directory that has a digest of what each model was made of."""
 INT_FORMATS = {"output_format": "compressed-tensors", "sym": False}
 
 
@@ -168,7 +170,7 @@ class _Figures:
         if not self.path.exists():
             return {}
         found = {}
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 digest, row = json_format.loads(line)
                 if digest == self.digest:
@@ -220,7 +222,10 @@ def _read(text: Path) -> str:
 def _folder(made: Path | None) -> Iterator[Path]:
     """Gives the directory of what is quantised, one for this run where none is named."""
     if made is not None:
-        made.mkdir(parents=True, exist_ok=True)
+        try:
+            made.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"made: {made} cannot be made: {error.strerror}") from None
         yield made
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -247,6 +252,8 @@ def _make(
     """Quantises the model unless an earlier run has done so."""
     from octavo.wiring.quantize import quantize_model
 
+    read = None if texts is None else replace(texts, text=texts.text.resolve())
+    _note(target, _digest(Path(path).resolve(), sorted(made.items()), group, read))
     if target.exists():
         return
     knobs: dict[str, Any] = {
@@ -259,6 +266,20 @@ def _make(
         "keep_sensitive": False,
     }
     quantize_model(path, recipe_of(**{**knobs, **made}), target, texts, to_stderr)
+
+
+def _note(target: Path, digest: str) -> None:
+    """Notes beside a quantised model what it is made of; ConfigError where that was another."""
+    from octavo.checkpoint.json_file import read_json_if_there
+
+    file = target.with_name(MADE)
+    known = read_json_if_there(file)
+    if target.exists() and known.get(target.name, digest) != digest:
+        raise ConfigError(
+            f"made: {target} was quantised from another model, or over another text",
+            hint="name another directory with --made, or remove that one",
+        )
+    file.write_text(json_format.dumps(known | {target.name: digest}), encoding="utf-8")
 
 
 def _measured(name: str, options: dict[str, Any], work: QuantWork) -> QuantRow:

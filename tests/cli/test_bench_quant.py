@@ -48,6 +48,7 @@ def test_a_row_for_each(octavo, model, text, tmp_path):
     assert {each.name for each in (tmp_path / "made").iterdir()} == {
         *(f"{name}-g32" for name in ("RTN", "GPTQ", "AWQ", "W8A8")),
         "figures.jsonl",
+        "made.json",
     }
     again = octavo("bench", "quant", model, *texts, "--only=AWQ", kept, *WORK, *TEXTS, *SMALL)
     assert again.code == 0, again.err
@@ -63,7 +64,13 @@ def test_rows_of_an_earlier_run_are_taken(octavo, model, text, tmp_path):
     kept = f"--made={tmp_path / 'made'}"
     prepared = octavo("bench", "quant", model, f"--text={text}", kept, "--only=RTN", "--prepare")
     assert prepared.code == 0 and prepared.out == "", prepared.err
-    assert [each.name for each in (tmp_path / "made").iterdir()] == ["RTN-g32"]
+    assert {each.name for each in (tmp_path / "made").iterdir()} == {"RTN-g32", "made.json"}
+    (tmp_path / "other").symlink_to(model)
+    again = ("bench", "quant", tmp_path / "other", f"--text={text}", kept, "--prepare")
+    assert octavo(*again, "--only=RTN").code == 0, "the same model by another name"
+    texts = (f"--calibration={text}", "--calibration-texts=4", "--calibration-length=32")
+    ended = octavo(*again, "--only=RTN", *texts)
+    assert ended.code == 2 and "RTN-g32 was quantised from another model" in ended.err
     given = ("bench", "quant", model, f"--text={text}", kept, "--resume", *WORK, *SMALL, "--json")
     rows = []
     for only in ("INT8", "INT8,RTN", "INT8,RTN"):
