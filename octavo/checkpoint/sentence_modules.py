@@ -94,6 +94,13 @@ def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
     return found
 
 
+def module_folders(folder: Path) -> list[Path]:
+    """Returns the folders of the modules that modules.json names beside the model's own."""
+    if not (folder / MODULES).exists():
+        return []
+    return [place for _, place in _modules(folder) if place != folder]
+
+
 def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yields each module's class, without its package, and its folder."""
     path = folder / MODULES

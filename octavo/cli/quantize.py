@@ -100,12 +100,22 @@ def quantize(
         keep_sensitive=keep_sensitive,
         gptaq=gptaq,
     )
+    if sym is False and not recipe.has_zeros:
+        raise ConfigError(
+            f"zero-point: {recipe.output_format} of {recipe.bits} bits has no zeros of groups",
+            hint="leave it out, or take fewer --bits",
+        )
     texts = (
         None
         if calibration is None
         else CalibrationText(calibration, calibration_texts, calibration_length, tokenizer)
     )
-    _print(quantize_model(model, recipe, output, texts, to_stderr))
+    try:
+        made = quantize_model(model, recipe, output, texts, to_stderr)
+    except KeyboardInterrupt:
+        to_stderr("interrupted: the same command goes on where it was")
+        raise
+    _print(made)
 
 
 def recipe_of(

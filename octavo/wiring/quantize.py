@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +20,13 @@ from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, sensitive_weights
+from octavo.checkpoint.writing.class_names import CLASS_NAMES
 from octavo.checkpoint.writing.destination import Destination, GgufDirectory, HfDirectory
 from octavo.checkpoint_ports import Checkpoint, TokenizerSource
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.errors import ConfigError, SetupError, UnsupportedModel
+from octavo.models.hf_config import model_info
 from octavo.models.registry import build_programs
+from octavo.program.ops import Embedding
 from octavo.program.program import Program, Weight
 from octavo.progress import Report
 from octavo.quant.making.recipe import Recipe
@@ -30,22 +34,13 @@ from octavo.text.tokenizer import load_tokenizer
 from octavo.text.vocabulary import build_tokenizer
 from octavo.version import __version__
 from octavo.wiring.gguf_outline import gguf_outline
-from octavo.worker.quantizing.journal import Journal
-from octavo.worker.quantizing.quantizer import Quantizer, plan_matrices
+from octavo.worker.quantizing.journal import Journal, writing_to
+from octavo.worker.quantizing.quantizer import QuantizePlan, Quantizer, plan_matrices
 from octavo.worker.quantizing.targets import chosen_ops, matrices_of
 
 WIDE_BITS = 8
 GROUPS = (128, 64, 32, 16)
 """Sizes of groups that are usual."""
-CLASS_NAMES = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Classes that other engines know a model by, for models whose source does not name one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,40 +98,60 @@ def quantize_checkpoint(
         _check_group(program, checkpoint, recipe.group)
     destination = _destination(checkpoint, recipe, program)
     plan = plan_matrices(program, checkpoint, destination, _bits(program, recipe))
-    journal = Journal(output, _identity(checkpoint, recipe, token_ids))
-    try:
-        destination.begin(list(plan.matrices.values()), journal.folder, keeps=journal.goes_on)
-    except ConfigError:
-        journal.discard()
-        raise
-    if not journal.goes_on:
-        journal.note()
-    load = WeightReader(checkpoint).load
-    quantizer = Quantizer(
-        program=program,
-        checkpoint=checkpoint,
-        load=load,
-        recipe=recipe,
-        destination=destination,
-        plan=plan,
-        journal=journal,
-    )
-    if token_ids is None:
-        quantizer.run_plain()
-    else:
-        tokens = f"{token_ids.size:,} calibration tokens"
-        report(f"{recipe.method}: {len(plan.matrices)} matrices, {tokens}")
-        quantizer.run(token_ids, report)
-    destination.finish(plan.left)
-    journal.finish()
+    identity = _identity(checkpoint, recipe, token_ids)
+    with Journal(output, identity) as journal, writing_to(journal.folder):
+        _begin(destination, plan, journal, _state_bytes(program, recipe, token_ids))
+        quantizer = Quantizer(
+            program=program,
+            checkpoint=checkpoint,
+            load=WeightReader(checkpoint).load,
+            recipe=recipe,
+            destination=destination,
+            plan=plan,
+            journal=journal,
+        )
+        if token_ids is None:
+            quantizer.run_plain(report)
+        else:
+            tokens = f"{token_ids.size:,} calibration tokens"
+            report(f"{recipe.method}: {len(plan.matrices)} matrices, {tokens}")
+            quantizer.run(token_ids, report)
+        destination.finish(plan.left)
+        journal.finish()
     return Quantized(
         output,
         num_matrices=len(plan.matrices),
         left=plan.left,
         fell_back=tuple(journal.listed),
-        num_bytes=sum(file.stat().st_size for file in output.iterdir()),
+        num_bytes=sum(file.stat().st_size for file in output.rglob("*") if file.is_file()),
         source_bytes=sum(file.stat().st_size for file in checkpoint.weight_files),
     )
+
+
+def _begin(
+    destination: Destination, plan: QuantizePlan, journal: Journal, state_bytes: int
+) -> None:
+    """Reserves the disk's space and writes what stays as it is, unless an earlier run has; leaves
+    nothing behind where there is no room.
+    """
+    try:
+        destination.begin(list(plan.matrices.values()), journal.folder, keeps=journal.goes_on)
+        journal.check_room(state_bytes)
+    except SetupError:
+        if not journal.done:
+            journal.discard()
+        raise
+    if not journal.goes_on:
+        journal.began()
+
+
+def _state_bytes(program: Program, recipe: Recipe, token_ids: NDArray[np.int32] | None) -> int:
+    """Returns the bytes that the state of a run takes: the residual stream of all tokens."""
+    if token_ids is None:
+        return 0
+    table = next(op for op in program.ops if isinstance(op, Embedding))
+    num_runs = 2 if recipe.gptaq else 1
+    return num_runs * token_ids.size * table.out.width * np.dtype(np.float64).itemsize
 
 
 def _program(checkpoint: Checkpoint) -> Program:
@@ -184,9 +199,11 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
             f"tokenizer: {checkpoint.path} holds none", hint="name a model that does: --tokenizer"
         )
     length = calibration.length
-    if length < BLOCK_SIZE or length % BLOCK_SIZE:
+    info = model_info(checkpoint.config, checkpoint.generation_config)
+    if length < BLOCK_SIZE or length % BLOCK_SIZE or length > info.max_context_tokens:
         raise ConfigError(
-            f"calibration-length: got {length}, allowed are multiples of {BLOCK_SIZE}"
+            f"calibration-length: got {length}, allowed are multiples of {BLOCK_SIZE} up to the"
+            f" model's context of {info.max_context_tokens} tokens"
         )
     try:
         text = calibration.text.read_text(encoding="utf-8")
@@ -199,6 +216,12 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
             f"calibration: {calibration.text} has {len(ids)} tokens, needed are at least {length}",
             hint="take a longer text, or a smaller --calibration-length",
         )
+    if max(ids) >= info.vocab_size:
+        raise ConfigError(
+            f"tokenizer: the text has the id {max(ids)}, {checkpoint.path} has {info.vocab_size}"
+            " tokens",
+            hint="name a model with the same vocabulary: --tokenizer",
+        )
     starts = np.linspace(0, len(ids) - length, num_texts).astype(int)
     return np.stack([np.array(ids[start : start + length], np.int32) for start in starts])
 
@@ -207,7 +230,9 @@ def _destination(checkpoint: Checkpoint, recipe: Recipe, program: Program) -> De
     if recipe.output_format == "gguf":
         if isinstance(checkpoint, GgufCheckpoint):
             return GgufDirectory(checkpoint, recipe)
-        return GgufDirectory(gguf_outline(checkpoint, program), recipe, checkpoint)
+        with writing_to(Path(tempfile.gettempdir())):
+            outline = gguf_outline(checkpoint, program)
+        return GgufDirectory(outline, recipe, checkpoint)
     model_type = str(checkpoint.config.get("model_type"))
     return HfDirectory(
         checkpoint, recipe, _tokenizer_writer(checkpoint), CLASS_NAMES.get(model_type)
@@ -259,9 +284,11 @@ def _identity(
         for file in checkpoint.weight_files
     ]
     digest = "" if token_ids is None else hashlib.blake2b(token_ids.tobytes()).hexdigest()
+    config = json.dumps(checkpoint.config, sort_keys=True, default=str)
     return {
         "octavo": __version__,
         "model": files,
+        "config": hashlib.blake2b(config.encode()).hexdigest(),
         "options": asdict(recipe),
         "calibration": digest,
     }

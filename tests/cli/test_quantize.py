@@ -49,6 +49,8 @@ def test_a_model_is_made_and_runs(octavo, model, text, tmp_path, made):
     [
         (("--method=gptq",), "calibration: gptq needs a text"),
         (("--method=rtn", "--bits=7"), "bits: got 7"),
+        (("--method=rtn", "--bits=8", "--zero-point"), "zero-point: compressed-tensors of 8 bits"),
+        (("--method=rtn", "--bits=6", "--format=gguf", "--zero-point"), "zero-point: gguf of 6"),
         (("--method=awq", "--calibration=TEXT"), "needed are at least 512"),
         (("--method=rtn", "--format=gguf", "--bits=3"), "bits: got 3"),
         (("--method=rtn", "--group=50"), "group: 50 does not divide the 64 inputs"),

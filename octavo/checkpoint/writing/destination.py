@@ -11,8 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.checkpoint.formats.table import OLDER_FILES, OLDER_KEY
 from octavo.checkpoint.gguf_checkpoint import IGNORED_TENSORS, GgufCheckpoint
+from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.safetensors import DTYPES
+from octavo.checkpoint.sentence_modules import module_folders
 from octavo.checkpoint.writing.encoders import Encoder, encoder_of
 from octavo.checkpoint.writing.gguf_file import GgufWriter
 from octavo.checkpoint.writing.safetensors_file import (
@@ -29,19 +32,23 @@ from octavo.quant.making.recipe import Recipe
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".onnx", ".msgpack", ".h5")
 WEIGHT_INDEX = ".index.json"
 GGUF_NAME = "model.gguf"
+CONFIG = "config.json"
+QUANTIZATION_KEYS = ("quantization_config", OLDER_KEY)
+NOT_COPIED = (CONFIG, *OLDER_FILES)
+"""Files beside a source's weights that are not what the new model's would be."""
 
 
 class MatrixPlan(NamedTuple):
     """A matrix that will be quantised."""
 
     name: str
-    """Name of its tensor, "...weight"."""
+    """Name of its tensor for the family, "...weight"."""
     shape: tuple[int, int]
     bits: int
-
-    @property
-    def module(self) -> str:
-        return self.name.removesuffix(".weight")
+    module: str
+    """Module by its name in the files that are written."""
+    source: str
+    """Name in the source of the tensor that holds it, perhaps beside other experts'."""
 
 
 class Destination(Protocol):
@@ -101,11 +108,11 @@ class HfDirectory:
         self._bits_of = {
             plan.module: plan.bits for plan in matrices if plan.bits != self._recipe.bits
         }
-        quantized = {plan.name for plan in matrices}
+        quantized = {plan.source for plan in matrices}
         self._plain = {
             name: self._plain_spec(name)
             for name in self._checkpoint.names()
-            if name not in quantized and not _has_parts(name, quantized)
+            if name not in quantized
         }
         specs = [
             spec
@@ -126,33 +133,36 @@ class HfDirectory:
             self._writer.write(f"{plan.module}.{rest}", array)
 
     def write_vector(self, name: str, numbers: NDArray[np.float32]) -> None:
-        dtype = _dtype_of(self._plain[name])
-        self._writer.write(name, numbers.astype(dtype))
+        stored = self._checkpoint.stored(name).name
+        self._writer.write(stored, numbers.astype(_dtype_of(self._plain[stored])))
 
     def as_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        stored: NDArray[np.float32] = numbers.astype(_dtype_of(self._plain[name])).astype(
-            np.float32
-        )
+        dtype = _dtype_of(self._plain[self._checkpoint.stored(name).name])
+        stored: NDArray[np.float32] = numbers.astype(dtype).astype(np.float32)
         return stored
 
     def finish(self, left: Sequence[str]) -> None:
-        config = {
-            key: value
-            for key, value in self._checkpoint.config.items()
-            if key != "quantization_config" and value is not None
-        }
-        if self._architecture is not None:
-            config.setdefault("architectures", [self._architecture])
-        if not self._checkpoint.has_config_file:
-            config["dtype"] = config["torch_dtype"] = "float16"
-        config["quantization_config"] = self._encoder.config(left, self._bits_of)
-        _write_json(self._folder / "config.json", config)
         source = self._checkpoint.path
-        if source.is_dir() and self._checkpoint.has_config_file:
+        if self._checkpoint.has_config_file:
             _copy_small_files(source, self._folder)
         elif self._checkpoint.generation_config:
             _write_json(self._folder / "generation_config.json", self._checkpoint.generation_config)
+        config = self._plain_config()
+        if self._architecture is not None:
+            config.setdefault("architectures", [self._architecture])
+        config["quantization_config"] = self._encoder.config(left, self._bits_of)
+        _write_json(self._folder / "config.json", config)
         self._write_tokenizer(self._folder)
+
+    def _plain_config(self) -> dict[str, Any]:
+        """Returns the config without quantisation: the source's own words where it has any, since a
+        null in them is not what a missing key is.
+        """
+        if self._checkpoint.has_config_file:
+            found = read_json(self._checkpoint.path / CONFIG)
+            return {key: found[key] for key in found if key not in QUANTIZATION_KEYS}
+        known = {key: one for key, one in self._checkpoint.config.items() if one is not None}
+        return known | {"dtype": "float16", "torch_dtype": "float16"}
 
     def _plain_spec(self, name: str) -> TensorSpec:
         """Returns how a tensor is stored that is not quantised here: as it is, if it is floats."""
@@ -278,22 +288,17 @@ def _dtype_of(spec: TensorSpec) -> np.dtype:
     return DTYPES[spec.dtype]
 
 
-def _has_parts(name: str, quantized: set[str]) -> bool:
-    """Returns whether a tensor is a layer's experts, whose matrices are quantised one by one."""
-    stem = name.rpartition(".experts.")[0]
-    return (
-        bool(stem)
-        and not name.rpartition(".experts.")[2][0].isdigit()
-        and any(other.startswith(f"{stem}.experts.0.") for other in quantized)
-    )
-
-
 def _copy_small_files(source: Path, folder: Path) -> None:
-    """Copies what lies beside the weights, such as the tokenizer; a file made here stays."""
+    """Copies what lies beside the weights, such as the tokenizer, and the folders of the modules
+    that sentence-transformers puts behind a model; an interrupted run may have copied half a file.
+    """
     for file in source.iterdir():
         is_weights = file.suffix in WEIGHT_FILES or file.name.endswith(WEIGHT_INDEX)
-        if file.is_file() and not is_weights and not (folder / file.name).exists():
+        if file.is_file() and not is_weights and file.name not in NOT_COPIED:
             shutil.copyfile(file, folder / file.name)
+    for place in module_folders(source):
+        if place.is_dir():
+            shutil.copytree(place, folder / place.relative_to(source), dirs_exist_ok=True)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -21,6 +21,8 @@ Arrays = dict[str, NDArray]
 
 WORD_BITS = 32
 OWN_ORDER = np.argsort(PLACES)
+HEAD = "lm_head"
+"""Output layer, which is a linear of its own for others where its weights are the embeddings'."""
 
 
 class Encoder(Protocol):
@@ -155,12 +157,10 @@ class CompressedTensorsEncoder:
         if spec.kind == "zero":
             words = (num_words(outputs, bits), groups)
             found.append(TensorSpec(f"{module}.weight_zero_point", "I32", words))
-        if self._recipe.desc_act:
-            found.append(TensorSpec(f"{module}.weight_g_idx", "I32", (inputs,)))
         return found
 
     def tensors(self, matrix: RoundedMatrix, bits: int) -> Arrays:
-        codes, scales = _own_order(matrix), matrix.grid.scales.values
+        codes, scales = matrix.codes, matrix.grid.scales.values
         if self._recipe.rows_are_int8:
             signed = codes.astype(np.int16) - matrix.grid.zero_point
             return {"weight": signed.astype(np.int8), "weight_scale": scales}
@@ -172,8 +172,6 @@ class CompressedTensorsEncoder:
         if matrix.grid.zeros is not None:
             zeros = matrix.grid.zeros.astype(np.uint8)
             found["weight_zero_point"] = np.ascontiguousarray(pack_bits(zeros.T, bits).T)
-        if self._recipe.desc_act:
-            found["weight_g_idx"] = _groups(matrix)
         return found
 
     def config(self, left: Sequence[str], bits_of: dict[str, int]) -> dict[str, Any]:
@@ -188,7 +186,7 @@ class CompressedTensorsEncoder:
             "format": "int-quantized" if recipe.rows_are_int8 else "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": list(left),
+            "ignore": list(dict.fromkeys([*left, HEAD])),
             "kv_cache_scheme": None,
         }
 
@@ -200,7 +198,7 @@ class CompressedTensorsEncoder:
             "symmetric": spec.kind == "middle",
             "strategy": "group" if spec.group else "channel",
             "group_size": spec.group or None,
-            "actorder": "group" if self._recipe.desc_act else None,
+            "actorder": None,
             "dynamic": False,
         }
         rows = {

@@ -72,10 +72,12 @@ class Recipe:
     def _check_knobs(self) -> None:
         if self.desc_act and self.method != "gptq":
             raise ConfigError(f"desc-act is for the method gptq, got {self.method}")
-        if self.desc_act and self.output_format not in ("gptq", "compressed-tensors"):
+        # compressed-tensors once had an order, which its package and vLLM refuse by now.
+        if self.desc_act and self.output_format != "gptq":
             raise ConfigError(
                 f"desc-act: {self.output_format} keeps no order of inputs",
-                hint="leave it out: inputs are rounded in the order of their use in any case",
+                hint="leave it out, since inputs are rounded in the order of their use in any case,"
+                " or use --format gptq",
             )
         if self.gptaq and self.method != "gptq":
             raise ConfigError(f"gptaq is for the method gptq, got {self.method}")
@@ -98,6 +100,14 @@ class Recipe:
     @property
     def needs_calibration(self) -> bool:
         return self.method != "rtn"
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether groups have zeros or minima of their own, which formats of 8 bits do not, nor
+        GGUF's of 6.
+        """
+        is_wide = self.bits == 8 or (self.output_format == "gguf" and self.bits == 6)
+        return not self.symmetric and not is_wide
 
     def grid(self, bits: int) -> GridSpec:
         """Returns the grid of matrices of `bits` bits; it is symmetric for 8."""

@@ -7,60 +7,88 @@ interrupted if it is the same in everything; otherwise it is refused.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError
 
 JOURNAL = "octavo-quantize.json"
-STATE = "octavo-quantize-state.npz"
+NEW_JOURNAL = f"new-{JOURNAL}"
+STATE = "octavo-quantize-state-{}.npz"
 PARTIAL = ".partial"
+STATES = 2
+"""States that stand side by side while the later one is written."""
 
 
 class Journal:
-    """The journal of one quantisation into `output`."""
+    """The journal of one quantisation into `output`; the directory is its own until it is left."""
 
     def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
         """Opens the journal of an interrupted run, or makes the directory for a new one.
 
-        Raises ConfigError where the output exists, or where an interrupted run was another one.
+        Raises ConfigError where the output exists or cannot be made, where an interrupted run was
+        another one, or where one is at work.
         """
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ConfigError(f"output: {output} exists", hint="name another directory")
-        self._output = output
+        self._output = output.resolve()
         self._identity = dict(identity)
-        self.folder = output.with_name(output.name + PARTIAL)
+        self.folder = self._output.with_name(self._output.name + PARTIAL)
         self.index = 0
         self.done: list[str] = []
         self.listed: list[str] = []
         """Experts that no calibration token reached."""
-        self.goes_on = (self.folder / JOURNAL).exists()
-        if self.goes_on:
-            self._read()
-        else:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+        self.goes_on = False
+        """Whether an earlier run has reserved the disk's space and written what stays."""
+        with writing_to(self.folder):
+            self._check_output()
+            self._open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def began(self) -> None:
+        """Notes that the disk's space is reserved and what stays as it is is written."""
+        self.goes_on = True
+        self._write()
 
     def wrote(self, names: Sequence[str]) -> None:
         """Notes matrices that are written."""
         self.done.extend(names)
 
+    def check_room(self, num_bytes: int) -> None:
+        """Raises ConfigError where the disk has no room for states of so many bytes."""
+        free = shutil.disk_usage(self.folder).free
+        if self.index == 0 and free < STATES * num_bytes:
+            raise ConfigError(
+                f"{self.folder}: no room for {format_bytes(STATES * num_bytes)} of states to go on"
+                f" from, {format_bytes(free)} are free beside the model",
+                hint="name a directory on another disk with --output, or use fewer or shorter"
+                " --calibration-texts",
+            )
+
     def save(self, index: int, state: Mapping[str, NDArray]) -> None:
         """Notes the op to go on at, and the state there."""
-        temporary = self.folder / f"new-{STATE}"
-        with temporary.open("wb") as file:
-            arrays: dict[str, Any] = {f"{index}/{name}": state[name] for name in state}
-            np.savez(file, **arrays)
-        temporary.replace(self.folder / STATE)
+        before = self._state_file
         self.index = index
+        with self._state_file.open("wb") as file:
+            arrays: dict[str, Any] = dict(state)
+            np.savez(file, **arrays)
         self._write()
+        if before != self._state_file:
+            before.unlink(missing_ok=True)
 
     def note(self) -> None:
         """Writes what is done so far."""
@@ -68,32 +96,82 @@ class Journal:
 
     def state(self) -> dict[str, NDArray]:
         """Returns the state of the op `index`."""
-        with np.load(self.folder / STATE) as found:
-            indices = {name.split("/", 1)[0] for name in found.files}
-            if indices != {str(self.index)}:  # interrupted between the state and the journal
-                self.index = int(indices.pop())
-            return {name.split("/", 1)[1]: found[name] for name in found.files}
+        try:
+            with np.load(self._state_file) as found:
+                return {name: found[name] for name in found.files}
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
+            raise ConfigError(
+                f"output: {self._state_file} cannot be read: {error}",
+                hint=f"remove {self.folder} and begin again",
+            ) from None
 
     def finish(self) -> None:
         """Gives the directory its own name; only what belongs to the model is left in it."""
-        for name in (JOURNAL, STATE, f"new-{STATE}"):
-            (self.folder / name).unlink(missing_ok=True)
-        for file in self.folder.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+        for file in self.folder.rglob("*"):
+            if file.is_file():
+                _sync(file)
         if self._output.exists():
             self._output.rmdir()
         self.folder.rename(self._output)
+        _remove_journal(self._output)
+        _sync(self._output.parent)
 
     def discard(self) -> None:
         """Removes what was written."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def _state_file(self) -> Path:
+        return self.folder / STATE.format(self.index)
+
+    def _check_output(self) -> None:
+        output = self._output
+        if (output / JOURNAL).exists():  # ended between its new name and the journal's removal
+            _remove_journal(output)
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(f"output: {output} exists", hint="name another directory")
+        if output.is_mount():
+            raise ConfigError(
+                f"output: {output} is where a file system begins, and cannot be put there at once",
+                hint=f"name a directory in it, e.g. {output / 'model'}",
+            )
+
+    def _open(self) -> None:
+        """Makes the directory, or reads the journal in it; holds it until the end of the run."""
+        has_journal = (self.folder / JOURNAL).is_file()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not has_journal and any(file.name != NEW_JOURNAL for file in self.folder.iterdir()):
+            raise ConfigError(
+                f"output: {self.folder} exists, in which the model would be written first",
+                hint="name another directory, or remove that one",
+            )
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        is_whole = False
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if has_journal:
+                self._read()
+            else:
+                self._write()
+            is_whole = True
+        except BlockingIOError:
+            raise ConfigError(
+                f"output: another run is writing {self.folder}", hint="name another directory"
+            ) from None
+        except OSError:
+            if not has_journal:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        finally:
+            if not is_whole:
+                os.close(self._lock)
 
     def _read(self) -> None:
         try:
             found = json.loads((self.folder / JOURNAL).read_text())
             identity, self.index = found["identity"], int(found["index"])
             self.done, self.listed = list(found["done"]), list(found["listed"])
+            self.goes_on = bool(found["began"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"output: {self.folder / JOURNAL} cannot be read: {error}",
@@ -108,10 +186,11 @@ class Journal:
             )
 
     def _write(self) -> None:
-        temporary = self.folder / f"new-{JOURNAL}"
+        temporary = self.folder / NEW_JOURNAL
         text = json.dumps(
             {
                 "identity": self._identity,
+                "began": self.goes_on,
                 "index": self.index,
                 "done": self.done,
                 "listed": self.listed,
@@ -119,3 +198,32 @@ class Journal:
         )
         temporary.write_text(text)
         temporary.replace(self.folder / JOURNAL)
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turns what the system says against writing into a ConfigError that names the folder."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # of the terminal
+    except OSError as error:
+        raise ConfigError(
+            f"output: {folder} cannot be written: {error.strerror or error}",
+            hint="once that is mended, the same command goes on",
+        ) from error
+
+
+def _remove_journal(folder: Path) -> None:
+    """Removes from a finished model what is no part of it, the journal last."""
+    for file in (*folder.glob(STATE.format("*")), folder / NEW_JOURNAL, folder / JOURNAL):
+        file.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Has a file or directory reach the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

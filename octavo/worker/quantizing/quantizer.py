@@ -37,6 +37,8 @@ from octavo.worker.quantizing.targets import (
     matrices_of,
 )
 
+LARGEST = float(np.finfo(np.float16).max)
+"""Largest number of a matrix for which every format has a scale."""
 EXACT = "exact:"
 """Begin of the names of the exact run's Values in a journal."""
 
@@ -71,10 +73,14 @@ def plan_matrices(
                 shape, bits = stored.shape, bits_of(weight)
                 output_major = checkpoint.output_major or stored.is_quantized
                 is_turned = weight.transposed and not output_major
+                # Experts of one tensor get the names that single ones have.
+                written = name if stored.num_stacked else stored.name
+                module = written.removesuffix(".weight")
                 if id(op) in chosen and not is_turned and destination.takes(name, shape, bits):
-                    matrices.setdefault(name, MatrixPlan(name, (shape[0], shape[1]), bits))
+                    plan = MatrixPlan(name, (shape[0], shape[1]), bits, module, stored.name)
+                    matrices.setdefault(name, plan)
                 else:
-                    left[name.removesuffix(".weight")] = None
+                    left[module] = None
     if not matrices:
         raise UnsupportedModel(
             f"{checkpoint.path}: none of its {len(left)} matrices fits the format",
@@ -108,9 +114,11 @@ class Quantizer:
     _folds: Mapping[str, Fold] = field(default_factory=dict)
     _vectors: dict[str, Floats32] = field(default_factory=dict)
 
-    def run_plain(self) -> None:
+    def run_plain(self, report: Report) -> None:
         """Rounds every matrix by itself, without calibration."""
         written = set(self.journal.done)
+        if written:
+            report(_going_on(len(written), len(self.plan.matrices)))
         with Bar("matrices", len(self.plan.matrices)) as bar:
             for name, plan in self.plan.matrices.items():
                 if name not in written:
@@ -131,9 +139,7 @@ class Quantizer:
         end = max(last_uses.values()) + 1
         if self.journal.index:
             self._restore(run)
-            report(
-                f"going on behind {len(self.journal.done)} of {len(self.plan.matrices)} matrices"
-            )
+            report(_going_on(len(self.journal.done), len(self.plan.matrices)))
         with Bar("matrices", len(self.plan.matrices)) as bar:
             for _ in self.journal.done:
                 bar.advance()
@@ -214,11 +220,20 @@ class Quantizer:
         return nearest(self._weight(plan), importance, self.destination.fit(plan))
 
     def _weight(self, plan: MatrixPlan) -> Floats32:
-        """Returns a matrix in fp32; WeightMismatch where it holds what is no number."""
+        """Returns a matrix in fp32; WeightMismatch where it holds what is no number, or one for
+        which there is no scale in fp16.
+        """
         weight: Floats32 = self.checkpoint.tensor(plan.name).dequantize()
         if not np.isfinite(weight).all():
             raise WeightMismatch(
                 f"{self.checkpoint.path}: {plan.name} holds NaN or infinite numbers",
+                hint="take another copy of the model: the file is damaged",
+            )
+        largest = float(np.abs(weight).max(initial=0))
+        if largest > LARGEST:
+            raise WeightMismatch(
+                f"{self.checkpoint.path}: {plan.name} holds numbers of up to {largest:.3g}, scales"
+                f" in fp16 reach {LARGEST:g}",
                 hint="take another copy of the model: the file is damaged",
             )
         return weight
@@ -355,6 +370,10 @@ class Quantizer:
         if self._exact is not None:
             exact = {name.removeprefix(EXACT): state[name] for name in state.keys() - own.keys()}
             self._exact.restore(self.journal.index, exact)
+
+
+def _going_on(done: int, total: int) -> str:
+    return f"going on behind {done} of {total} matrices"
 
 
 def _rows_of(values: Floats32, weight: Weight) -> NDArray:
