@@ -339,7 +339,7 @@ def test_files_for_other_machines_are_refused(tmp_path: Path) -> None:
 def test_names_that_stand_twice(
     tmp_path: Path, keys: list[str], tensors: list[str], message: str
 ) -> None:
-    """Which of them would count is for no reader to choose; llama.cpp refuses them, too."""
+    """A reader cannot know which of the two is meant; llama.cpp refuses such files, too."""
 
     def text(name: str) -> bytes:
         return struct.pack("<Q", len(name)) + name.encode()

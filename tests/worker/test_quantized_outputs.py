@@ -76,7 +76,7 @@ def test_the_config_is_the_sources_own(tmp_path: Path, output_format: str) -> No
 
 
 def test_classes_are_those_of_transformers() -> None:
-    """vLLM reads `architectures`, of which a GGUF file says nothing."""
+    """A GGUF file does not say `architectures`, which vLLM reads."""
     every = {
         one.model_type
         for family in FAMILIES.values()

@@ -69,7 +69,7 @@ class Journal:
         self.done.extend(names)
 
     def check_room(self, num_bytes: int) -> None:
-        """Raises ConfigError where the disk has no room for states of so many bytes."""
+        """Raises ConfigError where the disk has no room for `num_bytes` of state, twice."""
         free = shutil.disk_usage(self.folder).free
         if self.index == 0 and free < STATES * num_bytes:
             raise ConfigError(
