@@ -38,7 +38,7 @@ from octavo.engine.recording.recorder import (
     check_writable,
 )
 from octavo.engine.scheduling.build import build_scheduler, prompt_limits
-from octavo.errors import ConfigError, EngineDead
+from octavo.errors import ConfigError, EngineDead, OctavoError
 from octavo.ports import Executor, Profiler
 from octavo.program.ops import original_context
 from octavo.progress import Report
@@ -278,6 +278,19 @@ def build_core(
         raise end_ranks(others, error) from None
 
 
+def _ending(place: RankPlace, others: OtherRanks | None) -> Callable[[OctavoError], None]:
+    """Returns what ends this engine's waits once another engine has ended that has a part of the
+    experts.
+    """
+
+    def end(error: OctavoError) -> None:
+        place.abort()
+        if others is not None:
+            others.lose(error)
+
+    return end
+
+
 def _build_core(
     model: Model,
     report: Report,
@@ -289,8 +302,7 @@ def _build_core(
 ) -> BuiltCore:
     config = model.config
     if links is not None and place is not None:
-        abort = place.abort
-        links.when_lost(lambda error: abort())
+        links.when_lost(_ending(place, others))
     loaded = load_model(model, report, texts.grammars, place)
     budget = common_budget(loaded, others)
     if (memory := device_memory(loaded.backend)) is not None:

@@ -77,6 +77,27 @@ def test_an_llm_that_loses_a_rank_raises_its_name(options: dict[str, object]) ->
         assert ranks_below(os.getpid()) == []
 
 
+STAGES = NATIVE | {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_rank_that_dies_in_any_stage_ends_the_engine_at_once(which: int) -> None:
+    """Its neighbour in the first stage waits for it in a collective that the process of the last
+    stage takes no part in, and that process waits for the neighbour.
+    """
+    with LLM(**STAGES, report=lambda text: None) as llm:
+        ranks = sorted(ranks_below(os.getpid()))
+        stream = llm.stream(prompts_of(20)[0], LONG)
+        next(stream)
+        os.kill(ranks[which], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(EngineDead, match=r"rank \d of 4 has ended \(killed by signal 9\)"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - began < SOON_S
+        wait_until(lambda: not any(map(is_there, ranks)))
+
+
 class Engine:
     """An AsyncLLM with its core in another process and two ranks; notes what it reports."""
 

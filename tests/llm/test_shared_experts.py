@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 
@@ -17,6 +18,7 @@ from octavo.errors import ConfigError
 from octavo.progress import quiet
 from octavo.wiring.engine import build_with_process
 from tests.support.llm_tools import fingerprint, make_llm, prompts_of, small_options
+from tests.support.rank_processes import ranks_below
 from tests.support.tiny_models import tiny_model
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=120, ignore_eos=True, logprobs=1)
@@ -34,12 +36,22 @@ def options() -> dict[str, object]:
     return small_options(model_path=tiny_model("qwen3_moe", num_hidden_layers=2).path)
 
 
-def test_engines_that_lose_another_go_on_together_with_their_requests() -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [{}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)],
+    ids=["engines", "stages"],
+)
+def test_engines_that_lose_another_go_on_together_with_their_requests(
+    layout: dict[str, object],
+) -> None:
+    """Where engines have stages, what dies is the first stage of one: the other engine's waits for
+    it in a memory of their own.
+    """
     path = tiny_model("qwen3_moe", num_hidden_layers=2).path
     with make_llm(model_path=path, **MODEL) as one:
         wanted = [fingerprint(output) for output in one.generate(PROMPTS, PARAMS)]
     said: list[str] = []
-    config = EngineConfig.from_options(**options() | SHARED)
+    config = EngineConfig.from_options(**options() | SHARED | layout)
     front = build_with_process(config, said.append)
     llm = AsyncLLM(front)
     client = front.client
@@ -49,11 +61,13 @@ def test_engines_that_lose_another_go_on_together_with_their_requests() -> None:
         streams = [llm.submit(prompt, PARAMS) for prompt in PROMPTS]
         for stream in streams:
             await anext(stream)
-        os.kill(client.pids[1], signal.SIGKILL)
+        os.kill((ranks_below(client.pids[1]) or client.pids)[-1], signal.SIGKILL)
         return [fingerprint(await stream.final()) for stream in streams]
 
     try:
+        began = time.monotonic()
         found = asyncio.run(asyncio.wait_for(run(), 240))
+        assert time.monotonic() - began < config.observe.stall_timeout
         restarts = [engine.num_restarts for engine in llm.stats().engines]
     finally:
         llm.close()

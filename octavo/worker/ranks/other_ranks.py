@@ -103,6 +103,12 @@ class RankLink:
         assert isinstance(said, kind)
         return said
 
+    def kill(self) -> None:
+        """Ends a process of this machine at once, whatever it waits for."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self.process.kill()
+
     def close(self, patience_s: float) -> None:
         """Waits for a rank that was told to end, and kills it if that takes longer; one of another
         machine loses its connection, and ends with it.
@@ -168,7 +174,7 @@ class OtherRanks:
             for rank in range(1, num_ranks):
                 setup = RankSetup(build, options, rank, num_ranks, meeting.address_of(rank))
                 started = start(setup, meeting.inherited_by(rank))
-                self._ranks.append(RankLink(setup, started, self._note_loss))
+                self._ranks.append(RankLink(setup, started, self.lose))
         except BaseException:
             self.close()
             raise
@@ -244,11 +250,17 @@ class OtherRanks:
             self.close(patience_s=0.0)
         return self._dead
 
-    def _note_loss(self, error: OctavoError) -> None:
+    def lose(self, error: OctavoError) -> None:
+        """Notes why the engine has ended, the first time, and ends all ranks of this machine: they
+        may wait for the lost one in another stage than the first rank's, where nothing else ends
+        that, and this process then waits for them.
+        """
         with self._lock:
             if self._lost is not None:
                 return
             self._lost = error
         self._is_lost.set()
+        for rank in list(self._ranks):
+            rank.kill()
         for on_loss in self._on_loss:
             on_loss(error)
