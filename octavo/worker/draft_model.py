@@ -117,10 +117,10 @@ class DraftModel:
         """Returns the first token of a row that may lack its K and V: in full blocks none does,
         and of the last one nothing is known where the row began elsewhere, or was preempted.
         """
+        first = planned.start // BLOCK_SIZE * BLOCK_SIZE
         request_id, num_followed = self._followed.get(row, ("", 0))
-        if request_id == planned.request_id and num_followed <= planned.start:
-            return num_followed
-        return planned.start // BLOCK_SIZE * BLOCK_SIZE
+        is_known = request_id == planned.request_id and num_followed <= planned.start
+        return max(first, num_followed) if is_known else first
 
     def _shorten(self, shares: Sequence[RowToDraft]) -> None:
         """Computes the beginnings of rows that have more tokens than a step may have."""

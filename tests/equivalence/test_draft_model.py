@@ -39,9 +39,9 @@ def drafting(model: str = "llama", **fields) -> dict:
     }
 
 
-def outputs_of(prompts, params, **options):
+def outputs_of(prompts, params, family="llama", **options):
     """Returns the answers, and how many tokens were guessed and held."""
-    with make_llm(**options) as llm:
+    with make_llm(family, **options) as llm:
         found = llm.generate(prompts, params)
         assert core_of(llm).scheduler.stats().num_used_blocks == 0
         return list(map(fingerprint, found)), guess_counts(llm)
@@ -108,6 +108,21 @@ def test_blocks_made_without_guesses_are_the_draft_models_too(monkeypatch):
     assert again.num_cached_tokens >= 64
     assert again.outputs[0].token_ids[:20] == first[50:]
     assert num_held > 0.9 * num_guessed > 10
+
+
+def test_a_draft_model_reads_windows_that_the_model_has_gone_past(monkeypatch):
+    """It computes a block only once it is full, and reads keys that no token of the model sees any
+    more; the rows of a search that branch off have no other.
+    """
+    monkeypatch.setattr(throughput, "LEAST_GAIN", 1e9)
+    monkeypatch.setattr(throughput, "RETRY_UNLIKELY_AFTER", 1000)
+    params = SamplingParams(n=2, beam_width=3, max_tokens=24)
+    options = {"backend": "native", "num_scheduler_steps": 1}
+    plain, _ = outputs_of(PROMPTS[1:2], params, "gemma3_text", **options)
+    found, (num_guessed, _) = outputs_of(
+        PROMPTS[1:2], params, "gemma3_text", **options, **drafting("gemma3_text")
+    )
+    assert found == plain and num_guessed == 0
 
 
 def test_under_pressure():

@@ -99,12 +99,15 @@ def test_a_preempted_request_goes_on_where_it_was(mode, backend):
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
-def test_a_guess_that_does_not_hold_changes_nothing():
-    """The row returns to the state before the guess and computes the tokens that held again."""
+@pytest.mark.parametrize("dtype", ["auto", "fp32"])
+def test_a_guess_that_does_not_hold_changes_nothing(dtype):
+    """The row returns to the state before the guess and computes the tokens that held again, with
+    each token's state rounded as one that is kept.
+    """
     prompts = [[5, 6, 7, 8] * 15, *prompts_of(50)]
-    with make_llm("mamba2") as llm:
+    with make_llm("mamba2", kv_cache_dtype=dtype) as llm:
         plain = llm.generate(prompts, GREEDY)
-    with make_llm("mamba2", spec_method="ngram") as llm:
+    with make_llm("mamba2", kv_cache_dtype=dtype, spec_method="ngram") as llm:
         found = llm.generate(prompts, GREEDY)
         stats = llm.get_metrics()
         assert stats.num_draft_tokens > stats.num_accepted_tokens

@@ -72,7 +72,7 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
             entering = rate * rows
             if beta is not None:
                 entering = beta[t][:, None] * (rows - (state * place_of).sum(axis=-1))
-            state = state + entering[:, :, None] * place_of
+            state = kept.rounded(state + entering[:, :, None] * place_of)
             mixed = (state * by_head(step.get(op.c)[t])).sum(axis=-1)
             out[t] = (mixed + skip[:, None] * rows).reshape(-1)
         kept.write(place, place + end - first, state)
@@ -104,6 +104,11 @@ class StateBlock:
             return np.full(self._states.shape[1:], np.nan)
         state: Floats = self._states[found[0]].astype(np.float64)
         return state
+
+    def rounded(self, state: Floats) -> Floats:
+        """Returns a state as it is kept, so that a step may end behind any token."""
+        found: Floats = state.astype(self._states.dtype).astype(np.float64)
+        return found
 
     def write(self, read: int, num_tokens: int, state: Floats) -> None:
         """Keeps the state after `num_tokens` tokens beside the one that was `read`."""

@@ -1,5 +1,6 @@
 """How likely a guess is to hold: what became of earlier ones, by the length of the match that they
-followed from and by depth, the place of a token in its guess.
+followed from, by whether all that followed it before was the same, and by depth, the place of a
+token in its guess.
 
 Reads no clock, so that a recording replays exactly. Older guesses count less.
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from octavo.engine.speculation.drafter import GIVEN_MATCH, RUNNER_UP
+from octavo.engine.speculation.drafter import DIVIDED, GIVEN_MATCH, RUNNER_UP
 
 MATCHES = (1, 2, 3, 4, 8, 16, GIVEN_MATCH, RUNNER_UP)
 """Least match of each class of guesses, in tokens; the last two are the worker's guesses, and
@@ -19,6 +20,10 @@ tokens that are guessed beside likelier ones, for which depth is their rank amon
 """
 FIRST_CHANCES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.4)
 """Chances of a class of which nothing is known."""
+DIVIDED_SHARE = 0.6
+"""Share of these chances where a match was followed in several ways."""
+ALL_FIRST_CHANCES = (*FIRST_CHANCES, *(DIVIDED_SHARE * chance for chance in FIRST_CHANCES))
+"""First chances of all classes: of `MATCHES` in turn, then of the same lengths where divided."""
 NUM_DEPTHS = 3
 """Classes of depth: a guess's first token, its second, and all others."""
 ROW_PRIOR = 2.0
@@ -69,7 +74,7 @@ class Acceptance:
         do.
         """
         kind, place = _class_of(num_matched), min(depth, NUM_DEPTHS - 1)
-        shared, weight = FIRST_CHANCES[kind], FIRST_PRIOR
+        shared, weight = ALL_FIRST_CHANCES[kind], FIRST_PRIOR
         for tally in self._shared[kind][: place + 1]:
             shared, weight = tally.chance(shared, weight), DEPTH_PRIOR
         row = self._rows.get(request_id)
@@ -115,8 +120,9 @@ class Acceptance:
 
 
 def _no_tallies() -> Tallies:
-    return [[GuessTally() for _ in range(NUM_DEPTHS)] for _ in MATCHES]
+    return [[GuessTally() for _ in range(NUM_DEPTHS)] for _ in ALL_FIRST_CHANCES]
 
 
 def _class_of(num_matched: int) -> int:
-    return max(0, bisect_right(MATCHES, num_matched) - 1)
+    is_divided, length = divmod(num_matched, DIVIDED)
+    return is_divided * len(MATCHES) + max(0, bisect_right(MATCHES, length) - 1)

@@ -15,7 +15,9 @@ class Draft(NamedTuple):
 
     token_ids: list[int]
     num_matched: int
-    """Number of the row's last tokens that the guess follows from; 0 where there is no guess."""
+    """Number of the row's last tokens that the guess follows from, with DIVIDED added where these
+    were followed in several ways; 0 where there is no guess.
+    """
     parents: Sequence[int] = ()
     """Index of each token's parent in the guess, -1: the row's last token; (): each follows the one
     before. A parent comes before its children, and the likelier child before others.
@@ -39,6 +41,10 @@ GIVEN_MATCH = 1 << 20
 from those of lookups."""
 RUNNER_UP = 1 << 21
 """Length of the match that stands for tokens that are guessed beside a likelier one."""
+DIVIDED = 1 << 22
+"""Added to the length of a match that other tokens have followed than those that are guessed: among
+such guesses chances are measured apart.
+"""
 
 
 class Drafter(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.engine.speculation.drafter import NO_DRAFT, Draft, continuation
+from octavo.engine.speculation.drafter import DIVIDED, NO_DRAFT, Draft, continuation
 
 
 class NgramDrafter:
@@ -20,6 +20,8 @@ class NgramDrafter:
         self._token_ids: list[int] = []
         self._starts: dict[tuple[int, ...], int] = {}
         """Place of the token that followed an n-gram's latest occurrence."""
+        self._divided: set[tuple[int, ...]] = set()
+        """The n-grams that different tokens have followed."""
 
     def took(self, token_ids: Sequence[int]) -> None:
         """Takes in the row's next tokens; each completes the n-grams that end before it."""
@@ -27,7 +29,7 @@ class NgramDrafter:
             end = len(self._token_ids)
             for size in self._sizes:
                 if size <= end:
-                    self._starts[tuple(self._token_ids[end - size :])] = end
+                    self._note(tuple(self._token_ids[end - size :]), token_id)
             self._token_ids.append(token_id)
 
     def propose(self, max_tokens: int) -> Draft:
@@ -35,5 +37,14 @@ class NgramDrafter:
         for size in self._sizes:
             start = self._starts.get(tuple(self._token_ids[-size:]))
             if start is not None and size <= len(self._token_ids):
-                return Draft(continuation(self._token_ids, start, max_tokens), size)
+                is_divided = tuple(self._token_ids[-size:]) in self._divided
+                guess = continuation(self._token_ids, start, max_tokens)
+                return Draft(guess, size + DIVIDED * is_divided)
         return NO_DRAFT
+
+    def _note(self, ngram: tuple[int, ...], token_id: int) -> None:
+        """Notes that a token, the row's next one, follows an n-gram."""
+        start = self._starts.get(ngram)
+        if start is not None and self._token_ids[start] != token_id:
+            self._divided.add(ngram)
+        self._starts[ngram] = len(self._token_ids)

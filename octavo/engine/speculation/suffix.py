@@ -13,7 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from octavo.engine.speculation.copied_text import CopiedText
-from octavo.engine.speculation.drafter import NO_DRAFT, Draft, continuation
+from octavo.engine.speculation.drafter import DIVIDED, NO_DRAFT, Draft, continuation
 
 MAX_REFRESHED = 32
 """Most states whose latest occurrence is renewed for a token; without a bound a row of one
@@ -89,6 +89,7 @@ class SuffixDrafter:
         that from forks on; None: those of the longest match.
         """
         spine = continuation(self._token_ids, start, most)
+        num_matched += DIVIDED * self._automaton.is_divided
         if self._num_paths == 1:
             return Draft(spine, num_matched)
         found: Iterable[GuessFork] = (
@@ -138,6 +139,11 @@ class SuffixAutomaton:
         link = self._links[new]
         self.match = (self._lengths[link], self._ends[link])
         self._refresh(link, end)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether different tokens have followed the longest end that occurs earlier."""
+        return len(self._next[self._links[self._last]]) > 1
 
     def forks(self, guess: Sequence[int], min_match: int) -> Iterator[GuessFork]:
         """Yields the tokens that followed the longest match beside those of a guess, and then

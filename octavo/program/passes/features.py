@@ -19,8 +19,8 @@ from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 
 FEATURES = "features"
 """Name of the group among a head's own."""
-WINDOW = 33
-"""Rows that stay: a head is at most two blocks behind the model, and reads the row before."""
+WINDOW = 2
+"""Rows that a head reads at a token: its own, and that of the token before."""
 PREVIOUS = (1.0, 0.0)
 """Taps that take the row before and nothing of a token's own."""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.draft_tree import DraftTree
 from octavo.engine.speculation.copied_text import LEAST_COPIED
-from octavo.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, continuation
+from octavo.engine.speculation.drafter import DIVIDED, NO_DRAFT, Draft, Drafter, continuation
 from octavo.engine.speculation.ngram import NgramDrafter
 from octavo.engine.speculation.suffix import EDIT_LEAD, SuffixAutomaton, SuffixDrafter
 
@@ -23,6 +23,11 @@ def earlier_ends(token_ids: list[int], length: int) -> list[int]:
     """Returns one past the end of each earlier occurrence of the last `length` tokens."""
     suffix = token_ids[len(token_ids) - length :]
     return [end for end in range(length, len(token_ids)) if token_ids[end - length : end] == suffix]
+
+
+def following(token_ids: list[int], length: int) -> set[int]:
+    """Returns the tokens that followed earlier occurrences of the last `length` tokens."""
+    return {token_ids[end] for end in earlier_ends(token_ids, length)}
 
 
 def longest_match(token_ids: list[int]) -> int:
@@ -55,14 +60,16 @@ def test_a_suffix_draft_follows_a_match_or_a_copied_text(
     length = longest_match(token_ids)
     ends = earlier_ends(token_ids, length) if length else []
     follow = [continuation(token_ids, end, max_tokens) for end in ends]
-    if draft.num_matched == length and draft.token_ids in follow:
-        return
     if draft == NO_DRAFT:
         assert length == 0
         return
+    is_divided, num_matched = divmod(draft.num_matched, DIVIDED)
+    assert is_divided == (len(following(token_ids, length)) > 1)
+    if num_matched == length and draft.token_ids in follow:
+        return
     everywhere = range(LEAST_COPIED, len(token_ids))
     assert draft.token_ids in [continuation(token_ids, at, max_tokens) for at in everywhere]
-    assert length < draft.num_matched + EDIT_LEAD
+    assert length < num_matched + EDIT_LEAD
 
 
 def continued(token_ids: list[int], max_tokens: int = 6, num_paths: int = 1) -> Draft:
@@ -143,7 +150,8 @@ def test_an_ngram_draft_follows_the_latest_occurrence(
     if length < 2:
         assert draft == NO_DRAFT
         return
-    assert draft.num_matched == length
+    is_divided = len(following(token_ids, length)) > 1
+    assert draft.num_matched == length + DIVIDED * is_divided
     assert draft.token_ids == continuation(
         token_ids, earlier_ends(token_ids, length)[-1], max_tokens
     )
