@@ -13,6 +13,9 @@ adapters; an engine that does takes turns with it. Works:
 - `all`: every stream its own, on all linears;
 - `one`: all streams the same one, on all linears.
 
+With `--lora-dtype bfloat16,int8` an engine for each precision that adapters are kept in takes its
+turns; without, they are as their files have them, in bfloat16.
+
 Each round measures the base once and each work once, in an order that is turned round from round
 to round; a first round, which also reads the adapters, is not counted.
 
@@ -90,6 +93,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--lora-dtype", default="bfloat16", help="one or several, with commas")
     parser.add_argument("--on-disk", type=int, default=1000)
     parser.add_argument("--on-device", type=int, default=100)
     args = parser.parse_args()
@@ -156,6 +160,11 @@ def save_adapters(
     return requests
 
 
+def kept_bytes(requests: Sequence[LoRARequest], dtype: str) -> int:
+    """Returns the bytes that adapters have on the device; their files are in bfloat16."""
+    return file_bytes(requests) * {"float32": 4, "bfloat16": 2, "int8": 1}[dtype] // 2
+
+
 def file_bytes(requests: Sequence[LoRARequest]) -> int:
     return sum(
         (Path(each.lora_path) / "adapter_model.safetensors").stat().st_size for each in requests
@@ -186,27 +195,33 @@ def measure_rates(args: argparse.Namespace, options: dict, root: Path) -> None:
     works = works_of(args, options, root)
     quiet = {"report": lambda text: None}
     base = LLM(**options, **quiet)
-    engine = LLM(**options, **quiet, enable_lora=True, max_loras=2 * args.streams)
-    rates: dict[str, list[float]] = {"base": []} | {name: [] for name in works}
+    taking = quiet | {"enable_lora": True, "max_loras": 2 * args.streams}
+    dtypes = args.lora_dtype.split(",")
+    engines = {dtype: LLM(**options, **taking, lora_dtype=dtype) for dtype in dtypes}
+    turns = [(name, dtype) for dtype in engines for name in works]
+    base_rates: list[float] = []
+    rates: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
     for number in range(args.rounds + 1):
         base_rate = decode_rate(base, [None] * args.streams, args.tokens)
         found = {}
-        for name in list(works) if number % 2 else list(reversed(works)):
+        for turn in turns if number % 2 else reversed(turns):
+            name, dtype = turn
             if number == 0:
-                decode_rate(engine, works[name], 2)  # which reads them
-            found[name] = decode_rate(engine, works[name], args.tokens)
+                decode_rate(engines[dtype], works[name], 2)  # which reads them
+            found[turn] = decode_rate(engines[dtype], works[name], args.tokens)
         if number:
-            rates["base"].append(base_rate)
-            for name, rate in found.items():
-                rates[name].append(rate / base_rate)
-    base_rate = statistics.median(rates.pop("base"))
+            base_rates.append(base_rate)
+            for turn, rate in found.items():
+                rates[turn].append(rate / base_rate)
+    base_rate = statistics.median(base_rates)
     print(json.dumps({"work": "base", "tokens_per_s": round(base_rate, 1)}))
-    for name, shares in rates.items():
+    for (name, dtype), shares in rates.items():
         used = [one for one in dict.fromkeys(works[name]) if one is not None]
-        row = {"work": name, "share_of_base": round(statistics.median(shares), 3)}
+        row = {"work": name, "lora_dtype": dtype}
+        row |= {"share_of_base": round(statistics.median(shares), 3)}
         row |= {"range": [round(min(shares), 3), round(max(shares), 3)]}
         if used:
-            num_bytes = file_bytes(used)
+            num_bytes = kept_bytes(used, dtype)
             bandwidth = read_bandwidth(options, num_bytes)
             step_s = args.streams / base_rate
             bound = step_s / (step_s + num_bytes / bandwidth)

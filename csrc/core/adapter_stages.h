@@ -19,7 +19,7 @@ inline int64_t padded_width(int width) {
     return (int64_t)(width + 2 * kTile - 1) / (2 * kTile) * (2 * kTile);
 }
 
-// Shrinks a product's rows for adapters: h = scale * A x for each of its sites. Rows of one adapter are taken
+// Shrinks a product's rows for adapters: h = scales * A x for each of its sites. Rows of one adapter are taken
 // together.
 struct ShrinkStage : Stage {
     Place x;
@@ -111,7 +111,7 @@ struct ShrinkStage : Stage {
                 if (!from[i]) from[i] = read(view, thread, k, row, i);
                 h[i] = adapters.h(row) + update.offset + first;
             }
-            k.shrink(update.a.ranks(first, end), from, run.count, update.scale, h);
+            k.shrink(update.a.ranks(first, end), from, run.count, update.scales + first, h);
         });
     }
     // Returns a row's numbers, the i-th one's of a run.

@@ -17,10 +17,10 @@
 
 namespace octavo {
 
-// An adapter's update of one site: y = gain * (W x + B (scale * A x)) + bias.
+// An adapter's update of one site: y = gain * (W x + B (scales * A x)) + bias.
 struct SiteUpdate {
     LowRankMatrix a{}, b{};  // a: [rank][stride], b: [tiles][rank][16]; of a table a: [rows][rank]
-    float scale = 0;
+    const float* scales = nullptr;  // [rank]
     const float *gain = nullptr, *bias = nullptr;  // [tiles * 16] or null
     int offset = 0;  // of its h among those of its group
     bool is_set = false;

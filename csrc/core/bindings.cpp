@@ -620,7 +620,7 @@ NB_MODULE(_native, m) {
         .def("shrink", &Builder::shrink, "x"_a, "norm"_a.none(), "num_sites"_a,
              "Computes what adapters make of the rows of the next product. Returns its sites.")
         .def("put_adapter", &Builder::put_adapter, "slot"_a, "updates"_a,
-             "Puts an adapter's matrices in a slot; by site None, or (A, B, scale, gain, bias, rank).")
+             "Puts an adapter's matrices in a slot; by site None, or (A, B, scales, gain, bias).")
         .def("drop_adapter", &Builder::drop_adapter, "slot"_a)
         .def("norm", &Builder::norm, "x"_a, "out"_a, "norm"_a, "group_width"_a, "each_group"_a)
         .def("angles", &Builder::angles, "inv_freq"_a, "mscale"_a, "long_start"_a, "long_inv_freq"_a,

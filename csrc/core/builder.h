@@ -178,7 +178,7 @@ struct Builder {
         executor.add_shrink(place_of(x), norm_of(norm), sites);
         return sites;
     }
-    // updates: by site None, or (A, B, scale, gain or None, bias or None, rank), whose arrays are kept.
+    // updates: by site None, or (A, B, scales, gain or None, bias or None), whose arrays are kept.
     void put_adapter(int slot, const nb::list& updates) {
         std::vector<SiteUpdate> sites;
         for (const auto& item : updates) sites.push_back(update_of(nb::borrow(item)));
@@ -562,10 +562,12 @@ struct Builder {
         const auto t = nb::cast<nb::tuple>(item);
         const auto b = nb::cast<nb::ndarray<nb::ro, nb::ndim<3>, nb::c_contig, nb::device::cpu>>(t[1]);
         const auto a = nb::cast<nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(t[0]);
-        const int rank = nb::cast<int>(t[5]);
-        SiteUpdate update{
-            .b = {b.data(), b.itemsize() == 2, rank, 0}, .scale = nb::cast<float>(t[2]), .is_set = true};
-        update.a = {a.data(), a.itemsize() == 2, rank, (int32_t)a.shape(1)};
+        const auto scales = nb::cast<Array<float>>(t[2]);
+        const int rank = (int)scales.size();
+        SiteUpdate update{.a = {a.data(), (AdapterNumber)a.itemsize(), rank, (int32_t)a.shape(1)},
+                          .b = {b.data(), (AdapterNumber)b.itemsize(), rank, 0},
+                          .scales = scales.data(),
+                          .is_set = true};
         if (!t[3].is_none()) update.gain = nb::cast<Array<float>>(t[3]).data();
         if (!t[4].is_none()) update.bias = nb::cast<Array<float>>(t[4]).data();
         return update;

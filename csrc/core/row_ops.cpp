@@ -51,7 +51,7 @@ struct EmbeddingOp : RowOp {
         if (!update) return;
         const KernelTable& k = view.executor.kernels();
         float *h = adapters.h(row), *to = view.at(spec.out, row);
-        k.read_ranks(update->a, id, update->scale * spec.scale, h);
+        k.read_ranks(update->a, id, update->scales, spec.scale, h);
         const int32_t alone = 0;
         const ExpandedRows run{update->b, h, &alone, 1, update->gain, update->bias};
         for (int column = 0; column < spec.out.width; column += kTile) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 
+#include "dots.h"
 #include "simd.h"
 #include "table.h"
 
@@ -25,13 +26,23 @@ struct Fp32Pairs {
     const float* numbers;
     OCTAVO_INLINE Pair at(int64_t i) const { return {load(numbers + i), load(numbers + i + kLanes)}; }
 };
+struct Int8Pairs {
+    const int8_t* numbers;
+    OCTAVO_INLINE Pair at(int64_t i) const {
+        return {to_float(load_int8(numbers + i)), to_float(load_int8(numbers + i + kLanes))};
+    }
+};
 constexpr int kPair = 2 * kLanes;
 
 // Calls `compute` with what reads the numbers of a matrix, so that no loop asks for their type.
 template <typename Compute>
-OCTAVO_INLINE void with_numbers(bool is_bf16, const Compute& compute) {
-    is_bf16 ? compute([](const LowRankMatrix& m) { return Bf16Pairs{(const uint16_t*)m.numbers}; })
-            : compute([](const LowRankMatrix& m) { return Fp32Pairs{(const float*)m.numbers}; });
+OCTAVO_INLINE void with_numbers(AdapterNumber type, const Compute& compute) {
+    if (type == AdapterNumber::int8)
+        compute([](const LowRankMatrix& m) { return Int8Pairs{(const int8_t*)m.numbers}; });
+    else if (type == AdapterNumber::bf16)
+        compute([](const LowRankMatrix& m) { return Bf16Pairs{(const uint16_t*)m.numbers}; });
+    else
+        compute([](const LowRankMatrix& m) { return Fp32Pairs{(const float*)m.numbers}; });
 }
 
 // How much a block holds at once: as many sums as the registers of a level have room for, beside what they are
@@ -48,7 +59,7 @@ struct Shrunk {
     int stride, num_ranks;  // of A
     const float* const* x;
     int num_rows;
-    float scale;
+    const float* scales;  // by rank
     float* const* h;
 };
 
@@ -72,7 +83,7 @@ void shrink_block(const Numbers& a, const Shrunk& s, int rank, int row) {
         }
     }
     for (int j = 0; j < J; j++)
-        for (int m = 0; m < M; m++) s.h[row + m][rank + j] = s.scale * sum_lanes(sums[j][m]);
+        for (int m = 0; m < M; m++) s.h[row + m][rank + j] = s.scales[rank + j] * sum_lanes(sums[j][m]);
 }
 
 // The rows from `row` on, M at a time, and the last ones in smaller blocks.
@@ -89,9 +100,10 @@ void shrink_ranks(const Numbers& a, const Shrunk& s) {
     for (; rank < s.num_ranks; rank++) shrink_rows<1, M>(a, s, rank, 0);
 }
 
-void shrink(const LowRankMatrix& a, const float* const* x, int num_rows, float scale, float* const* h) {
-    const Shrunk shrunk{a.stride, a.rank, x, num_rows, scale, h};
-    with_numbers(a.is_bf16, [&](const auto& numbers) {
+void shrink(const LowRankMatrix& a, const float* const* x, int num_rows, const float* scales,
+            float* const* h) {
+    const Shrunk shrunk{a.stride, a.rank, x, num_rows, scales, h};
+    with_numbers(a.type, [&](const auto& numbers) {
         num_rows == 1 ? shrink_ranks<kRanksAlone, 1>(numbers(a), shrunk)
                       : shrink_ranks<kRanks, kRows>(numbers(a), shrunk);
     });
@@ -178,7 +190,7 @@ OCTAVO_INLINE void expand_rows(const Numbers& b, const ExpandedRows& run, int i,
 inline int runs_apart(const ExpandedRows* runs, int num_runs) {
     int count = 0;
     while (count < std::min(num_runs, kApart) && runs[count].count == 1 &&
-           runs[count].b.rank == runs->b.rank && runs[count].b.is_bf16 == runs->b.is_bf16)
+           runs[count].b.rank == runs->b.rank && runs[count].b.type == runs->b.type)
         count++;
     return count;
 }
@@ -187,7 +199,7 @@ inline int runs_apart(const ExpandedRows* runs, int num_runs) {
 template <int N>
 int expand_next(const ExpandedRows* runs, int num_runs, const ExpandedTiles& to) {
     const int apart = runs_apart(runs, num_runs);
-    with_numbers(runs->b.is_bf16, [&](const auto& numbers) {
+    with_numbers(runs->b.type, [&](const auto& numbers) {
         constexpr int kMost = N == 2 ? kExpandedPairs : kExpandedRows;
         if (apart == kApart)
             expand_apart<kApart, N>(numbers, runs, to);
@@ -208,11 +220,16 @@ void expand(const Expansion& expansion, int tile, int num_tiles, float* const* a
     }
 }
 
-void read_ranks(const LowRankMatrix& table, int row, float scale, float* h) {
+// Returns the i-th number of a table.
+inline float number_at(const LowRankMatrix& table, int64_t i) {
+    if (table.type == AdapterNumber::int8) return ((const int8_t*)table.numbers)[i];
+    if (table.type == AdapterNumber::bf16) return bf16_to_float(((const uint16_t*)table.numbers)[i]);
+    return ((const float*)table.numbers)[i];
+}
+
+void read_ranks(const LowRankMatrix& table, int row, const float* scales, float scale, float* h) {
     const int64_t first = (int64_t)row * table.rank;
-    for (int j = 0; j < table.rank; j++)
-        h[j] = scale * (table.is_bf16 ? bf16_to_float(((const uint16_t*)table.numbers)[first + j])
-                                      : ((const float*)table.numbers)[first + j]);
+    for (int j = 0; j < table.rank; j++) h[j] = scales[j] * scale * number_at(table, first + j);
 }
 
 }  // namespace

@@ -373,15 +373,19 @@ struct ScanLanes {
     float* to;  // the state behind them
 };
 
+// Type of an adapter's numbers, by the bytes of one. What int8 is to be multiplied with is in the scale of its
+// rank.
+enum class AdapterNumber : int8_t { int8 = 1, bf16 = 2, fp32 = 4 };
+
 // A matrix of an adapter, in pairs of vectors of 16 numbers: A [rank][stride / 32][2][16], its rows padded
 // with zeros; B [tiles][(rank + 1) / 2][2][16], the second vector of an odd rank zeros. A pair of bf16 is one
 // vector of 16 times 32 bits, the first vector's numbers in the low halves. Or a table's A [rows][rank].
 struct LowRankMatrix {
     const void* numbers;
-    bool is_bf16;  // else fp32
+    AdapterNumber type;
     int32_t rank, stride;
 
-    int number_bytes() const { return is_bf16 ? 2 : 4; }
+    int number_bytes() const { return (int)type; }
     // Bytes of a tile of a B.
     int64_t tile_bytes() const { return (int64_t)(rank + 1) / 2 * 2 * kTile * number_bytes(); }
     const uint8_t* tile(int index) const { return (const uint8_t*)numbers + index * tile_bytes(); }
@@ -389,7 +393,7 @@ struct LowRankMatrix {
     // The ranks from .. end - 1 of an A.
     LowRankMatrix ranks(int from, int end) const {
         const char* start = (const char*)numbers + (int64_t)from * stride * number_bytes();
-        return {start, is_bf16, end - from, stride};
+        return {start, type, end - from, stride};
     }
 };
 
@@ -459,12 +463,13 @@ struct KernelTable {
     void (*short_conv)(const ShortConvArgs& args, const float* const* rows, float* out);
     // Takes a block of up to 16 columns through all rows of a scan.
     void (*scan_lanes)(const ScanArgs& args, const ScanLanes& lanes);
-    // h[i][..] = scale * A x[i] for rows x[i] [a.stride], zeros behind their last number.
-    void (*shrink)(const LowRankMatrix& a, const float* const* x, int num_rows, float scale, float* const* h);
+    // h[i][j] = scales[j] * (A x[i])[j] for rows x[i] [a.stride], zeros behind their last number.
+    void (*shrink)(const LowRankMatrix& a, const float* const* x, int num_rows, const float* scales,
+                   float* const* h);
     // Adds B h to the sums of one tile or of two neighbours, acc[i] [rows][16].
     void (*expand)(const Expansion& expansion, int tile, int num_tiles, float* const* acc);
-    // h = scale times a row of a table.
-    void (*read_ranks)(const LowRankMatrix& table, int row, float scale, float* h);
+    // h[j] = scale * scales[j] times number j of a table's row.
+    void (*read_ranks)(const LowRankMatrix& table, int row, const float* scales, float scale, float* h);
     // Updates each row's best logit by logits [num_rows][32], whose first `width` are the outputs column and
     // on.
     void (*keep_best)(const float* logits, int num_rows, int column, int width, Best* best);

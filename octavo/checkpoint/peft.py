@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ WITHOUT_EFFECT = {
     *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform"),
     *("auto_mapping", "fan_in_fan_out", "inference_mode", "lora_bias", "lora_dropout"),
     *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    *("megatron_config", "megatron_core", "runtime_config", "arrow_config"),
+    *("megatron_config", "megatron_core", "runtime_config", "velora_config"),
     *("ensure_weight_tying", "qalora_group_size"),
 }
 """Keys of the config that are read here, or that say how an adapter was trained."""
@@ -54,7 +54,11 @@ KEY = re.compile(
 )
 """A tensor's name: module and part. `weight` and `bias` are the base model's own."""
 
-OUTER = re.compile(r"^(?:model\.language_model\.|language_model\.)?(?:model\.|transformer\.)?")
+OUTER = re.compile(
+    r"^(?:model\.language_model\.|language_model\.)?(?:model\.|transformer\.|backbone\.)?"
+)
+OTHER_NAMES = {"embed_out": "lm_head"}
+"""Names that modules had in earlier releases of transformers, and those that they have now."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +96,8 @@ class PeftAdapter:
 
 def bare_name(module: str) -> str:
     """Returns a module's name without what surrounds the text model."""
-    return OUTER.sub("", module, count=1)
+    name = OUTER.sub("", module, count=1)
+    return OTHER_NAMES.get(name, name)
 
 
 def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
@@ -107,15 +112,24 @@ def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
     _check_size(path / CONFIG, MAX_CONFIG_BYTES)
     config = _Config(path / CONFIG, read_json(path / CONFIG), max_rank)
     _check_size(path / TENSORS, max_bytes)
-    found: dict[str, dict[str, NDArray]] = {}
+    found: dict[str, _Module] = {}
     for name, array in read_tensors(path / TENSORS).items():
-        module, part = _named(name, path)
-        parts = found.setdefault(module, {})
-        if part in parts:
-            raise WeightMismatch(f"{path}: two tensors are {part} of {module}, one is {name}")
-        parts[part] = _numbers(array, name, path)
-    updates = {module: _update(module, parts, config, path) for module, parts in found.items()}
+        full_name, part = _named(name, path)
+        module = found.setdefault(bare_name(full_name), _Module(full_name))
+        if part in module.parts:
+            raise WeightMismatch(f"{path}: two tensors are {part} of {full_name}, one is {name}")
+        module.parts[part] = _numbers(array, name, path)
+    updates = {name: _update(name, module, config, path) for name, module in found.items()}
     return PeftAdapter(path, _digest(updates.values()), updates)
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """The tensors of a module, by part."""
+
+    full_name: str
+    """Name that patterns of the config are matched with."""
+    parts: dict[str, NDArray] = field(default_factory=dict)
 
 
 def _check_size(file: Path, most: int) -> None:
@@ -128,7 +142,7 @@ def _check_size(file: Path, most: int) -> None:
 
 
 def _named(name: str, path: Path) -> tuple[str, str]:
-    """Returns the module and the part that a tensor is."""
+    """Returns the full name of a tensor's module, and the part of it that the tensor is."""
     match = KEY.fullmatch(name)
     saved = ".modules_to_save." in name or ".token_adapter." in name
     is_base = match is not None and match["part"] == "weight" and ".base_layer." not in name
@@ -139,7 +153,7 @@ def _named(name: str, path: Path) -> tuple[str, str]:
             " merged into the base model",
         )
     part = match["part"].removesuffix(".weight") if match["part"] != "weight" else "base"
-    return bare_name(match["module"]), part
+    return match["module"], part
 
 
 def _numbers(array: NDArray, name: str, path: Path) -> NDArray:
@@ -173,11 +187,11 @@ class _Config:
             file, values, "alpha_pattern", lambda what, value: _alpha(file, what, value)
         )
 
-    def rank_of(self, module: str) -> int:
-        return int(_matching(self._ranks, module, self._rank))
+    def rank_of(self, full_name: str) -> int:
+        return int(_matching(self._ranks, full_name, self._rank))
 
-    def scale_of(self, module: str) -> float:
-        rank, alpha = self.rank_of(module), _matching(self._alphas, module, self._alpha)
+    def scale_of(self, full_name: str) -> float:
+        rank, alpha = self.rank_of(full_name), _matching(self._alphas, full_name, self._alpha)
         return alpha / (math.sqrt(rank) if self._by_root else rank)
 
 
@@ -256,12 +270,13 @@ def _patterns(
     return compiled
 
 
-def _matching(patterns: Patterns, module: str, otherwise: float) -> float:
-    """Returns the number of the first pattern that is the module's name or an end of it."""
-    return next((number for pattern, number in patterns if pattern.fullmatch(module)), otherwise)
+def _matching(patterns: Patterns, full_name: str, otherwise: float) -> float:
+    """Returns the number of the first pattern that is the module's full name or an end of it."""
+    return next((number for pattern, number in patterns if pattern.fullmatch(full_name)), otherwise)
 
 
-def _update(module: str, parts: Mapping[str, NDArray], config: _Config, path: Path) -> ModuleUpdate:
+def _update(module: str, found: _Module, config: _Config, path: Path) -> ModuleUpdate:
+    parts = found.parts
     table = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     names = ("lora_embedding_A", "lora_embedding_B") if table else ("lora_A", "lora_B")
     if table and ("lora_A" in parts or "lora_B" in parts):
@@ -278,10 +293,10 @@ def _update(module: str, parts: Mapping[str, NDArray], config: _Config, path: Pa
     if table and has_magnitude:
         raise UnsupportedModel(f"{path}: {module} is a table with DoRA, which is not supported")
     if a is not None and b is not None:
-        _check_ranks(module, a, b, config.rank_of(module), path)
+        _check_ranks(module, a, b, config.rank_of(found.full_name), path)
     return ModuleUpdate(
         module,
-        scale=config.scale_of(module) if a is not None else 0.0,
+        scale=config.scale_of(found.full_name) if a is not None else 0.0,
         a=a,
         b=b,
         is_table=table,

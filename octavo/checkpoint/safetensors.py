@@ -344,6 +344,8 @@ def _read_header(path: Path, *, mapped: bool = True) -> dict[str, _Entry]:
         raise _corrupt(path, "its header is damaged") from error
     for name, entry in entries.items():
         _check_place(entry, name, size)
+    if sum(entry.num_bytes for entry in entries.values()) > size - 8 - length:
+        raise _corrupt(path, "its tensors overlap")
     return entries
 
 

@@ -74,8 +74,10 @@ class LoraOptions:
         None, "most adapters in host memory; default max_loras, and no fewer", low=1
     )
     max_lora_rank: int = option(64, "highest rank of an adapter's matrices, at most 1024", low=1)
-    lora_dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", "precision that adapters are kept in; auto: the file's own"
+    lora_dtype: Literal["auto", "float32", "bfloat16", "int8"] = option(
+        "auto",
+        "precision that adapters are kept in; auto: float32, or bfloat16 where the file has it;"
+        " int8 is approximate, in half of bfloat16's bytes",
     )
 
     @property

@@ -22,16 +22,17 @@ its rows."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """Update of one matrix W: y = gain * (W x + scale * B (A x)) + bias.
+    """Update of one matrix W: y = gain * (W x + B (scales * A x)) + bias.
 
-    A table's row of token id is updated likewise: y = gain * (W[id] + scale * B A[id]).
+    A table's row of token id is updated likewise: y = gain * (W[id] + B (scales * A[id])).
     """
 
     a: NDArray
-    """A `[r, in]`; a table's `[V, r]`. float32 or bfloat16, as B. r may be 0."""
+    """A `[r, in]`; a table's `[V, r]`. float32, bfloat16 or int8, as B. r may be 0."""
     b: NDArray
     """B `[out, r]`."""
-    scale: float
+    scales: NDArray[np.float64]
+    """Scale of each rank `[r]`: the adapter's, times those of A's and B's int8 codes."""
     gain: NDArray[np.float32] | None = None
     """Gain of each output `[out]` (DoRA); None: 1."""
     bias: NDArray[np.float32] | None = None
@@ -43,7 +44,7 @@ class LowRank:
 
     @property
     def num_bytes(self) -> int:
-        arrays = (self.a, self.b, self.gain, self.bias)
+        arrays = (self.a, self.b, self.scales, self.gain, self.bias)
         return sum(array.nbytes for array in arrays if array is not None)
 
 

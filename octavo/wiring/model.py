@@ -75,6 +75,7 @@ from octavo.wiring.sparsity import (
 from octavo.wiring.speech_tokens import with_timestamps
 from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
+from octavo.worker.adapter_numbers import describe_lora_dtype
 from octavo.worker.capacity import capacity_of
 from octavo.worker.connectors.fingerprint import fingerprint
 from octavo.worker.connectors.held_heads import HeldHeads
@@ -438,7 +439,8 @@ def _check_fits(
     approximate = describe(config.sparsity)
     left_out = describe_left_out(config.cache)
     unread = describe_unread(config.scheduler.spec_method, model.checkpoint)
-    for line in filter(None, (approximate, left_out, unread)):
+    adapters = describe_lora_dtype(config.lora.lora_dtype) if config.lora.enable_lora else ""
+    for line in filter(None, (approximate, adapters, left_out, unread)):
         report(line)
     report(
         f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}"

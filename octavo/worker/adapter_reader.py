@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +20,7 @@ from octavo.program.low_rank import LowRank, Site, Updates
 from octavo.program.ops import Linear
 from octavo.program.passes.adapters import sites_of, tables_of
 from octavo.program.program import Program, Weight
-
-LoraDtype = Literal["auto", "float32", "bfloat16"]
+from octavo.worker.adapter_numbers import KeptMatrices, LoraDtype, kept_digest
 
 HEADER_BYTES = 1 << 12
 """Bytes of a file's header that are more than enough for one module."""
@@ -40,7 +37,7 @@ class Adapter:
     """An adapter that fits its Program."""
 
     digest: bytes
-    """A digest of its content."""
+    """A digest of its content, in the precision that it is kept in."""
     updates: Updates
 
     @property
@@ -91,7 +88,7 @@ class AdapterReader:
                 f"{path}: no tensor of the adapter changes a module of this model",
                 hint="it was made for another model, or its files are damaged",
             )
-        return Adapter(found.digest, updates)
+        return Adapter(kept_digest(found.digest, self._dtype), updates)
 
     def _max_bytes(self) -> int:
         """Returns the bytes of the largest adapter there can be, with the tables saved along."""
@@ -127,34 +124,25 @@ class AdapterReader:
     def _fitted(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> LowRank | None:
         """Returns the part of a module's update that is a site's; None where it changes nothing."""
         self._check_base(update, site[1], found)
-        a, b = self._matrices(update, site)
-        self._check_shapes(update, site, (a, b), found)
+        self._check_shapes(update, site, found)
+        kept = self._kept(update, site, found)
+        scales = update.scale * kept.scales
         if self.is_table(site):
-            return None if len(a) == 0 else self._table(update, site[1], a.T, b)
+            return _table(kept, scales, site[1]) if len(kept.a) else None
         weight = site[1]
-        gain = None if update.magnitude is None else self._gain(update, weight, found)
+        gain = None if update.magnitude is None else self._gain(update, kept, weight, found)
         bias = self._bias(update, weight, gain, found)
-        if len(a) == 0 and bias is None:
+        if len(kept.a) == 0 and bias is None:
             return None
-        span = weight.cut.inputs if weight.cut is not None else None
-        mine = a if span is None else a[:, slice(*span)]
-        return LowRank(np.ascontiguousarray(mine), b[_own(weight)], update.scale, gain, bias)
+        mine = np.ascontiguousarray(kept.a[:, _own_inputs(weight)])
+        return LowRank(mine, kept.b[_own(weight)], scales, gain, bias)
 
-    def _table(self, update: ModuleUpdate, table: Weight, a: NDArray, b: NDArray) -> LowRank:
-        return LowRank(np.ascontiguousarray(a[_own(table)]), b, update.scale)
-
-    def _check_shapes(
-        self,
-        update: ModuleUpdate,
-        site: Site,
-        matrices: tuple[NDArray, NDArray],
-        found: PeftAdapter,
-    ) -> None:
-        a, b = matrices
+    def _check_shapes(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> None:
         rows, inputs = self._shape(site)
+        rank = 0 if update.a is None else len(update.a)
         for name, array, wanted in (
-            ("A", a, (len(a), inputs)),
-            ("B", b, (rows, len(a))),
+            ("A", update.a, (rank, inputs)),
+            ("B", update.b, (rows, rank)),
             ("its magnitude", update.magnitude, (rows,)),
             ("its bias", update.bias, (rows,)),
             ("the bias of B", update.added_bias, (rows,)),
@@ -171,34 +159,38 @@ class AdapterReader:
         shape = _whole_shape(site[1])
         return shape[::-1] if self.is_table(site) else shape
 
-    def _matrices(self, update: ModuleUpdate, site: Site) -> tuple[NDArray, NDArray]:
+    def _kept(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> KeptMatrices:
+        """Returns the matrices as they are kept; empty ones where the module has none."""
         rows, inputs = self._shape(site)
-        if update.a is None or update.b is None:
-            return np.zeros((0, inputs), np.float32), np.zeros((rows, 0), np.float32)
-        wanted = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}.get(self._dtype)
-        if wanted is None:
-            both = {update.a.dtype.name, update.b.dtype.name}
-            wanted = ml_dtypes.bfloat16 if both == {"bfloat16"} else np.float32
-        return update.a.astype(wanted), update.b.astype(wanted)
+        a, b = update.a, update.b
+        if a is None or b is None:
+            a, b = np.zeros((0, inputs), np.float32), np.zeros((rows, 0), np.float32)
+        kept = KeptMatrices.of(a, b, self._dtype)
+        if not kept.is_finite:
+            raise WeightMismatch(
+                f"{found.path}: {site[0]} has numbers that are too large for {self._dtype}",
+                hint="set lora_dtype to float32",
+            )
+        return kept
 
     def _gain(
-        self, update: ModuleUpdate, weight: Weight, found: PeftAdapter
+        self, update: ModuleUpdate, kept: KeptMatrices, weight: Weight, found: PeftAdapter
     ) -> NDArray[np.float32]:
         """Returns the gain of each output: its magnitude over the norm of its row, W + scale * B A.
         The norm is of whole rows, of which a rank may have a part.
         """
-        assert update.a is not None and update.b is not None and update.magnitude is not None
+        assert update.magnitude is not None
         own = _own(weight)
         whole = self._dequantize(weight.whole)
         rows = weight.cut.rows if weight.cut is not None else None
         base = whole if rows is None else whole[slice(*rows)]
-        a, b = update.a.astype(np.float64), update.b[own].astype(np.float64)
-        norms = np.linalg.norm(base + update.scale * (b @ a), axis=1)
-        if not norms.all():
+        norms = np.linalg.norm(base + update.scale * kept.product(own), axis=1)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            gain: NDArray[np.float32] = (update.magnitude[own] / norms).astype(np.float32)
+        if not np.isfinite(gain).all():
             raise WeightMismatch(
                 f"{found.path}: {update.module} has DoRA's gain over a row of zeros"
             )
-        gain: NDArray[np.float32] = (update.magnitude[own] / norms).astype(np.float32)
         return gain
 
     def _bias(
@@ -238,9 +230,7 @@ class AdapterReader:
         saved = saved.T if weight.transposed and saved.shape == shape[::-1] != shape else saved
         if saved.shape == shape:
             mine = self._dequantize(weight)
-            saved = saved[own]
-            if weight.cut is not None and weight.cut.inputs is not None:
-                saved = saved[:, slice(*weight.cut.inputs)]
+            saved = saved[own][:, _own_inputs(weight)]
             if np.linalg.norm(saved - mine) <= SAME_MATRIX * np.linalg.norm(saved):
                 return
         raise WeightMismatch(
@@ -253,6 +243,18 @@ class AdapterReader:
 def _own(weight: Weight) -> slice | list[int]:
     """Returns the rows of the module's matrix that a weight is."""
     return slice(None) if weight.row_indices is None else list(weight.row_indices)
+
+
+def _own_inputs(weight: Weight) -> slice:
+    """Returns the inputs of the module's matrix that a weight has; of a table, its columns."""
+    span = None if weight.cut is None else weight.cut.inputs
+    return slice(None) if span is None else slice(*span)
+
+
+def _table(kept: KeptMatrices, scales: NDArray[np.float64], table: Weight) -> LowRank:
+    """Returns the update of a table, or of the part of its rows and columns that is here."""
+    a = np.ascontiguousarray(kept.a.T[_own(table)])
+    return LowRank(a, kept.b[_own_inputs(table)], scales)
 
 
 def _whole_shape(weight: Weight) -> tuple[int, int]:

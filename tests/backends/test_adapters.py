@@ -8,6 +8,7 @@ import torch
 
 from octavo.backends.base import BackendOptions
 from octavo.backends.native.backend import NativeBackend
+from octavo.backends.native.extension import supported_levels
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
@@ -38,6 +39,9 @@ TARGETS = {
         "llama": ["embed_tokens", "lm_head", "q_proj"],
         "gpt2": ["wte", "c_attn"],
         "qwen2": ["embed_tokens", "v_proj"],
+        "gpt_neox": ["embed_in", "lm_head"],
+        "gemma3n_text": ["embed_tokens", "embed_tokens_per_layer", "lm_head"],
+        "nemotron_h": ["embeddings", "lm_head", "in_proj"],
     }
 }
 FAMILIES = ("llama", "qwen2", "gpt2", "gemma3_text", "phi3", "gpt_neox", "qwen2_moe")
@@ -45,6 +49,7 @@ CASES = [
     *((family, "plain") for family in FAMILIES),
     *((family, kind) for family in ("llama", "gpt2") for kind in ("patterns", "dora", "ends")),
     *((family, "bias") for family in ("qwen2", "gpt2")),
+    *((family, "ends") for family in ("gpt_neox", "gemma3n_text", "nemotron_h")),
 ]
 ONLY_ATTENTION = {"qwen2_moe": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -56,13 +61,19 @@ def adapter_of(family, kind, folder, seed=0):
     return tiny, save_adapter(tiny, folder, seed=seed, **KINDS[kind], **more)
 
 
-def runner_of(backend, family, *adapters, **options):
-    """Returns a runner of the model with adapters in slots 0 and on."""
+def runner_of(backend, family, *adapters, dtype="auto", level=None, **options):
+    """Returns a runner of the model with adapters in slots 0 and on, kept in a precision; of the
+    native backend at a level, where one is given.
+    """
     tiny = tiny_model(family)
-    runner = PagedRunner(tiny.path, backend_named(backend, **options), rewrite=with_sites)
+    if level is None:
+        made = backend_named(backend, **options)
+    else:
+        made = NativeBackend(BackendOptions(num_threads=1), level=level)
+    runner = PagedRunner(tiny.path, made, rewrite=with_sites)
     slots = runner.runnables["decoder"].adapters
     for slot, path in enumerate(adapters):
-        slots.put(slot, slots.pack(read_adapter(tiny.path, path).updates))
+        slots.put(slot, slots.pack(read_adapter(tiny.path, path, dtype=dtype).updates))
     return runner
 
 
@@ -84,15 +95,52 @@ def test_logits_are_those_of_peft(backend, family, kind, tmp_path):
     assert np.abs(got - base).max() > 0.02 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("torch", {}), *(("native", {"level": level}) for level in supported_levels())],
+)
+def test_every_kernel_computes_what_the_reference_does(backend, options, dtype, tmp_path):
+    """Adapters in fewer bits: logits of rows of one adapter, of several and of none are those of
+    the reference, which has the same numbers, within 1e-4 of the largest. Ranks are odd too.
+    """
+    kinds = ("patterns", "ends", "dora")
+    paths = [adapter_of("llama", kind, tmp_path / kind)[1] for kind in kinds]
+    runner = runner_of(backend, "llama", *paths, dtype=dtype, **options)
+    reference = runner_of("reference", "llama", *paths, dtype=dtype)
+    slots = [0, 1, 2, -1, *[1] * 9, 0, 2]
+    wanted = {slot: reference.logits(TOKENS, adapter=slot) for slot in set(slots)}
+    requests = [runner.add(TOKENS, adapter=slot) for slot in slots]
+    made = runner.step([(request, 0, len(TOKENS)) for request in requests])["logits"]
+    for slot, got in zip(slots, made.reshape(len(slots), len(TOKENS), -1), strict=True):
+        assert np.abs(got - wanted[slot]).max() <= 1e-4 * np.abs(wanted[slot]).max()
+
+
+@pytest.mark.parametrize("kind", ["plain", "patterns", "dora", "ends"])
+def test_int8_is_near_what_was_trained(kind, tmp_path):
+    """What int8 changes about an adapter's change of logits is a few hundredths of it, also where
+    that change is as large as the logits.
+    """
+    path = adapter_of("llama", kind, tmp_path)[1]
+    exact, approximate = (
+        runner_of("reference", "llama", path, dtype=dtype) for dtype in ("float32", "int8")
+    )
+    wanted = exact.logits(TOKENS, adapter=0)
+    change = np.linalg.norm(wanted - exact.logits(TOKENS))
+    error = np.linalg.norm(approximate.logits(TOKENS, adapter=0) - wanted)
+    assert 0 < error < 0.1 * change
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("backend", ["reference", "native", "torch"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_row_depends_on_its_own_adapter_alone(backend, family, tmp_path):
+def test_a_row_depends_on_its_own_adapter_alone(backend, family, dtype, tmp_path):
     """Logits are bitwise the same alone, in chunks, and beside requests of other adapters and of
     none; without an adapter they are those of the plain Program.
     """
     paths = [adapter_of(family, kind, tmp_path / kind)[1] for kind in ("plain", "ends", "dora")]
     options = {"batch_invariant": True} if backend == "torch" else {}
-    runner = runner_of(backend, family, *paths, **options)
+    runner = runner_of(backend, family, *paths, dtype=dtype, **options)
     plain = PagedRunner(tiny_model(family).path, backend_named(backend, **options))
     slots = [2, -1, 0, 1, 0, -1, 1, 2]
     alone = [runner.logits(TOKENS, adapter=slot) for slot in slots]
@@ -133,16 +181,17 @@ def test_packed_weights_keep_the_bits_of_a_row(quantization, tmp_path):
     assert error < 0.2
 
 
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("num_same", [1, 2, 7, 8, 13])
-def test_rows_of_one_adapter_together_have_the_bits_of_one(num_same, num_threads, tmp_path):
+def test_rows_of_one_adapter_together_have_the_bits_of_one(num_same, num_threads, dtype, tmp_path):
     """Kernels take up to eight rows of an adapter at a time, whichever rows lie between them, and
     threads share the ranks of a few rows; the ranks here are no multiples of what they take.
     """
     paths = [adapter_of("llama", kind, tmp_path / kind)[1] for kind in ("patterns", "dora")]
-    alone = runner_of("native", "llama", *paths)
+    alone = runner_of("native", "llama", *paths, dtype=dtype)
     wanted = [alone.logits(TOKENS, adapter=slot) for slot in (0, 1, -1)]
-    runner = runner_of("native", "llama", *paths, num_threads=num_threads)
+    runner = runner_of("native", "llama", *paths, dtype=dtype, num_threads=num_threads)
     slots = [slot for _ in range(num_same) for slot in (0, 1, -1)][: max(3, 3 * num_same - 1)]
     requests = [runner.add(TOKENS, adapter=slot) for slot in slots]
     runner.step([(request, 0, 17) for request in requests])

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from octavo.checkpoint.peft import bare_name, read_peft
 from octavo.errors import SetupError
-from tests.support.peft_adapters import read_adapter, save_adapter
+from tests.support.peft_adapters import peft_scales, read_adapter, save_adapter
 from tests.support.tiny_models import tiny_model
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -48,6 +49,7 @@ def change_tensors(path, change):
         ({"target_parameters": ["mlp.experts"]}, "target_parameters is"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices is"),
         ({"some_new_thing": True}, "some_new_thing is True"),
+        ({"arrow_config": {"top_k": 2}}, "arrow_config is"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3', supported is LORA"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model's weights"),
         ({"r": 0}, "r is 0, allowed are whole numbers from 1 to 64"),
@@ -111,6 +113,78 @@ def test_tensors_are_refused_by_name(adapter, change, message):
         read_adapter(tiny_model("llama").path, adapter)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "q_proj",
+        "model.layers.0.self_attn.q_proj",
+        "^model.layers.0.self_attn.q_proj",
+        "^layers.0.self_attn.q_proj",
+        r"model\.layers\.\d+\.mlp\.(gate|up)_proj",
+        "layers.1.self_attn.o_proj|v_proj",
+        "proj",
+    ],
+)
+def test_patterns_match_the_modules_that_they_match_in_peft(pattern, tmp_path):
+    """Patterns are matched with a module's full name, and begin where a part of it begins."""
+    tiny = tiny_model("llama")
+    path = save_adapter(tiny, tmp_path, r=4, lora_alpha=8, alpha_pattern={pattern: 40})
+    wanted = {bare_name(name): scale for name, scale in peft_scales(tiny, path).items()}
+    found = read_peft(path, max_rank=4, max_bytes=1 << 24).updates
+    assert {name: update.scale for name, update in found.items()} == wanted
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "model.language_model.", "base_model.model."])
+def test_modules_are_known_by_every_prefix(adapter, prefix):
+    """Files of text models within others, and of models without a head, name them otherwise."""
+    wanted = read_adapter(tiny_model("llama").path, adapter)
+    change_tensors(
+        adapter,
+        lambda tensors: [
+            tensors.__setitem__(name.replace("base_model.model.model.", prefix), tensors.pop(name))
+            for name in list(tensors)
+        ],
+    )
+    assert read_adapter(tiny_model("llama").path, adapter).updates.keys() == wanted.updates.keys()
+
+
+def test_tensors_that_overlap_are_refused(adapter):
+    """Each tensor has bytes of its own, so that a small file cannot stand for a large adapter."""
+    file = adapter / "adapter_model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header[B]["data_offsets"] = header[B.replace("layers.0", "layers.1")]["data_offsets"]
+    text = json.dumps(header).encode().ljust(length)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    read_adapter(tiny_model("llama").path, adapter)  # a hole is no overlap
+    header["more"] = header[B]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    header["more again"] = header[B]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(SetupError, match="its tensors overlap"):
+        read_adapter(tiny_model("llama").path, adapter)
+
+
+def test_numbers_that_a_precision_does_not_hold_are_refused(adapter):
+    """The largest numbers of float32 are infinite in bfloat16."""
+    change_tensors(adapter, put(A, np.full((4, 64), 3.4e38, np.float32)))
+    path = tiny_model("llama").path
+    assert read_adapter(path, adapter, dtype="int8").updates
+    with pytest.raises(SetupError, match=r"too large for bfloat16"):
+        read_adapter(path, adapter, dtype="bfloat16")
+
+
+def test_a_gain_that_is_not_finite_is_refused(tmp_path):
+    path = save_adapter(tiny_model("llama"), tmp_path, r=2, use_dora=True)
+    magnitude = A.replace("lora_A.weight", "lora_magnitude_vector")
+    change_tensors(path, put(magnitude, np.full(64, 3.4e38, np.float32)))
+    with pytest.raises(SetupError, match="DoRA's gain"):
+        read_adapter(tiny_model("llama").path, path)
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     path = save_adapter(tiny_model("gpt2"), tmp_path)
     with pytest.raises(SetupError, match=r"this model has no linear h\.0\.attn\.c_attn"):
@@ -132,7 +206,9 @@ def test_a_truncated_file_is_refused(adapter, file, share):
 
 
 def test_the_digest_is_that_of_the_content(adapter, sound):
-    """Two copies have one digest; another number, or another scale, makes another one."""
+    """Two copies have one digest; another number, another scale, or another precision that it is
+    kept in, makes another one.
+    """
     path = tiny_model("llama").path
     first = read_adapter(path, sound).digest
     assert read_adapter(path, adapter).digest == first
@@ -144,6 +220,8 @@ def test_the_digest_is_that_of_the_content(adapter, sound):
     def nudge(tensors):
         tensors[A] = tensors[A] * np.float32(1.0001)
 
+    kept = {read_adapter(path, adapter, dtype=dtype).digest for dtype in ("bfloat16", "int8")}
+    assert len(kept | {scaled}) == 3
     change_config(adapter, lora_alpha=8)
     change_tensors(adapter, nudge)
     assert len({first, scaled, read_adapter(path, adapter).digest}) == 3

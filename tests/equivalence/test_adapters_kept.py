@@ -33,6 +33,12 @@ PROMPTS = prompts_of(20, 33, 47, 18)
 LORA = {"enable_lora": True, "max_loras": 2}
 
 
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def lora(request):
+    """Options of adapters, as exact as their files and not."""
+    return LORA | {"lora_dtype": request.param}
+
+
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
     """Two adapters and none, for four prompts."""
@@ -55,34 +61,34 @@ def generate(llm, adapters):
 
 
 @pytest.fixture(scope="module")
-def plain(adapters):
+def plain(adapters, lora):
     """Answers of the native backend without guesses, with room for all."""
-    with make_llm(backend="native", **LORA) as llm:
+    with make_llm(backend="native", **lora) as llm:
         return generate(llm, adapters)
 
 
-def test_under_guesses(adapters, plain):
+def test_under_guesses(adapters, lora, plain):
     guess = seldom_right(sequences(plain, PROMPTS), 3)
-    with all_verified(guess), make_llm(backend="native", spec_method="ngram", **LORA) as llm:
+    with all_verified(guess), make_llm(backend="native", spec_method="ngram", **lora) as llm:
         found = generate(llm, adapters)
         assert guess_counts(llm)[1] > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
-def test_beside_a_draft_model(adapters, plain):
+def test_beside_a_draft_model(adapters, lora, plain):
     """The draft model guesses without adapters, and is right now and then."""
     options = {"spec_method": "draft_model", "spec_model": str(tiny_model("llama").path)}
-    with verified_at_any_cost(), make_llm(backend="native", **options, **LORA) as llm:
+    with verified_at_any_cost(), make_llm(backend="native", **options, **lora) as llm:
         found = generate(llm, adapters)
         assert guess_counts(llm)[1] > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_under_preemption(adapters, plain, mode):
+def test_under_preemption(adapters, lora, plain, mode):
     blocks = 9 * 2 * 2 * 2 * 16 * 16 * 4
     options = {"kv_cache_memory_bytes": blocks, "preemption_mode": mode, "max_model_len": 80}
-    with make_llm(backend="native", **options, **LORA) as llm:
+    with make_llm(backend="native", **options, **lora) as llm:
         found = generate(llm, adapters)
         assert llm.get_metrics().num_preemptions > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))

@@ -66,13 +66,18 @@ def generate(llm: LLM, adapters, params: SamplingParams = GREEDY):
     return found
 
 
-@pytest.mark.parametrize("backend", ["native", pytest.param("torch", marks=pytest.mark.slow)])
-def test_two_ranks_give_the_tokens_of_one(family, adapters, backend):
-    """Each adapter changes the answers, and slots change hands between requests."""
-    with shared_out(family, backend="reference") as llm:
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("native", "auto"), ("native", "int8"), pytest.param("torch", "int8", marks=pytest.mark.slow)],
+)
+def test_two_ranks_give_the_tokens_of_one(family, adapters, backend, dtype):
+    """Each adapter changes the answers, and slots change hands between requests. In int8 the codes
+    of a part are those of the whole.
+    """
+    with shared_out(family, backend="reference", lora_dtype=dtype) as llm:
         wanted = generate(llm, adapters)
         plain = generate(llm, [None] * len(PROMPTS))
-    with shared_out(family, tensor_parallel_size=2, **RANKS[backend]) as llm:
+    with shared_out(family, tensor_parallel_size=2, lora_dtype=dtype, **RANKS[backend]) as llm:
         assert_same_tokens(generate(llm, adapters), wanted)
         assert_same_tokens(generate(llm, adapters), wanted)
         assert_same_tokens(generate(llm, [None] * len(PROMPTS)), plain)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -206,6 +207,51 @@ def test_a_reload_under_load_hits_nothing_old(http, operator, lora_server):
         for thread in threads:
             thread.join()
     assert len(found) > 6 and all(tokens in wanted.values() for tokens in found)
+
+
+def test_a_stream_goes_on_when_its_adapter_is_unloaded(http, operator):
+    """What began under a name has that name's weights to its end."""
+    assert load(operator, "brief", "v2").status_code == 200
+    long = GREEDY | {"model": "brief", "max_tokens": 60}
+    wanted = http.post("/v1/completions", json=long).json()["choices"][0]["token_ids"]
+    found = []
+    with http.stream("POST", "/v1/completions", json=long | {"stream": True}) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            if not found:
+                assert unload(operator, "brief").status_code == 200
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                found += choice.get("token_ids") or []
+    assert found == wanted
+    assert http.post("/v1/completions", json=long).status_code == 404
+
+
+def test_files_that_go_after_they_were_named_fail_their_requests_alone(http, operator, folder):
+    """An adapter that has to be read again and is gone ends its request, with the reason. Others
+    are answered, and so is this one once its files are back.
+    """
+    shutil.copytree(folder / "lora" / "v1", folder / "lora" / "gone")
+    other = folder / "lora" / "gone" / "adapter_config.json"
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"lora_alpha": 3}))
+    assert load(operator, "gone", "gone").status_code == 200
+    (folder / "lora" / "gone").rename(folder / "elsewhere")
+    answer = http.post("/v1/completions", json=GREEDY | {"model": "gone"})
+    assert answer.status_code == 500, answer.text
+    assert "the adapter gone could not be loaded" in answer.text
+    assert tokens_of(http, "first")
+    (folder / "elsewhere").rename(folder / "lora" / "gone")
+    assert tokens_of(http, "gone") != tokens_of(http, "first")
+    assert unload(operator, "gone").status_code == 200
+
+
+def test_one_of_many_that_load_a_name_at_once_gets_it(http, operator):
+    """The others are told that it is taken."""
+    with ThreadPoolExecutor(8) as pool:
+        codes = sorted(pool.map(lambda _: load(operator, "race", "v2").status_code, range(8)))
+    assert codes == [200] + [400] * 7
+    assert tokens_of(http, "race")
+    assert unload(operator, "race").status_code == 200
 
 
 @pytest.mark.parametrize(

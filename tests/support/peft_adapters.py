@@ -53,6 +53,18 @@ def peft_logits(tiny: TinyModel, adapter: Path, token_ids: Sequence[int]) -> NDA
     return logits
 
 
+def peft_scales(tiny: TinyModel, adapter: Path) -> dict[str, float]:
+    """Returns the scale that PEFT gives each module, by the module's name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(tiny.model), str(adapter))
+    return {
+        name.removeprefix("base_model.model."): module.scaling["default"]
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+
+
 def read_adapter(tiny_path: Path, adapter: Path, **options: Any) -> Adapter:
     """Reads an adapter for the decoder of a model directory, as a worker does."""
     checkpoint = open_checkpoint(tiny_path)

@@ -6,7 +6,10 @@ rank, whatever others have (csrc/core/adapters.h).
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ TILE = 16
 """Outputs of a tile, and lanes of a vector (csrc/kernels/simd.h)."""
 PAIR = 2 * TILE
 LINE_BYTES = 64
+LARGE_PAGE_BYTES = 2 << 20
 
 
 class NativeAdapters:
@@ -32,13 +36,19 @@ class NativeAdapters:
 
     def pack(self, updates: Updates) -> PackedAdapter:
         """Lays an adapter out for the kernels; may be called in any thread."""
-        packed = [
-            None if (update := updates.get(site)) is None else self._packed(site, update)
-            for site in self._sites
-        ]
-        arrays = (array for each in packed if each is not None for array in each)
-        num_bytes = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
-        return PackedAdapter(num_bytes, packed)
+        arrays = {
+            site: self._arrays(site, updates[site])
+            for site in dict.fromkeys(self._sites)
+            if site in updates
+        }
+        given = [each for some in arrays.values() for each in some if each is not None]
+        copies = iter(_side_by_side(given))
+        packed = {
+            site: tuple(None if each is None else next(copies) for each in some)
+            for site, some in arrays.items()
+        }
+        num_bytes = sum(each.nbytes for each in given)
+        return PackedAdapter(num_bytes, [packed.get(site) for site in self._sites])
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
         self._executor.put_adapter(slot, adapter.parts)
@@ -52,17 +62,16 @@ class NativeAdapters:
     def num_bytes(self) -> int:
         return sum(self._bytes.values())
 
-    def _packed(self, site: Site, update: LowRank) -> tuple[Any, ...]:
-        """Returns A, B, scale, gain, bias and rank as `Executor.put_adapter` takes them."""
+    def _arrays(self, site: Site, update: LowRank) -> list[NDArray | None]:
+        """Returns A, B, scales, gain and bias as `Executor.put_adapter` takes them."""
         a = _bits(update.a) if site in self._tables else _pairs(_padded(update.a, 1, PAIR))
-        return (
+        return [
             a,
             _tiles(_bits(update.b)),
-            update.scale,
+            update.scales.astype(np.float32),
             None if update.gain is None else _padded(update.gain, 0, TILE),
             None if update.bias is None else _padded(update.bias, 0, TILE),
-            update.b.shape[1],
-        )
+        ]
 
 
 def _tiles(b: NDArray) -> NDArray:
@@ -74,25 +83,44 @@ def _tiles(b: NDArray) -> NDArray:
 
 
 def _pairs(rows: NDArray) -> NDArray:
-    """Returns rows of pairs of 16 numbers as the kernels load them, at a cache line: both of
-    16 bits in one vector, the first of a pair in the low half of each 32 bits.
+    """Returns rows of pairs of 16 numbers as the kernels load them: both of 16 bits in one vector,
+    the first of a pair in the low half of each 32 bits.
     """
     bits = _bits(rows)
-    out = _aligned(bits.shape, bits.dtype)
-    if bits.itemsize == 2:
-        pairs = bits.reshape(len(bits), bits.shape[1] // PAIR, 2, TILE).transpose(0, 1, 3, 2)
-        out.reshape(pairs.shape)[:] = pairs
-    else:
-        out[:] = bits
-    return out
+    if bits.itemsize != 2:
+        return bits
+    pairs = bits.reshape(len(bits), bits.shape[1] // PAIR, 2, TILE).transpose(0, 1, 3, 2)
+    return np.ascontiguousarray(pairs).reshape(bits.shape)
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
-    """Returns an array that starts with a cache line."""
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % LINE_BYTES
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+def _side_by_side(arrays: Sequence[NDArray]) -> list[NDArray]:
+    """Copies arrays into one piece of memory, each at a cache line, in the order in which a step
+    reads them. A step reads adapters whole, and a core waits for the table of pages where they lie
+    in small ones.
+    """
+    sizes = (-(-each.nbytes // LINE_BYTES) * LINE_BYTES for each in arrays)
+    starts = list(accumulate(sizes, initial=0))
+    memory = _in_large_pages(starts.pop())
+    found = []
+    for array, start in zip(arrays, starts, strict=True):
+        copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[:] = array
+        found.append(copy)
+    return found
+
+
+def _in_large_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Returns memory that starts with a large page. What would not fill the last one lies in small
+    pages, so that it takes no more memory than it has bytes.
+    """
+    memory = mmap.mmap(-1, num_bytes + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % LARGE_PAGE_BYTES
+    large_bytes = num_bytes // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+    if large_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE, start, large_bytes)
+    return whole[start : start + num_bytes]
 
 
 def _padded(array: NDArray, axis: int, size: int) -> NDArray:

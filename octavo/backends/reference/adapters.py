@@ -54,7 +54,7 @@ def updated(
     for row in np.flatnonzero(slots >= 0):
         update = adapters[int(slots[row])].get(site)
         if update is not None:
-            h = update.scale * shrink(update, int(row))
+            h = update.scales * shrink(update, int(row))
             result[row] = _finished(y[row] + update.b @ h, update)
     return result
 

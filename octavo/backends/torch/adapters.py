@@ -30,7 +30,7 @@ class TorchUpdate:
     end: int
     a: Tensor
     b: Tensor
-    scale: float
+    scales: Tensor
     gain: Tensor | None
     bias: Tensor | None
 
@@ -45,16 +45,16 @@ class TorchUpdate:
             self.end,
             self.a.to(device),
             self.b.to(device),
-            scale=self.scale,
+            self.scales.to(device),
             gain=moved(self.gain),
             bias=moved(self.bias),
         )
 
     def change(self, y: Tensor, base_bias: Tensor | None, h: Tensor) -> Tensor:
-        """Returns y `[rows, out]` with the update, given h = A x `[rows, r]`, all in fp32.
+        """Returns y `[rows, out]` with the update, given A x `[rows, r]`, all in fp32.
         `base_bias` is in y and no part of what the gain is of.
         """
-        added = self.scale * (h @ self.b.float().T)
+        added = (self.scales * h) @ self.b.float().T
         if self.gain is None:
             y = y + added
         elif base_bias is None:
@@ -65,7 +65,7 @@ class TorchUpdate:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.a, self.b, self.gain, self.bias)
+        tensors = (self.a, self.b, self.scales, self.gain, self.bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -178,7 +178,7 @@ def _packed(update: LowRank, start: int, end: int) -> TorchUpdate:
         end,
         to_device(update.a, host),
         to_device(update.b, host),
-        scale=update.scale,
+        to_device(update.scales.astype(np.float32), host),
         gain=tensor(update.gain),
         bias=tensor(update.bias),
     )

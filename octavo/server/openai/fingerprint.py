@@ -19,5 +19,6 @@ def fingerprint_of(config: EngineConfig) -> str:
         config.cache.kv_cache_dtype,
         *((config.cache.prefix_cache_load,) if config.cache.loads_in_part else ()),
         config.sparsity,
+        *((config.lora.lora_dtype,) if config.lora.enable_lora else ()),
     )
     return f"fp_{blake2b(repr(deciding).encode(), digest_size=6).hexdigest()}"

@@ -1,0 +1,79 @@
+"""An adapter's matrices in the precision that they are kept in.
+
+int8 is symmetric, with one scale for each rank of A and one for each of B: the product of both is
+the only multiplication that it adds, and sums stay sums of exact numbers in fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+LoraDtype = Literal["auto", "float32", "bfloat16", "int8"]
+
+MAX_CODE = 127
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptMatrices:
+    """A and B of one module as they are kept."""
+
+    a: NDArray
+    """A `[r, in]`, of a table `[r, V]`."""
+    b: NDArray
+    """B `[out, r]`."""
+    scales: NDArray[np.float64]
+    """Scale of each rank `[r]`, of the numbers alone: that of the adapter is not in it."""
+
+    @staticmethod
+    def of(a: NDArray, b: NDArray, dtype: LoraDtype) -> KeptMatrices:
+        """Converts A and B; `auto` keeps bfloat16 where both are, and else float32."""
+        if dtype == "int8":
+            a_codes, a_scales = _codes(a, axis=1)
+            b_codes, b_scales = _codes(b, axis=0)
+            return KeptMatrices(a_codes, b_codes, a_scales * b_scales)
+        if dtype == "auto":
+            both = {a.dtype.name, b.dtype.name}
+            dtype = "bfloat16" if both == {"bfloat16"} else "float32"
+        wanted = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+        with np.errstate(over="ignore"):
+            return KeptMatrices(a.astype(wanted), b.astype(wanted), np.ones(len(a)))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are finite, as the largest of float32 are not in bfloat16."""
+        arrays = (self.a, self.b, self.scales)
+        with np.errstate(over="ignore"):
+            return all(np.isfinite(each.astype(np.float32)).all() for each in arrays)
+
+    def product(self, rows: slice | list[int]) -> NDArray[np.float64]:
+        """Returns these rows of B A `[rows, in]`."""
+        return (self.b[rows].astype(np.float64) * self.scales) @ self.a.astype(np.float64)
+
+
+def kept_digest(digest: bytes, dtype: LoraDtype) -> bytes:
+    """Returns the digest of an adapter's content in the precision that it is kept in."""
+    if dtype == "auto":
+        return digest
+    return hashlib.blake2b(digest, digest_size=len(digest), key=dtype.encode()).digest()
+
+
+def describe_lora_dtype(dtype: LoraDtype) -> str:
+    """Returns what a start says of the precision of adapters; "" where none is approximate."""
+    if dtype != "int8":
+        return ""
+    return "approximate: adapters are kept in int8, with a scale for each rank"
+
+
+def _codes(matrix: NDArray, *, axis: int) -> tuple[NDArray[np.int8], NDArray[np.float64]]:
+    """Returns the codes of a matrix and the scale of each rank; those on `axis` share one."""
+    numbers = matrix.astype(np.float64)
+    scales = np.abs(numbers).max(axis=axis, initial=0.0) / MAX_CODE
+    divisors = np.where(scales > 0, scales, 1.0)
+    codes = np.rint(numbers / np.expand_dims(divisors, axis)).astype(np.int8)
+    return codes, scales
