@@ -98,10 +98,32 @@ def test_a_matrix_makes_up_for_inputs_that_moved() -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(WEIGHT).max())
     errors = [np.square(moved @ each.T - ROWS @ WEIGHT.T).sum() for each in (found, WEIGHT)]
     assert errors[0] < errors[1]
-    spec = GridSpec(4, 32, "zero")
-    made = [GptqInputs(hessian, 1.0, each).by_activity(WEIGHT, spec) for each in (shift, None)]
+    spec, inputs = GridSpec(4, 32, "zero"), GptqInputs(hessian, 1.0, shift)
+    made = [inputs.by_activity(each, spec) for each in (inputs.meant(WEIGHT), WEIGHT)]
     errors = [np.square(moved @ each.values().T - ROWS @ WEIGHT.T).sum() for each in made]
     assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_matrix_makes_up_for_errors_of_what_its_products_are_added_to(bits: int) -> None:
+    """The sums come nearest to the exact ones, damping aside, where half of an error's square
+    follows from the inputs and half is chance.
+    """
+    generator = np.random.default_rng(5)
+    moved = ROWS + generator.standard_normal(ROWS.shape) * 0.2
+    made_by_inputs = moved @ generator.standard_normal(WEIGHT.T.shape) * 0.01
+    missed = made_by_inputs + generator.standard_normal(made_by_inputs.shape) * made_by_inputs.std()
+    hessian, shift = moved.T @ moved, (ROWS - moved).T @ moved
+    inputs = GptqInputs(hessian, 1.0, shift)
+    found = inputs.meant(WEIGHT, missed.T @ moved)
+    damped = less_by_chance(hessian) + np.eye(96) * hessian.diagonal().mean() / 100
+    wanted = WEIGHT + (WEIGHT @ shift + missed.T @ moved) @ np.linalg.inv(damped)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(WEIGHT).max())
+    errors = []
+    for each in (found, inputs.meant(WEIGHT)):
+        values = inputs.by_activity(each, GridSpec(bits, 32, "zero")).values()
+        errors.append(np.square(missed + ROWS @ WEIGHT.T - moved @ values.T).sum())
+    assert errors[0] < 0.6 * errors[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ from octavo.models.registry import build_programs
 from octavo.quant.making.recipe import Recipe
 from octavo.wiring.quantize import Quantized, quantize_checkpoint
 from octavo.worker.quantizing.calibration_run import CalibrationRun
+from octavo.worker.quantizing.targets import added_values
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_gguf import tiny_model as tiny_for_gguf
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -81,6 +82,17 @@ def distance(path: Path, other: Path) -> float:
     ids = np.random.default_rng(9).integers(0, 250, 32)
     first, second = (PagedRunner(each).logits(ids) for each in (path, other))
     return float(np.linalg.norm(first - second) / np.linalg.norm(second))
+
+
+def last_hidden(path: Path) -> np.ndarray:
+    """Returns what the last layer makes of the calibration texts, `[T, hidden]`."""
+    checkpoint = open_checkpoint(path)
+    program = build_programs(checkpoint.config)["decoder"]
+    run = CalibrationRun(program, WeightReader(checkpoint).load, TEXTS)
+    while run.op is not None and run.op.outputs != (program.outputs["logits"],):
+        run.advance()
+    assert run.op is not None
+    return run.rows(run.op.inputs[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2_moe", "bloom", "lfm2", "mamba"])
@@ -144,6 +156,30 @@ def test_what_is_read_is_what_was_meant(
     assert distance(tmp_path / "out", tiny("llama").path) < bound
     wide = {key for key in meant if checkpoint.tensor(key).bits == 8}
     assert bool(wide) == ("mixed" in name or name == "smoothquant")
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma3_text"])
+def test_products_that_are_added_to_the_residual_stream_are_known(family: str) -> None:
+    """A norm behind the products, as Gemma 3 has, leaves none."""
+    program = build_programs(tiny(family).config)["decoder"]
+    found = {name.rpartition(".")[2] for name in added_values(program)}
+    wanted = {"llama": {"o_proj", "down_proj"}, "bloom": {"dense", "dense_4h_to_h"}}
+    assert found == wanted.get(family, set())
+    makers = {value.name: index for index, op in enumerate(program.ops) for value in op.outputs}
+    assert all(makers[own] > makers[added.name] for own, added in added_values(program).items())
+
+
+def test_later_matrices_make_up_for_earlier_ones(tmp_path: Path) -> None:
+    """Less of the error reaches the end of the calibration texts."""
+    path = tiny("llama").path
+    wanted = last_hidden(path)
+    errors = []
+    for gptaq in (True, False):
+        made = tmp_path / str(gptaq)
+        chosen = recipe(method="gptq", output_format="gptq", bits=3, desc_act=True, gptaq=gptaq)
+        quantize(path, made, chosen)
+        errors.append(float(np.square(last_hidden(made) - wanted).sum()))
+    assert errors[0] < 0.7 * errors[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text", "qwen2", "bloom"])

@@ -7,7 +7,8 @@ their grids are fitted beforehand, or (`--desc-act`) groups are of inputs that f
 this order, each fitted when it is reached.
 
 Where the inputs of the model that is not rounded are known too, the matrix that is rounded is the
-one whose products with the inputs at hand come nearest to the exact ones (Li et al. 2025, "GPTAQ").
+one whose products with the inputs at hand come nearest to the exact ones (Li et al. 2025, "GPTAQ"),
+or whose sums with the residual stream come nearest to the exact sums (Lin and Wan 2025, "LoaQ").
 """
 
 from __future__ import annotations
@@ -73,20 +74,25 @@ class GptqInputs:
         self._hessian = damped.astype(np.float32)
         self._shift = shift
 
-    def meant(self, weight: Floats32) -> Floats32:
+    def meant(self, weight: Floats32, missed: NDArray[np.float64] | None = None) -> Floats32:
         """Returns the matrix `[out, in]` whose products with the inputs at hand come nearest to
         those of `weight` with the exact ones.
+
+        `missed [out, in]` is the sum of r y^T, where r is what else the products shall make up for.
         """
-        if self._shift is None:
+        moved = missed
+        if self._shift is not None:
+            own = weight @ self._shift
+            moved = own if missed is None else own + missed
+        if moved is None:
             return weight
-        moved = (weight @ self._shift)[:, self.order].astype(np.float32)
         found = weight.copy()
-        found[:, self.order] += moved @ self._factor.T @ self._factor
+        in_order = moved[:, self.order].astype(np.float32)
+        found[:, self.order] += in_order @ self._factor.T @ self._factor
         return found
 
     def by_neighbours(self, weight: Floats32, fit: FitGrid) -> RoundedMatrix:
         """Rounds a matrix whose groups are of neighbours, to grids fitted beforehand."""
-        weight = self.meant(weight)
         grid = fit(weight, self.importance)
         steps, lows = (np.ascontiguousarray(each.T) for each in grid.lines())
         groups = self.order // grid.group
@@ -115,7 +121,7 @@ class GptqInputs:
 
     def by_activity(self, weight: Floats32, spec: GridSpec) -> RoundedMatrix:
         """Rounds a matrix whose groups are of inputs used about as strongly (act-order)."""
-        columns = self.meant(weight).T[self.order]
+        columns = weight.T[self.order]
         # What an error costs once the inputs behind it have made up for it.
         importance = np.square(1 / self._factor.diagonal())
         group = spec.group_of(len(columns))

@@ -32,6 +32,7 @@ from octavo.worker.quantizing.targets import (
     Fold,
     NormFold,
     RowsFold,
+    added_values,
     chosen_ops,
     folds,
     matrices_of,
@@ -107,6 +108,8 @@ class Quantizer:
     """Numbers of rounded matrices that a later op multiplies with, too."""
     _exact: CalibrationRun | None = None
     """The run of the model that is not rounded, at the same op, where its inputs are asked for."""
+    _added: Mapping[str, Value] = field(default_factory=dict)
+    """What is added to products that shall make up for its errors, by the products' name."""
     _statistics: tuple[str, RowStatistics] | None = None
     """Statistics of the Value read last."""
     _factors: dict[str, Floats32] = field(default_factory=dict)
@@ -133,6 +136,7 @@ class Quantizer:
         run = CalibrationRun(self.program, self.load, token_ids)
         if self.recipe.gptaq:
             self._exact = CalibrationRun(self.program, self.load, token_ids)
+            self._added = added_values(self.program)
         if self.recipe.method in ("awq", "smoothquant"):
             self._folds = folds(self.program, set(self.plan.matrices))
         last_uses, last_folds = self._last_uses(run.ops), self._last_folds(run.ops)
@@ -161,7 +165,7 @@ class Quantizer:
                 name = weight.tensor_names[0]
                 if name in self.plan.matrices:
                     if name not in self._values:
-                        self._round_linear(run, op.x, name)
+                        self._round_linear(run, op, name)
                         bar.advance()
                     weights[weight] = _rows_of(self._values[name], weight)
         elif isinstance(op, GroupedLinear):
@@ -174,11 +178,13 @@ class Quantizer:
 
     # -- one matrix ----------------------------------------------------------------------------
 
-    def _round_linear(self, run: CalibrationRun, x: Value, name: str) -> None:
-        statistics = self._statistics_of(run, x)
+    def _round_linear(self, run: CalibrationRun, op: Linear, name: str) -> None:
+        statistics = self._statistics_of(run, op.x)
         plan = self.plan.matrices[name]
-        factors = self._factors_of(run, x, statistics)
+        factors = self._factors_of(run, op.x, statistics)
         weight = self._weight(plan)
+        if self._exact is not None:
+            weight = statistics.gptq.meant(weight, self._missed(run, op, statistics))
         if factors is None:
             rounded = self._rounded(plan, weight, statistics)
             self._values[name] = rounded.values()
@@ -187,6 +193,17 @@ class Quantizer:
             rounded = nearest(weight * factors, importance, self.destination.fit(plan))
             self._values[name] = rounded.values() / factors
         self._waiting[name] = rounded
+
+    def _missed(
+        self, run: CalibrationRun, op: Linear, statistics: RowStatistics
+    ) -> NDArray[np.float64] | None:
+        """Returns how the errors of what is added to an op's products go together with its inputs,
+        `[out, in]`; None where nothing is.
+        """
+        added = self._added.get(op.outs[0].name)
+        if added is None or self._exact is None or op.weights_[0].row_indices is not None:
+            return None
+        return statistics.missed(self._exact.rows(added), run.rows(added))
 
     def _round_experts(
         self, run: CalibrationRun, op: GroupedLinear, weight: Weight, bar: Bar

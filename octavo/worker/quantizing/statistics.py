@@ -43,12 +43,16 @@ class RowStatistics:
     @property
     def shift(self) -> NDArray[np.float64] | None:
         """Sum of (x - y) y^T, `[in, in]`, of the exact rows x and these rows y."""
-        if self._exact is None:
-            return None
-        total = np.zeros((self._rows.shape[1],) * 2)
+        return None if self._exact is None else self.missed(self._exact, self._rows)
+
+    def missed(self, exact: NDArray, found: NDArray) -> NDArray[np.float64]:
+        """Returns the sum of r y^T, `[width, in]`, where r are the rows by which `exact [T, width]`
+        differs from `found`, and y these rows.
+        """
+        total = np.zeros((exact.shape[1], self._rows.shape[1]))
         for start in range(0, len(self._rows), CHUNK_ROWS):
             own = slice(start, start + CHUNK_ROWS)
-            missed = (self._exact[own] - self._rows[own]).astype(np.float32)
+            missed = (exact[own] - found[own]).astype(np.float32)
             total += missed.T @ self._rows[own].astype(np.float32)
         return total
 

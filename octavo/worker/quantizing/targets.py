@@ -7,7 +7,7 @@ quantised like the others.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import (
     ActMul,
+    Add,
     Attention,
     KvWrite,
     LayerNorm,
@@ -63,6 +64,30 @@ def chosen_ops(program: Program) -> list[Linear | GroupedLinear]:
 def matrices_of(op: Linear | GroupedLinear) -> tuple[Weight, ...]:
     """Returns the matrices that an op multiplies with."""
     return op.weights_ if isinstance(op, Linear) else op.matrices
+
+
+def added_values(program: Program) -> dict[str, Value]:
+    """Returns what is added to the products of one matrix, by the name of the products' Value: the
+    residual stream, where it is known before they are.
+    """
+    makers = {value.name: index for index, op in enumerate(program.ops) for value in op.outputs}
+    readers = Counter(value.name for op in program.ops for value in op.inputs)
+    found = {}
+    for op in program.ops:
+        if not isinstance(op, Add):
+            continue
+        for own, other in ((op.a, op.b), (op.b, op.a)):
+            index = makers.get(own.name, -1)
+            maker = program.ops[index]
+            if (
+                isinstance(maker, Linear)
+                and len(maker.outs) == len(maker.weights_) == 1
+                and maker.activation is None
+                and readers[own.name] == 1
+                and makers.get(other.name, -1) < index
+            ):
+                found[own.name] = other
+    return found
 
 
 def folds(program: Program, quantized: set[str]) -> dict[str, Fold]:
