@@ -113,8 +113,7 @@ CASES = [
     pytest.param({"method": "awq"}, 0.75 * PLAIN_RISE, id="awq"),
     pytest.param(ORDERED, 0.5 * PLAIN_RISE, id="gptq"),
     pytest.param(ORDERED | {"keep_sensitive": True}, 4.0, id="gptq, 8 bits too"),
-    # The bound is what was reached with text of another kind; the goal is PLAIN_RISE.
-    pytest.param(ORDERED | {"bits": 3}, 55.0, id="gptq of 3 bits"),
+    pytest.param(ORDERED | {"bits": 3, "gptaq": True}, 0.75 * PLAIN_RISE, id="gptaq of 3 bits"),
 ]
 
 

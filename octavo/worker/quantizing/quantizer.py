@@ -109,7 +109,9 @@ class Quantizer:
     _exact: CalibrationRun | None = None
     """The run of the model that is not rounded, at the same op, where its inputs are asked for."""
     _added: Mapping[str, Value] = field(default_factory=dict)
-    """What is added to products that shall make up for its errors, by the products' name."""
+    """Value that is added to the products of a matrix, by the products' name: they make up for its
+    errors.
+    """
     _statistics: tuple[str, RowStatistics] | None = None
     """Statistics of the Value read last."""
     _factors: dict[str, Floats32] = field(default_factory=dict)
