@@ -118,8 +118,8 @@ def test_every_kernel_computes_what_the_reference_does(backend, options, dtype, 
 
 @pytest.mark.parametrize("kind", ["plain", "patterns", "dora", "ends"])
 def test_int8_is_near_what_was_trained(kind, tmp_path):
-    """What int8 changes about an adapter's change of logits is a few hundredths of it, also where
-    that change is as large as the logits.
+    """An adapter's change of the logits moves by a few hundredths in int8, also where the change is
+    as large as the logits.
     """
     path = adapter_of("llama", kind, tmp_path)[1]
     exact, approximate = (

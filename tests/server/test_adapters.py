@@ -210,7 +210,7 @@ def test_a_reload_under_load_hits_nothing_old(http, operator, lora_server):
 
 
 def test_a_stream_goes_on_when_its_adapter_is_unloaded(http, operator):
-    """What began under a name has that name's weights to its end."""
+    """A stream keeps the weights of the name that it began with to its end."""
     assert load(operator, "brief", "v2").status_code == 200
     long = GREEDY | {"model": "brief", "max_tokens": 60}
     wanted = http.post("/v1/completions", json=long).json()["choices"][0]["token_ids"]
