@@ -15,6 +15,7 @@ LEAVES = {
     "answer_marks",
     "beam_search_params",
     "child_process",
+    "durable",
     "draft_tree",
     "group_life",
     "lora_request",

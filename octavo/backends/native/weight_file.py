@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.config.sizes import format_bytes
+from octavo.durable import sync_path
 from octavo.errors import ConfigError
 from octavo.program.passes.offload import ALIGN
 
@@ -124,7 +125,7 @@ def writing(path: Path, key: bytes) -> Iterator[WeightFileWriter | None]:
                     file.truncate()
                     yield WeightFileWriter(file, key)
                     partial.replace(path)
-                    _flush_directory(path.parent)
+                    sync_path(path.parent)
                 else:
                     partial.unlink()
                     yield None
@@ -155,14 +156,6 @@ def _open_alone(path: Path) -> IO[bytes]:
             file.close()
             raise
         file.close()
-
-
-def _flush_directory(directory: Path) -> None:
-    number = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def check_directory(

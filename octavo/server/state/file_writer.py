@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from octavo.durable import sync_path
 from octavo.server.state.store import files_folder, incoming_folder, path_of
 
 
@@ -47,8 +48,4 @@ class FileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         os.rename(self._path, path_of(self._folder, self.file_id))
-        descriptor = os.open(files_folder(self._folder), os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(files_folder(self._folder))

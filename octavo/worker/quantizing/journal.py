@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config.sizes import format_bytes
+from octavo.durable import sync_path
 from octavo.errors import ConfigError
 
 JOURNAL = "octavo-quantize.json"
@@ -109,12 +110,12 @@ class Journal:
         """Gives the directory its own name; only what belongs to the model is left in it."""
         for file in self.folder.rglob("*"):
             if file.is_file():
-                _sync(file)
+                sync_path(file)
         if self._output.exists():
             self._output.rmdir()
         self.folder.rename(self._output)
         _remove_journal(self._output)
-        _sync(self._output.parent)
+        sync_path(self._output.parent)
 
     def discard(self) -> None:
         """Removes what was written."""
@@ -218,12 +219,3 @@ def _remove_journal(folder: Path) -> None:
     """Removes from a finished model what is no part of it, the journal last."""
     for file in (*folder.glob(STATE.format("*")), folder / NEW_JOURNAL, folder / JOURNAL):
         file.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Has a file or directory reach the disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
