@@ -125,6 +125,16 @@ class NewRow(msgspec.Struct):
     """Position of its first token, from which on its other tokens' count."""
 
 
+class TableEnd(msgspec.Struct):
+    """The end of a row's table, behind which the blocks were given back: they were granted for
+    guesses that did not hold, or for decode steps that were not made.
+    """
+
+    request_id: str
+    num_blocks: list[int]
+    """Blocks that the table still has, for each cache group."""
+
+
 class ScheduledRow(msgspec.Struct):
     """The share of one row in a step: `num_tokens` tokens from position `start` on are computed."""
 
@@ -184,8 +194,8 @@ class ScheduledRow(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """The whole of one step. The worker moves blocks out, frees rows, adds rows, moves blocks in
-    (from the first "swap_in" on), then computes.
+    """The whole of one step. The worker shortens tables, moves blocks out, frees rows, adds rows,
+    moves blocks in (from the first "swap_in" on), then computes.
     """
 
     step: int
@@ -200,6 +210,8 @@ class StepPlan(msgspec.Struct):
 
     They end early where a request ends or fails, and where the executor's caller says so.
     """
+    table_ends: list[TableEnd] = []
+    """Tables that became shorter since the last plan."""
     compiles: list[GrammarSpec] = []
     """Grammars that the worker begins to compile, beside the steps."""
     adapters: list[AdapterLoad] = []

@@ -44,6 +44,10 @@ class BlockPlaces(Protocol):
         """Returns the place of a block that was put."""
         ...
 
+    def shorten(self, group: int, row: int, num_blocks: int) -> None:
+        """Releases the memory behind the first `num_blocks` blocks of a row's table."""
+        ...
+
     def clear(self, row: int) -> None:
         """Releases the memory of a row whose request has left."""
         ...
@@ -59,6 +63,9 @@ class PagedPlaces:
 
     def find(self, group: int, block_id: int) -> int:
         return block_id
+
+    def shorten(self, group: int, row: int, num_blocks: int) -> None:
+        """Does nothing: the next request that gets the blocks writes over them."""
 
     def clear(self, row: int) -> None:
         """Does nothing: the next request that gets the blocks writes over them."""
@@ -149,6 +156,10 @@ class VirtualPlaces:
     def find(self, group: int, block_id: int) -> int:
         return int(self._groups[group].places[block_id])
 
+    def shorten(self, group: int, row: int, num_blocks: int) -> None:
+        self._groups[group].shorten(row, num_blocks)
+        self._count()
+
     def clear(self, row: int) -> None:
         for group in self._groups:
             group.clear(row)
@@ -192,15 +203,20 @@ class _GroupPlaces:
         self._hold(row, self._firsts[row], max(self._ends[row], first + len(block_ids)))
         return found
 
-    def clear(self, row: int) -> None:
-        if not self._ends[row]:
+    def shorten(self, row: int, num_blocks: int) -> None:
+        """Takes the memory of a row's blocks but for its first `num_blocks`."""
+        if self._ends[row] <= num_blocks:
             return
-        begin, end = row * self._shape.num_blocks, (row + 1) * self._shape.num_blocks
-        ids = self._ids[begin:end]
+        # To the end of the range, which is one of a page: pages that reach further would stay.
+        first, end = row * self._shape.num_blocks, (row + 1) * self._shape.num_blocks
+        ids = self._ids[first + num_blocks : end]
         self.places[ids[ids >= 0]] = NOWHERE
         ids[:] = NOWHERE
-        self._kv.give_back(self._group, begin, self._shape.num_blocks)
-        self._hold(row, 0, 0)
+        self._kv.give_back(self._group, first + num_blocks, len(ids))
+        self._hold(row, min(self._firsts[row], num_blocks), num_blocks)
+
+    def clear(self, row: int) -> None:
+        self.shorten(row, 0)
 
     def _leave(self, place: int) -> None:
         """Takes the memory of a block whose id another one gets.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.pooling_params import PoolingParams
 from octavo.prompt_ports import Grammars
-from octavo.step import EncoderInput, MediaItem, NewRow, ScheduledRow
+from octavo.step import EncoderInput, MediaItem, NewRow, ScheduledRow, TableEnd
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.grammar_rows import GrammarRows
 from octavo.worker.logits_processors import LogitsProcessors
@@ -152,6 +152,18 @@ class RequestRows:
         for group, index, block_id in scheduled.replaced_blocks:
             where = slice(None) if group in self._states else index
             self.block_tables[group, row, where] = places.put(group, row, index, [block_id])[0]
+
+    def shorten_table(self, end: TableEnd, places: BlockPlaces) -> None:
+        """Takes the blocks behind its end from a row's table; a row that has gone is left alone."""
+        row = self._row_of.get(end.request_id)
+        if row is None:
+            return
+        for group, num_blocks in enumerate(end.num_blocks):
+            num_held = self._num_blocks[group][row]
+            if num_blocks < num_held:
+                self.block_tables[group, row, num_blocks:num_held] = -1
+                self._num_blocks[group][row] = num_blocks
+                places.shorten(group, row, num_blocks)
 
     def keep_path(self, scheduled: ScheduledRow, path: int) -> None:
         """Puts the blocks of one path of a row's guess in its tables; 0 leaves them as they are.

@@ -241,9 +241,12 @@ class Worker:
         """Brings rows and blocks to where the plan wants them; returns for how many seconds blocks
         were moved.
 
-        Blocks move out before their places are given up, and in when they have new ones.
+        Blocks move out before their places are given up, and in when they have new ones. Tables
+        are shortened before anything can fail: later plans count on it.
         """
         places = self.cache_engine.places
+        for end in plan.table_ends:
+            self._rows.shorten_table(end, places)
         self._rows.grammars.begin(plan.compiles)
         if plan.adapters:
             assert self._adapters is not None, "the front refuses adapters here"

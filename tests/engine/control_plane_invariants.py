@@ -126,6 +126,23 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
             assert self.executor.rows[name].tokens[: rows[name].num_tokens] == rows[name].token_ids
 
     @invariant()
+    def no_row_holds_blocks_beyond_its_end(self):
+        """Checks that a row of which nothing is in flight has no block for a token that did not
+        come, and that the worker knows its tables as they are once the next plan has come.
+        """
+        scheduler = self.core.scheduler
+        if self.core.plans_in_flight:
+            return
+        ends = {end.request_id: end.num_blocks for end in scheduler.placement.table_ends}
+        for row in (row for request in scheduler.running for row in request.rows):
+            tables = scheduler.blocks.tables[row.request_id]
+            assert max(map(len, tables)) <= -(-row.num_tokens // 16)
+            if row.is_on_worker:
+                known = self.executor.rows[row.request_id].tables
+                lengths = ends.get(row.request_id) or list(map(len, known))
+                assert lengths == list(map(len, tables))
+
+    @invariant()
     def slots_are_free_idle_or_held(self):
         connector = self.core.scheduler.blocks.connector
         held = Counter()

@@ -172,6 +172,62 @@ def test_under_pressure(
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
+@pytest.mark.parametrize("layout", ["paged", "virtual"])
+def test_blocks_behind_a_guess_that_failed_go_back_with_its_result(layout):
+    """No row holds a block between two steps for a token that did not come, and others take the
+    blocks at once.
+    """
+    params = [PARAMS["sampled"], PARAMS["greedy"], PARAMS["penalised"]]
+    options = {"backend": "native", "kv_layout": layout, "enable_prefix_caching": False}
+    with make_llm(**options) as llm:
+        plain = llm.generate(PROMPTS, params)
+    guess = seldom_right(sequences(plain, PROMPTS), 5)
+    options |= {"spec_method": "ngram", "spec_tokens": 40}
+    most_reserved, found = 0, {}
+    with all_verified(guess), make_llm(**options) as llm:
+        core = core_of(llm)
+        streams = dict(enumerate(map(llm.stream, PROMPTS, params)))
+        while streams:
+            for index, stream in list(streams.items()):
+                output = next(stream, None)
+                if output is None:
+                    del streams[index]
+                    continue
+                found[index] = output
+                scheduler = core.scheduler
+                for row in (row for request in scheduler.running for row in request.rows):
+                    (table,) = scheduler.blocks.tables[row.request_id]
+                    assert len(table) <= -(-row.num_tokens // 16)
+                most_reserved = max(most_reserved, len(scheduler.placement.table_ends))
+        assert core.scheduler.stats().num_used_blocks == 0
+    assert [fingerprint(found[index]) for index in range(3)] == list(map(fingerprint, plain))
+    assert most_reserved > 0
+
+
+def test_guesses_behind_an_end_are_not_counted():
+    """A guess goes on behind the token that ends its request; what is accepted is handed out."""
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=LENGTH, ignore_eos=True)
+    with make_llm(backend="native") as llm:
+        (plain,) = llm.generate(PROMPTS[:1], params)
+    answers, drawn = sequences([plain], PROMPTS[:1]), plain.outputs[0].token_ids
+    num_drawn = next(
+        count for count in range(16, LENGTH) if drawn.index(drawn[count - 1]) == count - 1
+    )
+    params = SamplingParams(
+        temperature=0.9,
+        seed=11,
+        max_tokens=LENGTH,
+        ignore_eos=True,
+        stop_token_ids=[drawn[num_drawn - 1]],
+    )
+    with all_verified(right(answers)), make_llm(backend="native", spec_method="ngram") as llm:
+        (found,) = llm.generate(PROMPTS[:1], params)
+        num_guessed, num_held = guess_counts(llm)
+    assert found.outputs[0].token_ids == drawn[:num_drawn]
+    assert found.timings.accepted_tokens == num_held and found.timings.draft_tokens == num_guessed
+    assert 0 < num_held < num_drawn and num_guessed > num_held
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_a_text_that_repeats_is_guessed(method):
     """With two tokens to choose from, what came before comes again."""

@@ -100,6 +100,13 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
         self.plans.append(plan)
+        for end in plan.table_ends:
+            for table, num_blocks in zip(
+                self.rows[end.request_id].tables if end.request_id in self.rows else [],
+                end.num_blocks,
+                strict=False,
+            ):
+                del table[num_blocks:]
         for request_id in plan.freed_rows:
             self.rows.pop(request_id, None)
         for new in plan.new_rows:

@@ -154,6 +154,23 @@ def test_memory_is_counted_in_whole_pages_and_given_back_when_the_request_leaves
     places.clear(0)
 
 
+def test_a_table_that_becomes_shorter_gives_back_the_pages_behind_its_end():
+    kv, places = places_of(PAGESIZE // 2)
+    places.put(0, 0, 0, [0, 1, 2, 3, 4])
+    places.put(0, 1, 0, [5])
+    places.shorten(0, 0, 3)
+    assert places.num_bytes == 2 * (2 + 1) * PAGESIZE, "half a page is kept whole"
+    first, second, _ = kv.tokens.reshape(3, -1)
+    assert (first[3 * 16 :] == -7).all() and not (first[: 3 * 16] == -7).any()
+    assert not (second == -7).any()
+    assert [places.find(0, block_id) for block_id in (2, 3, 4)] == [2, NOWHERE, NOWHERE]
+    places.put(0, 1, 1, [3])
+    places.put(0, 0, 3, [4])
+    assert not (first[: 3 * 16] == -7).any(), "the id had left its place before it went elsewhere"
+    places.shorten(0, 0, 4)
+    assert places.find(0, 4) == 3, "nothing lies behind"
+
+
 def test_an_id_that_goes_elsewhere_takes_its_memory_along():
     """The id is that of a block behind a window; no query reads it, nor what lies before it."""
     kv, places = places_of(PAGESIZE)

@@ -253,6 +253,12 @@ class BlockManager:
         """
         return self._tables.reserve(ends)
 
+    def cut(self, request_id: str, num_tokens: int) -> list[int] | None:
+        """Releases the blocks that `reserve` granted behind a request's first `num_tokens` tokens;
+        returns how many blocks each of its tables has left, None where there were none to release.
+        """
+        return self._tables.cut(request_id, num_tokens)
+
     @property
     def can_branch(self) -> bool:
         """Whether the paths of a guess can have blocks of their own."""

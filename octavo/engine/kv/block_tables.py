@@ -56,6 +56,8 @@ class BlockTables:
         """Block ids by request and group."""
         self._leaves: dict[str, LeafBlocks] = {}
         """Blocks of the paths of guesses in flight, by request."""
+        self._reserved: set[str] = set()
+        """Requests whose tables may reach beyond their tokens."""
         self._pools = pools
         self._block_size = block_size
         lives = [pool.life for pool in pools]
@@ -171,10 +173,27 @@ class BlockTables:
         for group, pool in enumerate(self._pools):
             if sum(counts[group] for counts in missing.values()) > len(pool.free):
                 return None
+        self._reserved |= missing.keys()
         return {
             request_id: self._append(self.of[request_id], counts)
             for request_id, counts in missing.items()
         }
+
+    def cut(self, request_id: str, num_tokens: int) -> list[int] | None:
+        """Releases the blocks that were reserved behind those of a request's first `num_tokens`
+        tokens; returns how many each table has left, None where there are no such blocks.
+        """
+        if request_id not in self._reserved:
+            return None
+        self._reserved.discard(request_id)
+        tables, num_blocks = self.of[request_id], blocks_for(num_tokens, self._block_size)
+        if all(len(tables[group]) <= num_blocks for group in self._growing):
+            return None
+        for group in self._growing:
+            table = tables[group]
+            self._pools[group].release_all(table[num_blocks:])
+            del table[num_blocks:]
+        return [len(table) for table in tables]
 
     def branch(self, request_id: str, start: int, ends: Sequence[int]) -> LeafBlocks | None:
         """Gives paths of a guess blocks of their own from the token `start` on, the first one that
@@ -228,6 +247,7 @@ class BlockTables:
         """Releases all of a request's blocks, if it has any."""
         if request_id in self._leaves:
             self.keep_path(request_id, 0)
+        self._reserved.discard(request_id)
         for pool, table in zip(self._pools, self.of.pop(request_id, []), strict=False):
             pool.release_all(table)
 

@@ -29,6 +29,7 @@ from octavo.engine.scheduling.admission import (
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.group_life import UNBOUNDED
 from octavo.kv_messages import BlockMove
+from octavo.step import TableEnd
 
 Mode = Literal["auto", "swap", "recompute"]
 
@@ -90,11 +91,18 @@ class Placement:
         self._preemption = preemption
         self.freed_rows: list[str] = []
         """Rows that the worker frees with the next plan."""
+        self.table_ends: list[TableEnd] = []
+        """Tables that the worker shortens with the next plan."""
 
     def take_freed_rows(self) -> list[str]:
         """Removes and returns the rows that the worker frees with the next plan."""
         freed, self.freed_rows = self.freed_rows, []
         return freed
+
+    def take_table_ends(self) -> list[TableEnd]:
+        """Removes and returns the tables that the worker shortens with the next plan."""
+        ends, self.table_ends = self.table_ends, []
+        return ends
 
     def free_again(self, freed_rows: Sequence[str]) -> None:
         """Frees rows of a failed plan once more; freeing a row twice does no harm."""
@@ -260,6 +268,18 @@ class Placement:
                 self._blocks.free(row.request_id)
             if not kept.get(row.request_id, False):
                 self.freed_rows.append(row.request_id)
+
+    # -- its guesses come to nothing ---------------------------------------------------------------
+
+    def give_back(self, row: TokenRow) -> None:
+        """Gives back the blocks that a row was granted for tokens that did not come: no step in
+        flight writes to them.
+        """
+        if row.num_tokens_in_flight:
+            return
+        num_blocks = self._blocks.cut(row.request_id, row.num_tokens)
+        if num_blocks is not None:
+            self.table_ends.append(TableEnd(row.request_id, num_blocks))
 
     # -- a request leaves, for good or for a while -------------------------------------------------
 

@@ -114,14 +114,17 @@ class ResultIntake:
             request.take_prompt_logprobs(scheduled.start + 1, result.prompt_logprobs)
         progress = request.consumer.take(request, row, result) if scheduled.wants else None
         request.num_draft_tokens += len(scheduled.draft_ids)
-        request.num_accepted_tokens += self.speculation.took(scheduled, result)
+        num_taken = len(result.token_ids) if progress is None else progress.num_tokens
+        request.num_accepted_tokens += self.speculation.took(scheduled, result, num_taken)
         self._advance_row(request, row, scheduled, result)
         return None if progress is None else self._advance(request, progress)
 
     def _advance_row(
         self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult
     ) -> None:
-        """Counts a row's computed tokens and names the blocks that they fill."""
+        """Counts a row's computed tokens, names the blocks that they fill, and gives back those
+        that were granted beyond its end.
+        """
         if scheduled.leaf_blocks:
             self.blocks.keep_path(row.request_id, result.kept_path)
         kept = scheduled.start + result.num_kept
@@ -138,6 +141,7 @@ class ResultIntake:
             )
         elif scheduled.wants:
             row.num_computed_tokens = 0
+        self.placement.give_back(row)
 
     def _advance(self, request: Request, progress: RequestProgress) -> EngineOutput | None:
         """Carries out what came of the results of all of a request's rows; returns None where there

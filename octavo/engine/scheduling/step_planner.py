@@ -302,6 +302,7 @@ class StepPlanner:
             rows=builder.rows,
             connector=connector,
             num_steps=num_steps,
+            table_ends=self.placement.take_table_ends(),
             compiles=self.grammars.take_wanted(),
             adapters=self.adapters.take_loads(),
             encodes=self.media.take_encodes(),

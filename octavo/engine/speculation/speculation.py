@@ -24,7 +24,6 @@ from octavo.engine.speculation.acceptance import Acceptance
 from octavo.engine.speculation.drafter import (
     GIVEN_MATCH,
     NO_DRAFT,
-    NOTHING_GIVEN,
     Draft,
     Drafter,
     GivenDraft,
@@ -33,6 +32,7 @@ from octavo.engine.speculation.earlier import EarlierAnswers
 from octavo.engine.speculation.guess import row_draft_of
 from octavo.engine.speculation.ngram import NgramDrafter
 from octavo.engine.speculation.policy import NO_STEP, PlainStep, RowDraft, SpeculationPolicy
+from octavo.engine.speculation.row_history import RowHistory
 from octavo.engine.speculation.suffix import SuffixDrafter
 from octavo.engine.speculation.throughput import LIKELY, ThroughputPolicy
 from octavo.engine.stats import EngineStats
@@ -84,44 +84,6 @@ holds no step up.
 """
 
 
-class RowHistory:
-    """Keeps one row's drafter, and the match that its last guess followed from."""
-
-    __slots__ = ("drafter", "given", "is_current", "num_matched", "num_taken")
-
-    def __init__(self, drafter: Drafter | None) -> None:
-        self.drafter = drafter
-        self.is_current = False
-        """Whether the drafter knew all of the row's tokens when the last step was composed."""
-        self.given = NOTHING_GIVEN
-        self.num_taken = 0
-        self.num_matched = 0
-
-    def follow(self, token_ids: list[int], most: int) -> int:
-        """Has the drafter take in the row's next tokens, at most `most`, or all that a row has
-        drawn since it was last known whole; returns how many.
-        """
-        num_more = len(token_ids) - self.num_taken
-        if not self.is_current:
-            num_more = min(most, num_more)
-        if self.drafter is not None and num_more > 0:
-            self.drafter.took(token_ids[self.num_taken : self.num_taken + num_more])
-            self.num_taken += num_more
-        self.is_current = self.num_taken == len(token_ids)
-        return max(0, num_more)
-
-    def propose(self, token_ids: list[int], most: int) -> list[Draft]:
-        """Returns the guess that the worker gave of what comes now, and the drafter's, which has
-        none while it does not know all of the row's tokens.
-        """
-        found = []
-        if self.given.num_tokens == len(token_ids):
-            found.append(Draft(self.given.token_ids, GIVEN_MATCH, self.given.parents))
-        if self.drafter is not None and self.num_taken == len(token_ids):
-            found.append(self.drafter.propose(most))
-        return found
-
-
 class Speculating(Protocol):
     """Guesses, as the step planner and the result intake ask for them."""
 
@@ -137,8 +99,10 @@ class Speculating(Protocol):
         """Returns whether a call of several decode steps should end behind one."""
         ...
 
-    def took(self, scheduled: ScheduledRow, result: RowResult) -> int:
-        """Notes what became of a row's guess; returns how many of its tokens held."""
+    def took(self, scheduled: ScheduledRow, result: RowResult, num_taken: int) -> int:
+        """Notes what became of a row's guess, whose request took `num_taken` of the drawn tokens;
+        returns how many of these were guessed.
+        """
         ...
 
     def forget(self, request: Request) -> None:
@@ -157,7 +121,7 @@ class NoSpeculation:
     ) -> bool:
         return False
 
-    def took(self, scheduled: ScheduledRow, result: RowResult) -> int:
+    def took(self, scheduled: ScheduledRow, result: RowResult, num_taken: int) -> int:
         return 0
 
     def forget(self, request: Request) -> None:
@@ -424,11 +388,14 @@ class Speculation:
         self._has_ended_call = bool(drafts) and self._policy.promises(drafts, self._plain)
         return self._has_ended_call
 
-    def took(self, scheduled: ScheduledRow, result: RowResult) -> int:
-        """Notes what became of a row's guess; returns how many of its tokens held."""
+    def took(self, scheduled: ScheduledRow, result: RowResult, num_taken: int) -> int:
+        """Notes what became of a row's guess, whose request took `num_taken` of the drawn tokens:
+        the others lie behind its end. Returns how many of these were guessed.
+        """
         if self._is_idle and (scheduled.search_of or not result.draft_ids):
             return 0
-        num_held = self._took(scheduled, result)
+        num_held = min(self._took(scheduled, result), num_taken)
+        self._stats.num_accepted_tokens += num_held
         self._policy.took(len(result.token_ids), num_held, self._plain)
         return num_held
 
@@ -443,7 +410,6 @@ class Speculation:
         if not scheduled.draft_ids or history is None or result.failure is not None:
             return 0
         num_held = max(0, result.num_kept - num_known)
-        self._stats.num_accepted_tokens += num_held
         if scheduled.draft_parents:
             self._took_tree(scheduled, result.token_ids, history.num_matched)
         else:

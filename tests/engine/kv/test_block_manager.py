@@ -156,6 +156,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.tokens[request_id] += held
         self.computed[request_id] += len(held)
         self.blocks.record(request_id, self.tokens[request_id], self.computed[request_id])
+        self.give_back(request_id)
+
+    def give_back(self, request_id):
+        """Releases what was reserved behind a request's tokens, each block once."""
+        num_tokens, tables = len(self.tokens[request_id]), self.blocks.tables[request_id]
+        before, num_free = list(map(len, tables)), [len(pool.free) for pool in self.blocks.pools]
+        left = self.blocks.cut(request_id, num_tokens)
+        after = list(map(len, tables))
+        assert left == (after if after != before else None)
+        assert max(after, default=0) <= -(-num_tokens // BLOCK)
+        assert [len(pool.free) for pool in self.blocks.pools] == [
+            free + old - new for free, old, new in zip(num_free, before, after, strict=True)
+        ]
+        assert self.blocks.cut(request_id, num_tokens) is None
 
     @rule(target=requests, parent=requests, share=st.floats(0, 1))
     def fork(self, parent, share):
