@@ -25,6 +25,12 @@ of two.
 WEIGHT = 0.2
 """Weight of the newest step in the running mean of a point."""
 
+MOST_SLOWER = 2.0
+"""Most times a point's mean that one step counts for: one that the machine held up for a second
+would make all other sizes look cheap. A machine that is slower from now on is followed in a few
+steps.
+"""
+
 KEY_WEIGHT = 1 / 64
 """Weight of the newest step in the fit of the cost of a key. It is small, since a request's context
 grows by one key a step: within a few steps the noise is far larger than what these keys cost.
@@ -142,7 +148,8 @@ class StepCostMeter:
         has_failed = any(row.failure is not None for row in result.rows)
         if plan.rows and step_s > 0 and not (has_failed or _only_proposes(plan)):
             kind = StepKind(_bucket(plan.num_tokens), _only_verifies(plan))
-            self._observe_step(kind, plan.num_tokens, _keys_read(plan, result.num_steps), step_s)
+            point = CostPoint(plan.num_tokens, _keys_read(plan, result.num_steps), step_s)
+            self._observe_step(kind, point, result.num_steps)
         self.costs = StepCosts(
             self._points_of(verifies=False),
             self._key_fit.key_s,
@@ -155,18 +162,21 @@ class StepCostMeter:
             self._points[kind] for kind in sorted(self._points) if kind.verifies == verifies
         )
 
-    def _observe_step(
-        self, kind: StepKind, num_tokens: int, num_keys: float, step_s: float
-    ) -> None:
+    def _observe_step(self, kind: StepKind, new: CostPoint, num_steps: int) -> None:
+        """Takes in the mean of `num_steps` decode steps of one call, which weighs as much as they
+        would one by one.
+        """
+        old = self._points.get(kind) or new
+        seconds = min(new.seconds, MOST_SLOWER * old.seconds)
         # Beyond, steps of one bucket differ in their tokens too: not all of a difference in
         # seconds would be the keys'.
-        if num_tokens <= MAX_SINGLE_TOKENS:
-            self._key_fit.observe(kind, num_keys, step_s)
-        old = self._points.get(kind) or CostPoint(num_tokens, num_keys, step_s)
+        if new.num_tokens <= MAX_SINGLE_TOKENS:
+            self._key_fit.observe(kind, new.num_keys, seconds)
+        weight = 1 - (1 - WEIGHT) ** num_steps
         self._points[kind] = CostPoint(
-            _mean(old.num_tokens, num_tokens),
-            _mean(old.num_keys, num_keys),
-            _mean(old.seconds, step_s),
+            old.num_tokens + weight * (new.num_tokens - old.num_tokens),
+            old.num_keys + weight * (new.num_keys - old.num_keys),
+            old.seconds + weight * (seconds - old.seconds),
         )
 
 

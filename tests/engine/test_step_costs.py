@@ -54,6 +54,29 @@ def test_calls_of_several_steps_are_amortised():
     assert meter.costs.points == (CostPoint(2, 10 + 20 + 7, 0.1),)
 
 
+def test_a_call_weighs_as_its_steps_would_one_by_one():
+    """A mean over many steps says more than one step does."""
+    one_by_one, call = StepCostMeter(), StepCostMeter()
+    for meter in (one_by_one, call):
+        observe(meter, 0.1, (9, 1), (9, 1))
+    for at in range(4):
+        observe(one_by_one, 0.15, (10 + at, 1), (10 + at, 1))
+    observe(call, 4 * 0.15, (10, 1), (10, 1), num_steps=4)
+    assert call.costs.points[0].seconds == pytest.approx(one_by_one.costs.points[0].seconds)
+
+
+def test_a_step_that_was_held_up_hardly_counts_and_a_slower_machine_is_followed():
+    """No single step raises a point by more than a fifth; some steps in a row do."""
+    meter = StepCostMeter()
+    for _ in range(5):
+        observe(meter, 0.01, (9, 1))
+    observe(meter, 3.0, (9, 1))
+    assert meter.costs.step_s(1, 10) == pytest.approx(0.012)
+    for _ in range(20):
+        observe(meter, 0.05, (9, 1))
+    assert meter.costs.step_s(1, 10) == pytest.approx(0.05, rel=0.05)
+
+
 def test_swapped_blocks_are_measured_apart():
     """Copies on the device say nothing of the swap rate, and moves are no part of a step's cost."""
     meter = StepCostMeter()
