@@ -3,7 +3,8 @@ and of streams beside requests whose adapters have to be read.
 
     python benchmarks/adapters.py [--model qwen2-0.5b] [--rounds 5] [--streams 32] [--rank 16]
     python benchmarks/adapters.py --parts cold [--on-disk 1000] [--on-device 100]
-    python benchmarks/adapters.py --parts rates,vllm --vllm PYTHON_WITH_VLLM
+    python benchmarks/adapters.py --parts llama-server --llama-server PATH --tokens 12 --rounds 2
+    python benchmarks/adapters.py --parts vllm --vllm PYTHON_WITH_VLLM --tokens 8 --rounds 2
 
 Without --model the model has the shape of Qwen2-0.5B and random weights of int8. The base takes no
 adapters; an engine that does takes turns with it. Works:
@@ -22,8 +23,14 @@ to round; a first round, which also reads the adapters, is not counted.
 The bound is what the base's step takes and the reading of the adapters' matrices, at the rate that
 the machine reads a set of their size. `cold` has streams under adapters on the device beside short
 requests, some a second, whose adapters are on the device in one half of a round and on disk alone
-in the other. `vllm` runs the works on vLLM's CPU build in bf16, beside that engine without
-adapters. Prints a JSON line for each figure, the median of the rounds.
+in the other. Prints a JSON line for each figure, the median of the rounds.
+
+`llama-server` runs the works on llama.cpp, its model in Q8_0, `vllm` on vLLM's CPU build in bf16,
+each beside itself without adapters. Both take far more time under 32 adapters, so give them few
+tokens; the commands above end within three minutes. llama.cpp computes requests together only where
+their adapters are the same, so that 32 different ones are answered one after the other. vLLM copies
+the matrices of each row's adapter in every product. It leaves one core to its scheduler unless the
+variable VLLM_CPU_OMP_THREADS_BIND says otherwise.
 """
 
 from __future__ import annotations
@@ -43,6 +50,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from compare import machine
+from engines import llama_server_adapters as peer
 from safetensors.numpy import save_file
 
 from octavo import LLM, AsyncLLM, LoRARequest, SamplingParams
@@ -86,7 +94,9 @@ def main() -> None:
     )
     parser.add_argument("--model", help="default: random weights of Qwen2-0.5B's shape")
     parser.add_argument("--options", default="{}", help="JSON of the engine's options")
-    parser.add_argument("--parts", default="rates,cold", help="of rates, cold, vllm")
+    parser.add_argument("--parts", default="rates,cold", help="of rates, cold, llama-server, vllm")
+    parser.add_argument("--llama-server", help="llama.cpp's own server")
+    parser.add_argument("--llama-model", type=Path, help="GGUF file for it, of --model")
     parser.add_argument("--vllm", help="a Python that has vLLM's CPU build")
     parser.add_argument("--vllm-options", default="{}", help="JSON of more of its options")
     parser.add_argument("--rounds", type=int, default=5)
@@ -97,15 +107,21 @@ def main() -> None:
     parser.add_argument("--on-disk", type=int, default=1000)
     parser.add_argument("--on-device", type=int, default=100)
     args = parser.parse_args()
-    print(json.dumps({"machine": machine(), "load": os.getloadavg(), **vars(args)}), flush=True)
+    shown = {"machine": machine(), "load": os.getloadavg(), **vars(args)}
+    print(json.dumps(shown, default=str), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         options = model_options(args.model, root) | json.loads(args.options)
-        if "rates" in args.parts:
+        parts = args.parts.split(",")
+        if unknown := set(parts) - {"rates", "cold", "llama-server", "vllm"}:
+            parser.error(f"--parts: got {', '.join(unknown)}, see --help for what is allowed")
+        if "rates" in parts:
             measure_rates(args, options, root)
-        if "vllm" in args.parts.split(","):
+        if "llama-server" in parts:
+            measure_llama_server(args, options, root)
+        if "vllm" in parts:
             measure_vllm(args, options, root)
-        if "cold" in args.parts:
+        if "cold" in parts:
             asyncio.run(measure_cold(args, options, root))
 
 
@@ -264,7 +280,58 @@ def read_bandwidth(options: dict, num_bytes: int) -> float:
         backend.close()
 
 
-# -- vLLM ------------------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
+
+
+def print_shares(engine: str, base: Sequence[float], rates: dict[str, list[float]]) -> None:
+    """Prints a peer's tokens/s without adapters, and each work's share of it in its round."""
+    base_rate = round(statistics.median(base), 1)
+    print(json.dumps({"engine": engine, "work": "base", "tokens_per_s": base_rate}))
+    for name, found in rates.items():
+        shares = [rate / other for rate, other in zip(found, base, strict=True)]
+        row = {"engine": engine, "work": name}
+        row |= {"tokens_per_s": round(statistics.median(found), 1)}
+        row |= {"share_of_base": round(statistics.median(shares), 3)}
+        row |= {"range": [round(min(shares), 3), round(max(shares), 3)]}
+        print(json.dumps(row), flush=True)
+
+
+def measure_llama_server(args: argparse.Namespace, options: dict, root: Path) -> None:
+    """Prints what llama-server makes of the works, beside one that was given no adapters."""
+    if args.model is None:
+        model = peer.write_qwen2(root / "model.gguf", QWEN2_HALF_BILLION)
+    elif args.llama_model is None:
+        raise SystemExit("--llama-model: got none, --model needs the same model as a GGUF file")
+    else:
+        model = args.llama_model
+    architecture = peer.architecture_of(model)
+    works = works_of(args, options, root)
+    files: dict[str, Path] = {}
+    for one in [one for adapters in works.values() for one in adapters if one is not None]:
+        if one.lora_name not in files:
+            path, target = Path(one.lora_path), root / f"{one.lora_name}.gguf"
+            files[one.lora_name] = peer.write_adapter(path, target, architecture, args.rank)
+    places = {name: place for place, name in enumerate(files)}
+    ids = {
+        name: [None if one is None else places[one.lora_name] for one in adapters]
+        for name, adapters in works.items()
+    }
+    streams = peer.Streams(prompts_of(args.streams), args.tokens)
+    base: list[float] = []
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    binary = args.llama_server
+    with (
+        peer.serving(binary, model, args.streams) as plain_url,
+        peer.serving(binary, model, args.streams, list(files.values())) as url,
+    ):
+        streams.seconds(plain_url, ids["none"], 2)
+        for adapters in ids.values():
+            streams.seconds(url, adapters, 2)
+        for _ in range(args.rounds):
+            base.append(streams.rate(plain_url, ids["none"]))
+            for name, adapters in ids.items():
+                rates[name].append(streams.rate(url, adapters))
+    print_shares("llama-server", base, rates)
 
 
 def measure_vllm(args: argparse.Namespace, options: dict, root: Path) -> None:
@@ -284,14 +351,7 @@ def measure_vllm(args: argparse.Namespace, options: dict, root: Path) -> None:
     }
     nothing = {"none": works["none"]}
     base = vllm_rates(args.vllm, job | {"works": nothing, "enable_lora": False})["none"]
-    base_rate = statistics.median(base)
-    print(json.dumps({"engine": "vllm", "work": "base", "tokens_per_s": round(base_rate, 1)}))
-    for name, rates in vllm_rates(args.vllm, job | {"works": works, "enable_lora": True}).items():
-        shares = [rate / base_rate for rate in rates]
-        row = {"engine": "vllm", "work": name}
-        row |= {"share_of_base": round(statistics.median(shares), 3)}
-        row |= {"range": [round(min(shares), 3), round(max(shares), 3)]}
-        print(json.dumps(row), flush=True)
+    print_shares("vllm", base, vllm_rates(args.vllm, job | {"works": works, "enable_lora": True}))
 
 
 def vllm_rates(python: str, job: dict) -> dict[str, list[float]]:

@@ -22,7 +22,10 @@ def main() -> None:
         for name, adapters in job["works"].items()
     }
     streams = max(map(len, works.values()))
+    ids = {one.lora_int_id for adapters in works.values() for one in adapters if one}
     adapted = {"enable_lora": True, "max_loras": streams, "max_lora_rank": job["rank"]}
+    # All of them in memory, so that only the first round reads files.
+    adapted |= {"max_cpu_loras": max(streams, len(ids))}
     llm = LLM(
         job["model"],
         max_model_len=1024,
@@ -47,9 +50,11 @@ def main() -> None:
     rates: dict[str, list[float]] = {name: [] for name in works}
     for number in range(job["rounds"] + 1):
         for name, adapters in works.items():
-            first_s = seconds(adapters, 1)
-            spent_s = seconds(adapters, job["tokens"]) - first_s
+            # Adapters of this work take the places of those before it in a step of their own.
+            seconds(adapters, 1)
             if number:
+                first_s = seconds(adapters, 1)
+                spent_s = seconds(adapters, job["tokens"]) - first_s
                 rates[name].append(len(adapters) * (job["tokens"] - 1) / spent_s)
     print("RESULT " + json.dumps(rates), flush=True)
 

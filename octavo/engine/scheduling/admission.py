@@ -77,11 +77,15 @@ class PromptLimits:
         least; `beam_width` is None without beams. `num_needed`: tokens that must find room after
         the prompt.
         """
-        qualifier = "at least " if at_least else ""
-        decision = self._judge_prompt(num_prompt_tokens, qualifier, num_needed)
-        if decision is OK and beam_width is not None:
+        got = f"at least {num_prompt_tokens}" if at_least else str(num_prompt_tokens)
+        decision = self._judge_prompt(num_prompt_tokens, got, num_needed)
+        if decision is not OK:
+            return decision
+        if beam_width is None:
+            decision = self._judge_room(num_prompt_tokens, got, num_needed)
+        else:
             decision = self._judge_beams(num_prompt_tokens, beam_width)
-        return decision
+        return self._judge_whole(num_prompt_tokens, got) if decision is OK else decision
 
     def _judge_beams(self, num_prompt_tokens: int, beam_width: int) -> AdmissionDecision:
         if not self.shares_blocks:
@@ -98,6 +102,13 @@ class PromptLimits:
                 " at once (max_num_seqs)"
             )
             return AdmissionDecision(Verdict.NEVER, what, "raise max_num_seqs")
+        if self.kv_capacity_tokens == 0:  # a group has fewer states than there are beams
+            return AdmissionDecision(
+                Verdict.NEVER,
+                f"beam_width: got {beam_width}, but the KV cache has no room for {beam_width}"
+                " sequences at once",
+                "raise kv_cache_memory_bytes",
+            )
         if num_prompt_tokens + 1 > self.max_num_tokens(num_prompt_tokens, beam_width):
             what = (
                 f"beam_width: got {beam_width}, but the KV cache holds {self.kv_capacity_tokens}"
@@ -110,19 +121,28 @@ class PromptLimits:
             )
         return OK
 
-    def _judge_prompt(self, num: int, qualifier: str, num_needed: int) -> AdmissionDecision:
-        """Compares a prompt with every limit; `qualifier` goes before its number of tokens."""
-        got = f"{qualifier}{num}"
+    def _judge_prompt(self, num: int, got: str, num_needed: int) -> AdmissionDecision:
+        """Compares a prompt with the limits of its length alone; `got` is its number of tokens as
+        messages say it.
+        """
         if self.max_prompt_len is not None and num > self.max_prompt_len:
             limit = f"The prompt limit is {self.max_prompt_len} tokens"
             return _never(limit, got, self.max_prompt_len, "raise max_prompt_len")
         if num + num_needed > self.max_model_len:
             limit = f"This model's maximum context length is {self.max_model_len} tokens"
             return _never(limit, got, self.max_model_len - num_needed)
+        return OK
+
+    def _judge_room(self, num: int, got: str, num_needed: int) -> AdmissionDecision:
+        """Compares a prompt with what the KV cache holds of one row."""
         if num + num_needed > self.kv_capacity_tokens:
             limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
             allowed = self.kv_capacity_tokens - num_needed
             return _never(limit, got, allowed, "raise kv_cache_memory_bytes")
+        return OK
+
+    def _judge_whole(self, num: int, got: str) -> AdmissionDecision:
+        """Compares a prompt with the tokens of a step, where it has to fit into one."""
         if self.max_whole_prompt is not None and num > self.max_whole_prompt:
             limit = (
                 f"The batch limit is {self.max_whole_prompt} tokens a step, and prompts are not"

@@ -8,6 +8,13 @@ import itertools
 
 import pytest
 
+from octavo.config.cache_options import CacheOptions
+from octavo.config.scheduler_options import SchedulerOptions
+from octavo.engine.core import EngineCore
+from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.scheduling.admission import Verdict
+from octavo.engine.scheduling.build import build_scheduler
+from octavo.group_life import StateLife
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,
@@ -206,6 +213,23 @@ def test_what_can_never_run_is_refused_by_name(options, width, length, message):
     core.add(search("a", prompt_of(length), width))
     (output,) = run_all(core)["a"]
     assert (output.finish_reason, output.error) == ("error", message)
+
+
+def test_beams_without_states_are_refused_by_their_number():
+    """Where a model keeps fewer recurrent states than there are beams, the message names the beams:
+    no prompt would be short enough.
+    """
+    groups = [BlockGroup(64), BlockGroup(3, StateLife())]
+    scheduler = build_scheduler(
+        SchedulerOptions(max_num_seqs=8), CacheOptions(), groups, block_size=16, max_model_len=512
+    )
+    core = EngineCore(scheduler, FakeExecutor())
+    core.add(search("a", prompt_of(20), 4))
+    (output,) = run_all(core)["a"]
+    wanted = "beam_width: got 4, but the KV cache has no room for 4 sequences at once"
+    assert (output.finish_reason, output.error) == ("error", wanted)
+    three = scheduler.admission.limits_of(scheduler.blocks.capacity_of(3))
+    assert three.judge(20, 3).verdict is Verdict.OK
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
