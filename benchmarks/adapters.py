@@ -3,7 +3,7 @@ and of streams beside requests whose adapters have to be read.
 
     python benchmarks/adapters.py [--model qwen2-0.5b] [--rounds 5] [--streams 32] [--rank 16]
     python benchmarks/adapters.py --parts cold [--on-disk 1000] [--on-device 100]
-    python benchmarks/adapters.py --parts llama-server --llama-server PATH --tokens 12 --rounds 2
+    python benchmarks/adapters.py --parts llama-server --llama-server PATH --tokens 8 --rounds 2
     python benchmarks/adapters.py --parts vllm --vllm PYTHON_WITH_VLLM --tokens 8 --rounds 2
 
 Without --model the model has the shape of Qwen2-0.5B and random weights of int8. The base takes no
@@ -27,8 +27,8 @@ in the other. Prints a JSON line for each figure, the median of the rounds.
 
 `llama-server` runs the works on llama.cpp, its model in Q8_0, `vllm` on vLLM's CPU build in bf16,
 each beside itself without adapters. Both take far more time under 32 adapters, so give them few
-tokens; the commands above end within three minutes. llama.cpp computes requests together only where
-their adapters are the same, so that 32 different ones are answered one after the other. vLLM copies
+tokens: the commands above take two to three minutes. llama.cpp computes requests together only
+if their adapters are the same: 32 different ones are answered one after the other. vLLM copies
 the matrices of each row's adapter in every product. It leaves one core to its scheduler unless the
 variable VLLM_CPU_OMP_THREADS_BIND says otherwise.
 """
