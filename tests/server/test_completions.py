@@ -235,6 +235,31 @@ def test_characters_of_several_tokens_are_streamed_whole(client):
     assert len(chunks) > 1
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_of_tokens_depend_on_no_chunk(client, echo):
+    """Text is held back behind parts of characters and what may become a stop text; how it is cut
+    depends on timing and guesses.
+    """
+    options = {
+        "prompt": "Hé",
+        "echo": echo,
+        "logprobs": 0,
+        "max_tokens": 40,
+        "stop": "ee" * 9,
+        "extra_body": {"allowed_token_ids": sorted(set(ids_of("ée"))), "ignore_eos": True},
+    }
+    whole = complete(client, **options).choices[0].logprobs
+    parts = [
+        choice.logprobs
+        for chunk in streamed(client, **options)[2]
+        for choice in chunk.choices
+        if choice.logprobs
+    ]
+    assert [token for part in parts for token in part.tokens] == whole.tokens
+    assert any(token.startswith("bytes:") for token in whole.tokens)
+    assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
+
+
 def test_seeds_and_extras(client):
     assert complete(client).choices[0].text == complete(client).choices[0].text
     assert complete(client, seed=4).choices[0].text != complete(client).choices[0].text

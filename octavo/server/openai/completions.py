@@ -78,6 +78,10 @@ class CompletionAnswer(Answer):
         self._num_logprobs = params.num_shown_logprobs if listed else body.logprobs
         self._only_prompt = body.max_tokens == 0
         self._prompt_logprobs = body.prompt_logprobs is not None
+        self._offsets: dict[int, int] = {}
+        """Position of the next token of each choice, the sum of the texts of those before it: one
+        that depends on no chunk, where text is held back.
+        """
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = [
@@ -115,7 +119,7 @@ class CompletionAnswer(Answer):
         choice = CompletionChoice(
             index,
             echoed + delta.text if delta.is_first else delta.text,
-            self._logprobs(delta, output, len(echoed)),
+            self._logprobs(index, delta, output, len(echoed)),
             delta.finish_reason,
             delta.stop_reason,
         )
@@ -132,17 +136,19 @@ class CompletionAnswer(Answer):
         return choice
 
     def _logprobs(
-        self, delta: Delta, output: RequestOutput, num_echoed: int
+        self, index: int, delta: Delta, output: RequestOutput, num_echoed: int
     ) -> CompletionLogprobs | None:
         if self._num_logprobs is None or delta.logprobs is None:
             return None
-        token_ids, offset = delta.token_ids, num_echoed + delta.start
+        token_ids, offset = delta.token_ids, self._offsets.get(index, num_echoed)
         steps: list[dict[int, Logprob] | None] = [*delta.logprobs]
         if self._echo and delta.is_first:
             token_ids = output.prompt_token_ids + token_ids
             steps = [*(output.prompt_logprobs or []), *steps]
             offset = 0
-        return completion_logprobs(token_ids, steps, self._num_logprobs, self.names, offset)
+        made = completion_logprobs(token_ids, steps, self._num_logprobs, self.names, offset)
+        self._offsets[index] = offset + sum(len(self.names.text(each)) for each in token_ids)
+        return made
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self.tokenizer is None:
