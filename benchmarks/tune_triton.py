@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
@@ -29,19 +29,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from octavo.backends.batch import StepBatch, sampling_records
-from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.torch.attention.call import AttentionCall
-from octavo.backends.torch.attention.query_rows import query_rows_of
-from octavo.backends.torch.device_weight import DeviceLevels, DeviceWeight
-from octavo.backends.torch.draws import record_words
-from octavo.backends.torch.kv_cache import KvTensor
-from octavo.backends.torch.step import step_arrays
-from octavo.backends.torch.triton import attention_tiles, packed_linear, pick, tuning
-from octavo.backends.torch.triton.attention import TritonAttention
-from octavo.backends.torch.triton.device import device_name
-from octavo.backends.torch.triton.tuning import TunedLaunch
-from octavo.backends.torch.weights import Product
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
+
+from benchmarks.on_gpu.timing import seconds_each  # noqa: E402
+from octavo.backends.batch import StepBatch, sampling_records  # noqa: E402
+from octavo.backends.kv import BLOCK_SIZE  # noqa: E402
+from octavo.backends.torch.attention.call import AttentionCall  # noqa: E402
+from octavo.backends.torch.attention.query_rows import query_rows_of  # noqa: E402
+from octavo.backends.torch.device_weight import DeviceLevels, DeviceWeight  # noqa: E402
+from octavo.backends.torch.draws import record_words  # noqa: E402
+from octavo.backends.torch.kv_cache import KvTensor  # noqa: E402
+from octavo.backends.torch.step import step_arrays  # noqa: E402
+from octavo.backends.torch.triton import attention_tiles, packed_linear, pick, tuning  # noqa: E402
+from octavo.backends.torch.triton.attention import TritonAttention  # noqa: E402
+from octavo.backends.torch.triton.device import device_name  # noqa: E402
+from octavo.backends.torch.triton.tuning import TunedLaunch  # noqa: E402
+from octavo.backends.torch.weights import Product  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -57,17 +61,19 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3, 4),
     },
-    "merge_attention": {"HEADS_A_TILE": (1, 2, 4), "num_warps": (1, 2, 4), "num_stages": (1, 2, 3)},
+    "merge_attention": {"HEADS_A_TILE": (1, 2, 4), "STAGES": (1, 4, 8, 16), "num_warps": (1, 2)},
     "packed_linear": {
-        "BLOCK_N": (32, 64, 128),
-        "BLOCK_B": (32, 64, 128),
-        "SPLITS": (1, 2, 4, 8, 16),
-        "num_warps": (4, 8),
+        "BLOCK_N": (32, 64),
+        "BLOCK_B": (64, 128, 256),
+        "SPLITS": (1, 2, 4, 8),
+        "num_warps": (1, 2),
         "num_stages": (2, 3, 4),
     },
     "pick": {"BLOCK": (1024, 2048, 4096), "PIVOTS": (2, 4, 8), "num_warps": (4, 8, 16)},
 }
-RUNS = 20
+RUNS = 10
+CACHE_BYTES = 128 << 20
+"""Bytes of weights that no GPU's cache holds."""
 
 
 def call_of(
@@ -135,29 +141,18 @@ def seconds(
     """Returns the median time of one run in seconds, infinite where the device has too little
     memory for such tiles. `reads` is the module that asks the table.
     """
-    original, found = reads.tuned, []
+    original = reads.tuned
     reads.tuned = lambda name, device, **shape: (
         dict(launch) if name == kernel else original(name, device, **shape)
     )
     try:
-        for _ in range(RUNS + 1):
-            synchronize()
-            began = time.perf_counter()
-            run()
-            synchronize()
-            found.append(time.perf_counter() - began)
+        return seconds_each([run], DEVICE, rounds=RUNS)
     except Exception as error:  # Triton's own, of several kinds and places from version to version
         if "resource" not in str(error).lower() and "shared memory" not in str(error).lower():
             raise
         return float("inf")
     finally:
         reads.tuned = original
-    return float(np.median(found[1:]))
-
-
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 class Task(NamedTuple):
@@ -190,24 +185,33 @@ def attend_all(kernels: TritonAttention, calls: Iterable[AttentionCall]) -> None
 
 
 def packed_task(outputs: int, inputs: int, bits: int) -> Task:
-    """Makes the task of a packed product: rows in bf16, a scale in fp16 for every 32 inputs, and
-    with 4 bits a min.
+    """Makes the task of packed products with more weights than a cache holds: rows in bf16, and
+    with 4 bits an fp16 scale and min for every 32 inputs, with 8 an fp32 scale an output.
     """
     row_bytes = inputs * bits // 8
-    codes = torch.randint(0, 256, (outputs, row_bytes), dtype=torch.uint8, device=DEVICE)
-    numbers = DeviceLevels(
-        torch.full((outputs, inputs // 32), 0.01, dtype=torch.float16, device=DEVICE), None
-    )
-    weight = DeviceWeight(
-        codes, inputs, bits, 32, numbers, numbers if bits == 4 else None, nibbles="halves"
-    )
-    batches = [torch.randn((count, inputs), device=DEVICE).bfloat16() for count in (1, 4, 16)]
+    count = max(1, min(16, CACHE_BYTES // (outputs * row_bytes))) if DEVICE.type == "cuda" else 1
+    weights = [random_weight(outputs, inputs, bits) for _ in range(count)]
+    batches = [torch.randn((rows, inputs), device=DEVICE).bfloat16() for rows in (1, 4, 16)]
+    products = packed_linear.PackedProducts(DEVICE)
 
     def run() -> None:
         for x in batches:
-            packed_linear.packed_product(x, Product((weight,), None), device_name(DEVICE))
+            tile_rows = packed_linear.tile_rows_of(len(x))
+            for weight in weights:
+                products.product(x, Product((weight,), None), tile_rows)
 
     return Task({"outputs": outputs, "row_bytes": row_bytes, "bits": bits}, packed_linear, run)
+
+
+def random_weight(outputs: int, inputs: int, bits: int) -> DeviceWeight:
+    if bits == 4:
+        codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
+        numbers = torch.full((outputs, inputs // 32), 0.01, dtype=torch.float16, device=DEVICE)
+        levels = DeviceLevels(numbers, None)
+        return DeviceWeight(codes, inputs, bits, 32, levels, levels, nibbles="halves")
+    codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, device=DEVICE)
+    levels = DeviceLevels(torch.full((outputs, 1), 0.01, device=DEVICE), None)
+    return DeviceWeight(codes, inputs, bits, inputs, levels)
 
 
 def pick_task(vocab_size: int) -> Task:

@@ -62,6 +62,22 @@ class DeviceLevels:
             * values
         )
 
+    @staticmethod
+    def joined(parts: Sequence[DeviceLevels | None]) -> DeviceLevels | None:
+        """Joins levels of one form, one below the other; None where there are none."""
+        levels = [part for part in parts if part is not None]
+        if not levels:
+            return None
+        supers = [each.super_scale for each in levels if each.super_scale is not None]
+        values = torch.cat([each.values for each in levels])
+        return DeviceLevels(values, torch.cat(supers) if supers else None)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Everything but the numbers and the number of outputs."""
+        tensors = (self.values, self.super_scale)
+        return tuple((t.dtype, t.shape[1:]) for t in tensors if t is not None)
+
     def take(self, index: Tensor | int) -> DeviceLevels:
         return DeviceLevels(
             self.values[index], None if self.super_scale is None else self.super_scale[index]
@@ -120,15 +136,31 @@ class DeviceWeight:
     @staticmethod
     def joined(parts: Sequence[DeviceWeight]) -> DeviceWeight:
         """Joins weights that `joins` allows, one below the other."""
-        scales = [part.scales.values for part in parts if part.scales is not None]
         codes = torch.cat([part._raw for part in parts]).view(parts[0].codes.dtype)
+        zeros = [part.zeros for part in parts if part.zeros is not None]
         return replace(
-            parts[0], codes=codes, scales=DeviceLevels(torch.cat(scales), None) if scales else None
+            parts[0],
+            codes=codes,
+            scales=DeviceLevels.joined([part.scales for part in parts]),
+            mins=DeviceLevels.joined([part.mins for part in parts]),
+            zeros=torch.cat(zeros) if zeros else None,
         )
 
     def joins(self, other: DeviceWeight) -> bool:
         """Returns whether both can be one weight, and so one product."""
-        return (self.is_plain and other.is_plain) or (self.is_scaled and other.is_scaled)
+        if self.is_plain or other.is_plain:
+            return self.is_plain and other.is_plain
+        mixed = any(each.inverse_permutation is not None for each in (self, other))
+        return not mixed and self._form == other._form and _same(self.lookup, other.lookup)
+
+    @property
+    def _form(self) -> tuple[object, ...]:
+        """Everything but the numbers, and the number of outputs."""
+        levels = tuple(None if each is None else each.form for each in (self.scales, self.mins))
+        zeros = None if self.zeros is None else self.zeros.dtype
+        codes = (self.codes.dtype, self.codes.shape[1:])
+        kind = (self.width, self.bits, self.group, self.zero_point, self.nibbles, self.is_scaled)
+        return (*kind, codes, levels, zeros)
 
     @property
     def is_plain(self) -> bool:
@@ -206,3 +238,9 @@ class DeviceWeight:
         return torch.cat([low.reshape(split), high.reshape(split)], dim=-2).reshape(
             *lead, self.width
         )
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

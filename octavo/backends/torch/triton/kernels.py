@@ -42,6 +42,7 @@ class TritonKernels:
     def __init__(self, device: torch.device, *, fixed_tiles: bool = False) -> None:
         self._plain = PlainKernels()
         self._device = device_name(device)
+        self._packed = packed_linear.PackedProducts(device)
         self.is_invariant = fixed_tiles
         self.captured_rows: int | None = None
 
@@ -70,7 +71,7 @@ class TritonKernels:
             tile_rows = (
                 packed_linear.FEW_ROWS if self.is_invariant else packed_linear.tile_rows_of(len(x))
             )
-            return packed_linear.packed_product(x, product, self._device, tile_rows)
+            return self._packed.product(x, product, tile_rows)
         if not self.is_invariant and unpack.carries(product.parts, x.dtype):
             return F.linear(x, unpack.unpacked(product.parts, x.dtype, self._device), product.bias)
         return self._plainly(self._plain.product, x, product)

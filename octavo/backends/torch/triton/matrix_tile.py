@@ -14,8 +14,14 @@ bytes (elements, of plain floats):
                                     registers into the product
 
 value = (code - zero_point) * scale + min in fp32, rounded to x's dtype, as `DeviceWeight.floats`
-has it. Sums are in fp32, tile by tile from the first to the last: a row's do not depend on the
+has it; where x has 16 bits in another order of the same sum (`offset_of`), up to 2^-17 scales
+off. Where a row has one scale and no min, codes are multiplied as they are, and the sums then by
+the scale. Sums are in fp32, tile by tile from the first to the last: a row's do not depend on the
 other rows.
+
+A tile of 1 or 2 warps is multiplied by instructions whose operands the codes' bytes become in
+registers, 4 neighbouring ones of a thread at a time. From 4 warps on Hopper's own product takes
+over, which wants its operands in another order than bytes are loaded in.
 """
 
 from __future__ import annotations
@@ -28,6 +34,12 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.backends.torch.device_weight import DeviceLevels, DeviceWeight
+from octavo.backends.torch.triton.codes import (
+    NIBBLE_BASE,
+    based_nibbles,
+    bytes_in,
+    bytes_in_fp32,
+)
 from octavo.backends.torch.triton.numbers import INTERPRETED, rounded
 
 CODE_BITS = (4, 5, 6, 8)
@@ -76,6 +88,8 @@ class MatrixBytes(NamedTuple):
     HALF: tl.constexpr
     UNIT: tl.constexpr
     ZERO_POINT: tl.constexpr
+    BY_ROW: tl.constexpr
+    """Whether a row has one scale and nothing else, which its sums can be multiplied by."""
 
     @staticmethod
     def of(weight: DeviceWeight) -> MatrixBytes:
@@ -102,6 +116,11 @@ class MatrixBytes(NamedTuple):
             HALF=tl.constexpr(weight.group // 2 if weight.nibbles == "halves" else 1),
             UNIT=tl.constexpr(0 if one_group else weight.group // per_byte),
             ZERO_POINT=tl.constexpr(weight.zero_point),
+            BY_ROW=tl.constexpr(
+                not weight.is_plain
+                and one_group
+                and scale_supers is mins is weight.zeros is weight.lookup is None
+            ),
         )
 
 
@@ -132,6 +151,7 @@ def tiles_times_rows(
     `matrix` is a `MatrixBytes`.
     """
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
     for tile in range(first_tile, last_tile):
         at = tile * BLOCK_B + tl.arange(0, BLOCK_B)
         inside = at < matrix.row_bytes
@@ -140,26 +160,106 @@ def tiles_times_rows(
         found = tl.load(
             matrix.codes + outputs[:, None] * matrix.row_bytes + at[None, :], mask=mask, other=0
         )
-        if matrix.IS_PLAIN:
-            columns = tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
-            acc = _dot(found, columns, acc)
+        if matrix.NIBBLES:
+            low, high = halves_of_tile(
+                found, matrix, outputs, outputs_mask, tile, dtype, BLOCK_N, BLOCK_B
+            )
+            k = at // matrix.HALF * (2 * matrix.HALF) + at % matrix.HALF
+            columns = tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
+            acc = _dot(low, columns, acc)
+            k += matrix.HALF
+            columns = tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
+            acc = _dot(high, columns, acc)
         else:
-            scale, least = scales_of_tile(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
-            dtype: tl.constexpr = x.dtype.element_ty
-            if matrix.NIBBLES:
-                k = at // matrix.HALF * (2 * matrix.HALF) + at % matrix.HALF
-                low = rounded(values_of(found & 15, scale, least, matrix), dtype)
-                columns = tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
-                acc = _dot(low, columns, acc)
-                high = rounded(values_of(found >> 4, scale, least, matrix), dtype)
-                k += matrix.HALF
-                columns = tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
-                acc = _dot(high, columns, acc)
-            else:
-                values = rounded(values_of(found, scale, least, matrix), dtype)
-                columns = tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
-                acc = _dot(values, columns, acc)
+            values = found
+            if not matrix.IS_PLAIN:
+                values = bytes_of_tile(
+                    found, matrix, outputs, outputs_mask, tile, dtype, BLOCK_N, BLOCK_B
+                )
+            columns = tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
+            acc = _dot(values, columns, acc)
+    if matrix.BY_ROW:
+        acc *= tl.load(matrix.scales + outputs, mask=outputs_mask, other=0.0).to(tl.float32)[
+            :, None
+        ]
     return acc
+
+
+@triton.jit
+def halves_of_tile(
+    found,
+    matrix,
+    outputs,
+    outputs_mask,
+    tile,
+    dtype: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Returns the values of the low and the high halves of `found [BLOCK_N, BLOCK_B]` in `dtype`;
+    codes less the zero point with `BY_ROW`.
+    """
+    if matrix.BY_ROW:
+        low, high = based_nibbles(found)
+        low -= NIBBLE_BASE + matrix.ZERO_POINT
+        high -= NIBBLE_BASE + matrix.ZERO_POINT
+    else:
+        scale, least = scales_of_tile(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
+        if dtype == tl.float32 or matrix.lookup is not None:
+            scale, least = spread(scale, BLOCK_N, BLOCK_B), spread(least, BLOCK_N, BLOCK_B)
+            low = values_of(found & 15, scale, least, matrix)
+            high = values_of(found >> 4, scale, least, matrix)
+        else:
+            offset = spread(offset_of(NIBBLE_BASE, scale, least, matrix), BLOCK_N, BLOCK_B)
+            scale = spread(scale, BLOCK_N, BLOCK_B)
+            low, high = based_nibbles(found)
+            low = tl.fma(low, scale, offset)
+            high = tl.fma(high, scale, offset)
+    return rounded(low, dtype), rounded(high, dtype)
+
+
+@triton.jit
+def bytes_of_tile(
+    found,
+    matrix,
+    outputs,
+    outputs_mask,
+    tile,
+    dtype: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Returns the values of `found [BLOCK_N, BLOCK_B]`, one code a byte, in `dtype`; codes less the
+    zero point with `BY_ROW`.
+    """
+    if matrix.BY_ROW:
+        if matrix.ZERO_POINT == 0:
+            values = bytes_in(found, dtype)
+        else:
+            values = rounded(bytes_in_fp32(found) - matrix.ZERO_POINT, dtype)
+    else:
+        scale, least = scales_of_tile(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
+        if dtype == tl.float32 or matrix.lookup is not None:
+            scale, least = spread(scale, BLOCK_N, BLOCK_B), spread(least, BLOCK_N, BLOCK_B)
+            values = values_of(found, scale, least, matrix)
+        else:
+            offset = spread(offset_of(0.0, scale, least, matrix), BLOCK_N, BLOCK_B)
+            values = tl.fma(bytes_in_fp32(found), spread(scale, BLOCK_N, BLOCK_B), offset)
+        values = rounded(values, dtype)
+    return values
+
+
+@triton.jit
+def offset_of(base, scale, least, matrix):
+    """Returns b such that (base + code) * scale + b is a code's value; `least` are mins or
+    zeros.
+    """
+    offset = -(base + matrix.ZERO_POINT) * scale
+    if matrix.zeros is not None:
+        offset -= least * scale
+    if matrix.mins is not None:
+        offset += least
+    return offset
 
 
 @triton.jit
@@ -188,8 +288,8 @@ def values_of(codes, scale, least, matrix):
 def scales_of_tile(
     matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Returns the scales of a tile, and its mins or zeros, in the form of `numbers_of_groups`; the
-    scales twice where the matrix has neither.
+    """Returns the scales of a tile's groups, and their mins or zeros, as `numbers_of_groups` does;
+    the scales twice where the matrix has neither.
     """
     scale = numbers_of_groups(
         values=matrix.scales,
@@ -242,9 +342,7 @@ def numbers_of_groups(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Returns the scale or min of each byte of a tile, `[BLOCK_N, BLOCK_B] fp32`, or
-    `[BLOCK_N, 1]` where the tile lies in one group.
-    """
+    """Returns the scale or min of each group of a tile, `[BLOCK_N, groups] fp32`."""
     UNIT: tl.constexpr = matrix.UNIT
     if UNIT == 0 or UNIT >= BLOCK_B:
         group = 0 if UNIT == 0 else tile * BLOCK_B // UNIT
@@ -254,7 +352,7 @@ def numbers_of_groups(
         if supers is not None:
             at = outputs * (matrix.num_groups // supers_of) + group // supers_of
             found *= tl.load(supers + at, mask=outputs_mask, other=0.0).to(tl.float32)
-        spread = found[:, None]
+        found = found[:, None]
     else:
         NUM: tl.constexpr = BLOCK_B // UNIT
         groups = tile * NUM + tl.arange(0, NUM)
@@ -267,7 +365,15 @@ def numbers_of_groups(
                 outputs[:, None] * (matrix.num_groups // supers_of) + (groups // supers_of)[None, :]
             )
             found *= tl.load(supers + at, mask=mask, other=0.0).to(tl.float32)
-        spread = tl.reshape(
-            tl.broadcast_to(found[:, :, None], (BLOCK_N, NUM, UNIT)), (BLOCK_N, BLOCK_B)
-        )
-    return spread
+    return found
+
+
+@triton.jit
+def spread(numbers, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Returns the number of each byte of a tile, `[BLOCK_N, BLOCK_B]`, of those of its groups
+    `[BLOCK_N, groups]`.
+    """
+    NUM: tl.constexpr = numbers.shape[1]
+    return tl.reshape(
+        tl.broadcast_to(numbers[:, :, None], (BLOCK_N, NUM, BLOCK_B // NUM)), (BLOCK_N, BLOCK_B)
+    )

@@ -31,6 +31,7 @@ def merge_kernel(
     sinks,
     HEADS: tl.constexpr,
     HEADS_A_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Writes `out [T, H, V]` from the `SplitStates` of the launch before; `slots`, `mask` and
     `widths` are those of that launch.
@@ -53,7 +54,7 @@ def merge_kernel(
     column = tl.arange(0, widths.V_TILE)
     inside = valid[:, None] & (column < widths.V)[None, :]
     state = no_keys(HEADS_A_TILE, widths.V_TILE)
-    for split in range(first_split, last_split):
+    for split in tl.range(first_split, last_split, num_stages=STAGES):
         at = (tl.program_id(0).to(tl.int64) * HEADS + head) * states.num_splits + split
         m = tl.load(states.sums + 2 * at, mask=valid, other=float("-inf"))
         l = tl.load(states.sums + 2 * at + 1, mask=valid, other=0.0)

@@ -14,6 +14,8 @@ import triton.language as tl
 from octavo.backends.torch.triton.device import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
+PTX = tl.constexpr(not is_interpreted() and torch.version.hip is None)
+"""Whether kernels may contain instructions of NVIDIA's GPUs."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

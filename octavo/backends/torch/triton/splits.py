@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from octavo.backends.torch.triton.codes import bytes_in, pairs_in
+
 BLOCK_SIZE = tl.constexpr(16)
 SPLIT_KEYS = tl.constexpr(256)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -146,6 +148,18 @@ def attend_keys(
     m, l, acc = state
     column = tl.arange(0, widths.K_FIRST)
     v_column = tl.arange(0, widths.V_TILE)
+    # A tile of few lanes takes values from shared memory turned. Bytes cannot be turned on the way,
+    # but pairs of bytes can: then even and odd columns are summed apart.
+    IN_PAIRS: tl.constexpr = (
+        kv.v.dtype.element_ty == tl.int8
+        and acc.shape[0] < 64
+        and widths.V % 2 == 0
+        and kv.V_STRIDE % 2 == 0
+        and widths.V_TILE >= 32
+    )
+    if IN_PAIRS:
+        acc, odd_acc = tl.split(tl.reshape(acc, (acc.shape[0], widths.V_TILE // 2, 2)))
+        pair = tl.arange(0, widths.V_TILE // 2)
     for start in range(some.first // BLOCK_N * BLOCK_N, some.end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = tl.full([BLOCK_N], 1, tl.int1)
@@ -158,14 +172,14 @@ def attend_keys(
             key + column[:, None], mask=inside[None, :] & (column < widths.K)[:, None], other=0.0
         )
         dtype: tl.constexpr = lanes.q_first.dtype
-        scores = tl.dot(lanes.q_first, keys.to(dtype), input_precision=scoring.PRECISION)
+        scores = tl.dot(lanes.q_first, operand(keys, dtype), input_precision=scoring.PRECISION)
         if widths.K_REST > 0:
             rest = widths.K_FIRST + tl.arange(0, widths.K_REST)
             keys = tl.load(
                 key + rest[:, None], mask=inside[None, :] & (rest < widths.K)[:, None], other=0.0
             )
             scores = tl.dot(
-                lanes.q_rest, keys.to(dtype), acc=scores, input_precision=scoring.PRECISION
+                lanes.q_rest, operand(keys, dtype), acc=scores, input_precision=scoring.PRECISION
             )
         if kv.k_scales is not None:
             scores *= tl.load(kv.k_scales + slot, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -184,20 +198,41 @@ def attend_keys(
         kept = tl.exp2(m - base)
         l = tl.fma(l, kept, tl.sum(weights, axis=1))
         m = top
-        values = tl.load(
-            kv.v + slot[:, None] * kv.V_STRIDE + v_column[None, :],
-            mask=inside[:, None] & (v_column < widths.V)[None, :],
-            other=0.0,
-        )
         if kv.v_scales is not None:
             weights *= tl.load(kv.v_scales + slot, mask=inside, other=0.0).to(tl.float32)[None, :]
-        acc = tl.dot(
-            weights.to(dtype),
-            values.to(dtype),
-            acc=acc * kept[:, None],
-            input_precision=scoring.PRECISION,
-        )
+        weights = weights.to(dtype)
+        if IN_PAIRS:
+            pairs = (kv.v + slot[:, None] * kv.V_STRIDE).to(tl.pointer_type(tl.int16))
+            words = tl.load(
+                pairs + pair[None, :],
+                mask=inside[:, None] & (pair < widths.V // 2)[None, :],
+                other=0,
+            )
+            even, odd = pairs_in(words, dtype)
+            acc = weighted(weights, even, acc, kept, scoring)
+            odd_acc = weighted(weights, odd, odd_acc, kept, scoring)
+        else:
+            values = tl.load(
+                kv.v + slot[:, None] * kv.V_STRIDE + v_column[None, :],
+                mask=inside[:, None] & (v_column < widths.V)[None, :],
+                other=0.0,
+            )
+            acc = weighted(weights, operand(values, dtype), acc, kept, scoring)
+    if IN_PAIRS:
+        acc = tl.interleave(acc, odd_acc)
     return State(m, l, acc)
+
+
+@triton.jit
+def operand(numbers, dtype: tl.constexpr):
+    """Returns keys or values as an operand of a product, in the type of the other one."""
+    return bytes_in(numbers, dtype) if numbers.dtype == tl.int8 else numbers.to(dtype)
+
+
+@triton.jit
+def weighted(weights, values, acc, kept, scoring):
+    """Returns acc times `kept [M]` plus the weighted sum of values."""
+    return tl.dot(weights, values, acc=acc * kept[:, None], input_precision=scoring.PRECISION)
 
 
 @triton.jit

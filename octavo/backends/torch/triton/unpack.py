@@ -22,6 +22,7 @@ from octavo.backends.torch.triton.matrix_tile import (
     MatrixBytes,
     refusal,
     scales_of_tile,
+    spread,
     values_of,
 )
 from octavo.backends.torch.triton.numbers import rounded
@@ -76,6 +77,7 @@ def unpack_kernel(
     places = matrix.codes + outputs[:, None] * matrix.row_bytes + at[None, :]
     found = tl.load(places, mask=mask, other=0)
     scale, least = scales_of_tile(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
+    scale, least = spread(scale, BLOCK_N, BLOCK_B), spread(least, BLOCK_N, BLOCK_B)
     dtype: tl.constexpr = out.dtype.element_ty
     to = out + outputs[:, None] * width
     if matrix.NIBBLES:

@@ -21,7 +21,7 @@ from octavo.backends.torch.triton.grouped_linear import ExpertTiles, grouped_lin
 from octavo.backends.torch.triton.matrix_tile import MatrixBytes
 from octavo.backends.torch.triton.merge import merge_kernel
 from octavo.backends.torch.triton.norm import norm_kernel
-from octavo.backends.torch.triton.packed_linear import packed_linear_kernel, sum_splits_kernel
+from octavo.backends.torch.triton.packed_linear import packed_linear_kernel
 from octavo.backends.torch.triton.pick import pick_kernel
 from octavo.backends.torch.triton.prefill import prefill_kernel
 from octavo.backends.torch.triton.rope_write import (
@@ -62,6 +62,7 @@ def matrix(codes, scales, *, nibbles=False, half=1, unit=16, zero_point=0, plain
         HALF=tl.constexpr(half),
         UNIT=tl.constexpr(unit),
         ZERO_POINT=tl.constexpr(zero_point),
+        BY_ROW=tl.constexpr(unit == 0 and not plain),
     )
 
 
@@ -132,16 +133,17 @@ def products(dtype, *, everything):
     experts = {"x": dtype, "out": dtype, "bias": "*fp32"}
     experts["tiles"] = ExpertTiles(*["*i64"] * 4, num_experts="i32")
     for packed in PACKED.values() if everything else [Q4_K]:
-        arrays = {"x": dtype, "sums": "*fp32", "matrix": packed}
-        for tile_rows in (16, 32, 64) if everything else (16, 64):
+        arrays = {"x": dtype, "bias": dtype, "out": dtype, "matrix": packed}
+        one_split = arrays | {"sums": None, "arrivals": None}
+        several = arrays | {"sums": "*fp32", "arrivals": "*i32"}
+        for tile_rows in (8, 16, 32, 64) if everything else (8, 64):
             launch = tuned("packed_linear", "*") | {"BLOCK_M": tile_rows}
-            compile_for_h100(packed_linear_kernel, arrays, launch)
+            compile_for_h100(packed_linear_kernel, one_split, launch)
+            compile_for_h100(packed_linear_kernel, several, launch)
         compile_for_h100(unpack_kernel, {"out": dtype, "matrix": packed}, tuned("unpack", "*"))
         if everything:
             arrays = experts | {"matrix": packed}
             compile_for_h100(grouped_linear_kernel, arrays, few | {"BLOCK_M": 16})
-    splits = {"sums": "*fp32", "bias": dtype, "out": dtype}
-    compile_for_h100(sum_splits_kernel, splits, {"SPLITS": 8, "BLOCK": 256})
     plain = matrix(dtype, None, unit=0, plain=True)
     for tile_rows, launch in ((16, few), (64, many)):
         arrays = experts | {"matrix": plain}

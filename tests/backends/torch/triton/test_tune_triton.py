@@ -27,7 +27,7 @@ def test_it_writes_rows_for_this_device(tmp_path, monkeypatch, capsys):
         "decode_attention": {"BLOCK_M": (16,), "BLOCK_N": (32, 64)},
         "prefill_attention": {"BLOCK_M": (16,), "BLOCK_N": (32,)},
         "packed_linear": {"BLOCK_N": (64,), "BLOCK_B": (32,), "SPLITS": (1, 2)},
-        "pick": {"BLOCK": (64, 128), "PIVOTS": (4,)},
+        "pick": {"BLOCK": (128,), "PIVOTS": (4,)},
     }
     monkeypatch.setattr(script, "CANDIDATES", small)
     path, old = (
