@@ -16,6 +16,7 @@ from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduling import multi_step
 from octavo.engine.speculation.speculation import Speculation
 from octavo.errors import ConfigError
+from octavo.worker.worker import Worker
 from tests.support.drafters import (
     all_verified,
     guess_counts,
@@ -202,6 +203,52 @@ def test_blocks_behind_a_guess_that_failed_go_back_with_its_result(layout):
         assert core.scheduler.stats().num_used_blocks == 0
     assert [fingerprint(found[index]) for index in range(3)] == list(map(fingerprint, plain))
     assert most_reserved > 0
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {"swap_space": 1 << 20, "kv_cache_memory_bytes": 30 << 13}),
+        ("llama", {"swap_space": 0, "kv_cache_memory_bytes": 30 << 13}),
+        ("gemma3_text", {}),
+        ("gemma3_text", {"kv_layout": "virtual", "enable_prefix_caching": False}),
+        ("nemotron_h", {}),
+    ],
+)
+def test_the_worker_knows_tables_as_they_are(model, options, monkeypatch):
+    """Each block that a plan's rows have is at its place in the worker's tables, and nothing is
+    behind them, whatever was granted for guesses and given back before.
+    """
+    prompts = [*PROMPTS, *prompts_of(5, 60), PROMPTS[0] + [7, 8]]
+    params = [PARAMS[name] for name in ("greedy", "three samples", "ends", "hot", "dry", "sampled")]
+    with make_llm(model, backend="native") as llm:
+        plain = llm.generate(prompts, params)
+    num_cut = 0
+
+    def execute(worker, plan, between=None):
+        nonlocal num_cut
+        num_cut += len(plan.table_ends)
+        result = computed(worker, plan, between)
+        rows, places = worker._rows, worker.cache_engine.places
+        for name in (row.request_id for row in plan.rows):
+            row = rows._row_of[name]
+            for group, wanted in enumerate(core.scheduler.blocks.tables[name]):
+                table = rows.block_tables[group, row]
+                for at, block_id in enumerate(wanted):
+                    assert block_id < 0 or table[at] == places.find(group, block_id)
+                assert rows._num_blocks[group][row] == len(wanted)
+                assert group in rows._states or (table[len(wanted) :] == -1).all()
+        return result
+
+    guess = seldom_right(sequences(plain, prompts), 5)
+    options = {"spec_method": "ngram", "spec_tokens": 40, "max_num_seqs": 6} | options
+    with all_verified(guess), make_llm(model, backend="native", **options) as llm:
+        core, computed = core_of(llm), Worker.execute
+        monkeypatch.setattr(Worker, "execute", execute)
+        found = llm.generate(prompts, params)
+    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+    assert num_cut > 0
 
 
 def test_guesses_behind_an_end_are_not_counted():

@@ -14,7 +14,7 @@ from pydantic import Field
 from octavo.errors import InvalidRequest, ModelNotFound, Overloaded
 from octavo.server.auth import require_operator
 from octavo.server.body import Body, body_of
-from octavo.server.state.adapters import NAME, ServedAdapter, path_within
+from octavo.server.state.adapters import NAME, NAME_RULE, ServedAdapter, path_within
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
 
@@ -58,8 +58,7 @@ async def load_adapter(
     """
     if not NAME.fullmatch(body.lora_name):
         raise InvalidRequest(
-            f"lora_name: got {body.lora_name[:80]!r}, allowed are 1 to 200 letters, digits and any"
-            " of . : / _ -",
+            f"lora_name: got {body.lora_name[:80]!r}, allowed are {NAME_RULE}",
             param="lora_name",
         )
     slot = _slot_of(service, body)

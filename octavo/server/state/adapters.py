@@ -20,7 +20,10 @@ from octavo.errors import ConfigError, InvalidRequest, shown
 from octavo.lora_request import LoRARequest
 from octavo.step import AdapterRef
 
-NAME = re.compile(r"[\w.:/-]{1,200}")
+NAME = re.compile(r"(?!(?:.*/)?\.{1,2}(?:/|\Z))[\w.:/-]{1,200}")
+"""A public name; it stands in the path of /v1/models/NAME, where clients take out `.` and `..`."""
+
+NAME_RULE = "1 to 200 letters, digits and any of . : / _ -, and no part between slashes is . or .."
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -60,7 +63,7 @@ class LoraModule:
         given = _object(text) if text.lstrip().startswith("{") else _pair(text)
         name, path, base = (given.get(key) for key in ("name", "path", "base_model_name"))
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise _bad(text, "a name has 1 to 200 letters, digits and any of . : / _ -")
+            raise _bad(text, f"a name has {NAME_RULE}")
         if not isinstance(path, str) or not path or not isinstance(base, str | None):
             raise _bad(text, "a path is needed, and base_model_name is a text")
         return LoraModule(name, user_path(path), base)
