@@ -16,6 +16,7 @@ from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduling import multi_step
 from octavo.engine.speculation.speculation import Speculation
 from octavo.errors import ConfigError
+from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 from tests.support.drafters import (
     all_verified,
@@ -224,27 +225,33 @@ def test_the_worker_knows_tables_as_they_are(model, options, monkeypatch):
     params = [PARAMS[name] for name in ("greedy", "three samples", "ends", "hot", "dry", "sampled")]
     with make_llm(model, backend="native") as llm:
         plain = llm.generate(prompts, params)
-    num_cut = 0
+    num_cut, known = 0, []
+
+    def update_tables(rows, scheduled, places):
+        known[:] = [rows]
+        updated(rows, scheduled, places)
 
     def execute(worker, plan, between=None):
         nonlocal num_cut
         num_cut += len(plan.table_ends)
         result = computed(worker, plan, between)
-        rows, places = worker._rows, worker.cache_engine.places
-        for name in (row.request_id for row in plan.rows):
-            row = rows._row_of[name]
-            for group, wanted in enumerate(core.scheduler.blocks.tables[name]):
+        (rows,), places, blocks = known, worker.cache_engine.places, core.scheduler.blocks
+        for planned, row in zip(plan.rows, rows.indices(plan.rows).tolist(), strict=True):
+            tables = blocks.tables[planned.request_id]
+            assert rows.num_placed_tokens(row) == 16 * min(map(len, tables))
+            for group, wanted in enumerate(tables):
                 table = rows.block_tables[group, row]
                 for at, block_id in enumerate(wanted):
                     assert block_id < 0 or table[at] == places.find(group, block_id)
-                assert rows._num_blocks[group][row] == len(wanted)
-                assert group in rows._states or (table[len(wanted) :] == -1).all()
+                is_state = blocks.pools[group].life.is_rewritten
+                assert is_state or (table[len(wanted) :] == -1).all()
         return result
 
     guess = seldom_right(sequences(plain, prompts), 5)
     options = {"spec_method": "ngram", "spec_tokens": 40, "max_num_seqs": 6} | options
     with all_verified(guess), make_llm(model, backend="native", **options) as llm:
-        core, computed = core_of(llm), Worker.execute
+        core, computed, updated = core_of(llm), Worker.execute, RequestRows.update_tables
+        monkeypatch.setattr(RequestRows, "update_tables", update_tables)
         monkeypatch.setattr(Worker, "execute", execute)
         found = llm.generate(prompts, params)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
