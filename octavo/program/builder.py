@@ -16,6 +16,7 @@ from octavo.program.expert_ops import (
     GroupRank,
     Route,
     Score,
+    check_choice,
 )
 from octavo.program.ops import (
     Act,
@@ -380,7 +381,10 @@ class Builder:
         scales_rows: bool = False,
         jitter: float = 0.0,
     ) -> tuple[Value, Value, Value]:
-        """Returns rows, ids and weights of the chosen experts."""
+        """Returns rows, ids and weights of the chosen experts; UnsupportedModel where a row cannot
+        choose so many.
+        """
+        check_choice(logits.width, top_k, num_groups=num_groups, top_groups=top_groups)
         outs = (
             self.value("expert_rows", "expert_rows", x.width),
             Value(self._fresh("expert_ids"), x.axis, top_k, "int"),

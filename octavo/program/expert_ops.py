@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.errors import UnsupportedModel
 from octavo.program.ops import Activation, Gate
 from octavo.program.program import Op, Value, Weight
 
@@ -85,3 +86,25 @@ class Combine(Op):
     x: Value
     weights_value: Value
     out: Value
+
+
+def check_choice(num_experts: int, top_k: int, *, num_groups: int, top_groups: int) -> None:
+    """Checks that a row can choose `top_k` of `num_experts` experts, in `top_groups` of
+    `num_groups` groups; UnsupportedModel where it cannot.
+    """
+    got = f"config.json: {num_experts} experts"
+    if top_k > num_experts:
+        raise UnsupportedModel(f"{got}, of which a row chooses {top_k}; allowed are {num_experts}")
+    if num_experts % num_groups:
+        raise UnsupportedModel(f"{got} in {num_groups} groups of different sizes")
+    if top_groups > num_groups:
+        raise UnsupportedModel(
+            f"{got} in {num_groups} groups, of which a row chooses {top_groups}; allowed are"
+            f" {num_groups}"
+        )
+    num_eligible = num_experts // num_groups * top_groups
+    if top_k > num_eligible:
+        raise UnsupportedModel(
+            f"{got}, of which a row chooses {top_k} in {top_groups} of {num_groups} groups; these"
+            f" have {num_eligible}"
+        )

@@ -192,6 +192,22 @@ REFUSED = [
     ),
     ("t5", {"feed_forward_proj": "gated-gelu-x"}, "feed_forward_proj"),
     ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1, supported is 1e-12"),
+    (
+        "mixtral",
+        {"num_experts_per_tok": 6},
+        "5 experts, of which a row chooses 6; allowed are 5",
+    ),
+    ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups of different sizes"),
+    (
+        "nemotron_h",
+        {"n_group": 5, "topk_group": 6},
+        "5 experts in 5 groups, of which a row chooses 6; allowed are 5",
+    ),
+    (
+        "glm4_moe",
+        {"topk_group": 1},
+        "8 experts, of which a row chooses 3 in 1 of 4 groups; these have 2",
+    ),
 ]
 
 

@@ -32,10 +32,30 @@ FIXED = {
     "bamba": {"num_hidden_layers"},
     "phimoe": {"num_experts_per_tok"},
     "gemma3n_text": {"num_hidden_layers"},
+    "deepseek_v2": {"norm_topk_prob", "mlp_bias"},
+    "gemma": {"use_bidirectional_attention"},
+    "gemma2": {"use_bidirectional_attention"},
+    "gemma3_text": {"attn_logit_softcapping"},
+    "bloom": {"apply_residual_connection_post_layernorm"},
+    "mpt": {"no_bias"},
 }
 """Options in which a family knows one value only."""
 OWN_ROPES = ("gemma3_text", "gemma3n_text", "olmo3", "ministral3", "phimoe")
 """Families whose ropes differ by layer or need keys of their own."""
+FACTORS = ("multiplier", "scaling", "logit_scale", "softcapping")
+"""Parts of the names of factors and caps."""
+COUNTS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts"), (3, 4, 6)),
+    "n_routed_experts": (8, 12),
+    "n_shared_experts": (1, 2, 3),
+    "moe_num_shared_experts": (0, 1, 3),
+    "first_k_dense_replace": (0, 1, 2, 5),
+    "topk_group": (2, 4),
+    "query_pre_attn_scalar": (10, 16, 77),
+    **dict.fromkeys(("mamba_d_conv", "conv_L_cache"), (2, 3, 5)),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), (5, 16)),
+}
+"""Whole numbers that may be others than those of the tiny models."""
 ACTIVATIONS = ("silu", "gelu", "relu", "gelu_pytorch_tanh", "gelu_new")
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
@@ -71,7 +91,7 @@ class _Draw:
         self.random = generator
         self.given = {**SHAPES[family], **DETAILS.get(family, {})}
         kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
-        self.types = {field.name: field.type for field in dataclasses.fields(kind)}
+        self.types = {field.name: _named(field.type) for field in dataclasses.fields(kind)}
         self._own_names = dict(getattr(kind, "attribute_map", {}))
         self.options: dict[str, Any] = {}
 
@@ -114,8 +134,10 @@ class _Draw:
                 continue
             if kind in ("bool", "bool | None") and name not in NO_NUMBERS:
                 self.options[name] = self.random.random() < 0.5
-            elif kind == "float" and any(word in name for word in ("multiplier", "scaling")):
+            elif kind in ("float", "float | None") and any(word in name for word in FACTORS):
                 self.options[name] = self.random.choice((0.3, 0.7, 1.5, 2.5))
+            elif name in COUNTS and name in self.given:
+                self.options[name] = self.random.choice(COUNTS[name])
             elif name in ("hidden_act", "activation_function", "hidden_activation"):
                 self.options[name] = self.random.choice(ACTIVATIONS)
             elif name == "num_experts_per_tok" and name in self.given:
@@ -133,3 +155,8 @@ class _Draw:
 
     def _name(self, usual: str) -> str:
         return usual if usual in self.types else self._own_names.get(usual, usual)
+
+
+def _named(kind: object) -> str:
+    """Returns a field's type as it is written."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)
