@@ -382,7 +382,7 @@ class Builder:
         jitter: float = 0.0,
     ) -> tuple[Value, Value, Value]:
         """Returns rows, ids and weights of the chosen experts; UnsupportedModel where a row cannot
-        choose so many.
+        choose `top_k`.
         """
         check_choice(logits.width, top_k, num_groups=num_groups, top_groups=top_groups)
         outs = (
