@@ -131,6 +131,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if grant is None:
             return
         self.move(grant.moves)
+        grown = max(map(len, self.blocks.tables[request_id]))
         if self.blocks.reserve({request_id: start + max(map(len, paths))}) is None:
             return
         num_free = [len(pool.free) for pool in self.blocks.pools]
@@ -156,16 +157,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.tokens[request_id] += held
         self.computed[request_id] += len(held)
         self.blocks.record(request_id, self.tokens[request_id], self.computed[request_id])
-        self.give_back(request_id)
+        self.give_back(request_id, grown)
 
-    def give_back(self, request_id):
-        """Releases what was reserved behind a request's tokens, each block once."""
+    def give_back(self, request_id, grown):
+        """Releases what was reserved behind a request's tokens, each block once; `grown` blocks
+        were there for the first token that was verified, which may not have held either.
+        """
         num_tokens, tables = len(self.tokens[request_id]), self.blocks.tables[request_id]
         before, num_free = list(map(len, tables)), [len(pool.free) for pool in self.blocks.pools]
         left = self.blocks.cut(request_id, num_tokens)
         after = list(map(len, tables))
         assert left == (after if after != before else None)
-        assert max(after, default=0) <= -(-num_tokens // BLOCK)
+        assert max(after) <= max(grown, -(-num_tokens // BLOCK))
         assert [len(pool.free) for pool in self.blocks.pools] == [
             free + old - new for free, old, new in zip(num_free, before, after, strict=True)
         ]
