@@ -39,7 +39,7 @@ struct Group {
     std::unique_ptr<KvSpill> spill;
 
     explicit Group(const std::string& directory) {
-        std::string path = directory + "/spill-XXXXXX";  // mkstemp fills in the six last letters
+        std::string path = directory + "/spill-" + std::string(6, 'X');  // letters that mkstemp replaces
         const int file = mkstemp(path.data());
         CHECK(file >= 0 && ftruncate(file, (off_t)(kLayers.size() * kBlocks * kRecord)) == 0);
         unlink(path.c_str());
