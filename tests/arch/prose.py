@@ -1,4 +1,4 @@
-"""Finds docstrings and comments that are not plain English: fragments, riddles and retired words.
+"""Finds retired words in docstrings, comments and documents.
 
 `python -m tests.arch.prose [PATH ...]` prints each finding; `test_prose.py` holds the tree to none.
 """
@@ -16,119 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("octavo", "csrc", "tests", "benchmarks", "docs", "examples")
-PREPOSITIONS = frozenset(
-    {
-        "about",
-        "after",
-        "against",
-        "ahead",
-        "along",
-        "among",
-        "around",
-        "as",
-        "at",
-        "because",
-        "before",
-        "behind",
-        "below",
-        "beneath",
-        "beside",
-        "besides",
-        "between",
-        "beyond",
-        "by",
-        "during",
-        "except",
-        "for",
-        "from",
-        "if",
-        "in",
-        "inside",
-        "into",
-        "like",
-        "of",
-        "off",
-        "on",
-        "once",
-        "onto",
-        "out",
-        "over",
-        "per",
-        "since",
-        "so",
-        "such",
-        "than",
-        "then",
-        "though",
-        "through",
-        "till",
-        "to",
-        "toward",
-        "towards",
-        "under",
-        "unless",
-        "until",
-        "up",
-        "upon",
-        "where",
-        "while",
-        "with",
-        "within",
-        "without",
-    }
-)
-"""Openings that make a docstring a fragment which only another sentence can complete."""
-RIDDLES = frozenset(
-    {
-        "that",
-        "those",
-        "whose",
-        "who",
-        "whoever",
-        "whom",
-        "which",
-        "what",
-        "why",
-    }
-)
-"""Openings that hide the subject."""
-PRONOUNS = frozenset(
-    {
-        "he",
-        "her",
-        "his",
-        "it",
-        "its",
-        "she",
-        "their",
-        "them",
-        "they",
-    }
-)
-"""Openings that point at another docstring."""
-DETERMINERS = frozenset(
-    {
-        "a",
-        "all",
-        "an",
-        "another",
-        "any",
-        "each",
-        "every",
-        "its",
-        "no",
-        "none",
-        "not",
-        "nothing",
-        "one",
-        "only",
-        "same",
-        "the",
-        "these",
-        "this",
-    }
-)
-"""Openings of a noun phrase or a bare statement, where a function's docstring wants a verb."""
 RETIRED = frozenset(
     {
         "anybody",
@@ -147,7 +34,7 @@ RETIRED_PHRASES = ("so many",)
 
 @dataclass(frozen=True)
 class Finding:
-    """One place that is not plain English, and why."""
+    """A place where a retired word stands."""
 
     path: Path
     line: int
@@ -160,13 +47,13 @@ class Finding:
 
 
 def findings(path: Path) -> list[Finding]:
-    """Returns what is wrong with the prose of one file."""
+    """Returns the retired words in the prose of one file."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return [*_of_docstrings(path, text), *_of_python_comments(path, text)]
     if path.suffix == ".md":
         return _of_document(path, text)
-    return _of_cpp_comments(path, text)
+    return list(_of_cpp_comments(path, text))
 
 
 def files() -> list[Path]:
@@ -182,83 +69,17 @@ def files() -> list[Path]:
 
 
 def _of_docstrings(path: Path, text: str) -> Iterator[Finding]:
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list):
-            continue
-        for index, statement in enumerate(body):
-            if not _is_string(statement):
-                continue
-            kind = _kind(node, index, body)
-            first = statement.value.value.strip()
-            why = _opening_fault(first, kind) or _retired_word(first)
-            if why:
-                yield Finding(path, statement.lineno, why, first.splitlines()[0] if first else "")
+    for node in ast.walk(ast.parse(text)):
+        if _is_string(node) and (why := _retired_word(node.value.value)):
+            yield Finding(path, node.lineno, why, node.value.value.strip().partition("\n")[0])
 
 
-def _is_string(statement: ast.stmt) -> bool:
+def _is_string(node: ast.AST) -> bool:
     return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     )
-
-
-def _kind(node: ast.AST, index: int, body: list[ast.stmt]) -> str:
-    """Names what a string documents: a module, a class, a function, a test or an attribute."""
-    if index > 0:
-        return "attribute"
-    if isinstance(node, ast.Module):
-        return "module"
-    if isinstance(node, ast.ClassDef):
-        return "class"
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        decorators = {ast.unparse(part).split("(")[0] for part in node.decorator_list}
-        if node.name.startswith("test") or "given" in decorators:
-            return "test"
-        names = {name.rpartition(".")[2] for name in decorators}
-        return "attribute" if names & {"property", "cached_property", "fixture"} else "function"
-    return "attribute"
-
-
-def _opening_fault(text: str, kind: str) -> str | None:
-    """Says why a docstring's first word cannot open it; None where it can."""
-    word = re.match(r"[A-Za-z']+", text)
-    if word is None:
-        return None if text else "empty docstring"
-    first = word[0].lower()
-    if first == "as" and re.match(r"(?i)as of ", text):
-        return None
-    if not text[0].isupper():
-        return None if re.match(r"[\w.]*[_.\d/(\[]", text) or kind == "module" else "no capital"
-    if first in PREPOSITIONS:
-        return (
-            None if kind in ("module", "test") and first in TEST_OPENINGS else "opens as a fragment"
-        )
-    if first in RIDDLES:
-        return (
-            None if kind == "module" and first in ("what", "who", "which") else "opens as a riddle"
-        )
-    if first in PRONOUNS and kind != "test":
-        return "opens with a pronoun"
-    if kind == "function" and first in DETERMINERS:
-        return "a function's docstring opens with a verb"
-    return None
-
-
-TEST_OPENINGS = frozenset(
-    {
-        "if",
-        "once",
-        "where",
-        "while",
-        "with",
-        "without",
-        "after",
-    }
-)
-"""Subordinate clauses may open a test's or a module's docstring, which is then a whole sentence."""
 
 
 def _retired_word(text: str) -> str | None:
@@ -274,25 +95,11 @@ def _of_python_comments(path: Path, text: str) -> Iterator[Finding]:
             yield Finding(path, token.start[0], why, token.string)
 
 
-def _of_cpp_comments(path: Path, text: str) -> list[Finding]:
-    """Checks each block of `//` lines: its opening, and its words."""
-    found = []
-    inside = False
+def _of_cpp_comments(path: Path, text: str) -> Iterator[Finding]:
     for number, line in enumerate(text.splitlines(), 1):
         match = re.search(r"(?<!:)//+ ?(.*)$", line)
-        if match is None:
-            inside = False
-            continue
-        own_line = line.lstrip().startswith("//")
-        comment = match[1].strip()
-        why = _retired_word(comment)
-        opens = not inside and not comment.startswith("--")
-        if why is None and opens and own_line:
-            why = _opening_fault(comment, "attribute") if comment[:1].isupper() else None
-        if why:
-            found.append(Finding(path, number, why, comment))
-        inside = own_line
-    return found
+        if match is not None and (why := _retired_word(match[1])):
+            yield Finding(path, number, why, match[1].strip())
 
 
 def _of_document(path: Path, text: str) -> list[Finding]:
