@@ -56,6 +56,8 @@ class MessageFrame(msgspec.Struct, kw_only=True, frozen=True):
     """Whether the prompt has begun the reasoning."""
     most_tokens: int | None = None
     """Most tokens of the reasoning; None: no limit."""
+    may_end_in_thought: bool = False
+    """Whether the answer may end inside the reasoning."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=CheckedCall):
@@ -97,6 +99,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
     """
     most_tokens_before: int | None = None
     """Number of tokens after which `starts_after` is forced; None: no limit."""
+    may_end_before: bool = False
+    """Whether the answer may end before `starts_after`, as it may without a form."""
     given_as: str = "structured_outputs"
     """Name of the request's field that it came from, for messages."""
 
@@ -171,14 +175,16 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Text after which the grammar begins; "": it begins at once."""
     begins_with: str = ""
     most_tokens_before: int | None = None
+    may_end_before: bool = False
     num_given_tokens: int = 0
     """Number of the prompt's last tokens that are the beginning of the grammar's text."""
 
     @property
     def digest(self) -> bytes:
         """Name of what is compiled."""
-        before = f"{self.starts_after}\0{self.begins_with}\0{self.most_tokens_before}"
-        return blake2b(f"{before}\0{self.text}".encode(), digest_size=16).digest()
+        limits = f"{self.most_tokens_before}\0{self.may_end_before}"
+        parts = (self.starts_after, self.begins_with, limits, self.text)
+        return blake2b("\0".join(parts).encode(), digest_size=16).digest()
 
 
 def _is_count(value: object) -> bool:

@@ -67,6 +67,7 @@ def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
         starts_after=form.starts_after,
         begins_with=form.begins_with,
         most_tokens_before=form.most_tokens_before,
+        may_end_before=form.may_end_before,
     )
     try:
         probe(compiler.compile(spec))

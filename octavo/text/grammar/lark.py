@@ -118,8 +118,11 @@ def framed(
     thought = f"{opening} {literal(frame.thought, special)} {text}"
     limit = "" if frame.most_tokens is None else f"[max_tokens={frame.most_tokens}]"
     unlike = frame.unlike if frame.most_tokens is None else (*frame.unlike, frame.thought)
+    # A thought that the answer begins itself is a message, after which it may end.
+    may_end = frame.may_end_in_thought and frame.has_begun and frame.most_tokens is None
+    last = " | think" if may_end else ""
     lark = [
-        f"start: {_thoughts(frame, between)} ({_messages(own, between, layout)})",
+        f"start: {_thoughts(frame, between)} ({_messages(own, between, layout)}){last}",
         f"message: {opening} HEADER {text} FREE",
         f"think: {'' if frame.has_begun else thought}{' cut' if frame.most_tokens != 0 else ''}",
         f"cut{limit}: /(.|\\n)*/",
@@ -189,7 +192,7 @@ def _tag_rules(
 
 def after(spec: GrammarSpec, name: str, special: Mapping[str, int]) -> str:
     """Returns the grammar of a free text up to a spec's `starts_after`, followed by the grammar
-    called `name`.
+    called `name`; with `may_end_before` the answer may end inside the free text.
 
     Some whitespace may stand between the two; models write it. Where the free text has a bound,
     `cut` comes first: at the bound llguidance completes the first of the rules that met it.
@@ -210,7 +213,8 @@ def after(spec: GrammarSpec, name: str, special: Mapping[str, int]) -> str:
         )
     opening = literal(spec.begins_with, special) if spec.begins_with else ""
     start = f"({opening} before)?" if opening else "before"
-    return f"start: {start} BETWEEN @{name}\n{before}\n{BETWEEN}\n"
+    last = f" | {opening} FREE\nFREE: /(.|\\n)*/" if spec.may_end_before and most is None else ""
+    return f"start: {start} BETWEEN @{name}{last}\n{before}\n{BETWEEN}\n"
 
 
 def _quoted(text: str) -> str:

@@ -70,7 +70,12 @@ def form_of_answer(
         return _framed_form(own, tools, rules, before)
     if own is None or rules.must_call:
         tag = _calls_tag(tools, rules)
-        return StructuredOutputs(structural_tag=tag, given_as=rules.given_as, **before.fields)
+        return StructuredOutputs(
+            structural_tag=tag,
+            given_as=rules.given_as,
+            may_end_before=not rules.must_call,
+            **before.fields,
+        )
     if own.structural_tag is None:
         calls = _calls_tag(tools, replace(rules, must_call=True))
         return behind(own, before, or_structural_tag=calls)
@@ -101,13 +106,13 @@ def _framed_form(
     options = {} if own is None else {name: getattr(own, name) for name in OPTIONS}
     return StructuredOutputs(
         structural_tag=tag,
-        frame=_frame(tools.frame, before),
+        frame=_frame(tools.frame, before, may_end=own is None),
         given_as=given.given_as,
         **options,
     )
 
 
-def _frame(frame: MessageFrame, before: ReasoningSpan) -> MessageFrame:
+def _frame(frame: MessageFrame, before: ReasoningSpan, *, may_end: bool) -> MessageFrame:
     """Returns a frame with the reasoning that its messages come after."""
     thought = before.opening.removeprefix(frame.opening).removesuffix(frame.text)
     return msgspec.structs.replace(
@@ -115,6 +120,7 @@ def _frame(frame: MessageFrame, before: ReasoningSpan) -> MessageFrame:
         thought=thought,
         has_begun=bool(before.closing and not before.opening),
         most_tokens=before.most_tokens,
+        may_end_in_thought=may_end,
     )
 
 

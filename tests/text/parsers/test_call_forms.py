@@ -333,3 +333,37 @@ def test_a_text_has_the_pattern_of_its_schema(compiler, tokenizer, name, pattern
         )
         for call in message.calls:
             jsonschema.validate(json.loads(call.arguments), functions["say"])
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("must_call", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "json"])
+def test_an_answer_with_tools_may_end_inside_its_reasoning(
+    compiler, tokenizer, name, must_call, is_open
+):
+    before = ReasoningSpan("" if is_open else "<think>", "</think>")
+    tools = named_tool_format(name)
+    form = form_of_answer(None, tools, CallRules(FUNCTIONS, must_call=must_call), before)
+    for thought in ("<think>Hm, <tool_call> no", "<think>", "<think>a</think"):
+        text = thought.removeprefix("<think>") if is_open else thought
+        assert allows((tokenizer, compiler), form, text) is not must_call, text
+    call = tools.written[0].replace("{name}", "now")
+    matcher = compiler.compile(admit(form, compiler))
+    opening = "" if is_open else "<think>"
+    matcher.take(tokenizer.encode(f"{opening}a</think>\n\n{call}", add_special_tokens=False))
+    assert END not in legal(matcher)
+    if not must_call:
+        assert allows((tokenizer, compiler), form, f"{opening}a</think>\n\nDone.")
+
+
+@pytest.mark.parametrize("must_call", [False, True])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_messages_may_end_inside_their_reasoning(channels, must_call, is_open):
+    before = ReasoningSpan("" if is_open else HARMONY.opening, HARMONY.before_call)
+    form = form_of_answer(None, HARMONY, CallRules(FUNCTIONS, must_call=must_call), before)
+    thought = "Hm." if is_open else HARMONY.opening + "Hm."
+    assert allows(channels, form, thought) is not must_call
+    assert allows(channels, form, thought + NEXT + NOW)
+    assert allows(channels, form, thought + NEXT + FINAL + "Done.") is not must_call
+    again = thought + NEXT + ANALYSIS.partition(NEXT)[0]
+    assert allows(channels, form, again) is not must_call
