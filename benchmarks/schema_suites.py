@@ -94,7 +94,7 @@ class Judge:
     """Compares grammars with the instances that their schemas come with."""
 
     def __init__(self, model: str) -> None:
-        opened = open_model(EngineConfig.from_options(model=model))
+        opened = open_model(EngineConfig.from_options(model=model, structured_open_objects=True))
         tokenizer = build_tokenizer(opened)
         assert isinstance(tokenizer, TextTokenizer)
         self._tokenizer = tokenizer

@@ -111,4 +111,4 @@ NOTES = {
 
 def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
     form = StructuredOutputs(json=schema)
-    return prepared(schema, closes_objects=False) | {OPTIONS_KEY: json_options(form)}
+    return prepared(schema) | {OPTIONS_KEY: json_options(form)}

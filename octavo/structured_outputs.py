@@ -89,8 +89,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
     """Regular expression of the whitespace between the parts of JSON; None: at most 8
     characters.
     """
-    disable_additional_properties: bool = False
-    """Whether objects of a JSON schema have no properties but those that it names."""
+    disable_additional_properties: bool | None = None
+    """Whether objects whose schema is silent about `additionalProperties` have only the properties
+    that it names; None: as the engine is configured, by default True.
+    """
     starts_after: str = ""
     """Text after which the form begins, such as the end of a reasoning; "": it begins at once."""
     begins_with: str = ""
@@ -140,8 +142,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
         return dict(found) if isinstance(found, dict) else {}
 
     def _check_options(self) -> None:
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        any_whitespace, additional = self.disable_any_whitespace, self.disable_additional_properties
+        self._check("disable_any_whitespace", isinstance(any_whitespace, bool), "True or False")
+        self._check(
+            "disable_additional_properties",
+            isinstance(additional, bool | None),
+            "True, False or None",
+        )
         pattern = self.whitespace_pattern
         self._check("whitespace_pattern", pattern is None or _is_text(pattern), "a regex or None")
         for name in ("starts_after", "begins_with"):

@@ -126,6 +126,11 @@ class DrawOptions:
         "complete an answer of a given form by a short way before its length ends, where enough"
         " tokens remain (native, reference); changes its last tokens",
     )
+    structured_open_objects: bool = option(
+        False,
+        "allow properties that a JSON schema does not name where it is silent about"
+        " additionalProperties",
+    )
 
     @property
     def processors(self) -> list[ProcessorEntry]:

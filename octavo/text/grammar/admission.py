@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from octavo.errors import InvalidRequest
 from octavo.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.text.grammar import lark
+from octavo.text.grammar.closed_objects import close_objects
 from octavo.text.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
@@ -35,6 +36,7 @@ from octavo.text.grammar.schema import (
     read,
     schemas_in,
 )
+from octavo.text.grammar.strings import escape_options, rewrite_patterns
 from octavo.text.unicode import check_unicode
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
@@ -81,7 +83,11 @@ def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
 def _grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
     if form.or_structural_tag is None:
         return _own_grammars(form, compiler)
-    calls = StructuredOutputs(structural_tag=form.or_structural_tag, given_as="tools")
+    calls = StructuredOutputs(
+        structural_tag=form.or_structural_tag,
+        disable_additional_properties=form.disable_additional_properties,
+        given_as="tools",
+    )
     own = _own_grammars(form, compiler)[0] | {"name": "own"}
     either = {"name": "either", "lark_grammar": "start: @own | @answer\n"}
     return [either, own, *_tag_grammars(calls, compiler)]
@@ -98,9 +104,13 @@ def _own_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gr
 
 
 def _json(form: StructuredOutputs, given: Any, name: str) -> Grammar:
-    schema = prepared(read(given), closes_objects=form.disable_additional_properties)
+    schema = prepared(read(given))
+    if form.disable_additional_properties is not False:
+        close_objects(schema)
     check_cycles(schema)
-    return {"name": name, "json_schema": schema | {OPTIONS: json_options(form)}}
+    rewrite_patterns(schema)
+    options = json_options(form) | escape_options(schema)
+    return {"name": name, "json_schema": schema | {OPTIONS: options}}
 
 
 def json_options(form: StructuredOutputs) -> dict[str, Any]:

@@ -74,8 +74,10 @@ def digest_of(form: StructuredOutputs) -> bytes | None:
 class LazyGrammars:
     """Compiles and admits grammars; any thread may."""
 
-    def __init__(self, read: Callable[[], GrammarSetup]) -> None:
+    def __init__(self, read: Callable[[], GrammarSetup], *, opens_objects: bool = False) -> None:
+        """Takes whether objects whose schema is silent about `additionalProperties` are open."""
         self._read = read
+        self._opens_objects = opens_objects
         self._admitted = AdmittedForms()
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
@@ -88,7 +90,7 @@ class LazyGrammars:
 
     def knows(self, form: StructuredOutputs) -> bool:
         """Returns whether a form was admitted before, so that to admit it again is quick."""
-        digest = digest_of(form)
+        digest = digest_of(self._configured(form))
         return digest is not None and self._admitted.find(digest) is not None
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
@@ -98,6 +100,7 @@ class LazyGrammars:
         """Returns the grammar of a form; InvalidRequest says why it cannot be met."""
         from octavo.text.grammar.admission import admit
 
+        form = self._configured(form)
         digest = digest_of(form)
         found = None if digest is None else self._admitted.find(digest)
         if found is None:
@@ -105,6 +108,13 @@ class LazyGrammars:
             if digest is not None:
                 self._admitted.add(digest, found)
         return found
+
+    def _configured(self, form: StructuredOutputs) -> StructuredOutputs:
+        """Returns a form with the engine's own value where the request gives none."""
+        if form.disable_additional_properties is not None:
+            return form
+        closes = not self._opens_objects
+        return msgspec.structs.replace(form, disable_additional_properties=closes)
 
     def continues(self, spec: GrammarSpec, token_ids: Sequence[int]) -> bool:
         """Returns whether tokens are the beginning of a grammar's text."""

@@ -184,12 +184,24 @@ def children(place: SubSchema) -> Iterator[SubSchema]:
 
 
 def places(root: Schema) -> Iterator[SubSchema]:
-    """Yields a schema and all schemas within it, in the order of the document."""
+    """Yields a schema and all schemas within it, in the order of the document; then those that
+    only a reference reaches, such as `#/components/schemas/Pet`.
+    """
     stack = [SubSchema("#", root)]
+    references: list[Any] = []
+    seen: set[int] = set()
     while stack:
         place = stack.pop()
+        if isinstance(place.schema, Mapping):
+            if id(place.schema) in seen:
+                continue
+            seen.add(id(place.schema))
+            references.append(place.schema.get("$ref"))
         yield place
         stack += reversed(list(children(place)))
+        while references and not stack:
+            target = resolved(root, references.pop())
+            stack += [] if target is None else [target]
 
 
 def resolved(root: Schema, reference: object) -> SubSchema | None:
@@ -213,11 +225,8 @@ def resolved(root: Schema, reference: object) -> SubSchema | None:
 # -- what is prepared ------------------------------------------------------------------------------
 
 
-def prepared(schema: dict[str, Any], *, closes_objects: bool) -> dict[str, Any]:
-    """Returns a copy of a schema that the compiler may see; refuses long chains of references.
-
-    With `closes_objects`, objects have no properties but those that their schema names.
-    """
+def prepared(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a schema that the compiler may see; refuses long chains of references."""
     schema = json.loads(json.dumps(schema), parse_float=_number)
     check_chains(schema)
     for place in places(schema):
@@ -229,8 +238,6 @@ def prepared(schema: dict[str, Any], *, closes_objects: bool) -> dict[str, Any]:
             raise SchemaError(f"{place.pointer}/$id", "drafts read it differently beside a $ref")
         if "oneOf" in place.schema and "anyOf" not in place.schema:
             _open_one_of(schema, place.schema)
-        if closes_objects and "properties" in place.schema:
-            place.schema.setdefault("additionalProperties", False)
     return schema
 
 

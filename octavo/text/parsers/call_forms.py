@@ -171,7 +171,7 @@ def _checked(name: str, schema: Mapping[str, Any], given_as: str) -> dict[str, A
     puts its parts; InvalidRequest where it is too large, or needs itself without an end.
     """
     try:
-        made = prepared(read(schema), closes_objects=False)
+        made = prepared(read(schema))
         check_cycles(made)
     except SchemaError as error:
         raise InvalidRequest(f"{given_as}: {name}: {error}", param=given_as) from None

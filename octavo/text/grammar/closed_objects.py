@@ -1,0 +1,115 @@
+"""Closes the objects of a JSON schema that do not say whether other properties are allowed.
+
+JSON Schema leaves them open, and a small model then adds properties until its length ends.
+llama.cpp and xgrammar (strict mode) close them too. Objects that name no property stay open, and so
+does whatever sets `additionalProperties` or `unevaluatedProperties` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from octavo.text.grammar.schema import SubSchema, children, places, resolved
+
+UNIONS = ("anyOf", "oneOf")
+CONDITIONS = ("not", "if", "contains", "propertyNames")
+"""Keywords whose schemas decide something; closing them would change the decision."""
+APPLICATORS = ("allOf", *UNIONS, "if", "then", "else", "not", "dependentSchemas", "$ref")
+"""Keywords whose schemas apply to the same value as the schema that they stand in."""
+OBJECT_KEYWORDS = (
+    "properties",
+    "patternProperties",
+    "required",
+    "minProperties",
+    "maxProperties",
+    "dependentRequired",
+)
+SPOKEN = ("additionalProperties", "unevaluatedProperties", "const", "enum")
+"""Keywords with which a schema says itself which properties an object has."""
+
+
+def close_objects(root: dict[str, Any]) -> None:
+    """Sets `additionalProperties` to false, in place, wherever a schema names an object's
+    properties and is silent about others.
+
+    Schemas that apply to one value together (`allOf`, a `$ref` beside `properties`) are closed as
+    one: each of them alone knows only some of the properties.
+    """
+    found = [place.schema for place in places(root) if isinstance(place.schema, dict)]
+    parts = {id(part) for schema in found for part in _parts_of_a_whole(root, schema)}
+    for schema in found:
+        if id(schema) not in parts and not _is_transparent(schema):
+            _close(root, schema)
+
+
+def _parts_of_a_whole(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
+    """Yields the schemas that must stay open because of what they stand in."""
+    for key in CONDITIONS:
+        yield from _within(root, schema.get(key))
+    if not _is_transparent(schema):
+        for part in _applied(root, schema):
+            yield from _within(root, part)
+
+
+def _within(root: dict[str, Any], schema: Any) -> list[dict[str, Any]]:
+    """Returns a schema and all that apply to the same value."""
+    found: dict[int, dict[str, Any]] = {}
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict) and id(one) not in found:
+            found[id(one)] = one
+            waiting += reversed(list(_applied(root, one)))
+    return list(found.values())
+
+
+def _applied(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
+    """Yields the schemas that apply to the same value as a schema, one level down."""
+    target = resolved(root, schema.get("$ref"))
+    if target is not None:
+        yield target.schema
+    own = {key: value for key, value in schema.items() if key in APPLICATORS}
+    for part in children(SubSchema("#", own)):
+        yield part.schema
+
+
+def _is_transparent(schema: Mapping[str, Any]) -> bool:
+    """Returns whether a schema says nothing of a value but that one other schema holds."""
+    used = [key for key in APPLICATORS if key in schema]
+    if len(used) != 1 or any(key in schema for key in (*OBJECT_KEYWORDS, *SPOKEN)):
+        return False
+    if used[0] == "allOf":
+        return isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1
+    return used[0] in (*UNIONS, "$ref")
+
+
+def _close(root: dict[str, Any], schema: dict[str, Any]) -> None:
+    """Closes a schema to the properties that it and those that apply with it name."""
+    whole = _within(root, schema)
+    if not any(isinstance(one.get("properties"), dict) for one in whole):
+        return
+    if any(key in one for one in whole for key in SPOKEN):
+        return
+    if any("patternProperties" in one for one in whole if one is not schema):
+        return
+    names: dict[str, bool] = {}
+    for one in whole:
+        properties, required = one.get("properties"), one.get("required")
+        names |= dict.fromkeys(properties, True) if isinstance(properties, dict) else {}
+        if isinstance(required, list):
+            names |= dict.fromkeys((name for name in required if isinstance(name, str)), True)
+    least = max((one.get("minProperties", 0) for one in whole), key=_number)
+    if _number(least) > len(names) and "patternProperties" not in schema:
+        return
+    own = schema.get("properties")
+    schema["properties"] = {**(own if isinstance(own, dict) else {}), **_missing(names, own)}
+    schema["additionalProperties"] = False
+
+
+def _missing(names: Mapping[str, bool], own: Any) -> dict[str, bool]:
+    return {name: True for name in names if not isinstance(own, dict) or name not in own}
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else 0

@@ -1,0 +1,106 @@
+"""Prepares the strings of a JSON schema for llguidance: patterns, and which escapes may spell them.
+
+A `pattern` is ECMA-262's and applies to the decoded string; llguidance reads Rust's syntax.
+
+llguidance 1.9 lets a character class that holds every control character match `\\"` and `\\\\` as
+well: `[^"]` admits a quote. Without U+0000 a class is read exactly, so that character is taken out
+of each class. Source of the syntaxes: ECMA-262 (Patterns), the documentation of Rust's regex.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.text.grammar.schema import places
+
+SHORT_ESCAPES = 'nrbtf\\"'
+"""Characters that JSON writes as a backslash and one character, as the compiler lists them."""
+WITHOUT_SHORT_ESCAPE = re.compile(r"\\u00[01]|\x7f")
+"""Control characters that only `\\u` spells, as `json.dumps` writes them."""
+
+TOKEN = re.compile(r"\\c[A-Za-z]|\\.|\[|[^\\\[]+", re.DOTALL)
+"""An escape, the start of a class, or text without either."""
+CLASS = re.compile(r"\[(\^?)(\]?(?:\\.|\[:\^?[a-z]+:\]|[^\]\\])*)\]", re.DOTALL)
+CLASS_TOKEN = re.compile(r"\\c[A-Za-z]|\\.|\[:\^?[a-z]+:\]|\[|&&|~~|--|[^\\\[&~-]+|.", re.DOTALL)
+OUTSIDE = {r"\Z": r"\z", r"\0": r"\x00", r"\/": "/"}
+"""Spellings of ECMA-262 and Python in Rust's syntax, outside of classes."""
+INSIDE = {
+    r"\b": r"\x08",
+    r"\0": r"\x00",
+    "[": r"\[",
+    "&&": r"&\&",
+    "~~": r"~\~",
+    "--": r"-\-",
+}
+"""The same within a class, in which Rust's syntax has operators (`&&`, `--`, `~~`, `[`)."""
+
+
+def rewrite_pattern(pattern: str) -> str:
+    """Returns a pattern of the same strings, but for those that hold U+0000."""
+    made: list[str] = []
+    at = 0
+    while at < len(pattern):
+        found = CLASS.match(pattern, at) if pattern[at] == "[" else None
+        if found is not None:
+            made.append(_rewrite_class(found[1], found[2]))
+        else:
+            found = TOKEN.match(pattern, at)
+            if found is None:  # a backslash at the end, which llguidance refuses
+                made.append(pattern[at:])
+                break
+            made.append(OUTSIDE.get(found[0], _control(found[0])))
+        at = found.end()
+    return "".join(made)
+
+
+def _rewrite_class(negation: str, inside: str) -> str:
+    items = "".join(INSIDE.get(token, _control(token)) for token in CLASS_TOKEN.findall(inside))
+    if negation:
+        return rf"[^{items}\x00]"
+    may_hold_controls = any(mark in items for mark in ("\\x", "\\u", "\\D", "\\S", "\\W", "[:^"))
+    may_hold_controls |= any(char < " " for char in items)
+    return rf"[[{items}]&&[^\x00]]" if may_hold_controls else f"[{items}]"
+
+
+def _control(token: str) -> str:
+    """Returns `\\cA` as the number of its character; other tokens unchanged."""
+    return rf"\x{ord(token[2]) % 32:02x}" if token.startswith(r"\c") and len(token) == 3 else token
+
+
+def rewrite_patterns(schema: dict[str, Any]) -> None:
+    """Writes the patterns of a schema in the compiler's syntax, in place."""
+    for place in places(schema):
+        part = place.schema
+        if not isinstance(part, dict):
+            continue
+        if isinstance(part.get("pattern"), str):
+            part["pattern"] = rewrite_pattern(part["pattern"])
+        named = part.get("patternProperties")
+        if isinstance(named, dict):
+            part["patternProperties"] = {rewrite_pattern(key): named[key] for key in named}
+
+
+def escape_options(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the compiler's options for escapes: `\\u` is either possible or never begun.
+
+    The compiler applies no pattern to what `\\u` spells, so a schema that compares strings with a
+    pattern, or names with each other, is written without it.
+    """
+    found = [place.schema for place in places(schema) if isinstance(place.schema, dict)]
+    if not any(_compares_spellings(one) for one in found):
+        return {"json_allow_general_unicode_escapes": True}
+    spelled = [[one.get(key) for key in ("const", "enum", "properties")] for one in found]
+    if WITHOUT_SHORT_ESCAPE.search(json.dumps(spelled, ensure_ascii=False)):
+        return {}
+    return {"json_allowed_escapes": SHORT_ESCAPES}
+
+
+def _compares_spellings(schema: Mapping[str, Any]) -> bool:
+    """Returns whether a string of a schema is compared with a pattern or with names."""
+    if "pattern" in schema or "patternProperties" in schema:
+        return True
+    names = schema.get("properties") or schema.get("required")
+    return bool(names) and schema.get("additionalProperties") is not False
