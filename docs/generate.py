@@ -13,7 +13,7 @@ import inspect
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from model_tables import GUIDE, guide
@@ -24,8 +24,10 @@ from tables import table
 from octavo import errors
 from octavo.cli.app import build_app
 from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
+from octavo.cli.flags import flag_help
+from octavo.cli.help import option_text
 from octavo.config.engine_config import option_fields
-from octavo.config.option import OptionField, options_of
+from octavo.config.option import Group, OptionField, options_of
 from octavo.server.app import ROUTES, create_app
 from octavo.server.body import Body
 from octavo.server.errors import TABLE
@@ -52,22 +54,6 @@ from octavo.text.parsers.formats import DEFAULT_TOOL_FORMAT, REASONING_FORMATS, 
 
 FOLDER = Path(__file__).parent / "reference"
 NOTICE = "<!-- Written by docs/generate.py from the code. Do not edit. -->"
-
-SECTIONS = {
-    "model": "Model",
-    "cache": "KV cache",
-    "transfer": "Blocks from engine to engine",
-    "scheduler": "Scheduler",
-    "backend": "Backend",
-    "fleet": "Several engines",
-    "offload": "Weights larger than memory",
-    "draws": "Draws",
-    "lora": "Adapters",
-    "media": "Images",
-    "sparsity": "Sparsity",
-    "observe": "Observing",
-}
-"""Titles of the sections of options, in the order of the page."""
 
 
 def pages() -> dict[str, str]:
@@ -142,20 +128,17 @@ def options() -> str:
             " (8,192)."
         ),
     ]
-    every = option_fields()
-    if untitled := {spec.section for spec in every.values()} - SECTIONS.keys():
-        raise SystemExit(f"SECTIONS has no title for {', '.join(sorted(untitled))}")
-    for section, title in SECTIONS.items():
-        specs = {name: spec for name, spec in every.items() if spec.section == section}
-        parts += [f"## {title}", option_table(specs)]
-    parts += [
-        "## Server",
-        "Flags of `octavo serve` only.",
-        option_table(options_of(ServerSettings)),
-        "## Router",
-        "Flags of `octavo route` only.",
-        option_table(options_of(RouterSettings)),
+    kinds = [
+        ("# Engine options", option_fields()),
+        ("# Server options, of `octavo serve`", options_of(ServerSettings)),
+        ("# Router options, of `octavo route`", options_of(RouterSettings)),
     ]
+    for title, every in kinds:
+        parts.append(f"#{title}")
+        for group in get_args(Group):
+            specs = {name: spec for name, spec in every.items() if spec.group == group}
+            if specs:
+                parts += [f"### {group}", option_table(specs)]
     return "\n\n".join(parts)
 
 
@@ -163,7 +146,13 @@ def option_table(specs: dict[str, OptionField]) -> str:
     return table(
         ("option", "flag", "allowed", "default", "what it does"),
         (
-            (f"`{name}`", f"`{flag_of(name, spec)}`", allowed(spec), default_of(spec), spec.help)
+            (
+                f"`{name}`",
+                f"`{flag_of(name, spec)}`",
+                allowed(spec),
+                default_of(spec),
+                f"{spec.help}. {spec.details}".rstrip(),
+            )
             for name, spec in specs.items()
         ),
     )
@@ -191,9 +180,9 @@ def allowed(spec: OptionField) -> str:
 
 def default_of(spec: OptionField) -> str:
     default = spec.entry.default
-    if default is None or default == ():
-        return ""
-    return ("on" if default else "off") if isinstance(default, bool) else f"`{default}`"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"`{spec.default_text}`" if default not in (None, (), "") else spec.default_text
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -238,7 +227,7 @@ def describe(path: str, command: Any) -> Iterator[str]:
     if own:
         yield table(
             ("argument or flag", "what it does"),
-            ((f"`{', '.join(param.opts)}`", param.help) for param in own),
+            ((f"`{', '.join(param.opts)}`", option_text(param)) for param in own),
         )
     if len(own) < len(command.params):
         names = {param.name for param in command.params}
@@ -253,7 +242,7 @@ def is_made_of(spec: OptionField | None, text: str) -> bool:
     """Returns whether a flag was made of this option (octavo/cli/flags.py) and is no command's own
     flag.
     """
-    return spec is not None and text.lower().startswith(spec.help.lower())
+    return spec is not None and text == flag_help(spec)
 
 
 # -- errors ----------------------------------------------------------------------------------------

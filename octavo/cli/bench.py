@@ -32,34 +32,32 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import Profile, RequestOutput
 
-NumPrompts = Annotated[int, typer.Option(help="Requests in a round.", min=1)]
-InputLen = Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)]
-OutputLen = Annotated[int, typer.Option(help="Tokens of each answer.", min=1)]
+NumPrompts = Annotated[int, typer.Option(help="Send N requests in a round", min=1)]
+InputLen = Annotated[int, typer.Option(help="Make prompts of N tokens", min=1)]
+OutputLen = Annotated[int, typer.Option(help="Generate N tokens per request", min=1)]
 SharedPrefixLen = Annotated[
     int,
-    typer.Option(help="Tokens with which every prompt of a round begins, before its own.", min=0),
+    typer.Option(help="Begin every prompt with the same N tokens", min=0),
 ]
 RangeRatio = Annotated[
     float,
     typer.Option(
-        help="Draws each length between (1 - RATIO) and (1 + RATIO) times what is given.",
+        help="Vary each length by up to this fraction",
         min=0.0,
         max=0.99,
     ),
 ]
-Rounds = Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)]
-Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
+Rounds = Annotated[int, typer.Option(help="Run N rounds and report the median", min=1)]
+Seed = Annotated[int, typer.Option(help="Seed the random prompts")]
 Profiled = Annotated[
     bool,
     typer.Option(
         "--profile",
-        help="Time each kind of op in one more round: a table, and a picture beside the rooflines.",
+        help="Time each kind of op in one more round",
     ),
 ]
-Picture = Annotated[
-    Path, typer.Option(help="Where --profile writes its picture, an SVG.", dir_okay=False)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Picture = Annotated[Path, typer.Option(help="Write --profile's picture here", dir_okay=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 Prompts = list[list[int]]
 
@@ -67,7 +65,7 @@ Prompts = list[list[int]]
 def build_app() -> typer.Typer:
     """Puts the subcommands of `octavo bench` together."""
     app = typer.Typer(
-        cls=Group, help="Measure how fast a model generates here.", rich_markup_mode=None
+        cls=Group, help="Measure the speed of a model on this machine.", rich_markup_mode=None
     )
     app.command("throughput", cls=Command)(throughput)
     app.command("latency", cls=Command)(latency)

@@ -88,37 +88,37 @@ class QuantWork:
 def quant(
     model: Annotated[str, typer.Argument(help="Short name, Hugging Face repository or path.")],
     *,
-    text: Annotated[Path, typer.Option(help="Text whose perplexity is measured.")],
+    text: Annotated[Path, typer.Option(help="Measure the perplexity of this text")],
     calibration: Annotated[
-        Path | None, typer.Option(help="Another text, over which GPTQ and AWQ are calibrated.")
+        Path | None, typer.Option(help="Calibrate GPTQ and AWQ with this text")
     ] = None,
-    only: Annotated[
-        str, typer.Option(help=f"Rows, with commas between: {', '.join(VARIANTS)}.")
-    ] = "",
-    group: Annotated[int, typer.Option(help="Inputs that share a scale.")] = 32,
+    only: Annotated[str, typer.Option(help="Measure only these rows, e.g. FP16,INT8,GPTQ")] = "",
+    group: Annotated[int, typer.Option(help="Share a scale among N inputs")] = 32,
     made: Annotated[
-        Path | None, typer.Option(help="Directory that keeps what is quantised.")
+        Path | None, typer.Option(help="Keep quantized models in this directory")
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Model whose tokenizer is used; the model's own.")
-    ] = None,
-    window: Annotated[int, typer.Option(help="Tokens of a window of the text.", min=2)] = 1024,
+    tokenizer: Annotated[str | None, typer.Option(help="Use this model's tokenizer")] = None,
+    window: Annotated[
+        int, typer.Option(help="Cut the text into windows of N tokens", min=2)
+    ] = 1024,
     windows: Annotated[
-        int | None, typer.Option(help="Windows of the text; all of them.", min=1)
+        int | None, typer.Option(help="Use N windows", show_default="all", min=1)
     ] = None,
-    calibration_texts: Annotated[int, typer.Option(help="Pieces of that text.", min=1)] = 32,
-    calibration_length: Annotated[int, typer.Option(help="Tokens of a piece.", min=16)] = 512,
-    num_prompts: Annotated[int, typer.Option(help="Requests in a round.", min=1)] = 32,
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
-    rounds: Annotated[int, typer.Option(help="Rounds; the median is reported.", min=1)] = 3,
+    calibration_texts: Annotated[
+        int, typer.Option(help="Calibrate with N pieces of text", min=1)
+    ] = 32,
+    calibration_length: Annotated[int, typer.Option(help="Make pieces of N tokens", min=16)] = 512,
+    num_prompts: Annotated[int, typer.Option(help="Send N requests in a round", min=1)] = 32,
+    input_len: Annotated[int, typer.Option(help="Make prompts of N tokens", min=1)] = 128,
+    output_len: Annotated[int, typer.Option(help="Generate N tokens per request", min=1)] = 128,
+    rounds: Annotated[int, typer.Option(help="Run N rounds and report the median", min=1)] = 3,
     prepare: Annotated[
-        bool, typer.Option("--prepare", help="Quantise into --made alone, and measure nothing.")
+        bool, typer.Option("--prepare", help="Quantize into --made and measure nothing")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Take rows that --made has of the same work.")
+        bool, typer.Option("--resume", help="Reuse rows that --made already has")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     options: dict[str, Any],
 ) -> None:
     """Measure size, tokens/s and perplexity of each way to store a model's weights."""

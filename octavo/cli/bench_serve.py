@@ -31,73 +31,71 @@ DEFAULT_LEN = "128"
 
 Trace = Annotated[
     Path | None,
-    typer.Option(
-        help="JSON lines of timestamp (ms), input_length, output_length, hash_ids; else synthetic."
-    ),
+    typer.Option(help="Replay this trace (Mooncake's format)", show_default="synthetic"),
 ]
 Scale = Annotated[
-    str, typer.Option(help="Of the trace's lengths and blocks, such as 1/32.", metavar="FRACTION")
+    str, typer.Option(help="Scale the trace's lengths and blocks, e.g. 1/32", metavar="FRACTION")
 ]
 TimeScale = Annotated[
-    float | None, typer.Option(help="Of the trace's times: 0.5 sends twice as fast.")
+    float | None, typer.Option(help="Scale the trace's times; 0.5 is twice as fast")
 ]
 Url = Annotated[
     str | None,
-    typer.Option(help="A server that runs; default one of the benchmark's own.", metavar="URL"),
+    typer.Option(help="Measure this server", show_default="a new one", metavar="URL"),
 ]
 ApiKey = Annotated[
-    str | None, typer.Option(help=f"Key for --url; default ${KEY_VARIABLE}.", metavar="KEY")
+    str | None,
+    typer.Option(help="Send this key to --url", show_default=f"${KEY_VARIABLE}", metavar="KEY"),
 ]
 NumRequests = Annotated[
     int | None,
     typer.Option(
         "--num-requests",
         "--num-prompts",
-        help="Number of requests, the first of a trace; default all, or 100.",
+        help="Send the first N requests",
+        show_default="all, or 100",
         min=1,
     ),
 ]
 RequestRate = Annotated[
     float | None,
-    typer.Option(help="Requests per second, Poisson, in place of the trace's times; default inf."),
+    typer.Option(help="Send N requests per second (Poisson)", show_default="inf"),
 ]
 Burstiness = Annotated[
     float | None,
-    typer.Option(
-        help="Shape of the gaps at --request-rate: below 1 in bursts, above 1 evenly; default 1."
-    ),
+    typer.Option(help="Send in bursts (below 1) or evenly (above 1)", show_default="1"),
 ]
 MaxConcurrency = Annotated[
-    int | None, typer.Option(help="Most requests under way; others are sent later.", min=1)
+    int | None, typer.Option(help="Have at most N requests under way", min=1)
 ]
 InputLen = Annotated[
     str | None,
-    typer.Option(help="Tokens of a synthetic prompt, or a range: 64-2048; default 128."),
+    typer.Option(help="Make prompts of N tokens, or a range: 64-2048", show_default="128"),
 ]
 OutputLen = Annotated[
     str | None,
-    typer.Option(help="Tokens of a synthetic answer, or a range: 16-256; default 128."),
+    typer.Option(help="Generate N tokens, or a range: 16-256", show_default="128"),
 ]
 Goodput = Annotated[
     list[str] | None,
     typer.Option(
-        help="Limits in ms for requests that count: ttft:500 tpot:50 itl:100 e2el:2000.",
+        help="Count requests within limits in ms, e.g. ttft:500 tpot:50",
         metavar="LIMIT",
     ),
 ]
 MoreGoodput = Annotated[
     list[str] | None,
-    typer.Argument(help="More limits of --goodput.", metavar="LIMIT", show_default=False),
+    typer.Argument(help="More limits of --goodput", metavar="LIMIT", show_default=False),
 ]
 Plot = Annotated[
     str | None,
     typer.Option(
-        help="Draw latencies and the course of the run into this SVG, or with - into the terminal.",
+        help="Plot the run into this SVG, or with - in the terminal",
         metavar="FILE",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the prompts, lengths and random times.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Seed = Annotated[int, typer.Option(help="Seed prompts, lengths and arrival times")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 
 @with_engine_flags(without=("seed",))

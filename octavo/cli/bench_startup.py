@@ -27,9 +27,9 @@ from octavo.errors import BackendUnavailable, WorkerFailed
 
 PROMPT = "What is the capital of France?"
 
-Prompt = Annotated[str, typer.Option(help="What is asked.")]
-Rounds = Annotated[int, typer.Option(help="Starts of each command.", min=1)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Prompt = Annotated[str, typer.Option(help="Ask this prompt")]
+Rounds = Annotated[int, typer.Option(help="Start each command N times", min=1)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,19 +35,16 @@ def calibrate(
     model: Annotated[
         str, typer.Argument(help="Short name, local path or Hugging Face repository.")
     ],
-    text: Annotated[
-        Path, typer.Option(help="File of text like the one that the model is to write, UTF-8.")
-    ],
-    out: Annotated[Path, typer.Option(help="File to write; an existing one is replaced.")],
+    text: Annotated[Path, typer.Option(help="Run this text (UTF-8) through the model")],
+    out: Annotated[Path, typer.Option(help="Write this file")],
     tokens: Annotated[
-        int, typer.Option(min=256, help="Tokens of the text that are measured at most.")
+        int, typer.Option(min=256, help="Measure at most N tokens of the text")
     ] = DEFAULT_TOKENS,
     predictor_rank: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Rank of predictors for --sparsity-predictor, 64 as a rule; they want 16384"
-            " tokens. 0: makes none.",
+            help="Fit predictors of rank N, e.g. 64 with 16384 tokens",
         ),
     ] = 0,
     options: dict[str, Any],

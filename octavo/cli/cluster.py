@@ -28,22 +28,20 @@ logger = logging.getLogger(__name__)
 def cluster(
     plan: Annotated[
         str,
-        typer.Argument(
-            metavar="PLAN", help="YAML file: groups of instances, and the router before them."
-        ),
+        typer.Argument(metavar="PLAN", help="YAML file of groups of instances and their router"),
     ],
     *,
     ray_address: Annotated[
         str | None,
         typer.Option(
-            help="Address of a running Ray cluster, such as 10.0.0.1:6379, or auto; default starts"
-            " Ray on this machine alone.",
+            help="Connect to this Ray cluster, or auto",
+            show_default="a new one on this machine",
             metavar="HOST:PORT",
         ),
     ] = None,
 ) -> None:
-    """Start and keep up instances on several machines, and a router before them. A change of the
-    plan's file is taken on: instances join, drain and leave. Stops on SIGTERM or Ctrl-C.
+    """Run servers on several machines behind a router. Follows changes of the plan's file:
+    instances join, drain and leave. Stops on SIGTERM or Ctrl-C.
     """
     from octavo.cluster.controller import Cluster, ClusterKeys
     from octavo.cluster.ray_placer import RayPlacer

@@ -1,4 +1,4 @@
-"""The classes of Octavo's commands: Typer's, with a validator only for options that need one.
+"""The classes of Octavo's commands: Typer's, with help by group, and validators as needed.
 
 Typer has pydantic build a validator for every option of a command, which takes longer than parsing
 all of them (`run` has 60). Text, and an option that was not given, needs none; the rest stays
@@ -9,16 +9,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from octavo.cli.help import format_help
 
 TEXT = (str, str | None)
 
 
 class Command(TyperCommand):
-    """A command whose options are validated as needed."""
+    """A command whose options are validated as needed; `--help-all` shows all of them."""
+
+    _help_all: TyperOption | None = None
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _validated_as_needed(super().get_params(ctx))
+        parameters = super().get_params(ctx)
+        if self._help_all is None:
+            self._help_all = _help_all_option(parameters[-1])
+        return _validated_as_needed([*parameters, self._help_all])
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(format_help(self, ctx, shows_all=False))
 
 
 class Group(TyperGroup):
@@ -26,6 +37,29 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _validated_as_needed(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(format_help(self, ctx, shows_all=True))
+
+
+def _help_all_option(help_option: Any) -> TyperOption:
+    """Makes the option beside `--help`, which is the last that Typer adds."""
+    help_option.help = "Show the most used options"
+
+    def show(ctx: Any, param: Any, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            typer.echo(format_help(ctx.command, ctx, shows_all=True), nl=False, color=ctx.color)
+            ctx.exit()
+
+    return TyperOption(
+        param_decls=["--help-all"],
+        type_descriptor=help_option.type_descriptor,
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show all options, by group",
+    )
 
 
 def _validated_as_needed(parameters: list[Any]) -> list[Any]:

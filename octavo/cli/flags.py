@@ -68,29 +68,38 @@ def _completer(choices: Iterable[str]) -> Callable[[str], list[str]] | None:
     return complete
 
 
+def flag_help(spec: OptionField) -> str:
+    """Returns the help text of an option's flag."""
+    notes = ["repeatable"] if spec.is_list else []
+    if spec.default_text:
+        notes.append(f"default: {spec.default_text}")
+    return f"{spec.help} [{'; '.join(notes)}]" if notes else spec.help
+
+
 def _parameter(name: str, spec: OptionField) -> inspect.Parameter:
     """Returns an option's flag as Typer reads it from a signature.
 
     The parser takes its value as text and the config reads it, so that a bad value gets the same
     message from the shell as from Python.
     """
-    flag, default = "--" + name.replace("_", "-"), spec.entry.default
-    is_said = str(default) in spec.help or "; default " in spec.help
-    is_told = default in (None, (), False) or is_said
-    text = f"{spec.help}." if is_told else f"{spec.help}; default {default}."
-    text = text[0].upper() + text[1:]
+    flag, text = "--" + name.replace("_", "-"), flag_help(spec)
     annotation: Any
     if spec.type is bool:
+        is_on = spec.entry.default
+        names: tuple[str, ...] = (f"{flag}/--no-{flag[2:]}" if is_on else flag,)
         annotation = Annotated[
-            bool | None, typer.Option(f"{flag}/--no-{flag[2:]}" if default else flag, help=text)
+            bool | None, typer.Option(*names, help=text, rich_help_panel=spec.panel)
         ]
     else:
-        metavar = "|".join(spec.choices) or ("N" if spec.number else "TEXT")
         names = (flag, short) if (short := spec.entry.metadata["short"]) else (flag,)
         annotation = Annotated[
             list[str] | None if spec.is_list else str | None,
             typer.Option(
-                *names, help=text, metavar=metavar, autocompletion=_completer(spec.choices)
+                *names,
+                help=text,
+                metavar=spec.metavar,
+                rich_help_panel=spec.panel,
+                autocompletion=_completer(spec.choices),
             ),
         ]
     return inspect.Parameter(

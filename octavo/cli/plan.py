@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
+SIMULATION = "Simulation of several machines"
+"""Group of the options of --trace."""
+
 MEASURED_BYTES = 256 << 20
 """Bytes that are read to measure the bandwidth: more than any cache holds."""
 
@@ -37,73 +40,66 @@ def plan(
     *,
     model: Annotated[
         str | None,
-        typer.Argument(
-            help=(
-                "Short name, local path (config.json suffices) or Hugging Face repository; none"
-                " with --trace."
-            )
-        ),
+        typer.Argument(help="Short name, path (config.json suffices) or Hugging Face repository"),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="Memory for all of it, or of each rank, e.g. 80GiB; default what is free."
-        ),
+        typer.Option(help="Plan for this much memory per rank", show_default="what is free"),
     ] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Bytes per second from memory, e.g. 50G; default measured.")
+        str | None,
+        typer.Option(help="Read N bytes per second from memory", show_default="measured"),
     ] = None,
     flops: Annotated[
         str | None,
-        typer.Option(help="Operations per second of products, e.g. 1.5T; default measured."),
+        typer.Option(help="Compute N operations per second", show_default="measured"),
     ] = None,
     disk_bandwidth: Annotated[
         str | None,
-        typer.Option(
-            help=(
-                "Bytes per second from the disk of weights_dir, e.g. 1G; default measured, with a"
-                " file of 256 MiB there."
-            )
-        ),
+        typer.Option(help="Read N bytes per second from --weights-dir", show_default="measured"),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            help=(
-                "Recorded traffic, JSON lines in Mooncake's form: say which layout of --machines"
-                " serves it best, by simulation."
-            )
+            help="Find the best layout for this recorded traffic",
+            rich_help_panel=SIMULATION,
         ),
     ] = None,
     costs: Annotated[
         list[Path] | None,
         typer.Option(
-            help=(
-                "With --trace: recordings (octavo serve --record FILE) of one machine's engine,"
-                " which say what its steps cost; several to compare engines."
-            )
+            help="Take step costs from this recording of octavo serve",
+            rich_help_panel=SIMULATION,
         ),
     ] = None,
     slo: Annotated[
-        str, typer.Option(help="With --trace: what a good request keeps to.")
+        str, typer.Option(help="Count requests within these limits", rich_help_panel=SIMULATION)
     ] = "ttft=2s,tpot=80ms",
     machines: Annotated[
-        int, typer.Option(help="With --trace: machines, one engine on each.", min=1)
+        int,
+        typer.Option(
+            help="Lay out N machines with one engine each", min=1, rich_help_panel=SIMULATION
+        ),
     ] = 1,
     link: Annotated[
-        str, typer.Option(help="With --trace: bits per second between machines, e.g. 10G.")
+        str,
+        typer.Option(help="Send N bits per second between machines", rich_help_panel=SIMULATION),
     ] = "1G",
     scale: Annotated[
-        str, typer.Option(help="With --trace: of its lengths, such as 1/32.", metavar="FRACTION")
+        str,
+        typer.Option(
+            help="Scale the trace's lengths", metavar="FRACTION", rich_help_panel=SIMULATION
+        ),
     ] = "1",
     num_requests: Annotated[
-        int, typer.Option(help="With --trace: requests that are simulated.", min=1)
+        int, typer.Option(help="Simulate N requests", min=1, rich_help_panel=SIMULATION)
     ] = 200,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     options: dict[str, Any],
 ) -> None:
-    """Say what a model needs and whether it fits, before anything is loaded: the exit code is 1 if
-    it does not. Or, with --trace, which layout of several machines serves recorded traffic best.
+    """Report the memory that a model needs and whether it fits, without loading it. The exit code
+    is 1 if it does not. With --trace, find the layout of several machines that serves recorded
+    traffic best.
     """
     if trace is not None:
         from octavo.cli.plan_trace import TracePlan

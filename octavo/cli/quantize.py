@@ -25,66 +25,61 @@ def quantize(
     ],
     *,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="New directory for the model.", file_okay=False)
+        Path,
+        typer.Option(
+            "--output", "-o", help="Write the model to this new directory", file_okay=False
+        ),
     ],
     method: Annotated[
         str,
-        typer.Option(help="rtn (to nearest), gptq, awq or smoothquant (with --scheme w8a8)."),
+        typer.Option(help="Quantize by rtn, gptq, awq or smoothquant"),
     ] = "gptq",
     output_format: Annotated[
-        str, typer.Option("--format", help="gptq, awq, compressed-tensors or gguf.")
+        str, typer.Option("--format", help="Write gptq, awq, gguf, ...")
     ] = "compressed-tensors",
     bits: Annotated[
-        int | None, typer.Option(help="Bits of a weight; 4 unless --scheme says otherwise.")
+        int | None, typer.Option(help="Use N bits per weight", show_default="by --scheme, else 4")
     ] = None,
-    group: Annotated[
-        int, typer.Option(help="Inputs that share a scale; -1 for whole rows. GGUF's types say it.")
-    ] = 128,
+    group: Annotated[int, typer.Option(help="Share a scale among N inputs; -1: whole rows")] = 128,
     scheme: Annotated[
         str | None,
-        typer.Option(help="w4a16, w8a16 or w8a8, which rounds rows to 8 bits as they come."),
+        typer.Option(help="Quantize as w4a16, w8a16 or w8a8 (activations too)"),
     ] = None,
     sym: Annotated[
         bool | None,
         typer.Option(
-            "--sym/--zero-point", help="Zeros in the middle of the codes, or one for each group."
+            "--sym/--zero-point", help="Quantize symmetrically, or with a zero point per group"
         ),
     ] = None,
     desc_act: Annotated[
         bool,
-        typer.Option(
-            "--desc-act", help="gptq: groups are of inputs used about as strongly (act-order)."
-        ),
+        typer.Option("--desc-act", help="Group inputs by their use (gptq, act-order)"),
     ] = False,
-    damp_percent: Annotated[
-        float, typer.Option(help="gptq: damping, in percent of the mean use of an input.")
-    ] = 5.0,
+    damp_percent: Annotated[float, typer.Option(help="Damp by N percent of the mean (gptq)")] = 5.0,
     gptaq: Annotated[
         bool,
         typer.Option(
             "--gptaq",
-            help="gptq: make up for what earlier layers' rounding changed, in twice the time.",
+            help="Correct the errors of earlier layers (gptq, 2x slower)",
         ),
     ] = False,
     keep_sensitive: Annotated[
         bool,
-        typer.Option(
-            "--keep-sensitive", help="Give 8 bits to values and to half of the down projections."
-        ),
+        typer.Option("--keep-sensitive", help="Keep values and half of down projections at 8 bits"),
     ] = False,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Text over which the model is run, like what it is for.", dir_okay=False),
+        typer.Option(help="Calibrate with this text", dir_okay=False),
     ] = None,
-    calibration_texts: Annotated[
-        int, typer.Option(help="Pieces of the text that are used.", min=1)
-    ] = 32,
-    calibration_length: Annotated[int, typer.Option(help="Tokens of a piece.", min=16)] = 512,
+    calibration_texts: Annotated[int, typer.Option(help="Use N pieces of the text", min=1)] = 32,
+    calibration_length: Annotated[
+        int, typer.Option(help="Cut the text into pieces of N tokens", min=16)
+    ] = 512,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Model whose tokenizer reads the text; the model's own.")
+        str | None, typer.Option(help="Read the text with this model's tokenizer")
     ] = None,
 ) -> None:
-    """Quantise a model, layer by layer; an interrupted run goes on where it was."""
+    """Quantize a model, layer by layer. An interrupted run continues where it stopped."""
     from octavo.progress import to_stderr
     from octavo.wiring.quantize import CalibrationText, quantize_model
 

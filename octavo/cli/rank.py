@@ -12,12 +12,10 @@ SECRET_VARIABLE = "OCTAVO_RANK_SECRET"
 
 def rank(
     address: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="The rank_address of the engine.")
+        str, typer.Argument(metavar="HOST:PORT", help="The --rank-address of the engine")
     ],
     *,
-    number: Annotated[
-        int, typer.Option("--rank", min=1, help="Place among the engine's ranks, from 1 on.")
-    ],
+    number: Annotated[int, typer.Option("--rank", min=1, help="Be rank N of the engine, from 1")],
 ) -> None:
     """Be one rank of an engine on another machine (`octavo serve --rank-address`): wait for its
     first rank, load this one's part of the model, and compute until that one ends. The secret comes

@@ -22,35 +22,33 @@ MAX_STEPS = 20_000
 
 def replay(
     *,
-    file: Annotated[Path, typer.Argument(help="What --record has written.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(help="File that --record has written", show_default=False)
+    ],
     execute: Annotated[
         bool,
-        typer.Option(
-            "--execute", help="Load the model, compute each plan, and compare what it yields."
-        ),
+        typer.Option("--execute", help="Load the model and compare each plan's results"),
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="With --execute or --serve: where the model is now, if not where it was."
-        ),
+        typer.Option(help="Load the model from here", show_default="as recorded"),
     ] = None,
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="Show the steps in a browser, to pause and step through."),
+        typer.Option("--serve", help="Show the steps in a browser"),
     ] = False,
     host: Annotated[
-        str | None, typer.Option(help=f"With --serve: address to listen on; default {HOST}.")
+        str | None, typer.Option(help="Listen on this address", show_default=HOST)
     ] = None,
     port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help=f"With --serve: port, 0 takes a free one; default {PORT}."
+            min=0, max=65535, help="Listen on this port, 0 for a free one", show_default=str(PORT)
         ),
     ] = None,
     max_steps: Annotated[
         int | None,
-        typer.Option(min=1, help=f"With --serve: most steps that are shown; default {MAX_STEPS}."),
+        typer.Option(min=1, help="Show at most N steps", show_default=str(MAX_STEPS)),
     ] = None,
 ) -> None:
     """Repeat the exact step sequence of a recording (`--record FILE`). The exit code is 1 if

@@ -25,22 +25,21 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="Short name, local path or Hugging Face repository, or NAME=MODEL; several are"
-            " served side by side.",
+            help="Short name, path or Hugging Face repository, or NAME=MODEL for each",
             show_default="smollm2",
         ),
     ] = None,
     config: Annotated[
         str | None,
         typer.Option(
-            help="YAML file with flags' names as keys and a list `models`; the command line wins.",
+            help="Read options and models from this YAML file",
             metavar="FILE",
         ),
     ] = None,
     options: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Serve models over HTTP, the way OpenAI's API is spoken. Stops on SIGTERM or Ctrl-C."""
+    """Serve models over HTTP with an OpenAI-compatible API. Stops on SIGTERM or Ctrl-C."""
     from octavo.server.run import serve as run_server
 
     file = ServeConfig() if config is None else read_config(Path(config))

@@ -22,14 +22,16 @@ RATES = (0.5, 1.0, 2.0)
 
 def build_app() -> typer.Typer:
     """Puts the subcommands of `octavo simulate` together."""
-    app = typer.Typer(cls=Group, help="Simulate machines that are not here.", rich_markup_mode=None)
+    app = typer.Typer(
+        cls=Group, help="Simulate hardware that is not at hand.", rich_markup_mode=None
+    )
     app.callback()(_simulate)
     app.command("ndp", cls=Command)(ndp)
     return app
 
 
 def _simulate() -> None:
-    """Simulate machines that are not here."""
+    """Simulate hardware that is not at hand."""
 
 
 @with_engine_flags(without=LEFT_OUT)
@@ -38,28 +40,28 @@ def ndp(
     model: Annotated[
         str, typer.Argument(help="Short name, local path or Hugging Face repository.")
     ],
-    text: Annotated[Path, typer.Option(help="File of text that the neurons are recorded with.")],
-    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the text at most.")] = 512,
+    text: Annotated[Path, typer.Option(help="Record neurons with this text")],
+    tokens: Annotated[int, typer.Option(min=256, help="Use at most N tokens of the text")] = 512,
     active: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Share of a layer's neurons that are active.")
+        float, typer.Option(min=0.01, max=1.0, help="Activate this share of a layer's neurons")
     ] = 0.2,
     hot: Annotated[
-        float, typer.Option(min=0.0, max=0.95, help="Share of the neurons that the host keeps.")
+        float, typer.Option(min=0.0, max=0.95, help="Keep this share of neurons on the host")
     ] = 0.1,
-    window: Annotated[
-        int, typer.Option(min=1, help="Tokens after which neurons are placed again.")
-    ] = 32,
-    modules: Annotated[int, typer.Option(min=1, max=1024, help="Memory modules.")] = 8,
+    window: Annotated[int, typer.Option(min=1, help="Place neurons again every N tokens")] = 32,
+    modules: Annotated[int, typer.Option(min=1, max=1024, help="Simulate N memory modules")] = 8,
     module_rate: Annotated[
-        str, typer.Option(help="Bytes per second that a module multiplies.")
+        str, typer.Option(help="Multiply N bytes per second in a module")
     ] = "20G",
-    host_rate: Annotated[str, typer.Option(help="Bytes per second of the host.")] = "500G",
-    link_rate: Annotated[str, typer.Option(help="Bytes per second between modules.")] = "25G",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    host_rate: Annotated[
+        str, typer.Option(help="Multiply N bytes per second on the host")
+    ] = "500G",
+    link_rate: Annotated[str, typer.Option(help="Move N bytes per second between modules")] = "25G",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
     options: dict[str, Any],
 ) -> None:
-    """Simulate feed-forward layers in memory modules that multiply (near-data processing): neurons
-    dealt out in turn, and placed again by windows of tokens. No such machine is measured.
+    """Simulate feed-forward layers in memory modules that compute (near-data processing). Neurons
+    are placed in turn, and again after each window of tokens. No such machine is measured.
     """
     from octavo.config.engine_config import EngineConfig
     from octavo.config.sizes import parse_rate

@@ -19,20 +19,16 @@ KEY_VARIABLES = ("OCTAVO_OPERATOR_KEY", "OCTAVO_API_KEY")
 
 def top(
     *,
-    url: Annotated[str, typer.Option(help="The server.")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="Show this server")] = DEFAULT_URL,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Its key; the operator's shows all requests. Default"
-            f" ${KEY_VARIABLES[0]}, else ${KEY_VARIABLES[1]}."
+            help="Send this key; the operator's shows all requests",
+            show_default=f"${KEY_VARIABLES[0]}",
         ),
     ] = None,
-    interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two readings.")
-    ] = 1.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print one view and end, as outside a terminal.")
-    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Read every N seconds")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and exit")] = False,
 ) -> None:
     """Show what a server is doing: queues, KV blocks, tokens/s and requests, by model."""
     from octavo.cli.http_client import HttpClient

@@ -15,67 +15,92 @@ class BackendChoice:
 
     backend: Literal["native", "torch", "reference"] | None = option(
         None,
-        "what computes: native (C++ kernels), torch (any device PyTorch has) or reference (NumPy"
-        " float64, slow); default torch where it has a CUDA device, else native",
+        "Backend",
+        "Compute in C++, PyTorch or NumPy",
+        details="native: C++ kernels on the CPU; torch: any device that PyTorch has; reference:"
+        " NumPy in float64, slow. The default is torch with a CUDA device, else native.",
+        derived="by device",
+        common=True,
     )
     device: Literal["cpu", "cuda"] | None = option(
-        None, "where torch computes; default cuda where there is one, else cpu"
+        None, "Backend", "Run torch on this device", derived="cuda, else cpu"
     )
     attention_backend: Literal["auto", "triton", "sdpa", "flashinfer"] = option(
         "auto",
-        "torch: which kernels compute attention; sdpa: PyTorch's own, on any device; flashinfer:"
-        " where it is installed, on CUDA; auto: triton on CUDA where it is installed, else sdpa",
+        "Backend",
+        "Choose torch's attention kernels",
+        details="sdpa: PyTorch's own, on any device; flashinfer: on CUDA, if it is installed; auto:"
+        " triton on CUDA if it is installed, else sdpa.",
     )
     torch_kernels: Literal["auto", "plain", "triton"] = option(
         "auto",
-        "torch: what computes norms, gates, few rows' products with packed weights, experts and"
-        " draws; auto: triton on CUDA, else plain",
+        "Backend",
+        "Choose torch's kernels other than attention",
+        details="Norms, gates, products of few rows with packed weights, experts and sampling."
+        " auto: triton on CUDA, else plain.",
     )
-    enforce_eager: bool = option(False, "torch on CUDA: capture no decode steps as graphs")
+    enforce_eager: bool = option(False, "Backend", "Capture no CUDA graphs (torch)")
     batch_invariant: bool = option(
         False,
-        "torch: a request's tokens and logprobs are the same bits in any company, as they always"
-        " are on the others; slower",
+        "Backend",
+        "Make torch's results independent of the batch",
+        details="A request's tokens and logprobs are then the same bits in any batch, as they"
+        " always are on the other backends. Slower.",
     )
     tensor_parallel_size: int = option(
         1,
-        "native, torch: processes that share out the heads and widths of every layer; on CUDA each"
-        " has a device of its own",
+        "Distributed",
+        "Split every layer over N processes",
+        details="native, torch; on CUDA each process has a device of its own.",
+        common=True,
         low=1,
         short="-tp",
     )
     pipeline_parallel_size: int = option(
         1,
-        "native, reference: processes that share out the layers and compute one behind another,"
-        " with as many steps in flight",
+        "Distributed",
+        "Split the layers over N processes",
+        details="native, reference; as many steps are in flight.",
         low=1,
         short="-pp",
     )
     expert_parallel_size: int = option(
         1,
-        "native, torch: groups of ranks that share out the experts of every layer, whole ones each;"
-        " every group computes all else",
+        "Distributed",
+        "Split the experts of each layer over N groups",
+        details="native, torch; a group has whole experts, and computes everything else.",
         low=1,
         short="-ep",
     )
     rank_address: str | None = option(
         None,
-        "torch: HOST:PORT of this machine to which the other ranks come from theirs (octavo rank);"
-        " default they are processes of this machine",
+        "Distributed",
+        "Wait here for ranks on other machines",
+        details="torch: HOST:PORT of this machine, to which `octavo rank` on the others connects."
+        " By default all ranks run on this machine.",
+        metavar="HOST:PORT",
     )
     rank_secret: str | None = option(
-        None, "secret that these ranks share; without one they come from this machine only"
+        None,
+        "Distributed",
+        "Authenticate ranks by this secret",
+        details="Without one, only ranks of this machine may join.",
     )
     cpu_level: Literal[
         "auto", "portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"
     ] = option(
         "auto",
-        "native: the instruction set that its kernels use, lower to compare or to have another"
-        " machine's numbers",
+        "Backend",
+        "Limit the CPU instructions used, e.g. avx2",
+        details="To compare, or to get the numbers of another machine.",
     )
     threads: int | None = option(
         None,
-        "compute threads of each process; default the physical cores this process may use",
+        "Backend",
+        "Use N compute threads in each process",
+        details="The default is the physical cores that the process may use.",
+        derived="the cores",
+        common=True,
         low=1,
     )
 
@@ -103,22 +128,27 @@ class FleetOptions:
 
     data_parallel_size: int = option(
         1,
-        "engines of the model, each a process of its own with its weights and KV cache, which share"
-        " out the requests; kv_cache_memory_bytes, swap_space, threads and max_num_seqs are each"
-        " one's",
+        "Distributed",
+        "Run N engines of the model behind one server",
+        details="Each is a process with its own weights and KV cache; kv_cache_memory_bytes,"
+        " swap_space, threads and max_num_seqs apply to each.",
         low=1,
         short="-dp",
     )
     enable_expert_parallel: bool = option(
         False,
-        "native, with data_parallel_size: each expert is in one of the engines alone, and computes"
-        " the rows of all of them; they step together, those without work too",
+        "Distributed",
+        "Share the experts among data-parallel engines",
+        details="native, with data_parallel_size. Each expert is in one engine, which computes its"
+        " rows for all engines; they step together, idle ones too.",
     )
     routing_policy: Literal["kv", "least_tokens", "round_robin", "sticky"] = option(
         "kv",
-        "which engine computes a request: kv, the soonest by queue, cached blocks and measured"
-        " rate; the one with the fewest tokens; each in turn; or one for each tenant and beginning"
-        " of a prompt",
+        "Distributed",
+        "Choose the engine of a request",
+        details="kv: the soonest by queue, cached blocks and measured rate; least_tokens: the one"
+        " with the fewest tokens; round_robin: each in turn; sticky: one for each tenant and prompt"
+        " prefix.",
     )
 
     @property
@@ -133,45 +163,57 @@ class OffloadOptions:
 
     weights_memory_bytes: int | None = option(
         None,
-        "native: most memory of the weights, e.g. 512MiB; the others are read from weights_dir for"
-        " each step; default all are in memory",
+        "Memory and KV cache",
+        "Keep only this much of the weights in memory",
+        details="e.g. 512MiB; native: the rest is read from weights_dir at each step.",
+        derived="all",
         unit="bytes",
         low=1,
     )
     weights_dir: str | None = option(
         None,
-        "with weights_memory_bytes: directory of the file that weights are packed into once and"
-        " read from, on a disk",
+        "Memory and KV cache",
+        "Read the rest of the weights from a file here",
+        details="With weights_memory_bytes. The weights are packed into the file once.",
     )
     weights_schedule: Literal["pinned", "layers"] = option(
         "pinned",
-        "with weights_memory_bytes: keep a part and read the rest product by product; or read whole"
-        " layers in order and keep nothing",
+        "Experimental",
+        "Choose how streamed weights are read",
+        details="With weights_memory_bytes. pinned keeps a part and reads the rest product by"
+        " product; layers reads whole layers in order and keeps nothing.",
     )
     neuron_cache_bytes: int | None = option(
         None,
-        "with weights_memory_bytes, of which it is a part, and ffn_sparsity: memory of feed-forward"
-        " weights that are read neuron by neuron, those that a token uses (LLM in a Flash); takes"
-        " weights in int8",
+        "Experimental",
+        "Cache feed-forward weights neuron by neuron (LLM in a Flash)",
+        details="A part of weights_memory_bytes for the neurons that tokens use. Needs ffn_sparsity"
+        " and int8 weights.",
         unit="bytes",
         low=1,
     )
     neuron_window: int = option(
         0,
-        "with neuron_cache_bytes: tokens for which a neuron stays in memory that none of them uses;"
-        " 0: as long as there is room",
+        "Experimental",
+        "Drop a neuron that N tokens have not used",
+        details="With neuron_cache_bytes. 0: keep it while there is room.",
         low=0,
     )
     weights_lookahead: int = option(
         0,
-        "with neuron_cache_bytes and sparsity_predictor: layers ahead whose neurons are guessed,"
-        " and read while the disk is idle (ActiveFlow); no result depends on it",
+        "Experimental",
+        "Prefetch neurons N layers ahead (ActiveFlow)",
+        details="With neuron_cache_bytes and sparsity_predictor: reads while the disk is idle. No"
+        " result depends on it.",
         low=0,
     )
     hot_neurons: str | None = option(
         None,
-        "with neuron_cache_bytes: file of `octavo calibrate` for the same weights; the neurons that"
-        " its text used most stay in half of that memory for good (PowerInfer)",
+        "Experimental",
+        "Pin the neurons this calibration used most (PowerInfer)",
+        details="With neuron_cache_bytes: a file of `octavo calibrate` for the same weights. The"
+        " neurons take half of that memory.",
+        metavar="FILE",
     )
 
 
@@ -181,46 +223,56 @@ class SparsityOptions:
 
     ffn_sparsity: str | None = option(
         None,
-        "exact, native: read no weight of a feed-forward layer whose input is zero after a relu,"
-        " where one or two requests decode; the results are the same bits. gate:SHARE, e.g."
-        " gate:0.3: take that share of the gates of generated tokens for zero (CATS); needs a"
-        " calibration and changes results",
+        "Experimental",
+        "Skip feed-forward weights: exact, or gate:SHARE (CATS)",
+        details="exact (native): weights whose input is zero after a ReLU are not read while one or"
+        " two requests decode; the results are the same bits. gate:SHARE, e.g. gate:0.3: that share"
+        " of the gates of generated tokens counts as zero; needs a calibration, changes results.",
+        metavar="MODE",
     )
     activation_sparsity: float = option(
         0.0,
-        "share of the inputs of each layer's products, up to 0.95, that are taken for zero, the"
-        " smallest ones, in generated tokens (TEAL); needs a calibration and changes results",
+        "Experimental",
+        "Treat this share of activations as 0 (TEAL)",
+        details="The smallest inputs of each layer's products, up to 0.95, in generated tokens;"
+        " needs a calibration and changes results.",
         low=0,
     )
     activation_sparsity_plan: Literal["uniform", "greedy"] = option(
         "uniform",
-        "whether each product has that share, or each layer has it on average, more where its"
-        " output changes less",
+        "Experimental",
+        "Spread activation_sparsity over layers",
+        metavar="PLAN",
+        details="uniform: each product has that share; greedy: each layer has it on average, more"
+        " where its output changes less.",
     )
     calibration: str | None = option(
-        None, "file of `octavo calibrate` for the same weights, which says what is small"
+        None,
+        "Experimental",
+        "Read sparsity thresholds from this file",
+        details="A file of `octavo calibrate` for the same weights.",
+        metavar="FILE",
     )
 
     sparsity_predictor: str | None = option(
         None,
-        "file of `octavo calibrate --predictor-rank` for the same weights: of generated tokens only"
-        " the neurons are computed of which a low-rank predictor says, from the attention's input,"
-        " that they add most to the layer's output (DejaVu); native takes weights in int8; changes"
-        " results",
+        "Experimental",
+        "Compute only neurons chosen by this predictor (DejaVu)",
+        details="A file of `octavo calibrate --predictor-rank` for the same weights: a low-rank"
+        " predictor chooses, from the attention's input, the neurons that add most to the layer's"
+        " output, for generated tokens. native needs int8 weights. Changes results.",
+        metavar="FILE",
     )
-    predicted_share: float = option(
-        0.5, "with sparsity_predictor: share of each layer's neurons that are computed", low=0
-    )
+    predicted_share: float = option(0.5, "Experimental", "Compute this share of the neurons", low=0)
 
     kv_selection: Literal["speculated"] | None = option(
         None,
-        "native, reference: generated tokens read, in all layers but the first two, the blocks of"
-        " keys to which most of their attention goes, guessed from the layer before (InfiniGen);"
-        " changes results",
+        "Experimental",
+        "Read only the most attended blocks of keys (InfiniGen)",
+        details="native, reference: for generated tokens, in all layers but the first two; the"
+        " blocks are chosen by the layer before. Changes results.",
     )
-    kv_budget: float = option(
-        0.3, "with kv_selection: share of a request's blocks of keys that a token reads", low=0
-    )
+    kv_budget: float = option(0.3, "Experimental", "Read this share of the key blocks", low=0)
 
     @property
     def gate_sparsity(self) -> float:

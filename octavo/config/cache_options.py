@@ -14,107 +14,137 @@ class CacheOptions:
 
     kv_cache_memory_bytes: int | None = option(
         None,
-        "memory of the KV cache, e.g. 2GiB; default a safe share of what is free",
+        "Memory and KV cache",
+        "Give the KV cache this much memory",
+        details="e.g. 2GiB.",
+        derived="by free memory",
+        common=True,
         unit="bytes",
         low=1,
     )
     gpu_memory_utilization: float = option(
         0.92,
-        "share of a GPU's memory taken in all, where kv_cache_memory_bytes is not given",
+        "Memory and KV cache",
+        "Use this fraction of a GPU's memory in all",
+        details="Ignored if kv_cache_memory_bytes is given.",
         low=0,
     )
     kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8", "fp8"] = option(
         "auto",
-        "precision of K and V; auto: the compute dtype's (native: bf16 where that is not fp32);"
-        " int8, and fp8 (e4m3; torch, reference): a scale for each token and head",
+        "Memory and KV cache",
+        "Store K and V in this precision",
+        details="auto is the compute dtype's (native: bf16 unless that is fp32). int8, and fp8"
+        " (e4m3; torch, reference), have a scale per token and head.",
     )
     kv_layout: Literal["paged", "virtual"] = option(
         "paged",
-        "where blocks lie: anywhere; or virtual, each request's in a range of addresses of its own,"
-        " without sharing (Linux)",
+        "Experimental",
+        "Give each request a virtual range",
+        details="virtual: its blocks lie in one range of addresses, with memory on demand."
+        " Requests share no blocks; needs Linux.",
     )
-    enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that start alike")
+    enable_prefix_caching: bool = option(
+        True, "Memory and KV cache", "Reuse the KV blocks of shared prompt prefixes"
+    )
     shared_prefix_attention: bool = option(
         True,
-        "read blocks that several running requests share once for all of them (native; torch with"
-        " triton)",
+        "Memory and KV cache",
+        "Read KV blocks shared by running requests once",
+        details="Native; torch with triton.",
     )
     kv_spill_dir: str | None = option(
         None,
-        "native, with kv_selection: directory, on a disk, of a file for the keys and values of the"
-        " layers that choose which of them they read; kv_cache_memory_bytes then holds those that"
-        " were read last (InfiniGen); no result changes",
+        "Experimental",
+        "Keep K and V of selecting layers in a file here (InfiniGen)",
+        details="Native, with kv_selection: layers that choose which keys they read have theirs in"
+        " this directory, and kv_cache_memory_bytes holds those read last. No result changes.",
     )
     kv_spill_bytes: int | None = option(
         None,
-        "with kv_spill_dir: size of that file, e.g. 20GiB, which bounds the tokens of all requests",
+        "Experimental",
+        "Limit the file in kv_spill_dir, e.g. 20GiB",
+        details="It bounds the tokens of all requests.",
         unit="bytes",
         low=1,
     )
     kv_spill_ahead: bool = option(
         False,
-        "with kv_spill_dir: guess, while a layer computes, what the next one chooses, and read it;"
-        " no result depends on it",
+        "Experimental",
+        "Prefetch the keys that the next layer is likely to read",
+        details="With kv_spill_dir; no result depends on it.",
     )
     swap_space: int = option(
         1 << 30,
-        "host memory for KV blocks of preempted requests, e.g. 4GiB, at most the KV cache's size;"
-        " default 1GiB",
+        "Memory and KV cache",
+        "Reserve host memory for preempted requests",
+        details="At most the size of the KV cache.",
         unit="bytes",
         low=0,
     )
     kv_offloading_size: int | None = option(
         None,
-        "host memory in which the prefix cache keeps blocks that left the device; default none,"
-        " with prefix_cache_dir 1GiB",
+        "Memory and KV cache",
+        "Keep evicted prefix cache blocks in host memory",
+        details="The default is none, and 1GiB with prefix_cache_dir.",
         unit="bytes",
     )
     prefix_cache_dir: str | None = option(
         None,
-        "directory in which the prefix cache outlives the engine; several engines may share it",
+        "Memory and KV cache",
+        "Keep the prefix cache in files here across restarts",
+        details="Several engines may share the directory.",
     )
     prefix_cache_size: int = option(
-        10 << 30, "most bytes in prefix_cache_dir, e.g. 50GiB; default 10GiB", unit="bytes", low=1
+        10 << 30,
+        "Memory and KV cache",
+        "Limit the files in prefix_cache_dir",
+        unit="bytes",
+        low=1,
     )
     prefix_cache_policy: Literal["lru", "importance"] = option(
         "lru",
-        "which blocks of prefix_cache_dir stay in host memory: the last used; or importance"
-        " (native, reference): those to which prompts pay most attention, by one layer's keys,"
-        " which are kept apart (IMPRESS)",
+        "Experimental",
+        "Choose stored blocks kept in memory",
+        details="lru: those used last; importance (native, reference): those that get most"
+        " attention from prompts, by one layer's keys, which are kept apart (IMPRESS).",
     )
     prefix_cache_load: float = option(
         1.0,
-        "with the policy importance: share of a stored prefix's blocks that a prompt reads from"
-        " files, those to which its last tokens pay most attention; below 1 results change",
+        "Experimental",
+        "Load this fraction of a stored prefix",
+        details="With prefix_cache_policy importance: loads the blocks that get most attention from"
+        " a prompt's last tokens. Below 1 results change.",
         low=0,
     )
     kv_pool: str | None = option(
         None,
-        "mooncake://HOST:PORT of a Mooncake master, behind which engines share blocks of the prefix"
-        " cache; default none",
+        "Distributed",
+        "Share prefix cache blocks through this Mooncake master",
+        details="mooncake://HOST:PORT.",
+        metavar="URL",
     )
     kv_pool_lends: int = option(
-        0, "memory that this engine lends to the kv_pool; default none", unit="bytes", low=0
+        0, "Distributed", "Lend this much memory to the kv_pool", unit="bytes", low=0
     )
     kv_pool_replicas: int = option(
-        1, "store nodes of the kv_pool that each block is written to", unit="count", low=1
+        1, "Distributed", "Write each block to N store nodes of the kv_pool", unit="count", low=1
     )
     kv_events_config: str | None = option(
         None,
-        "JSON object of what is published of blocks that the prefix cache gains and loses, in"
-        " vLLM's form and with its fields: enable_kv_cache_events, publisher, endpoint,"
-        " replay_endpoint, topic, buffer_steps, hwm; and secret",
+        "Distributed",
+        "Publish KV cache events, configured by a JSON object",
+        details="The fields are vLLM's: enable_kv_cache_events, publisher, endpoint,"
+        " replay_endpoint, topic, buffer_steps, hwm; and secret.",
+        metavar="JSON",
     )
     media_cache_tokens: int = option(
-        8192,
-        "rows of encoded images that are kept for images that come again, beside those that a step"
-        " reads",
-        low=0,
+        8192, "Multimodal", "Cache encoded images, up to N rows, for repeated images", low=0
     )
     kv_cache: bool = option(
         True,
-        "keep K and V; without, every step computes all of a request's tokens again (for"
-        " comparison)",
+        "Memory and KV cache",
+        "Keep K and V instead of recomputing every token",
+        details="--no-kv-cache recomputes all of a request's tokens at each step, for comparison.",
     )
 
     @property
@@ -139,38 +169,52 @@ class TransferOptions:
 
     kv_transfer: Literal["zmq", "mooncake", "nixl"] | None = option(
         None,
-        "how KV blocks go to other engines and come from them: zmq, over TCP; mooncake or nixl,"
-        " read out of memory by its transfer engine or over UCX; default not",
+        "Distributed",
+        "Exchange KV blocks with other engines",
+        details="zmq: over TCP; mooncake, nixl: read out of memory by its transfer engine or over"
+        " UCX.",
     )
     role: Literal["prefill", "decode", "both"] = option(
         "both",
-        "with kv_transfer: prefill computes prompts for other engines, decode has long prompts"
-        " computed by its prefill_peers",
+        "Distributed",
+        "Prefill for other engines, or decode only",
+        details="With kv_transfer. prefill computes prompts for other engines; decode sends long"
+        " prompts to its prefill peers.",
     )
     kv_transfer_address: str = option(
         "127.0.0.1:8998",
-        "HOST:PORT where other engines ask for prompts; their blocks leave by the ports above it,"
-        " one of each rank",
+        "Distributed",
+        "Answer other engines here",
+        details="Blocks leave by the ports above it, one for each rank.",
+        metavar="HOST:PORT",
     )
     prefill_peer: tuple[str, ...] = option(
-        (), "HOST:PORT of an engine that computes prompts for this one; may be given several times"
+        (), "Distributed", "Send prompts to the engine at this address", metavar="HOST:PORT"
     )
     kv_transfer_secret: str | None = option(
-        None, "secret that these engines share; without one they meet on this machine only"
+        None,
+        "Distributed",
+        "Authenticate peer engines by this secret",
+        details="Without one, only engines of this machine are peers.",
     )
     kv_transfer_min_tokens: int | None = option(
         None,
-        "fewest uncached tokens of a prompt that is computed elsewhere; default the number from"
-        " which on computing them here takes longer than their blocks over the link, both as"
-        " measured, and 256 until they are",
+        "Distributed",
+        "Send prompts with at least N uncached tokens",
+        details="The default is the length from which computing a prompt here takes longer than"
+        " moving its blocks over the link, both as measured, and 256 until they are.",
+        derived="measured",
         unit="count",
         low=1,
     )
     kv_transfer_timeout: float = option(
-        30.0, "seconds for which a prompt's blocks are waited for before it is computed here", low=1
+        30.0,
+        "Distributed",
+        "Recompute a prompt whose blocks take N seconds",
+        low=1,
     )
     kv_transfer_size: int = option(
-        1 << 30, "most bytes of blocks kept for other engines; default 1GiB", unit="bytes", low=1
+        1 << 30, "Distributed", "Keep at most this much for other engines", unit="bytes", low=1
     )
 
     @property

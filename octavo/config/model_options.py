@@ -1,4 +1,4 @@
-"""Options of the model itself, of its adapters, its images and how its tokens are drawn."""
+"""Options of the model, of its adapters and images, and of sampling."""
 
 from __future__ import annotations
 
@@ -16,68 +16,123 @@ class ModelOptions:
     """Options of the model, its numbers and its tokenizer."""
 
     model: str = option(
-        DEFAULT_MODEL, "short name, local path (directory or .gguf) or Hugging Face repository"
+        DEFAULT_MODEL,
+        "Model",
+        "Load this name, path or repository",
+        details="A short name such as smollm2, a directory that Hugging Face saved, a .gguf file or"
+        " a Hugging Face repository.",
+        common=True,
     )
-    tokenizer: str | None = option(None, "path of a tokenizer, where it is not the model's own")
-    skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
+    tokenizer: str | None = option(
+        None, "Model", "Load the tokenizer from this path", derived="the model's", metavar="PATH"
+    )
+    skip_tokenizer_init: bool = option(
+        False, "Model", "Load no tokenizer", details="Prompts are then token ids."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "precision of the arithmetic; auto keeps the file's"
+        "auto",
+        "Model",
+        "Set the precision of activations",
+        details="auto keeps that of the checkpoint.",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto",
-        "auto: the model's files; dummy: random weights, for which its config.json is enough (to"
-        " measure speed and memory)",
+        "Model",
+        "Read weights, or make random ones (dummy)",
+        details="dummy needs only the model's config.json, to measure speed and memory.",
     )
     quantization: Literal["int8", "int4", "fp8"] | None = option(
-        None, "pack the weights at load; fp8 (e4m3) on torch and reference"
+        None,
+        "Model",
+        "Quantize the weights while loading",
+        details="fp8 (e4m3) runs on torch and reference.",
+        common=True,
     )
     max_model_len: int | None = option(
-        None, "longest context (prompt + output); default the model's", unit="count", low=1
+        None,
+        "Model",
+        "Limit prompt plus output to N tokens",
+        derived="the model's",
+        common=True,
+        unit="count",
+        low=1,
     )
     max_encoder_len: int | None = option(
         None,
-        "longest input of an encoder before a decoder, in its rows (a text's tokens, 50 a second of"
-        " audio); default the model's",
+        "Model",
+        "Limit an encoder-decoder's input to N rows",
+        details="A row is a token of text; a second of audio has 50.",
+        derived="the model's",
         unit="count",
         low=1,
     )
     served_model_name: str | None = option(
-        None, "name in the API; default the model as given, without folders"
+        None,
+        "Model",
+        "Name the model in the API",
+        derived="from its path",
     )
     chat_template: str | None = option(
-        None, "a Jinja template, or the path of one, in place of the model's"
+        None,
+        "Model",
+        "Use this Jinja template or file",
+        derived="the model's",
+        common=True,
     )
     tool_call_parser: str | None = option(
         None,
-        "format in which the model calls functions, e.g. hermes; default the chat template's",
+        "Structured output",
+        "Parse tool calls as e.g. hermes",
+        details="The [formats](formats.md) are listed on a page of their own.",
+        derived="by chat template",
     )
     reasoning_parser: str | None = option(
         None,
-        "tags of the model's reasoning, e.g. qwen3, or none; default the chat template's",
+        "Structured output",
+        "Parse reasoning as e.g. qwen3, or none",
+        details="The [formats](formats.md) are listed on a page of their own.",
+        derived="by chat template",
     )
     classifier_from_token: str | None = option(
         None,
-        "make a decoder a classifier whose score is the second token's logit less the first one's,"
-        " e.g. no,yes for Qwen3-Reranker; default what modules.json says",
+        "Model",
+        "Score texts by these two tokens' logits, e.g. no,yes",
+        details="Makes a decoder a classifier: the score is the second token's logit minus the"
+        " first's, as Qwen3-Reranker needs. By default modules.json decides.",
+        metavar="NO,YES",
     )
-    seed: int = option(0, "seed from which unseeded requests draw theirs")
-    max_logprobs: int = option(20, "most alternatives a request may ask for", low=0)
+    seed: int = option(0, "Sampling", "Seed requests that have no seed of their own")
+    max_logprobs: int = option(
+        20, "Sampling", "Limit the logprobs of a request to N per token", low=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
     """Options of adapters (LoRA) that requests may name."""
 
-    enable_lora: bool = option(False, "take adapters (LoRA, as PEFT saves them), by request")
-    max_loras: int = option(8, "most adapters on the device, in use or not", low=1)
-    max_cpu_loras: int | None = option(
-        None, "most adapters in host memory; default max_loras, and no fewer", low=1
+    enable_lora: bool = option(
+        False,
+        "LoRA",
+        "Let requests name LoRA adapters",
+        details="Adapters are directories as PEFT saves them.",
     )
-    max_lora_rank: int = option(64, "highest rank of an adapter's matrices, at most 1024", low=1)
+    max_loras: int = option(8, "LoRA", "Keep at most N adapters on the device", low=1)
+    max_cpu_loras: int | None = option(
+        None,
+        "LoRA",
+        "Keep at most N adapters in host memory",
+        details="At least max_loras.",
+        derived="max_loras",
+        low=1,
+    )
+    max_lora_rank: int = option(64, "LoRA", "Accept adapters up to this rank, at most 1024", low=1)
     lora_dtype: Literal["auto", "float32", "bfloat16", "int8"] = option(
         "auto",
-        "precision that adapters are kept in; auto: float32, or bfloat16 where the file has it;"
-        " int8 is approximate, in half of bfloat16's bytes",
+        "LoRA",
+        "Store adapters in this precision",
+        details="auto is float32, or bfloat16 if the file has it; int8 is approximate and takes"
+        " half of bfloat16's bytes.",
     )
 
     @property
@@ -90,46 +145,58 @@ class LoraOptions:
 class MediaOptions:
     """Options of the images that prompts may hold."""
 
-    max_images: int = option(16, "most images of one prompt", low=1)
+    max_images: int = option(16, "Multimodal", "Accept at most N images in a prompt", low=1)
     max_image_tokens: int = option(
-        2048, "most tokens of an image that keeps its shape; larger ones are scaled down", low=1
+        2048,
+        "Multimodal",
+        "Scale larger images down to N tokens",
+        details="Applies to models that keep an image's shape.",
+        low=1,
     )
     max_image_bytes: int = option(
-        20 << 20, "most bytes of a file with an image; default 20MiB", unit="bytes", low=1
+        20 << 20, "Multimodal", "Refuse larger image files", unit="bytes", low=1
     )
     max_image_pixels: int = option(
-        50_000_000, "most pixels of an image as it is sent", unit="count", low=1
+        50_000_000, "Multimodal", "Refuse images with more than N pixels", unit="count", low=1
     )
     media_dir: str | None = option(
-        None, "folder whose files prompts may name as images; default none may be named"
+        None, "Multimodal", "Let prompts name image files in this directory", derived="none"
     )
     allow_media_urls: bool = option(
-        False, "fetch images from the http and https addresses that prompts name"
+        False, "Multimodal", "Fetch images from http and https URLs in prompts"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DrawOptions:
-    """Options of how tokens are drawn."""
+    """Options of sampling."""
 
     logits_processors: tuple[str, ...] = option(
         (),
-        "NAME=MODULE:FUNCTION that requests may name to change their logits (native, reference),"
-        " or MODULE:FACTORY(NUMBERS); may be given several times",
+        "Sampling",
+        "Let requests process logits by this function",
+        details="A Python function, as NAME=MODULE:FUNCTION or MODULE:FACTORY(NUMBERS); native and"
+        " reference.",
+        metavar="NAME=FUNCTION",
     )
     logits_processor_timeout: float = option(
-        1.0, "seconds after which a logits processor's call fails its request", low=0.001
+        1.0,
+        "Sampling",
+        "Fail a request if a processor takes N seconds",
+        low=0.001,
     )
 
     structured_close: bool = option(
         False,
-        "complete an answer of a given form by a short way before its length ends, where enough"
-        " tokens remain (native, reference); changes its last tokens",
+        "Structured output",
+        "Close structured output by a short path before max_tokens",
+        details="Changes the last tokens of an answer that would be cut off (native, reference).",
     )
     structured_open_objects: bool = option(
         False,
-        "allow properties that a JSON schema does not name where it is silent about"
-        " additionalProperties",
+        "Structured output",
+        "Allow properties that a JSON schema does not name",
+        details="Applies to objects without additionalProperties.",
     )
 
     @property

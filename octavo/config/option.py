@@ -8,25 +8,73 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from octavo.config.sizes import parse_bytes, parse_count
+from octavo.config.sizes import format_size, parse_bytes, parse_count
 from octavo.errors import ConfigError
 
 MAX_COUNT = (1 << 31) - 1
 """Most requests, tokens or threads that an option may name: arrays of them have 32-bit indices."""
 
+MAX_CHOICES_LENGTH = 40
+"""Most characters of a flag's name and its choices on one line of the help."""
+
+
+Group = Literal[
+    "Model",
+    "Sampling",
+    "Memory and KV cache",
+    "Scheduling",
+    "Speculative decoding",
+    "Structured output",
+    "LoRA",
+    "Multimodal",
+    "Backend",
+    "Distributed",
+    "Server",
+    "Server limits",
+    "Security",
+    "Logging",
+    "Experimental",
+]
+"""Groups of options, in the order in which `--help-all` and the reference show them."""
+
+COMMON = "Common"
+"""Group of the most used options, which `--help` shows."""
+
 
 def option(
     default: Any,
+    group: Group,
     text: str,
     *,
+    details: str = "",
+    derived: str = "",
+    common: bool = False,
+    metavar: str | None = None,
     unit: Literal["bytes", "count"] | None = None,
     low: float | None = None,
     short: str | None = None,
 ) -> Any:
-    """Makes a field with its help text. `unit` lets texts such as "2GiB" or "8k" stand for numbers,
-    `low` is the least value, `short` a short flag beside the long one.
+    """Makes a field with its group and its help text.
+
+    `text` is one line in the imperative; `details` is the rest, for the reference page. `derived`
+    says what a default of None becomes. A `common` option is part of `--help`; the others are shown
+    by `--help-all`. `unit` lets texts such as "2GiB" or "8k" stand for numbers, `low` is the least
+    value, `short` a short flag beside the long one.
     """
-    return field(default=default, metadata={"help": text, "unit": unit, "low": low, "short": short})
+    return field(
+        default=default,
+        metadata={
+            "group": group,
+            "help": text,
+            "details": details,
+            "derived": derived,
+            "common": common,
+            "metavar": metavar,
+            "unit": unit,
+            "low": low,
+            "short": short,
+        },
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +87,46 @@ class OptionField:
 
     @property
     def help(self) -> str:
-        """Sentence that its flag and the documents show."""
+        """One line that its flag and the documents show."""
         return str(self.entry.metadata["help"])
+
+    @property
+    def details(self) -> str:
+        """Sentences that follow the help text in the documents."""
+        return str(self.entry.metadata["details"])
+
+    @property
+    def group(self) -> str:
+        """Group in the documents."""
+        return str(self.entry.metadata["group"])
+
+    @property
+    def panel(self) -> str:
+        """Group in the help of a command."""
+        return COMMON if self.entry.metadata["common"] else self.group
+
+    @property
+    def default_text(self) -> str:
+        """The default as a reader sees it; "" if there is none."""
+        default: Any = self.entry.default
+        if default in (None, (), "") or isinstance(default, bool):
+            return str(self.entry.metadata["derived"])
+        if isinstance(default, float):
+            return f"{default:g}"
+        return format_size(default) if self.entry.metadata["unit"] == "bytes" else str(default)
+
+    @property
+    def metavar(self) -> str:
+        """Placeholder of the value in the help: the choices, or a word for what it is."""
+        if given := self.entry.metadata["metavar"]:
+            return str(given)
+        choices, word = "|".join(self.choices), self.entry.name.rpartition("_")[2].upper()
+        if choices:
+            is_short = len(self.entry.name) + len(choices) <= MAX_CHOICES_LENGTH
+            return choices if is_short else word
+        if self.number is not None:
+            return "SIZE" if self.entry.metadata["unit"] == "bytes" else "N"
+        return word
 
     @property
     def choices(self) -> tuple[str, ...]:

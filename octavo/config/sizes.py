@@ -56,6 +56,14 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def format_size(count: int) -> str:
+    """Writes a number of bytes as an option takes it, exactly: "2GiB", "20MiB" or "1000"."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count and count % (1 << shift) == 0:
+            return f"{count >> shift}{unit}"
+    return str(count)
+
+
 def _parse(text: str, units: dict[str, int], *, name: str, allowed: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in units:

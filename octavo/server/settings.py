@@ -22,114 +22,186 @@ from octavo.errors import ConfigError
 class ServerSettings:
     """All options of `octavo serve` that are not the engine's."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
-    port: int = option(8000, "port to listen on; 0 takes a free one")
-    uds: str | None = option(None, "path of a unix socket to listen on, in place of host and port")
+    host: str = option(
+        "127.0.0.1", "Server", "Listen on this address, 0.0.0.0 for all", common=True
+    )
+    port: int = option(8000, "Server", "Listen on this port, 0 for a free one", common=True)
+    uds: str | None = option(
+        None,
+        "Server",
+        "Listen on this Unix socket instead of host and port",
+        metavar="PATH",
+    )
     ssl_certfile: str | None = option(
-        None, "certificate chain (PEM); the server then speaks HTTPS alone"
+        None,
+        "Security",
+        "Serve HTTPS with this certificate chain (PEM)",
+        metavar="FILE",
     )
     ssl_keyfile: str | None = option(
-        None, "key of the certificate (PEM, without a password); default in ssl_certfile"
+        None,
+        "Security",
+        "Read the certificate's key from this file",
+        details="PEM, without a password.",
+        derived="the certfile",
+        metavar="FILE",
     )
     root_path: str = option(
-        "", "path under which a proxy serves this server, and which it strips, e.g. /llm"
+        "", "Server", "Serve under this path, which a proxy strips, e.g. /llm", metavar="PATH"
     )
     trusted_proxies: tuple[str, ...] = option(
         (),
-        "address or network of a proxy whose X-Forwarded-For and -Proto are believed; may be given"
-        " several times",
+        "Security",
+        "Trust X-Forwarded-* headers from this address",
+        details="An address or a network of proxies: X-Forwarded-For and X-Forwarded-Proto.",
+        metavar="ADDRESS",
     )
     allow_origin: tuple[str, ...] = option(
-        (), "origin whose web pages may ask this server (CORS), or *; may be given several times"
+        (), "Security", "Allow web pages of this origin, or * (CORS)"
     )
     api_key: tuple[str, ...] = option(
-        (), "key that clients must send as a bearer token; may be given several times"
+        (),
+        "Security",
+        "Require this key from clients",
+        details="Clients send it as a bearer token; also read from `OCTAVO_API_KEY`.",
+        common=True,
     )
     operator_key: str | None = option(
-        None, "key of the operator, who may load and unload models; it opens every other route too"
+        None,
+        "Security",
+        "Require this key to load and unload models",
+        details="It opens every other route too; also read from `OCTAVO_OPERATOR_KEY`.",
     )
     api_key_file: str | None = option(
         None,
-        "YAML, TOML or JSON file of keys with names and limits; read again on SIGHUP",
+        "Security",
+        "Read keys with names and limits from this file",
+        details="YAML, TOML or JSON; read again on SIGHUP.",
+        metavar="FILE",
     )
-    open_metrics: bool = option(False, "serve /metrics without a key")
+    open_metrics: bool = option(False, "Security", "Serve /metrics without a key")
     lenient: bool = option(
         False,
-        "ignore unknown request fields and name them in a response header, instead of"
-        " answering 400",
+        "Server",
+        "Ignore unknown request fields instead of answering 400",
+        details="A response header names them.",
     )
     trust_request_chat_template: bool = option(
-        False, "take the field chat_template of a request, in place of the model's template"
+        False, "Security", "Accept the field chat_template of a request"
     )
-    max_body_bytes: int = option(32 << 20, "largest request body", unit="bytes", low=1)
+    max_body_bytes: int = option(
+        32 << 20, "Server limits", "Refuse larger request bodies", unit="bytes", low=1
+    )
     max_body_values: int = option(
-        1 << 20, "most values in the JSON of a request body", unit="count", low=1
+        1 << 20, "Server limits", "Refuse JSON bodies of more than N values", unit="count", low=1
     )
     request_timeout_s: int = option(
-        60, "seconds in which a client must send a request's head, and then its body", low=1
+        60, "Server limits", "Wait N seconds for a request's head, and for its body", low=1
     )
-    max_connections: int = option(1024, "most open connections; more get a 503", low=1)
+    max_connections: int = option(
+        1024, "Server limits", "Answer 503 if more than N connections are open", low=1
+    )
     slow_client_timeout_s: int = option(
-        30, "seconds after which a client that does not read its answer is dropped", low=1
+        30, "Server limits", "Drop a client that reads nothing for N seconds", low=1
     )
     max_request_s: int = option(
-        3600, "seconds that a request may take from its arrival to its last byte", low=1
+        3600, "Server limits", "End a request N seconds after its arrival", low=1
     )
-    max_prompts: int = option(2048, "most prompts of one request", low=1)
-    max_n: int = option(1024, "most samples (n, best_of) of a prompt", low=1)
-    max_stop_strings: int = option(64, "most stop texts of a request", low=1)
-    max_stop_characters: int = option(1024, "most characters of a stop text", low=1)
-    max_tools: int = option(128, "most tools of a request", low=1)
+    max_prompts: int = option(2048, "Server limits", "Accept at most N prompts per request", low=1)
+    max_n: int = option(
+        1024,
+        "Server limits",
+        "Accept at most N samples per prompt",
+        details="The fields n and best_of.",
+        low=1,
+    )
+    max_stop_strings: int = option(
+        64, "Server limits", "Accept at most N stop strings per request", low=1
+    )
+    max_stop_characters: int = option(
+        1024, "Server limits", "Accept at most N characters per stop string", low=1
+    )
+    max_tools: int = option(128, "Server limits", "Accept at most N tools per request", low=1)
     max_tool_bytes: int = option(
-        1 << 20, "most bytes of a request's tools, as JSON", unit="bytes", low=1
+        1 << 20, "Server limits", "Limit the JSON of a request's tools", unit="bytes", low=1
     )
-    max_jobs: int = option(1000, "most jobs (POST /generate) kept at once", low=1)
-    job_ttl_s: int = option(600, "seconds for which a finished job's result is kept", low=1)
-    max_models: int = option(16, "most models at once, loading and failed ones too", low=1)
+    max_jobs: int = option(1000, "Server limits", "Keep at most N jobs of POST /generate", low=1)
+    job_ttl_s: int = option(
+        600, "Server limits", "Keep a finished job's result for N seconds", low=1
+    )
+    max_models: int = option(
+        16,
+        "Server limits",
+        "Load at most N models",
+        details="Counts models that load or have failed too.",
+        low=1,
+    )
     lora_modules: tuple[str, ...] = option(
         (),
-        "NAME=PATH of an adapter that requests may name as their model, or a JSON object of name,"
-        " path, base_model_name; needs enable_lora; may be given several times",
+        "LoRA",
+        "Serve an adapter under a model name",
+        details="NAME=PATH, or a JSON object of name, path and base_model_name. Needs enable_lora.",
+        metavar="NAME=PATH",
     )
     lora_dir: str | None = option(
-        None, "folder under which the operator may load adapters while the server runs"
+        None, "LoRA", "Let the operator load adapters from this directory"
     )
-    max_lora_adapters: int = option(10_000, "most adapters that have a name at once", low=1)
+    max_lora_adapters: int = option(10_000, "LoRA", "Accept at most N named adapters", low=1)
     memory_budget: int | None = option(
         None,
-        "memory that the engines of all models may take together, e.g. 16GiB; default what is free",
+        "Memory and KV cache",
+        "Limit the memory of all models together",
+        derived="what is free",
         unit="bytes",
         low=1,
     )
     state_dir: str | None = option(
         None,
-        "folder in which responses, files and batches are kept; '' keeps nothing; by default one"
-        " for each port under the user's state folder, and nothing with port 0",
+        "Server",
+        "Store responses, files and batches here; '' for nowhere",
+        details="The default is one directory for each port in the user's state directory, and"
+        " nothing with port 0.",
     )
     stored_ttl_s: int = option(
-        30 * 86400, "seconds for which stored responses, files and batches are kept", low=1
+        30 * 86400,
+        "Server limits",
+        "Keep stored objects for N seconds",
+        details="Responses, files and batches.",
+        low=1,
     )
-    max_stored_bytes: int = option(8 << 30, "most bytes in state_dir", unit="bytes", low=1)
-    max_file_bytes: int = option(200 << 20, "largest uploaded file", unit="bytes", low=1)
-    max_batch_lines: int = option(50_000, "most requests in one batch", unit="count", low=1)
+    max_stored_bytes: int = option(
+        8 << 30, "Server limits", "Limit the size of state_dir", unit="bytes", low=1
+    )
+    max_file_bytes: int = option(
+        200 << 20, "Server limits", "Refuse larger uploads", unit="bytes", low=1
+    )
+    max_batch_lines: int = option(
+        50_000, "Server limits", "Accept at most N requests per batch", unit="count", low=1
+    )
     max_running_batch_lines: int | None = option(
         None,
-        "most lines of batches that run at once; by default half of max_num_seqs",
+        "Server limits",
+        "Run at most N batch requests at once",
+        derived="half of max_num_seqs",
         unit="count",
         low=1,
     )
     shutdown_timeout_s: int = option(
-        5, "seconds that running requests get to finish when the server is told to stop", low=0
+        5, "Server", "Give running requests N seconds at shutdown", low=0
     )
-    access_log: bool = option(False, "log each HTTP request, on standard output")
-    log_format: Literal["text", "json"] = option("text", "form of all log lines")
+    access_log: bool = option(False, "Logging", "Log each HTTP request to standard output")
+    log_format: Literal["text", "json"] = option(
+        "text", "Logging", "Write log lines in this format"
+    )
     slow_request_s: float | None = option(
-        None, "log requests that take longer, with where their time went", low=0
+        None, "Logging", "Log requests slower than N seconds, with their timings", low=0
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "URL to which a trace of each request is sent (OTLP over HTTP), e.g."
-        " http://localhost:4318/v1/traces; needs octavo[otel]",
+        "Logging",
+        "Send a trace of each request to this URL (OTLP)",
+        details="Over HTTP, e.g. http://localhost:4318/v1/traces; needs octavo[otel].",
+        metavar="URL",
     )
 
     def __post_init__(self) -> None:

@@ -31,9 +31,14 @@ def test_version(octavo):
     assert re.fullmatch(r"octavo \d+\.\d+\.\d+\n", octavo("--version").out)
 
 
+def flags_of(octavo, *command):
+    shown = octavo(*command, "--help-all").out.replace("--[no-]", "--")
+    return set(re.findall(r"--[a-z-]+", shown))
+
+
 def test_every_engine_option_is_a_flag(octavo):
     for command in (["run"], ["chat"], ["serve"], ["bench", "throughput"]):
-        flags = set(re.findall(r"--[a-z-]+", octavo(*command, "--help").out))
+        flags = flags_of(octavo, *command)
         wanted = {"--" + name.replace("_", "-") for name in option_fields()} - (
             {"--model"} if command == ["serve"] else set()
         )
@@ -41,7 +46,7 @@ def test_every_engine_option_is_a_flag(octavo):
 
 
 def test_every_server_setting_is_a_flag_of_serve(octavo):
-    flags = set(re.findall(r"--[a-z-]+", octavo("serve", "--help").out))
+    flags = flags_of(octavo, "serve")
     assert {"--" + name.replace("_", "-") for name in options_of(ServerSettings)} <= flags
 
 

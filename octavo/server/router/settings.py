@@ -18,67 +18,96 @@ from octavo.server.settings import ServerSettings
 class RouterSettings:
     """All options of `octavo route` but the servers' URLs."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
-    port: int = option(8080, "port to listen on; 0 takes a free one")
+    host: str = option(
+        "127.0.0.1", "Server", "Listen on this address, 0.0.0.0 for all", common=True
+    )
+    port: int = option(8080, "Server", "Listen on this port, 0 for a free one", common=True)
     ssl_certfile: str | None = option(
-        None, "certificate chain (PEM); the router then speaks HTTPS alone"
+        None,
+        "Security",
+        "Serve HTTPS with this certificate chain (PEM)",
+        metavar="FILE",
     )
     ssl_keyfile: str | None = option(
-        None, "key of the certificate (PEM, without a password); default in ssl_certfile"
+        None,
+        "Security",
+        "Read the certificate's key from this file",
+        details="PEM, without a password.",
+        derived="the certfile",
+        metavar="FILE",
     )
-    api_key: tuple[str, ...] = option(
-        (), "key that clients must send to the router; may be given several times"
-    )
+    api_key: tuple[str, ...] = option((), "Security", "Require this key from clients", common=True)
     server_api_key: str | None = option(
         None,
-        "key that the router sends to the servers; by default what the client sent, and none on"
-        " the router's own requests",
+        "Security",
+        "Send this key to the servers",
+        details="The router's own requests have no key by default.",
+        derived="the client's",
+        common=True,
     )
     routing_policy: Literal["kv", "least_tokens", "round_robin", "sticky"] = option(
         "kv",
-        "which server gets a request: kv, the soonest by queue, cached blocks and measured rate;"
-        " least_tokens; round_robin; or sticky, one for each prompt_cache_key, user, or beginning"
-        " of a prompt",
+        "Distributed",
+        "Choose the server of a request",
+        details="kv: the soonest by queue, cached blocks and measured rate; least_tokens: the one"
+        " with the fewest tokens; round_robin: each in turn; sticky: one for each prompt_cache_key,"
+        " user or prompt prefix.",
+        common=True,
     )
     kv_events: bool = option(
-        True, "follow the KV events of servers that publish them (needs the policy kv)"
+        True,
+        "Distributed",
+        "Follow the KV events that servers publish",
+        details="Needs the policy kv.",
     )
     kv_events_secret: str | None = option(
-        None, "secret of the servers' KV events, where they have one"
+        None, "Distributed", "Authenticate the servers' KV events by this secret"
     )
     max_known_blocks: int = option(
-        200_000, "most block names remembered for each server", unit="count", low=1
+        200_000, "Distributed", "Remember at most N blocks per server", unit="count", low=1
     )
     health_interval_s: float = option(
-        1.0, "seconds between two checks of a server that is well", low=0.05
+        1.0, "Distributed", "Check a healthy server every N seconds", low=0.05
     )
-    health_timeout_s: float = option(5.0, "seconds in which a server must answer a check", low=0.05)
+    health_timeout_s: float = option(
+        5.0, "Distributed", "Wait N seconds for the answer to a check", low=0.05
+    )
     max_health_backoff_s: float = option(
-        30.0, "most seconds between two checks of a server that stays away", low=0.05
+        30.0, "Distributed", "Check an absent server at least every N seconds", low=0.05
     )
     connect_timeout_s: float = option(
-        5.0, "seconds in which a server must accept a connection", low=0.05
+        5.0, "Distributed", "Wait N seconds for a connection to a server", low=0.05
     )
     max_attempts: int = option(
-        3, "most servers that are asked for one request; before its first byte only", low=1
+        3,
+        "Distributed",
+        "Try at most N servers for a request",
+        details="Only before the first byte of the answer.",
+        low=1,
     )
-    max_body_bytes: int = option(256 << 20, "largest request body", unit="bytes", low=1)
+    max_body_bytes: int = option(
+        256 << 20, "Server limits", "Refuse larger request bodies", unit="bytes", low=1
+    )
     request_timeout_s: int = option(
-        60, "seconds in which a client must send a request's head, and then its body", low=1
+        60, "Server limits", "Wait N seconds for a request's head, and for its body", low=1
     )
-    max_connections: int = option(1024, "most open connections; more get a 503", low=1)
+    max_connections: int = option(
+        1024, "Server limits", "Answer 503 if more than N connections are open", low=1
+    )
     slow_client_timeout_s: int = option(
-        30, "seconds after which a client that does not read its answer is dropped", low=1
+        30, "Server limits", "Drop a client that reads nothing for N seconds", low=1
     )
     max_request_s: int = option(
-        3600, "seconds that a request may take from its arrival to its last byte", low=1
+        3600, "Server limits", "End a request N seconds after its arrival", low=1
     )
     shutdown_timeout_s: int = option(
-        30, "seconds that running requests get to finish when the router is told to stop", low=0
+        30, "Server", "Give running requests N seconds at shutdown", low=0
     )
-    open_metrics: bool = option(False, "serve /metrics without a key")
-    access_log: bool = option(False, "log each HTTP request, on standard output")
-    log_format: Literal["text", "json"] = option("text", "form of all log lines")
+    open_metrics: bool = option(False, "Security", "Serve /metrics without a key")
+    access_log: bool = option(False, "Logging", "Log each HTTP request to standard output")
+    log_format: Literal["text", "json"] = option(
+        "text", "Logging", "Write log lines in this format"
+    )
 
     def __post_init__(self) -> None:
         self.front  # noqa: B018 - refuses what no server may be given
