@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+"""Token types of `Vocabulary.types`; no text spells a control token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -49,6 +52,7 @@ class TokenizerSource:
     special_tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens that chat templates know by name: bos_token, eos_token, ..."""
     eos_token_ids: tuple[int, ...] = ()
+    """Ids that the files name as ends of a text, the main one first."""
     add_bos_token: bool | None = None
     """Whether a text begins with bos_token; None leaves it to tokenizer.json's own
     post-processor.

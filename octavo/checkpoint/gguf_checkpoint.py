@@ -20,6 +20,7 @@ from octavo.checkpoint.gguf_encoders import pooling_config
 from octavo.checkpoint.gguf_families import FAMILIES
 from octavo.checkpoint.gguf_family import Family, Header, Joined, RowOrder
 from octavo.checkpoint_ports import StoredTensor, TokenizerSource, Vocabulary
+from octavo.end_tokens import find_control_tokens, find_end_tokens
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.packed import PackedWeight
@@ -29,13 +30,8 @@ IGNORED_TENSORS = frozenset(
 )
 """Names of tensors that are no weights: they are read into the config."""
 
-CONTROL = 3
-"""Token type of control tokens, which no text spells."""
-
-END_OF_TURN = (b"<|im_end|>", b"<end_of_turn>", b"<|eot_id|>", b"<|end|>", b"<|eom_id|>")
-"""Texts of control tokens that end an answer even where a header names no eot_token_id; llama.cpp
-finds them by text too.
-"""
+END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Kinds of tokens that end a text by whose names a header has their ids."""
 
 SAMPLING_KEYS = {
     "temp": "temperature",
@@ -75,8 +71,8 @@ class GgufCheckpoint:
         self._header = Header(self.file, architecture)
         self._family: Family = FAMILIES[architecture].of(self._header)
         self._gguf_names = self._names()
-        self._eos_ids = self._end_ids()
         self.config: dict[str, Any] = self._config()
+        self._eos_ids = self._end_ids()
         self.generation_config: dict[str, Any] = self._generation_config()
 
     def names(self) -> Collection[str]:
@@ -179,12 +175,8 @@ class GgufCheckpoint:
         if not tokens:
             return None
         prefix, suffix = self._affixes(tokens)
-        vocabulary = Vocabulary(
-            model=self._get("tokenizer.ggml.model", str, ""),
-            pre=self._get("tokenizer.ggml.pre", str, "default"),
-            tokens=tokens,
-            types=self._numbers("tokenizer.ggml.token_type"),
-            merges=self._get("tokenizer.ggml.merges", list, ()),
+        vocabulary = replace(
+            self._vocabulary(),
             scores=self._numbers("tokenizer.ggml.scores"),
             add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, True),
             charsmap=bytes(self._charsmap()),
@@ -202,6 +194,16 @@ class GgufCheckpoint:
             else self._get("tokenizer.ggml.add_bos_token", bool, None),
             has_type_ids=vocabulary.model == "bert",
             chat_template=self._get("tokenizer.chat_template", str, None),
+        )
+
+    def _vocabulary(self) -> Vocabulary:
+        """Returns the tokens with their types and merges, as the header has them."""
+        return Vocabulary(
+            model=self._get("tokenizer.ggml.model", str, ""),
+            pre=self._get("tokenizer.ggml.pre", str, "default"),
+            tokens=self._get("tokenizer.ggml.tokens", list, []),
+            types=self._numbers("tokenizer.ggml.token_type"),
+            merges=self._get("tokenizer.ggml.merges", list, ()),
         )
 
     def _charsmap(self) -> NDArray[np.uint8]:
@@ -308,19 +310,14 @@ class GgufCheckpoint:
         }
 
     def _end_ids(self) -> tuple[int, ...]:
-        """Returns the ids that end an answer: eos, eot, eom, and control tokens known by their
-        text.
+        """Returns the ids of the tokens that end a text: those that the header names, without ids
+        that the vocabulary does not have, and those that are known by their texts.
         """
-        found = [
-            self._get(f"tokenizer.ggml.{kind}_token_id", int, None)
-            for kind in ("eos", "eot", "eom")
-        ]
-        tokens = self._get("tokenizer.ggml.tokens", list, [])
-        control = np.flatnonzero(
-            np.asarray(self._get("tokenizer.ggml.token_type", np.ndarray, ())) == CONTROL
-        )
-        found += [int(i) for i in control if i < len(tokens) and tokens[i] in END_OF_TURN]
-        return tuple(dict.fromkeys(i for i in found if i is not None))
+        found = [self._get(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in END_KEYS]
+        vocabulary = self._vocabulary()
+        size = len(vocabulary.tokens) or self.config["vocab_size"]
+        named = [i for i in found if i is not None and 0 <= i < size]
+        return find_end_tokens(find_control_tokens(vocabulary), named)
 
     def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
         """Returns a metadata value of the given types, or the default where the key is missing."""

@@ -52,8 +52,14 @@ def tokenizer_source(
         json=file if file.exists() else None,
         vocabulary=None if file.exists() else _vocabulary(pieces, config, settings),
         special_tokens=special,
-        eos_token_ids=_ids(generation_config.get("eos_token_id"))
-        or _ids(config.get("eos_token_id")),
+        eos_token_ids=tuple(
+            dict.fromkeys(
+                [
+                    *_ids(generation_config.get("eos_token_id")),
+                    *_ids(config.get("eos_token_id")),
+                ]
+            )
+        ),
         add_bos_token=settings.get("add_bos_token"),
         has_type_ids="token_type_ids" in settings.get("model_input_names", ("token_type_ids",)),
         chat_template=_chat_template(path, settings),

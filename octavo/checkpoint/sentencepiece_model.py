@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint_ports import Vocabulary
+from octavo.checkpoint_ports import CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -21,9 +21,6 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 BPE = 2
 """Number of byte-pair encoding among the trainer's model types."""
 MODEL_TYPES = {1: "unigram", BPE: "bpe", 3: "word", 4: "char"}
-
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Types of pieces."""
 
 CHATGLM_TOKENS = (
     *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),

@@ -267,7 +267,7 @@ def model_info(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
 ) -> ModelInfo:
     """Collects a model's facts; token ids come from generation_config.json where it has them, as
-    transformers' generate takes them.
+    transformers' generate takes them, and end tokens from both files.
     """
     hf = HfConfig(config)
     ids = {
@@ -279,7 +279,9 @@ def model_info(
         model_type=hf.model_type,
         max_context_tokens=exact_context(hf),
         vocab_size=_first_integer(hf, ("padded_vocab_size", "vocab_size"), None),
-        eos_token_ids=HfConfig(ids).integers("eos_token_id"),
+        eos_token_ids=tuple(
+            dict.fromkeys([*HfConfig(ids).integers("eos_token_id"), *hf.integers("eos_token_id")])
+        ),
         bos_token_id=ids.get("bos_token_id"),
         dtype=_dtype(config),
         is_encoder_decoder=has_encoder,

@@ -6,6 +6,8 @@ Knows ids and offsets; what a special token means is `octavo/text/special_text.p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tokenizers import Encoding, Tokenizer
 
 from octavo.text.unicode import is_long
@@ -24,6 +26,15 @@ def encode_with_offsets(tokenizer: Tokenizer, text: str) -> Encoding:
     if not is_long(text):
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+def make_special(tokenizer: Tokenizer, token_ids: Iterable[int]) -> None:
+    """Marks those of the added tokens as special that a tokenizer.json has as plain ones."""
+    added = tokenizer.get_added_tokens_decoder()
+    plain = [added[i] for i in token_ids if i in added and not added[i].special]
+    for token in plain:
+        token.special = True
+    tokenizer.add_special_tokens(plain)
 
 
 def without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:

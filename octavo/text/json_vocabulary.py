@@ -15,16 +15,9 @@ from typing import Any
 
 import tokenizers
 
-from octavo.checkpoint_ports import Vocabulary
+from octavo.checkpoint_ports import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 from octavo.errors import OctavoError, UnsupportedModel
-from octavo.text.vocabulary import (
-    CONTROL,
-    NORMAL,
-    PRE_TOKENIZATIONS,
-    UNKNOWN,
-    USER_DEFINED,
-    build_tokenizer,
-)
+from octavo.text.vocabulary import PRE_TOKENIZATIONS, build_tokenizer
 
 BYTE = 6
 BYTE_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(256))

@@ -16,11 +16,12 @@ import tokenizers
 
 from octavo.checkpoint_ports import TokenizerSource
 from octavo.config.paths import is_there, user_path
+from octavo.end_tokens import find_end_tokens
 from octavo.errors import ConfigError, InvalidRequest, WeightMismatch
 from octavo.pooling_params import PairIds, TextPair
 from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
 from octavo.text.chat_template import ChatTemplate
-from octavo.text.encoding import encode_text, without_special_tokens
+from octavo.text.encoding import encode_text, make_special, without_special_tokens
 from octavo.text.infill import InfillFormat, infill_format_of
 from octavo.text.length_bound import LengthBound
 from octavo.text.pair import cut_pair, cut_second, encode_texts, pair_messages, reads_pairs
@@ -82,9 +83,12 @@ class TextTokenizer:
         self._has_type_ids = source.has_type_ids
         self._bos_id = self._id_of("bos_token")
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.eos_token_ids = source.eos_token_ids or tuple(
-            i for i in [self._id_of("eos_token")] if i is not None
+        eos_id = self._id_of("eos_token")
+        self.eos_token_ids = find_end_tokens(
+            {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()},
+            [*source.eos_token_ids, *([] if eos_id is None else [eos_id])],
         )
+        make_special(tokenizer, self.eos_token_ids)
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
 

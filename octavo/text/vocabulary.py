@@ -27,10 +27,9 @@ from tokenizers import (
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from octavo.checkpoint_ports import Vocabulary
+from octavo.checkpoint_ports import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from octavo.end_tokens import correct_token_types
 from octavo.errors import UnsupportedModel, WeightMismatch
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 SPACE = "\u2581"
 """Character that SentencePiece writes for a space."""
@@ -128,6 +127,7 @@ def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
         )
     try:
         tokens = _decode(vocabulary.tokens)
+        vocabulary = replace(vocabulary, types=correct_token_types(vocabulary))
         built = build(vocabulary, tokens, origin)
     except (UnsupportedModel, MemoryError):
         raise

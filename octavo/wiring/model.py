@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -467,24 +467,27 @@ def _weight_reader(model: Model, program: Program, report: Report) -> WeightRead
 
 
 def build_tokenizer(model: Model) -> Tokenizer | None:
-    """Loads the tokenizer; None with skip_tokenizer_init."""
+    """Loads the tokenizer; None with skip_tokenizer_init. A tokenizer of other files ends texts
+    with the model's tokens too.
+    """
     options = model.config.model
     if options.skip_tokenizer_init:
         return None
     from octavo.text.parsers.choice import formats_of
     from octavo.text.tokenizer import load_tokenizer
 
+    source = tokenizer_source_of(options, model.checkpoint)
+    ends = tuple(dict.fromkeys([*model.info.eos_token_ids, *source.eos_token_ids]))
     tokenizer = load_tokenizer(
-        tokenizer_source_of(options, model.checkpoint), chat_template=options.chat_template
+        replace(source, eos_token_ids=ends), chat_template=options.chat_template
     )
     formats_of(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
     return tokenizer
 
 
 def end_token_ids(info: ModelInfo, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the tokens that end an answer, by the model's config and by its tokenizer."""
-    of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
-    return (*info.eos_token_ids, *of_tokenizer)
+    """Returns the tokens that end an answer; without a tokenizer those that the configs name."""
+    return info.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
 
 
 def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGrammars:

@@ -17,6 +17,7 @@ LEAVES = {
     "child_process",
     "durable",
     "draft_tree",
+    "end_tokens",
     "group_life",
     "lora_request",
     "original_context",

@@ -315,7 +315,7 @@ def test_model_info():
     info = model_info(config, {"eos_token_id": [4, 5], "bos_token_id": None})
     assert (info.max_context_tokens, info.eos_token_ids, info.dtype, info.bos_token_id) == (
         1024,
-        (4, 5),
+        (4, 5, 3),
         "bfloat16",
         None,
     )

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gguf
@@ -93,6 +94,10 @@ def _hyperparameters(writer: gguf.GGUFWriter, architecture: str, config) -> None
         writer.add_sliding_window(config.sliding_window)
 
 
+SPECIAL = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3}
+"""First tokens of a tiny vocabulary, and their types."""
+
+
 def write_tiny_gguf(
     path: Path,
     architecture: str,
@@ -102,9 +107,12 @@ def write_tiny_gguf(
     tokens: int = 0,
     extra: dict[str, object] | None = None,
     max_tensors: int = 0,
+    special: Mapping[str, int] = SPECIAL,
+    merges: Sequence[str] = ("a b",),
 ) -> Path:
     """Writes the model's tensors in `kind`, 1-D ones in F32; `tokens` > 0 adds a vocabulary of that
-    size, in which id 2 ends a turn, `max_tensors` > 0 makes several files.
+    size that begins with the tokens of `special`, texts with their types; `max_tensors` > 0 makes
+    several files.
     """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     _hyperparameters(writer, architecture, model.config)
@@ -116,10 +124,10 @@ def write_tiny_gguf(
     if tokens:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
-        texts = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-        writer.add_token_list(texts + [f"t{i}" for i in range(tokens - len(texts))])
-        writer.add_token_types([3] * len(texts) + [1] * (tokens - len(texts)))
-        writer.add_token_merges(["a b"])
+        num_plain = tokens - len(special)
+        writer.add_token_list([*special, *(f"t{i}" for i in range(num_plain))])
+        writer.add_token_types([*special.values(), *[1] * num_plain])
+        writer.add_token_merges(merges)
         writer.add_eos_token_id(0)
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], model.config.num_hidden_layers)
     number = gguf.GGMLQuantizationType[kind]

@@ -113,7 +113,7 @@ def test_opticks_ids() -> None:
     assert len(ids) == facts["tokens"] == 20480
     assert hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest() == facts["ids_sha256"]
     assert tokenizer.decode(ids) == text
-    assert tokenizer.eos_token_ids == (2,) and tokenizer.vocab_size == 49152
+    assert tokenizer.eos_token_ids == (2, 0, 4) and tokenizer.vocab_size == 49152
 
 
 @pytest.mark.parametrize("dummy_prefix", [False, True])
@@ -182,11 +182,6 @@ def test_tokenizer_json_directories(tmp_path: Path) -> None:
     (path / "chat_template.jinja").write_text("file")
     assert tokenizer_source(path, {}, {}).chat_template == "file"
     assert tokenizer_source(tmp_path, {}, {}) is None
-
-
-def test_end_ids_fall_back_to_the_end_token(tmp_path: Path) -> None:
-    source = tokenizer_source(save_tokenizer_json(tmp_path / "m", bpe_with_specials()), {}, {})
-    assert load_tokenizer(source).eos_token_ids == (2,)
 
 
 def test_padded_ids_have_no_bytes() -> None:

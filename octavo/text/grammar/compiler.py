@@ -75,12 +75,14 @@ class TokenMatcher:
         self,
         matcher: LLMatcher,
         *,
-        end_token_ids: frozenset[int],
+        end_token_ids: tuple[int, ...],
         mask_bytes: int,
         texts: VocabularyTexts,
         orders: Sequence[bytes],
     ) -> None:
-        """Takes the orders of bytes in which the text is closed."""
+        """Takes the tokens that end a text, the main one first, and the orders of bytes in which
+        the text is closed.
+        """
         self._matcher = matcher
         self._end_token_ids = end_token_ids
         self._mask_bytes = mask_bytes
@@ -141,7 +143,7 @@ class TokenMatcher:
     def only_token(self) -> int | None:
         if self.is_complete:
             is_only = not self._has_ended and len(self._end_token_ids) == 1
-            return min(self._end_token_ids) if is_only else None
+            return self._end_token_ids[0] if is_only else None
         forced = self._matcher.compute_ff_bytes()
         if not forced or self._matcher.is_accepting():
             return None
@@ -151,7 +153,7 @@ class TokenMatcher:
         if self._has_ended:
             return []
         tokens = closing(self._matcher, self._texts, self._orders, most - 1)
-        return None if tokens is None else [*tokens, min(self._end_token_ids)]
+        return None if tokens is None else [*tokens, self._end_token_ids[0]]
 
     def likely_tokens(self) -> list[int]:
         if self.is_complete or not self._matcher.compute_ff_bytes():
@@ -173,17 +175,18 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: Tokenizer, *, vocab_size: int, end_token_ids: Sequence[int]
     ) -> None:
-        self._end_token_ids = frozenset(i for i in end_token_ids if i < vocab_size)
+        self._end_token_ids = tuple(i for i in dict.fromkeys(end_token_ids) if i < vocab_size)
         self._special = {
             tokenizer.token_text(token_id): token_id
             for token_id in tokenizer.special_token_ids
             if token_id < vocab_size
         }
         self._mask_bytes = 4 * -(-vocab_size // 32)
-        ends = sorted(self._end_token_ids)
-        adapter = VocabularyAdapter(tokenizer, vocab_size, ends[0])
+        adapter = VocabularyAdapter(tokenizer, vocab_size, self._end_token_ids[0])
         self._texts = VocabularyTexts(adapter.tokens, adapter.special_token_ids)
-        self._tokenizer = LLTokenizer(TokenizerWrapper(adapter), eos_token=list(ends))
+        self._tokenizer = LLTokenizer(
+            TokenizerWrapper(adapter), eos_token=list(self._end_token_ids)
+        )
         self._own_mask_words = max(-(-self._tokenizer.vocab_size // 32), self._mask_bytes // 4)
         self._executor: LLExecutor | None = None
         """Threads that make masks, once several are wanted at a time."""
