@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+Side = Literal["left", "right"]
+"""Side of a special token."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """Token types of `Vocabulary.types`; no text spells a control token."""
@@ -16,10 +19,10 @@ class Vocabulary:
     """A vocabulary as GGUF headers hold it: the index is the token id, texts are in UTF-8 as in the
     file.
 
-    `model` is "gpt2" (byte-level BPE with `merges`, texts cut first as `pre` names), "llama"
-    (SentencePiece's BPE by `scores`), "t5" (its unigram model) or "bert" (WordPiece, whose words
-    begin with a space). `types` are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6
-    byte.
+    `model` is "gpt2", "gemma4" or "whitespace" (BPE with `merges`, texts split first as `pre`
+    names), "llama" (SentencePiece's BPE by `scores`), "t5" (its unigram model) or "bert"
+    (WordPiece, whose words begin with a space). `types` are 1 normal, 2 unknown, 3 control, 4
+    user-defined, 5 unused, 6 byte.
     """
 
     model: str
@@ -37,6 +40,12 @@ class Vocabulary:
     """Normalisation of a unigram model, as SentencePiece compiles it."""
     removes_spaces: bool = True
     """Whether runs of spaces are one for a unigram model."""
+    lowercase: bool | None = None
+    """Whether texts become lower case ("bert", "whitespace"); None for the model's default."""
+    strips_accents: bool | None = None
+    """Whether accents are removed ("bert"); None: as `lowercase`."""
+    stripped_sides: Mapping[bytes, Side] = field(default_factory=dict)
+    """Side of special tokens on which white space is removed, by the tokens' texts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,15 @@ from octavo.checkpoint.gguf import read_gguf_model
 from octavo.checkpoint.gguf_encoders import pooling_config
 from octavo.checkpoint.gguf_families import FAMILIES
 from octavo.checkpoint.gguf_family import Family, Header, Joined, RowOrder
-from octavo.checkpoint_ports import StoredTensor, TokenizerSource, Vocabulary
+from octavo.checkpoint_ports import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    Side,
+    StoredTensor,
+    TokenizerSource,
+    Vocabulary,
+)
 from octavo.end_tokens import find_control_tokens, find_end_tokens
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.blocks import StoredWeight
@@ -183,7 +191,10 @@ class GgufCheckpoint:
             removes_spaces=self._get("tokenizer.ggml.remove_extra_whitespaces", bool, True),
             prefix=prefix,
             suffix=suffix,
+            lowercase=self._get("tokenizer.ggml.normalizer.lowercase", bool, None),
+            strips_accents=self._get("tokenizer.ggml.normalizer.strip_accents", bool, None),
         )
+        vocabulary = replace(vocabulary, stripped_sides=self._stripped_sides(vocabulary))
         return TokenizerSource(
             origin=self.path,
             vocabulary=vocabulary,
@@ -205,6 +216,24 @@ class GgufCheckpoint:
             types=self._numbers("tokenizer.ggml.token_type"),
             merges=self._get("tokenizer.ggml.merges", list, ()),
         )
+
+    def _stripped_sides(self, vocabulary: Vocabulary) -> dict[bytes, Side]:
+        """Returns the side on which special tokens take white space with them. A header does not
+        say it, so it goes by names, as in llama.cpp.
+        """
+        name = self._get("general.name", str, "").lower()
+        masks = {
+            b"<mask>": vocabulary.pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert")
+            or self.architecture in ("nomic-bert-moe", "jina-bert-v3"),
+            b"[MASK]": "modern-bert" in name,
+        }
+        found: dict[bytes, Side] = {token: "left" for token, strips in masks.items() if strips}
+        if "phi-3" in name or "phi3" in name:
+            kinds = zip(vocabulary.tokens, vocabulary.types, strict=False)
+            special = {token for token, kind in kinds if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
+            plain = {b"<unk>", b"<s>", b"<|endoftext|>"}
+            found |= dict.fromkeys((special | {b"</s>"}) - plain, "right")
+        return found
 
     def _charsmap(self) -> NDArray[np.uint8]:
         """Returns the compiled normalisation of a unigram model, empty where there is none."""

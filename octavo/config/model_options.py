@@ -26,6 +26,12 @@ class ModelOptions:
     tokenizer: str | None = option(
         None, "Model", "Load the tokenizer from this path", derived="the model's", metavar="PATH"
     )
+    strict_files: bool = option(
+        False,
+        "Model",
+        "Refuse unknown pre-tokenizers of GGUF files",
+        details="Without it an unknown name is treated as `default`, with a warning.",
+    )
     skip_tokenizer_init: bool = option(
         False, "Model", "Load no tokenizer", details="Prompts are then token ids."
     )

@@ -17,7 +17,8 @@ import tokenizers
 
 from octavo.checkpoint_ports import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 from octavo.errors import OctavoError, UnsupportedModel
-from octavo.text.vocabulary import PRE_TOKENIZATIONS, build_tokenizer
+from octavo.text.pre_tokenization import PRE_TOKENIZATIONS
+from octavo.text.vocabulary import build_tokenizer
 
 BYTE = 6
 BYTE_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
@@ -81,8 +82,10 @@ def _candidates(described: Mapping[str, Any]) -> Iterator[Vocabulary]:
     encoded = [token.encode() for token in tokens]
     if not model.get("byte_fallback"):
         whole = Vocabulary("gpt2", "", encoded, types, [merge.encode() for merge in merges])
-        for pre in PRE_TOKENIZATIONS:
-            yield replace(whole, pre=pre)
+        first_names = {pre: name for name, pre in reversed(PRE_TOKENIZATIONS.items())}
+        for pre, name in reversed(first_names.items()):
+            if pre.is_byte_level and pre.ignore_merges == bool(model.get("ignore_merges")):
+                yield replace(whole, pre=name)
         return
     unknown = model.get("unk_token")
     types = [

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 
 from octavo.errors import UnsupportedModel
-from octavo.text.vocabulary import SPACE
+from octavo.text.pre_tokenization import SPACE
 
 Spelling = Literal["byte_level", "sentencepiece"]
 

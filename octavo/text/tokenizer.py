@@ -32,13 +32,15 @@ from octavo.text.unicode import check_unicode
 from octavo.text.vocabulary import build_tokenizer
 
 
-def load_tokenizer(source: TokenizerSource, *, chat_template: str | None = None) -> TextTokenizer:
+def load_tokenizer(
+    source: TokenizerSource, *, chat_template: str | None = None, strict: bool = False
+) -> TextTokenizer:
     """Reads a model's tokenizer; `chat_template` is a Jinja text, or the path of one, in place of
-    the model's.
+    the model's. With `strict` an unknown pre-tokenizer raises UnsupportedModel.
     """
     template = source.chat_template if chat_template is None else _read_template(chat_template)
     if source.vocabulary is not None:
-        built = build_tokenizer(source.vocabulary, source.origin)
+        built = build_tokenizer(source.vocabulary, source.origin, strict=strict)
         adds_bos = built.adds_bos if source.add_bos_token is None else source.add_bos_token
         return TextTokenizer(
             built.tokenizer, source, template, space_prefix=built.space_prefix, adds_bos=adds_bos

@@ -1,22 +1,21 @@
 """Builds a `tokenizers` object from a GGUF vocabulary, so that its ids are those of the tokenizer
 the vocabulary came from.
 
-Four kinds: byte-level BPE ("gpt2"), whose text is first cut as `pre` names, SentencePiece's BPE by
-scores ("llama"), its unigram model ("t5"), and WordPiece ("bert"). Sources: the models' own
-tokenizer.json files (cuts, normalisers), llama.cpp's `llama-vocab.cpp` (the meaning of each `pre`),
-sentencepiece's `bpe_model.cc` (merge the neighbours whose concatenation has the highest score,
-leftmost first).
+Four kinds: BPE by merges ("gpt2", "gemma4", "whitespace"), whose text is first split as `pre` names
+(`pre_tokenization.py`), SentencePiece's BPE by scores ("llama"), its unigram model ("t5"), and
+WordPiece ("bert"). Sources: llama.cpp's `llama-vocab.cpp`, sentencepiece's `bpe_model.cc` (merge
+the neighbours whose concatenation has the highest score, leftmost first).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
@@ -24,76 +23,20 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from tokenizers.normalizers import Normalizer
+from tokenizers.decoders import Decoder
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from octavo.checkpoint_ports import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 from octavo.end_tokens import correct_token_types
 from octavo.errors import UnsupportedModel, WeightMismatch
-
-SPACE = "\u2581"
-"""Character that SentencePiece writes for a space."""
+from octavo.text.pre_tokenization import (
+    SPACE,
+    build_pre_tokenizer,
+    find_pre_tokenization,
+)
 
 CONTINUES, UNKNOWN_WORD = "##", "[UNK]"
 """Prefix of a piece within a word, and the token of words that are unknown, in BERT's files."""
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEEPSEEK_V3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
-    r" ?[\p{P}\p{S}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _PreTokenization:
-    """Preparation of a text by a byte-level tokenizer: normalised, then cut by each expression in
-    turn.
-    """
-
-    expressions: tuple[str, ...]
-    normalizer: Callable[[], Normalizer] | None = None
-    ignore_merges: bool = False
-    """Whether a word that is a token is taken whole."""
-    adds_bos: bool = False
-    """Whether the bos token goes first, where the header does not say."""
-
-
-_DIGITS_ALONE = _PreTokenization((r"\p{N}", _GPT2))
-_LLAMA3 = _PreTokenization((_WORDS % "{1,3}",), ignore_merges=True, adds_bos=True)
-_QWEN2 = _PreTokenization((_WORDS % "",), normalizer=normalizers.NFC)
-
-PRE_TOKENIZATIONS: dict[str, _PreTokenization] = {
-    "default": _PreTokenization((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _PreTokenization((_GPT2,)),
-    "smollm": _DIGITS_ALONE,
-    "starcoder": _DIGITS_ALONE,
-    "refact": _DIGITS_ALONE,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _PreTokenization((_WORDS % "",)),
-    "deepseek-coder": _PreTokenization(
-        (
-            r"[\r\n]",
-            r"\s?\p{L}+",
-            r"\s?\p{P}+",
-            "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-            r"\p{N}",
-        )
-    ),
-    "deepseek-v3": _PreTokenization(
-        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)
-    ),
-    "roberta-bpe": _PreTokenization((_GPT2,)),
-    "modern-bert": _PreTokenization((_GPT2,), normalizer=normalizers.NFC),
-}
-"""Pre-tokenizations by the name that `tokenizer.ggml.pre` has for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +52,18 @@ class BuiltTokenizer:
     """None leaves it to the tokenizer's own post-processor."""
 
 
-def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
-    """Builds a tokenizer. UnsupportedModel names a kind or a `pre` that is not known,
-    WeightMismatch a vocabulary that contradicts itself.
+def build_tokenizer(
+    vocabulary: Vocabulary, origin: Path, *, strict: bool = False
+) -> BuiltTokenizer:
+    """Builds a tokenizer. UnsupportedModel names a kind that is not known, WeightMismatch a
+    vocabulary that contradicts itself. An unknown `pre` is the default one with a warning, or
+    UnsupportedModel when `strict`.
     """
-    builders = {
-        "gpt2": _byte_level,
+    by_merges = partial(_by_merges, strict=strict)
+    builders: dict[str, Callable[[Vocabulary, list[str], Path], BuiltTokenizer]] = {
+        "gpt2": by_merges,
+        "gemma4": by_merges,
+        "whitespace": by_merges,
         "llama": _sentencepiece,
         "t5": _unigram,
         "bert": _wordpiece,
@@ -129,7 +78,7 @@ def build_tokenizer(vocabulary: Vocabulary, origin: Path) -> BuiltTokenizer:
         tokens = _decode(vocabulary.tokens)
         vocabulary = replace(vocabulary, types=correct_token_types(vocabulary))
         built = build(vocabulary, tokens, origin)
-    except (UnsupportedModel, MemoryError):
+    except (UnsupportedModel, WeightMismatch, MemoryError):
         raise
     except Exception as error:  # the builder raises bare Exceptions
         raise WeightMismatch(f"{origin}: damaged vocabulary: {error}") from error
@@ -155,21 +104,51 @@ def _with_affixes(built: BuiltTokenizer, vocabulary: Vocabulary) -> BuiltTokeniz
     return replace(built, adds_bos=None) if prefix else built
 
 
-def _byte_level(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
-    pre = PRE_TOKENIZATIONS.get(vocabulary.pre)
-    if pre is None:
-        raise UnsupportedModel(
-            f"{origin}: pre-tokenizer {vocabulary.pre!r}, supported are"
-            f" {', '.join(PRE_TOKENIZATIONS)}"
+def _by_merges(
+    vocabulary: Vocabulary, tokens: list[str], origin: Path, *, strict: bool
+) -> BuiltTokenizer:
+    if not vocabulary.merges:
+        raise WeightMismatch(
+            f"{origin}: the key tokenizer.ggml.merges is missing, which a tokenizer of the model"
+            f" {vocabulary.model!r} requires",
+            hint="convert the model again, or name its tokenizer by --tokenizer",
         )
-    tokenizer = Tokenizer(
-        models.BPE(_ids(tokens), _pairs(vocabulary.merges), ignore_merges=pre.ignore_merges)
+    name = "gemma4" if vocabulary.model == "gemma4" else vocabulary.pre
+    pre = find_pre_tokenization(name, origin, strict=strict)
+    model = partial(
+        models.BPE, _ids(tokens), _pairs(vocabulary.merges), ignore_merges=pre.ignore_merges
     )
-    if pre.normalizer is not None:
+    if pre.is_byte_level:
+        tokenizer = Tokenizer(model())
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        unknown = _unknown_token(vocabulary, tokens)
+        tokenizer = Tokenizer(model(unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        tokenizer.decoder = _space_decoder()
+    if pre.joins_newlines:
+        runs = [token for token in tokens if token and not token.strip("\n")]
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in runs])
+    if pre.space is not None:
+        tokenizer.normalizer = normalizers.Replace(" ", pre.space)
+    elif pre.drops_spaces and vocabulary.lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    elif pre.normalizer is not None:
         tokenizer.normalizer = pre.normalizer()
-    tokenizer.pre_tokenizer = _cuts(pre)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = build_pre_tokenizer(pre)
     return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=pre.adds_bos)
+
+
+def _unknown_token(vocabulary: Vocabulary, tokens: list[str]) -> str | None:
+    """Returns the token of unknown characters; None without one."""
+    kinds = zip(tokens, vocabulary.types, strict=False)
+    return next((token for token, kind in kinds if kind == UNKNOWN), None)
+
+
+def _space_decoder() -> Decoder:
+    """Returns the decoder of pieces with a character for spaces, and with byte tokens."""
+    return decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
 
 
 def _pairs(merges: Sequence[bytes]) -> list[tuple[str, str]]:
@@ -180,46 +159,19 @@ def _pairs(merges: Sequence[bytes]) -> list[tuple[str, str]]:
     return list(zip(sides[::2], sides[1::2], strict=True))
 
 
-def _cuts(pre: _PreTokenization) -> PreTokenizer:
-    """Makes the pre-tokenizer; the two commonest have a built-in form that is faster and cuts
-    alike.
-    """
-    if pre.expressions == (_GPT2,):
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre is _DIGITS_ALONE:
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    cuts: list[PreTokenizer] = [
-        pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions
-    ]
-    return pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-
-
 def _sentencepiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
     if len(vocabulary.scores) != len(tokens):
         raise WeightMismatch(f"{origin}: {len(vocabulary.scores)} scores for {len(tokens)} tokens")
-    unknown = next(
-        (token for token, kind in zip(tokens, vocabulary.types, strict=True) if kind == UNKNOWN),
-        None,
-    )
     model = models.BPE(
         _ids(tokens),
         _merges_by_score(vocabulary, tokens),
-        unk_token=unknown,
+        unk_token=_unknown_token(vocabulary, tokens),
         fuse_unk=True,
         byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = _space_decoder()
     return BuiltTokenizer(tokenizer, space_prefix=vocabulary.add_space_prefix, adds_bos=True)
 
 
@@ -241,8 +193,9 @@ def _unigram(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTo
 
 
 def _wordpiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
-    """Builds BERT's tokenizer, of texts in lower case as llama.cpp has them. A header's words begin
-    with a space; what begins with none goes on with a word.
+    """Builds BERT's tokenizer. Without the header's word it writes texts in lower case without
+    accents, as llama.cpp does. A header's words begin with a space; what begins with none goes on
+    with a word.
     """
     words = [
         token
@@ -255,7 +208,10 @@ def _wordpiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> Built
     if UNKNOWN_WORD not in words:
         raise WeightMismatch(f"{origin}: the vocabulary has no token {UNKNOWN_WORD}")
     tokenizer = Tokenizer(models.WordPiece(_ids(words), unk_token=UNKNOWN_WORD))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    lowercase = vocabulary.lowercase is not False
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=vocabulary.strips_accents
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=None)
@@ -286,23 +242,23 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, tokens: list[str])
     """Adds control tokens as special ones, and user-defined ones to be cut out of every text, as
     SentencePiece does.
     """
-    others = [
-        (token, kind)
-        for token, kind in zip(tokens, vocabulary.types, strict=False)
-        if kind != NORMAL and token
-    ]
-    special = [
-        AddedToken(token, special=True, normalized=False)
-        for token, kind in others
-        if kind in (CONTROL, UNKNOWN)
-    ]
-    defined = [
-        AddedToken(token, special=False, normalized=False)
-        for token, kind in others
-        if kind == USER_DEFINED
-    ]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(defined)
+    sides = vocabulary.stripped_sides
+
+    def added(*kinds: int, special: bool) -> list[AddedToken]:
+        return [
+            AddedToken(
+                token,
+                special=special,
+                normalized=False,
+                lstrip=sides.get(text) == "left",
+                rstrip=sides.get(text) == "right",
+            )
+            for token, text, kind in zip(tokens, vocabulary.tokens, vocabulary.types, strict=False)
+            if kind in kinds and token
+        ]
+
+    tokenizer.add_special_tokens(added(CONTROL, UNKNOWN, special=True))
+    tokenizer.add_tokens(added(USER_DEFINED, special=False))
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:

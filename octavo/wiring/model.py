@@ -479,7 +479,9 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
     source = tokenizer_source_of(options, model.checkpoint)
     ends = tuple(dict.fromkeys([*model.info.eos_token_ids, *source.eos_token_ids]))
     tokenizer = load_tokenizer(
-        replace(source, eos_token_ids=ends), chat_template=options.chat_template
+        replace(source, eos_token_ids=ends),
+        chat_template=options.chat_template,
+        strict=options.strict_files,
     )
     formats_of(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
     return tokenizer
