@@ -101,7 +101,24 @@ class InvalidRequest(ClientError):
 
 
 class ContextTooLong(ClientError):
-    """A prompt that does not fit the model's context or the KV cache."""
+    """A prompt that does not fit the model's context or the KV cache.
+
+    `num_tokens` counts the prompt's tokens (at least), `max_tokens` those allowed; both are 0 if
+    unknown.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+        num_tokens: int = 0,
+        max_tokens: int = 0,
+    ) -> None:
+        super().__init__(message, hint=hint, param=param)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
 
 
 class Unauthorized(ClientError):

@@ -15,6 +15,14 @@ from starlette.types import Scope
 
 
 @dataclass(frozen=True, slots=True)
+class Overflow:
+    """Lengths of a prompt that is too long, in tokens; clients shorten a conversation by them."""
+
+    num_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     """An error as clients are told of it."""
 
@@ -24,6 +32,8 @@ class Fault:
     status: int
     param: str | None = None
     """Offending field, where there is one."""
+    overflow: Overflow | None = None
+    """Lengths, for a prompt that is too long."""
 
 
 ErrorForm: TypeAlias = Callable[[Fault], dict[str, Any]]
@@ -40,34 +50,82 @@ ANTHROPIC_TYPES = {
 """Anthropic's types by status; others are invalid_request_error below 500, else api_error."""
 
 
+OVERFLOW_CODE = "context_length_exceeded"
+"""OpenAI's code of a prompt that is too long."""
+
+
 def openai_form(fault: Fault) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": fault.message,
-            "type": fault.kind,
-            "param": fault.param,
-            "code": fault.status,
-        }
+    error: dict[str, Any] = {
+        "message": fault.message,
+        "type": fault.kind,
+        "param": fault.param,
+        "code": fault.status,
     }
+    if fault.overflow is not None:
+        error |= {
+            "message": openai_overflow(fault.message, fault.overflow),
+            "type": "invalid_request_error",
+            "code": OVERFLOW_CODE,
+        }
+    return {"error": error}
+
+
+def openai_overflow(message: str, overflow: Overflow) -> str:
+    """Returns a message with the sentences by which OpenAI's clients know an overflow."""
+    known = "This model's maximum context length is"
+    if not message.startswith(known):
+        message = f"{known} {overflow.max_tokens} tokens here. {message}"
+    return f"{message}. Please reduce the length of the prompt."
+
+
+def responses_form(fault: Fault) -> dict[str, Any]:
+    """Returns OpenAI's body on the route of responses, whose words for an overflow are others."""
+    body = openai_form(fault)
+    if fault.overflow is not None:
+        body["error"]["message"] = responses_overflow(fault.message, fault.overflow)
+        body["error"]["param"] = "input"
+    return body
+
+
+def responses_overflow(message: str, overflow: Overflow) -> str:
+    known = "Your input exceeds the context window of this model."
+    return f"{known} {openai_overflow(message, overflow)}"
 
 
 def anthropic_form(fault: Fault) -> dict[str, Any]:
     usual = "invalid_request_error" if fault.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(fault.status, usual)
-    error = {"type": kind, "message": fault.message}
+    message = fault.message
+    if fault.overflow is not None:
+        num, most = fault.overflow.num_tokens, fault.overflow.max_tokens
+        message = f"prompt is too long: {num} tokens > {most} maximum"
+    error = {"type": kind, "message": message}
     return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
 
 
 def ollama_form(fault: Fault) -> dict[str, Any]:
-    return {"error": fault.message}
+    if fault.overflow is None:
+        return {"error": fault.message}
+    num, most = fault.overflow.num_tokens, fault.overflow.max_tokens
+    return {
+        "error": "the input length exceeds the context length:"
+        f" request ({num} tokens) exceeds the available context size ({most} tokens)"
+    }
 
 
 def cohere_form(fault: Fault) -> dict[str, Any]:
-    return {"message": fault.message}
+    if fault.overflow is None:
+        return {"message": fault.message}
+    num, most = fault.overflow.num_tokens, fault.overflow.max_tokens
+    return {
+        "message": f"too many tokens: the prompt cannot exceed {most} tokens - received {num}."
+        " Try using a shorter prompt."
+    }
 
 
 FORMS: tuple[tuple[str, ErrorForm], ...] = (
     ("/v1/messages", anthropic_form),
+    ("/v1/responses", responses_form),
     ("/api/", ollama_form),
     ("/v2/", cohere_form),
     ("/cohere/", cohere_form),

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from octavo import errors
-from octavo.server.error_forms import ErrorForm, Fault, form_of, openai_form
+from octavo.server.error_forms import ErrorForm, Fault, Overflow, form_of, openai_form
 from octavo.server.unanswered import explained
 
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
@@ -61,7 +61,8 @@ def fault_of(error: Exception) -> Fault:
         error = _described(error)
     for known, status, kind in TABLE:
         if isinstance(error, known):
-            return Fault(_message(error), kind, status, getattr(error, "param", None))
+            param = getattr(error, "param", None)
+            return Fault(_message(error), kind, status, param, _overflow(error))
     return Fault("Internal server error", "InternalServerError", 500)
 
 
@@ -109,6 +110,12 @@ def _described(error: RequestValidationError) -> errors.InvalidRequest:
     return errors.InvalidRequest(
         f"{name}: got {errors.shown(first['input'])}, {said[:1].lower()}{said[1:]}", param=name
     )
+
+
+def _overflow(error: Exception) -> Overflow | None:
+    if isinstance(error, errors.ContextTooLong) and error.num_tokens:
+        return Overflow(error.num_tokens, error.max_tokens)
+    return None
 
 
 def _message(error: Exception) -> str:

@@ -56,3 +56,74 @@ def test_a_tool_is_called(options):
     asked = options | {"max_tokens": 200, "tools": [tool], "tool_choice": "required"}
     call = litellm.completion(messages=TALK, **asked).choices[0].message.tool_calls[0]
     assert call.function.name == "look_up" and "city" in json.loads(call.function.arguments)
+
+
+PROVIDERS = {
+    "openai": "/v1",
+    "openai/responses": "/v1",
+    "hosted_vllm": "/v1",
+    "lm_studio": "/v1",
+    "litellm_proxy": "/v1",
+    "anthropic": "",
+    "ollama": "",
+    "ollama_chat": "",
+    "cohere_chat": "/v2/chat",
+}
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request, server):
+    """The options of each of its providers that speaks an API of this server."""
+    return {
+        "model": f"{request.param}/{MODEL}",
+        "api_base": server.url + PROVIDERS[request.param],
+        "api_key": "none",
+        "temperature": 0,
+        "max_tokens": 12,
+        "max_retries": 0,
+    }
+
+
+def test_each_provider_answers_whole_and_streamed(provider, answer):
+    found = litellm.completion(messages=TALK, **provider)
+    assert found.choices[0].message.content == answer
+    parts = litellm.completion(messages=TALK, stream=True, **provider)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_has_litellm_s_type(provider, stream):
+    """LiteLLM has no such mapping for Ollama, whose server cuts long conversations."""
+    is_mapped = "ollama" not in provider["model"]
+    kind = litellm.ContextWindowExceededError if is_mapped else litellm.BadRequestError
+    with pytest.raises(kind):
+        list(
+            litellm.completion(
+                messages=[{"role": "user", "content": "word " * 6000}], stream=stream, **provider
+            )
+        )
+
+
+def test_a_text_that_is_too_long_has_litellm_s_type(options):
+    asked = options | {"model": f"text-completion-openai/{MODEL}", "max_retries": 0}
+    for stream in (False, True):
+        with pytest.raises(litellm.ContextWindowExceededError):
+            list(litellm.text_completion(prompt="word " * 6000, stream=stream, **asked))
+
+
+def test_a_tool_is_called_through_cohere(server):
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    parts = litellm.completion(
+        model=f"cohere_chat/{MODEL}",
+        api_base=f"{server.url}/v2/chat",
+        api_key="none",
+        messages=TALK,
+        tools=[tool],
+        tool_choice="required",
+        max_tokens=100,
+        stream=True,
+    )
+    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or ()]
+    assert calls[0].function.name == "look_up"
+    json.loads("".join(call.function.arguments or "" for call in calls))

@@ -85,14 +85,6 @@ def error_of(response, status):
             "prompt: got {'text': 1}, allowed is a text, token ids, or a list of either",
         ),
         (
-            {"prompt": [5] * 512},
-            "prompt",
-            (
-                "This model's maximum context length is 512 tokens, the prompt has 512; allowed are"
-                " at most 511"
-            ),
-        ),
-        (
             {"suffix": "end"},
             "suffix",
             "suffix: the model's vocabulary has no tokens for filling in the middle",

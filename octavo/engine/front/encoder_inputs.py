@@ -56,6 +56,8 @@ class EncoderInputs:
                 f" allowed are at most {self.max_tokens}",
                 hint="give a shorter text, or parts of it",
                 param="prompt",
+                num_tokens=num_tokens,
+                max_tokens=self.max_tokens,
             )
 
     def prompt_of(self, named: Sequence[int] | None) -> list[int]:

@@ -21,10 +21,10 @@ from octavo.engine.front.arguments import Prompt, as_list
 from octavo.engine.front.encoder_inputs import EncoderInputs
 from octavo.engine.front.images import ImageInputs, PlacedImages, images_of
 from octavo.engine.front.params_resolver import ParamsResolver, need_tokenizer
-from octavo.engine.front.prompt_inputs import PromptInputs, whole_ids
+from octavo.engine.front.prompt_inputs import PromptInputs, refuse_never, whole_ids
 from octavo.engine.requests.request import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.scheduling.admission import PromptLimits, Verdict
-from octavo.errors import ContextTooLong, InvalidRequest, shown
+from octavo.errors import InvalidRequest, shown
 from octavo.lora_request import LoRARequest
 from octavo.pooling_params import RequestParams
 from octavo.prompt_ports import ImageReader, Tokenizer
@@ -259,9 +259,7 @@ class InputProcessor:
         """
         if not token_ids:
             raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
-        answer = self.limits.prompts.judge(len(token_ids), num_needed=num_needed)
-        if answer.verdict is Verdict.NEVER:
-            raise ContextTooLong(answer.reason, hint=answer.hint, param="prompt")
+        refuse_never(self.limits.prompts.judge(len(token_ids), num_needed=num_needed))
         lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= self.limits.vocab_size:
             self.params.check_ids("prompt", [lowest, highest])

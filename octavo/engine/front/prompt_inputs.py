@@ -14,7 +14,7 @@ from octavo.engine.front.arguments import Messages, Prompt, as_list, check_messa
 from octavo.engine.front.encoder_inputs import EncoderInputs
 from octavo.engine.front.images import KEY, ImageInputs, images_of, taken_out
 from octavo.engine.front.params_resolver import need_tokenizer
-from octavo.engine.scheduling.admission import PromptLimits, Verdict
+from octavo.engine.scheduling.admission import AdmissionDecision, PromptLimits, Verdict
 from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
 from octavo.prompt_ports import Rendering, Tokenizer
 from octavo.sampling_params import whole_number
@@ -89,9 +89,7 @@ class PromptInputs:
         if self.encoder is not None:
             self.encoder.check_length(least, at_least=True)
             return
-        answer = self.limits.judge(least, at_least=True)
-        if answer.verdict is Verdict.NEVER:
-            raise ContextTooLong(answer.reason, hint=answer.hint, param="prompt")
+        refuse_never(self.limits.judge(least, at_least=True))
 
     def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, str | Sequence[int], str]:
         """Returns what a dict holds: the text that its token ids came from, the prompt, the cache
@@ -227,4 +225,16 @@ def _check_continued(messages: Messages, rendering: Rendering) -> None:
             f"{name}: got a last message of the role {shown(last.get('role'))}, needed is one of"
             " the role 'assistant' with a text",
             param=name,
+        )
+
+
+def refuse_never(decision: AdmissionDecision) -> None:
+    """Raises ContextTooLong for a prompt that can never start."""
+    if decision.verdict is Verdict.NEVER:
+        raise ContextTooLong(
+            decision.reason,
+            hint=decision.hint,
+            param="prompt",
+            num_tokens=decision.num_tokens,
+            max_tokens=decision.max_tokens,
         )

@@ -27,6 +27,10 @@ class AdmissionDecision(NamedTuple):
     allowed.
     """
     hint: str | None = None
+    num_tokens: int = 0
+    """Tokens of a prompt that is too long, at least."""
+    max_tokens: int = 0
+    """Tokens that a prompt may have which is too long."""
 
 
 OK = AdmissionDecision(Verdict.OK)
@@ -127,10 +131,10 @@ class PromptLimits:
         """
         if self.max_prompt_len is not None and num > self.max_prompt_len:
             limit = f"The prompt limit is {self.max_prompt_len} tokens"
-            return _never(limit, got, self.max_prompt_len, "raise max_prompt_len")
+            return _never(limit, num, got, self.max_prompt_len, "raise max_prompt_len")
         if num + num_needed > self.max_model_len:
             limit = f"This model's maximum context length is {self.max_model_len} tokens"
-            return _never(limit, got, self.max_model_len - num_needed)
+            return _never(limit, num, got, self.max_model_len - num_needed)
         return OK
 
     def _judge_room(self, num: int, got: str, num_needed: int) -> AdmissionDecision:
@@ -138,7 +142,7 @@ class PromptLimits:
         if num + num_needed > self.kv_capacity_tokens:
             limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
             allowed = self.kv_capacity_tokens - num_needed
-            return _never(limit, got, allowed, "raise kv_cache_memory_bytes")
+            return _never(limit, num, got, allowed, "raise kv_cache_memory_bytes")
         return OK
 
     def _judge_whole(self, num: int, got: str) -> AdmissionDecision:
@@ -149,14 +153,15 @@ class PromptLimits:
                 " chunked"
             )
             hint = "raise max_num_batched_tokens, or allow chunked prefill"
-            return _never(limit, got, self.max_whole_prompt, hint)
+            return _never(limit, num, got, self.max_whole_prompt, hint)
         return OK
 
 
-def _never(limit: str, got: str, allowed: int, hint: str | None = None) -> AdmissionDecision:
-    return AdmissionDecision(
-        Verdict.NEVER, f"{limit}, the prompt has {got}; allowed are at most {allowed}", hint
-    )
+def _never(
+    limit: str, num: int, got: str, allowed: int, hint: str | None = None
+) -> AdmissionDecision:
+    reason = f"{limit}, the prompt has {got}; allowed are at most {allowed}"
+    return AdmissionDecision(Verdict.NEVER, reason, hint, num, allowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -25,6 +25,24 @@ class CohereStream(NamedEventStream):
     def failure(self, error: Exception) -> list[Event]:
         delta = {"finish_reason": "ERROR", "error": fault_of(error).message}
         return [{"type": "message-end", "delta": delta}]
+
+
+class CohereLineStream(CohereStream):
+    """The same events as one JSON object a line, for clients that accept no server-sent events."""
+
+    media_type = "application/stream+json"
+
+    def format_events(self, payloads: Iterable[Event]) -> bytes:
+        return b"".join([self.encode(payload) + b"\n" for payload in payloads])
+
+
+SSE_RANGES = ("text/event-stream", "text/*", "*/*")
+
+
+def stream_kind(accept: str | None) -> type[CohereStream]:
+    """Returns the form of stream that an Accept header asks for; Cohere's own is chosen by it."""
+    ranges = [part.partition(";")[0].strip() for part in (accept or "*/*").split(",")]
+    return CohereStream if any(part in SSE_RANGES for part in ranges) else CohereLineStream
 
 
 class CohereBlocks:

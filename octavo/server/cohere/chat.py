@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from octavo.errors import InvalidRequest
 from octavo.server.auth import origin_of
 from octavo.server.body import body_bytes, body_of
-from octavo.server.cohere.answer import CohereAnswer, CohereStream
+from octavo.server.cohere.answer import CohereAnswer, stream_kind
 from octavo.server.cohere.bodies import (
     NAMES,
     CohereBlock,
@@ -58,7 +58,8 @@ async def chat(
         )
     service.readings.keep(answer.id, turn.reading, body_bytes(request))
     if stream:
-        return CohereStream(answer.events(turn), body.headers)
+        kind = stream_kind(request.headers.get("accept"))
+        return kind(answer.events(turn), body.headers)
     made = answer.whole(turn, await turn.whole(request.receive))
     return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
 from octavo.engine.front.input_processor import Origin
-from octavo.errors import ContextTooLong
+from octavo.errors import ContextTooLong, OctavoError
 from octavo.outputs import RequestOutput
 from octavo.prompt_ports import Rendering
 from octavo.sampling_params import SamplingParams
+from octavo.server.error_forms import responses_form
+from octavo.server.errors import fault_of
 from octavo.server.generation import Generation
 from octavo.server.openai.answer import usage_of
 from octavo.server.openai.rendering import effort_variables
 from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import items_before, resolved
 from octavo.server.openai.responses.items import input_items, messages_of
 from octavo.server.openai.responses.output import output_of
@@ -127,9 +131,23 @@ async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prep
     return Prepared(asked, model, params, prompt, first, reading)
 
 
-def failed(first: dict[str, Any], message: str) -> dict[str, Any]:
+def failed(first: dict[str, Any], error: OctavoError) -> dict[str, Any]:
     """Returns the last state of a response whose computing has failed."""
-    return {**first, "status": "failed", "error": {"code": "server_error", "message": message}}
+    told = {"code": "server_error", "message": error.message}
+    if isinstance(error, ContextTooLong):
+        found = responses_form(fault_of(error))["error"]
+        told = {"code": found["code"], "message": found["message"]}
+    return {**first, "status": "failed", "error": told}
+
+
+async def refused(
+    asked: Asked, model: ServedModel, error: OctavoError
+) -> AsyncGenerator[list[Event], None]:
+    """Yields the events of a stream that fails before its first token."""
+    params = asked.body.params(model.llm.get_default_sampling_params())
+    first = _first(asked, model, params, is_stored=False)
+    writer = EventWriter(first)
+    yield [*writer.opening(), *writer.closing(failed(first, error))]
 
 
 def _conversation(asked: Asked, model: ServedModel, messages: list[dict[str, Any]]) -> Conversation:

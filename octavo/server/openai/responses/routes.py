@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from octavo.errors import InvalidRequest, OctavoError
+from octavo.errors import ContextTooLong, InvalidRequest, OctavoError
 from octavo.server.auth import origin_of, owner_of
 from octavo.server.body import body_bytes, body_of
 from octavo.server.connection import unless_gone
@@ -21,7 +21,14 @@ from octavo.server.openai.listing import listing
 from octavo.server.openai.responses.body import ResponseBody, check
 from octavo.server.openai.responses.events import Event, EventWriter, error_event
 from octavo.server.openai.responses.history import items_given
-from octavo.server.openai.responses.making import Asked, Prepared, failed, new_asked, prepare
+from octavo.server.openai.responses.making import (
+    Asked,
+    Prepared,
+    failed,
+    new_asked,
+    prepare,
+    refused,
+)
 from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, stored, told_again
 from octavo.server.sse import Events, NamedEventStream
 from octavo.server.state.service import Service, service_of
@@ -54,15 +61,20 @@ async def create(
     store = service.store if body.is_stored else None
     origin = origin_of(request, body.priority, body.user)
     asked = await new_asked(body, owner_of(request), origin, service.store)
-    prepared = await prepare(asked, model, service.store)
     if store is not None:
         store.check_room()
     if body.background and runs is not None:
-        run = await runs.start(prepared)
+        run = await runs.start(await prepare(asked, model, service.store))
         if body.stream:
             return TypedEventStream(run.events(-1), body.headers)
         return JSONResponse(run.response, headers=body.headers)
-    turn = prepared.start()
+    try:
+        prepared = await prepare(asked, model, service.store)
+        turn = prepared.start()
+    except ContextTooLong as error:
+        if not body.stream:
+            raise
+        return TypedEventStream(refused(asked, model, error), body.headers)
     service.readings.keep(asked.id, prepared.reading, body_bytes(request))
     if body.stream:
         return TypedEventStream(_events(prepared, turn, store), body.headers)
@@ -188,7 +200,7 @@ async def _events(
                     yield new
         last = prepared.ended(turn, "".join(texts))
     except OctavoError as error:
-        last = failed(prepared.first, error.message)
+        last = failed(prepared.first, error)
     await _keep(prepared.asked, last, store)
     yield writer.closing(last)
 

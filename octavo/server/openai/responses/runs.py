@@ -183,7 +183,7 @@ class ResponseRuns:
                 prepared = None
                 await asyncio.sleep(RETRY_S)
             except OctavoError as error:
-                return failed(run.response, error.message)
+                return failed(run.response, error)
 
     async def _answered(
         self, run: ResponseRun, asked: Asked, prepared: Prepared | None
