@@ -83,12 +83,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
     """
     frame: MessageFrame | None = None
     """Messages around the structures of a structural tag; None: free text."""
-    disable_any_whitespace: bool = False
-    """Whether JSON is written without whitespace between its parts."""
-    whitespace_pattern: str | None = None
-    """Regular expression of the whitespace between the parts of JSON; None: at most 8
-    characters.
+    disable_any_whitespace: bool | None = None
+    """Whitespace between the parts of JSON. True: none; False: up to 8 characters of any kind;
+    None: one space after each comma and colon, as `json.dumps` writes it (in structural tags as
+    False).
     """
+    whitespace_pattern: str | None = None
+    """Regular expression of the whitespace between the parts of JSON."""
     disable_additional_properties: bool | None = None
     """Whether objects whose schema is silent about `additionalProperties` have only the properties
     that it names; None: as the engine is configured, by default True.
@@ -142,13 +143,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, metacl
         return dict(found) if isinstance(found, dict) else {}
 
     def _check_options(self) -> None:
-        any_whitespace, additional = self.disable_any_whitespace, self.disable_additional_properties
-        self._check("disable_any_whitespace", isinstance(any_whitespace, bool), "True or False")
-        self._check(
-            "disable_additional_properties",
-            isinstance(additional, bool | None),
-            "True, False or None",
-        )
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            self._check(name, isinstance(getattr(self, name), bool | None), "True, False or None")
         pattern = self.whitespace_pattern
         self._check("whitespace_pattern", pattern is None or _is_text(pattern), "a regex or None")
         for name in ("starts_after", "begins_with"):

@@ -30,7 +30,7 @@ TREE = {
     },
 }
 LISTS = {"type": "array", "items": {"type": "array", "items": {"type": ["string", "boolean"]}}}
-SHORTEST_TREE = len('{"name":"","sizes":[0],"next":null}') + 1
+SHORTEST_TREE = len('{"name": "", "sizes": [0], "next": null}') + 1
 
 
 @pytest.fixture(scope="module", params=["reference", "native"])

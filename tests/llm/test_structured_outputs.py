@@ -232,7 +232,8 @@ def test_a_preempted_answer_goes_on_where_it_was(backend):
     path = tiny_model_with_text()
     options = {"backend": backend, "skip_tokenizer_init": False}
     prompts = prompts_of(90, 91, 92)
-    wanted = [params(strings_of("a", "b"), seed=seed) for seed in range(3)]
+    form = StructuredOutputs(json=strings_of("a", "b"), disable_any_whitespace=False)
+    wanted = [params(form, seed=seed) for seed in range(3)]
     with make_llm(model_path=path, **options) as llm:
         calm = llm.generate(prompts, wanted)
         block_bytes = (64 << 20) // (llm.info.kv_capacity_tokens // 16)

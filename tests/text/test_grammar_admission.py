@@ -158,23 +158,31 @@ POINT = {
 @pytest.mark.parametrize(
     ("outputs", "text", "allowed"),
     [
-        (form(POINT), '{"x":1}', True),
-        (form(POINT), '{ "x" : 1,\n  "y": -2 }', True),
-        (form(POINT), '{"x":1,"z":2}', False),
-        (form(POINT), '{"y":1}', False),
-        (form(POINT), '{"x":1', False),
-        (form(POINT), "{" + " " * 8 + '"x":1}', True),
-        (form(POINT), "{" + " " * 9 + '"x":1}', False),
+        (form(POINT), '{"x": 1, "y": -2}', True),
+        (form(POINT), '{"x": 1, "z": 2}', False),
+        (form(POINT), '{"y": 1}', False),
+        (form(POINT), '{"x": 1', False),
+        (form(POINT), '{"x":1}', False),
+        (form(POINT), '{"x" : 1}', False),
+        (form(POINT), '{"x": 1,"y": 2}', False),
+        (form(POINT), '{ "x": 1}', False),
+        (form(POINT), '{"x": 1 }', False),
+        (form(POINT), '{\n  "x": 1\n}', False),
+        (form(POINT, disable_any_whitespace=False), '{ "x" : 1,\n  "y":-2 }', True),
+        (form(POINT, disable_any_whitespace=False), "{" + " " * 8 + '"x":1}', True),
+        (form(POINT, disable_any_whitespace=False), "{" + " " * 9 + '"x":1}', False),
         (form(POINT, disable_any_whitespace=True), '{"x":1,"y":2}', True),
         (form(POINT, disable_any_whitespace=True), '{"x": 1}', False),
         (form(POINT, whitespace_pattern=" ?"), '{"x": 1}', True),
         (form(POINT, whitespace_pattern=" ?"), '{"x":\n1}', False),
-        (form(json.dumps(POINT)), '{"x":1}', True),
-        (form({"type": "object"}), '{"any":[1,null]}', True),
+        (form(json.dumps(POINT)), '{"x": 1}', True),
+        (form({"type": "object"}), '{"any": [1, null, [], {}]}', True),
         (form(True), "[1]", True),
         (form({"oneOf": [{"const": 1}, {"const": "a"}, {"enum": [2, 3]}]}), "3", True),
         (form({"oneOf": [{"const": 1}, {"const": "a"}, {"enum": [2, 3]}]}), "4", False),
         (StructuredOutputs(json_object=True), "{}", True),
+        (StructuredOutputs(json_object=True), '{"a": {"b": [1, 2]}}', True),
+        (StructuredOutputs(json_object=True), '{"a":1}', False),
         (StructuredOutputs(json_object=True), "[]", False),
         (StructuredOutputs(regex="[a-c]{2}"), "ab", True),
         (StructuredOutputs(regex="[a-c]{2}"), "abc", False),
@@ -200,8 +208,8 @@ def tagged(oneof, **fields):
 
 
 def test_branches_that_a_required_constant_tells_apart_are_admitted(holds):
-    assert holds(form(tagged(["x", "y"])), '{"a":"y"}')
-    assert not holds(form(tagged(["x", "y"])), '{"a":"z"}')
+    assert holds(form(tagged(["x", "y"])), '{"a": "y"}')
+    assert not holds(form(tagged(["x", "y"])), '{"a": "z"}')
 
 
 def test_a_recursive_schema_that_ends_is_admitted(holds):
@@ -216,7 +224,7 @@ def test_a_recursive_schema_that_ends_is_admitted(holds):
             }
         },
     }
-    assert holds(form(tree), '{"next":{"next":null}}')
+    assert holds(form(tree), '{"next": {"next": null}}')
 
 
 # -- where the form begins -------------------------------------------------------------------------
@@ -225,10 +233,10 @@ def test_a_recursive_schema_that_ends_is_admitted(holds):
 @pytest.mark.parametrize(
     ("text", "allowed"),
     [
-        ('so I think.</think>{"x":1}', True),
-        ('so {I} think.</think>\n\n{"x":1}', True),
-        ('</think>{"x":1}', True),
-        ('{"x":1}', False),
+        ('so I think.</think>{"x": 1}', True),
+        ('so {I} think.</think>\n\n{"x": 1}', True),
+        ('</think>{"x": 1}', True),
+        ('{"x": 1}', False),
         ("so I think.</think>no", False),
         ("so I think.", False),
     ],
@@ -239,7 +247,9 @@ def test_a_form_may_begin_after_a_text(holds, text, allowed):
 
 def test_a_form_may_begin_after_a_special_token(grammars, tokenizer):
     spec = grammars.admit(form(POINT, starts_after="<|turn|>"))
-    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("hm", '{"x":1}'))
+    before, after = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("hm", '{"x": 1}')
+    )
     assert grammars.continues(spec, [*before, TURN, *after, END])
     assert not grammars.continues(spec, [*before, *after, END])
 

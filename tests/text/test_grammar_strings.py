@@ -73,7 +73,7 @@ def holds(grammars, tokenizer):
 
     def check(schema, text, **options):
         token_ids = [*tokenizer.encode(text, add_special_tokens=False), END]
-        form = StructuredOutputs(json=schema, **options)
+        form = StructuredOutputs(json=schema, disable_any_whitespace=False, **options)
         return grammars.continues(grammars.admit(form), token_ids)
 
     return check
@@ -206,7 +206,7 @@ def test_objects_within_others_are_closed(holds):
 
 def test_an_engine_may_leave_objects_open(tokenizer):
     setup = GrammarSetup(tokenizer, 300, (END,))
-    token_ids = [*tokenizer.encode('{"a":1,"z":2}', add_special_tokens=False), END]
+    token_ids = [*tokenizer.encode('{"a": 1, "z": 2}', add_special_tokens=False), END]
     for opens_objects in (False, True):
         grammars = LazyGrammars(lambda: setup, opens_objects=opens_objects)
         for asked in (None, True, False):

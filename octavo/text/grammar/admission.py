@@ -40,7 +40,7 @@ from octavo.text.grammar.strings import escape_options, rewrite_patterns
 from octavo.text.unicode import check_unicode
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
-"""Whitespace between the parts of JSON, so that no answer is whitespace until its length ends."""
+"""Any whitespace between the parts of JSON, bounded so that an answer does not consist of it."""
 MAX_TAGS = 256
 """Structures of one structural tag."""
 MAX_RULE_DEPTH = 200
@@ -96,32 +96,34 @@ def _grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Gramma
 def _own_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
     if form.structural_tag is not None:
         return _tag_grammars(form, compiler)
-    if form.json is not None:
-        return [_json(form, form.json, "answer")]
-    if form.json_object is not None:
-        return [_json(form, {"type": "object"}, "answer")]
+    if form.json is not None or form.json_object is not None:
+        given = {"type": "object"} if form.json is None else form.json
+        return [_json(form, given, "answer", spaced=form.disable_any_whitespace is None)]
     return [{"name": "answer", "lark_grammar": _lark(form)}]
 
 
-def _json(form: StructuredOutputs, given: Any, name: str) -> Grammar:
+def _json(form: StructuredOutputs, given: Any, name: str, *, spaced: bool = False) -> Grammar:
+    """Returns the grammar of a schema's JSON; `spaced` is that of `json.dumps`, on one line with a
+    space after each comma and colon. Small models lose their way in free whitespace.
+    """
     schema = prepared(read(given))
     if form.disable_additional_properties is not False:
         close_objects(schema)
     check_cycles(schema)
     rewrite_patterns(schema)
-    options = json_options(form) | escape_options(schema)
+    options = json_options(form, spaced=spaced) | escape_options(schema)
     return {"name": name, "json_schema": schema | {OPTIONS: options}}
 
 
-def json_options(form: StructuredOutputs) -> dict[str, Any]:
+def json_options(form: StructuredOutputs, *, spaced: bool = False) -> dict[str, Any]:
     """Returns how llguidance reads a schema: whitespace, and no keyword passed over."""
+    space = " " if spaced and form.whitespace_pattern is None else ""
+    is_fixed = bool(space or form.disable_any_whitespace)
     return {
-        "item_separator": ",",
-        "key_separator": ":",
-        "whitespace_flexible": not form.disable_any_whitespace,
-        "whitespace_pattern": None
-        if form.disable_any_whitespace
-        else form.whitespace_pattern or WHITESPACE,
+        "item_separator": f",{space}",
+        "key_separator": f":{space}",
+        "whitespace_flexible": not is_fixed,
+        "whitespace_pattern": None if is_fixed else form.whitespace_pattern or WHITESPACE,
         "coerce_one_of": False,
         "lenient": False,
     }
