@@ -304,9 +304,10 @@ def http() -> str:
     parts = [
         "# HTTP",
         (
-            "A field that is null counts as not given. A field that is not listed is refused by"
-            " name with 400, or, with `--lenient`, ignored and named in the response header"
-            " `X-Octavo-Ignored-Fields`."
+            "A field that is null counts as not given. A field that is not listed, at any depth, is"
+            " ignored and named in the response header `X-Octavo-Ignored`; with `--strict` it is a"
+            " 400. The operator's routes (cache, loading of models, changes of running requests)"
+            " are always strict."
         ),
         table(
             ("route", "body"),

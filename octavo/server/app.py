@@ -17,6 +17,7 @@ from octavo.server.auth import ApiKeys
 from octavo.server.cohere import chat as cohere_chat
 from octavo.server.errors import add_error_handlers
 from octavo.server.head_requests import HeadAsGet
+from octavo.server.ignored import IgnoredHeader
 from octavo.server.loader import ModelLoader
 from octavo.server.ollama import embeddings as ollama_embeddings
 from octavo.server.ollama import generation as ollama_generation
@@ -125,6 +126,7 @@ def create_app(
         app.add_middleware(ApiKeys, ring=keys, open_metrics=settings.open_metrics)
     else:
         app.add_middleware(SameOrigin, allowed=settings.allow_origin)
+    app.add_middleware(IgnoredHeader)
     app.add_middleware(HeadAsGet)
     if settings.allow_origin:
         app.add_middleware(

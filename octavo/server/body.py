@@ -1,30 +1,28 @@
-"""Request bodies: read within limits, parsed strictly into a pydantic model, faults named.
+"""Request bodies: read within limits, parsed into a pydantic model, faults named.
 
 A body is JSON by its Content-Type, or has none. A field that is null counts as not given. An
-unknown field is refused by name, or with `lenient` listed in a response header.
+unknown field, at any depth, is ignored and reported (`ignored.py`), or with --strict refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import difflib
-import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Depends, Request
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, PrivateAttr, ValidationError
-from pydantic_core import CoreSchema
+from pydantic import PrivateAttr, ValidationError
 from starlette.exceptions import HTTPException
 
 from octavo.errors import InvalidRequest
+from octavo.server.body_part import BodyPart, note_ignored
 from octavo.server.error_forms import form_of, ollama_form
 from octavo.server.fields import check_interactions
+from octavo.server.ignored import SCOPE_KEY, IgnoredFields
 from octavo.server.json_size import check_json_size
 from octavo.server.settings import ServerSettings
 from octavo.server.state.service import Service, service_of
 
-IGNORED_HEADER = "X-Octavo-Ignored-Fields"
 CURLS_TYPE = "application/x-www-form-urlencoded"
 """Type that `curl -d` declares by itself, as it does in the examples of Ollama's documents."""
 BROWSERS_HEADERS = ("sec-fetch-site", "origin")
@@ -35,71 +33,30 @@ MAX_QUOTED = 80
 """Most characters of a client's text that an error repeats."""
 
 
-def _end_at_first_fault(schema: Any) -> None:
-    """Makes all lists of a pydantic schema stop at their first fault."""
-    if isinstance(schema, dict):
-        if schema.get("type") == "list":
-            schema["fail_fast"] = True
-        for part in schema.values():
-            _end_at_first_fault(part)
-    elif isinstance(schema, list | tuple):
-        for part in schema:
-            _end_at_first_fault(part)
-
-
-class BodyPart(BaseModel):
-    """Base of all request bodies and of the objects in them: strict types, finite numbers, unknown
-    fields kept aside. A list is refused at its first fault: a body may hold a million of them.
-    """
-
-    model_config = ConfigDict(
-        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        _end_at_first_fault(handler.resolve_ref_schema(schema))
-        return schema
-
-
 class Body(BodyPart):
     """Base of all request bodies."""
-
-    unsupported: ClassVar[frozenset[str]] = frozenset()
-    """Names of fields that other servers know and this one does not honour."""
 
     stream_type: ClassVar[str | None] = "text/event-stream"
     """Media type of the answer where a field `stream` asks for one; None where none may."""
 
-    _ignored: list[str] = PrivateAttr(default_factory=list)
+    is_strict: ClassVar[bool] = False
+    """Whether unknown fields are refused without --strict too: on the operator's routes, which
+    change the server's state and which no foreign client calls.
+    """
+
+    _ignored: IgnoredFields = PrivateAttr(default_factory=IgnoredFields)
 
     @property
-    def headers(self) -> dict[str, str]:
-        """Response headers that name the ignored fields."""
-        return {IGNORED_HEADER: ", ".join(self._ignored)} if self._ignored else {}
+    def ignored(self) -> IgnoredFields:
+        """Collects the fields of this request that are not honoured."""
+        return self._ignored
 
-    def take_unknown_fields(self, *, lenient: bool, dropped: Sequence[str] = ()) -> None:
-        """Refuses unknown fields; with `lenient` notes them as ignored, and the dropped ones."""
-        unknown = [name for name, value in (self.model_extra or {}).items() if value is not None]
-        if unknown and not lenient:
-            raise self._refusal(unknown[0])
-        self._ignored = [
-            _clipped(name).encode("ascii", "replace").decode()
-            for name in (*unknown, *dropped)
-            if name.isprintable()
-        ]
-
-    def _refusal(self, name: str) -> InvalidRequest:
-        name = _clipped(name)
-        if name in self.unsupported:
-            return InvalidRequest(f"{name}: this server does not support it", param=name)
-        close = difflib.get_close_matches(name, type(self).model_fields, 1)
-        return InvalidRequest(
-            f"{name}: no such field",
-            hint=f"did you mean {close[0]}?" if close else None,
-            param=name,
-        )
+    def take_unknown_fields(self, ignored: IgnoredFields) -> None:
+        """Notes what the body holds that this server does not know, and collects further fields in
+        `ignored` from here on.
+        """
+        self._ignored = ignored
+        note_ignored(self, ignored)
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -119,21 +76,25 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
         raw = await read_in_time(request, service.settings)
         request.state.num_body_bytes = len(raw)
         check_json_size(raw, service.settings.max_body_values)
-        lenient, dropped = service.settings.lenient, []
         try:
             body = kind.model_validate_json(raw)
         except ValidationError as error:
-            dropped = _inert_faults(kind, error) if lenient else []
-            if not dropped:
-                raise _describe(kind, error) from None
-            body = _without(kind, raw, dropped)
-        body.take_unknown_fields(lenient=lenient, dropped=dropped)
+            raise _describe(kind, error) from None
+        body.take_unknown_fields(get_ignored(request, is_strict=kind.is_strict))
         check_interactions(body)
         return body
 
     reader: Any = parse
     reader.kind = kind  # read by `openapi.describe`
     return parse
+
+
+def get_ignored(request: Request, *, is_strict: bool = False) -> IgnoredFields:
+    """Returns the collector of a request's ignored fields; `body.ignored` is the same."""
+    settings: ServerSettings = request.app.state.service.settings
+    ignored = IgnoredFields(is_strict=is_strict or settings.strict)
+    found: IgnoredFields = request.scope.setdefault(SCOPE_KEY, ignored)
+    return found
 
 
 def _check_content(request: Request) -> None:
@@ -206,27 +167,6 @@ def _too_large(limit: int, headers: dict[str, str]) -> HTTPException:
     return HTTPException(413, f"the body is too large: allowed are at most {limit} bytes", headers)
 
 
-def _inert_faults(kind: type[Body], error: ValidationError) -> list[str]:
-    """Returns the fields with values that are not allowed, where all of them change nothing here
-    whatever their value; [] where there are others.
-    """
-    faulty = list(dict.fromkeys(str(fault["loc"][0]) for fault in error.errors() if fault["loc"]))
-    inert = [
-        name
-        for name in faulty
-        if (info := kind.model_fields.get(name)) is not None
-        and isinstance(info.json_schema_extra, dict)
-        and info.json_schema_extra.get("inert")
-    ]
-    return faulty if faulty == inert else []
-
-
-def _without(kind: type[BodyT], raw: bytes, names: Sequence[str]) -> BodyT:
-    """Parses a body without some of its fields."""
-    fields = {name: value for name, value in json.loads(raw).items() if name not in names}
-    return kind.model_validate_json(json.dumps(fields))
-
-
 def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
     """Returns the first fault by field; a field's description says what is allowed."""
     faults = error.errors(include_url=False)
@@ -238,8 +178,6 @@ def _describe(kind: type[Body], error: ValidationError) -> InvalidRequest:
     param = _path(first["loc"])
     if first["type"] == "missing":
         return InvalidRequest(f"{param}: needed, and not given", param=param)
-    if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"{param}: no such field", param=param)
     field = kind.model_fields.get(str(first["loc"][0]))
     if field is None or field.description is None:
         return InvalidRequest(

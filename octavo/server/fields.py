@@ -38,7 +38,8 @@ def field(
     `takes` says what is allowed, and is what a refusal says; with `by_path` a refusal names the
     faulty part of the value instead. `rules` may hold `needs` ({field: values of which it must have
     one, [] for any}), `excludes` ({field: reason}), `same_as` (a field of the same meaning),
-    `inert` (true where the field is taken and changes nothing) and words of JSON schema.
+    `inert` (true if a value that is not allowed is ignored, since the answer is the same),
+    `types` (the known types of an object; one of another type is ignored) and words of JSON schema.
     """
     return Field(
         default,

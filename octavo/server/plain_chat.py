@@ -9,33 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import BaseModel
-
 from octavo.errors import InvalidRequest, shown
 from octavo.prompt_ports import Rendering
-from octavo.server.body import Body, BodyPart
+from octavo.server.body import Body
+from octavo.server.body_part import BodyPart
 from octavo.server.state.served_model import ServedModel
 
 ASSISTANT = "assistant"
 
 
 class TextBlock(BodyPart):
-    """One block of a message's content; fields of other types of blocks lie in `model_extra`."""
+    """One block of a message's content."""
 
     type: str
     text: str | None = None
 
 
-def joined_text(content: str | Sequence[TextBlock], where: str, taken: Iterable[str] = ()) -> str:
-    """Joins the blocks of a content; `taken` are fields of text blocks that change nothing."""
+def joined_text(content: str | Sequence[TextBlock], where: str) -> str:
+    """Joins the blocks of a content."""
     if isinstance(content, str):
         return content
-    return "\n".join(
-        block_text(block, f"{where}[{index}]", taken) for index, block in enumerate(content)
-    )
+    return "\n".join(block_text(block, f"{where}[{index}]") for index, block in enumerate(content))
 
 
-def block_text(block: TextBlock, where: str, taken: Iterable[str] = ()) -> str:
+def block_text(block: TextBlock, where: str) -> str:
     """Returns the text of a block; raises InvalidRequest for any other kind."""
     if block.type != "text" or block.text is None:
         raise InvalidRequest(
@@ -44,19 +41,7 @@ def block_text(block: TextBlock, where: str, taken: Iterable[str] = ()) -> str:
             hint="this server's models read text only",
             param=where,
         )
-    for name, value in (block.model_extra or {}).items():
-        if name not in taken and value not in (None, [], {}):
-            raise InvalidRequest(f"{where}.{name}: no such field", param=f"{where}.{name}")
     return block.text
-
-
-def refuse_extra(message: BaseModel, where: str) -> None:
-    """Raises InvalidRequest for a field of a message that this server does not know."""
-    for name, value in (message.model_extra or {}).items():
-        if value not in (None, [], ""):
-            raise InvalidRequest(
-                f"{where}.{name}: this server does not support it", param=f"{where}.{name}"
-            )
 
 
 def refuse_values(body: Body, names: Iterable[str]) -> None:

@@ -80,12 +80,13 @@ class ServerSettings:
         metavar="FILE",
     )
     open_metrics: bool = option(False, "Security", "Serve /metrics without a key")
-    lenient: bool = option(
+    strict: bool = option(
         False,
         "Server",
-        "Ignore unknown request fields instead of answering 400",
-        details="A response header names them.",
+        "Answer 400 to unknown or unsupported request fields",
+        details="By default they are ignored and named in the header X-Octavo-Ignored.",
     )
+    lenient: bool = option(False, "Server", "No effect: unknown request fields are ignored anyway")
     trust_request_chat_template: bool = option(
         False, "Security", "Accept the field chat_template of a request"
     )

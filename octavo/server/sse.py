@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from octavo.server.time_limit import DEADLINE, Deadline
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 Events = AsyncGenerator[list[Any], None]
 """Stream of payload lists; the payloads of one list are sent together."""
@@ -37,7 +39,7 @@ class EventStream(Response):
     """Bytes that follow the last event."""
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, headers: Mapping[str, str]) -> None:
+    def __init__(self, events: Events, headers: Mapping[str, str] = NO_HEADERS) -> None:
         super().__init__(
             headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )

@@ -11,7 +11,22 @@ def server():
     server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", *PACE_FLAGS)
     yield server
     assert server.stop() == 0
-    assert len(server.lines) == 4, "a server that does its work says nothing but how it started"
+    said = [line for line in server.lines if not line.endswith(" is ignored")]
+    assert len(said) == 4, "a server that does its work says nothing but how it started"
+
+
+@pytest.fixture(scope="session")
+def strict_server():
+    """A server that ignores no field of a request."""
+    server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", "--strict")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def strict(strict_server):
+    with strict_server.http() as client:
+        yield client
 
 
 @pytest.fixture

@@ -72,7 +72,6 @@ BAD: dict[str, tuple[bytes | None, dict[str, str], str]] = {
     "format": (SOUND, {"response_format": "xml"}, "response_format: got 'xml'"),
     "temperature": (SOUND, {"temperature": "hot"}, "temperature: got 'hot'"),
     "language": (SOUND, {"language": "xx"}, "language: got 'xx', allowed are en"),
-    "unknown field": (SOUND, {"include[]": "x"}, "include[]: not supported here"),
     "prompt": (SOUND, {"prompt": "x"}, "prompt: the model has no token for a text"),
     "words": (SOUND, {"timestamp_granularities[]": "word"}, "times of words are not known"),
 }
@@ -88,6 +87,14 @@ def test_a_bad_request_is_a_400_that_says_what_to_do(ear: LiveServer, name: str)
         response: httpx.Response = http.post(PATH, files=parts)
     assert response.status_code == 400, response.text
     assert message in response.json()["error"]["message"]
+
+
+def test_an_unknown_field_of_a_form_is_ignored_and_named(ear: LiveServer) -> None:
+    fields = {"file": ("speech.wav", SOUND), "model": (None, "ear"), "include[]": (None, "x")}
+    with ear.http() as http:
+        response = http.post(PATH, files=fields)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-octavo-ignored"] == '["include[]"]'
 
 
 def test_a_model_of_english_translates_nothing(ear: LiveServer) -> None:

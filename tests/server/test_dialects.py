@@ -309,7 +309,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
             {"tools": TOOL, "tool_choice": {"type": "tool", "name": "g"}},
             "tool_choice: got the function 'g', allowed are f",
         ),
-        ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type: "),
+        ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: "),
         ("anthropic", {"stop_sequences": [""]}, "stop_sequences: "),
         ("anthropic", {"temperature": 9}, "temperature: got 9"),
         ("anthropic", {"metadata": {"user_id": "u" * 513}}, "metadata.user_id: "),
@@ -326,7 +326,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
         ("ollama", {"format": "xml"}, "format: got 'xml', allowed are 'json' and a JSON schema"),
-        ("ollama", {"tools": TOOL}, "tools[0].type: needed, and not given"),
+        ("ollama", {"tools": TOOL}, "tools[0].function: needed, and not given"),
         ("ollama", {"think": True}, 'think: got True, but "tiny" does not support thinking'),
         ("ollama", {"options": {"num_ctx": 513}}, "options.num_ctx: got 513, allowed is at most"),
         ("ollama", {"options": {"repeat_last_n": 1}}, "options.repeat_last_n: no such field"),
@@ -339,11 +339,11 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ("cohere", {"documents": ["a"]}, "documents: this server does not support it"),
         ("cohere", {"safety_mode": "STRICT"}, "safety_mode: got 'STRICT', allowed is \"OFF\""),
         ("cohere", {"stop_sequences": list("abcdef")}, "stop_sequences: got "),
-        ("cohere", {"messages": IMAGE}, "messages[0].content[0]: got a block of type 'image'"),
+        ("cohere", {"messages": IMAGE}, "messages[0].content[0].type: got 'image', allowed are"),
     ],
 )
-def test_a_fault_is_named_in_the_apis_own_form(http, api, fields, said):
-    response = ASKS[api](http, **fields)
+def test_a_fault_is_named_in_the_apis_own_form(strict, api, fields, said):
+    response = ASKS[api](strict, **fields)
     assert response.status_code == 400, response.text
     assert message_of(api, response).startswith(said)
 
@@ -354,7 +354,8 @@ def test_fields_of_anthropics_tools_that_mean_nothing_here_are_taken(http):
     answer = ASKS["anthropic"](http, tools=[TOOL[0] | inert])
     assert answer.status_code == 200, answer.text
     answer = ASKS["anthropic"](http, tools=[TOOL[0] | {"defer_loading": True}])
-    assert answer.status_code == 400 and "tools[0].defer_loading" in answer.text
+    assert answer.status_code == 200
+    assert answer.headers["x-octavo-ignored"] == "tools[].defer_loading"
 
 
 @pytest.mark.parametrize("api", ASKS)
@@ -372,9 +373,7 @@ def test_an_unknown_model_and_a_body_that_is_no_json(http, api):
 
 
 def test_every_dialect_needs_the_key_and_may_send_it_its_own_way():
-    server = LiveServer(
-        str(tiny_model_with_text()), "--served-model-name=tiny", "--lenient", key="secret"
-    )
+    server = LiveServer(str(tiny_model_with_text()), "--served-model-name=tiny", key="secret")
     try:
         with server.http() as http:
             with_key = dict(http.headers)
@@ -391,9 +390,9 @@ def test_every_dialect_needs_the_key_and_may_send_it_its_own_way():
             del http.headers["x-api-key"]
             http.headers["authorization"] = with_key["authorization"]
             for ask in ASKS.values():
-                lenient = ask(http, unheard_of=1)
-                assert lenient.status_code == 200
-                assert lenient.headers["x-octavo-ignored-fields"] == "unheard_of"
+                tolerant = ask(http, unheard_of=1)
+                assert tolerant.status_code == 200
+                assert tolerant.headers["x-octavo-ignored"] == "unheard_of"
     finally:
         server.stop()
 

@@ -142,11 +142,11 @@ def error_of(response, status):
         ),
     ],
 )
-def test_a_bad_field_is_named(http, fields, param, message):
-    error = error_of(http.post("/v1/completions", json=GOOD | fields), 400)
+def test_a_bad_field_is_named(strict, fields, param, message):
+    error = error_of(strict.post("/v1/completions", json=GOOD | fields), 400)
     assert (error["type"], error["param"]) == ("BadRequestError", param)
     assert error["message"].startswith(message)
-    assert http.post("/v1/completions", json=GOOD).status_code == 200
+    assert strict.post("/v1/completions", json=GOOD).status_code == 200
 
 
 def test_a_missing_field_is_named(http):

@@ -69,19 +69,19 @@ def test_fields_that_mean_nothing_here_are_taken(http, fields):
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_is_out_of_bounds_is_refused_by_name(http, fields, param):
-    answer = post(http, CHAT | fields)
+def test_what_is_out_of_bounds_is_refused_by_name(strict, fields, param):
+    answer = post(strict, CHAT | fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"].startswith(param) and error["message"].startswith(param)
 
 
-def test_each_field_of_the_completions_route_is_known_by_its_meaning(http):
+def test_each_field_of_the_completions_route_is_known_by_its_meaning(strict):
     body = {"prompt": "Hello", "max_tokens": 1}
     for fields in ({"metadata": {}}, {"store": False}, {"truncate_prompt_tokens": 3}):
-        assert post(http, body | fields, "/v1/completions").status_code == 200
+        assert post(strict, body | fields, "/v1/completions").status_code == 200
     for name in ("prompt_embeds", "vllm_xargs", "messages", "verbosity"):
-        error = post(http, body | {name: "x"}, "/v1/completions").json()["error"]
+        error = post(strict, body | {name: "x"}, "/v1/completions").json()["error"]
         assert error["param"] == name
 
 

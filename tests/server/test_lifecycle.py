@@ -92,10 +92,10 @@ def test_each_request_is_logged_if_wanted_and_none_else(start, capfd):
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """A server with a key that ignores unknown fields, and whose chat template always fails."""
+    """A server with a key, and whose chat template always fails."""
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text("{{ raise_exception('roles must take turns') }}")
-    flags = ["--served-model-name=tiny", "--lenient", f"--chat-template={template}"]
+    flags = ["--served-model-name=tiny", f"--chat-template={template}"]
     server = LiveServer(str(tiny_model_with_text()), *flags, key="secret")
     yield server
     assert server.stop() == 0
@@ -132,14 +132,16 @@ def test_keys_guard_everything_but_health(guarded):
     assert "secret" not in "\n".join(guarded.lines)
 
 
-def test_lenient_servers_name_what_they_ignore(guarded):
+def test_unknown_fields_are_named_and_logged_once(guarded):
     with guarded.http() as http:
         response = http.post("/v1/completions", json=GOOD | {"unheard": 1, "store": True})
         assert (
-            response.status_code == 200
-            and response.headers["x-octavo-ignored-fields"] == "unheard, store"
+            response.status_code == 200 and response.headers["x-octavo-ignored"] == "unheard, store"
         )
-        assert "x-octavo-ignored-fields" not in http.post("/v1/completions", json=GOOD).headers
+        assert "x-octavo-ignored" not in http.post("/v1/completions", json=GOOD).headers
+        http.post("/v1/completions", json=GOOD | {"unheard": 2})
+    said = [line for line in guarded.lines if "unheard" in line]
+    assert said == ["WARNING: /v1/completions: the request field unheard is ignored"]
 
 
 def test_a_template_that_fails(guarded):

@@ -260,9 +260,8 @@ def test_truncation_drops_the_oldest_where_the_context_is_full(kept):
         ({"temperature": 9}, "temperature"),
     ],
 )
-def test_what_a_response_cannot_have_is_refused_by_name(keeper, fields, param):
-    with keeper.http() as http:
-        response = http.post("/v1/responses", json={"input": "Hello"} | fields)
+def test_what_a_response_cannot_have_is_refused_by_name(strict, fields, param):
+    response = strict.post("/v1/responses", json={"input": "Hello"} | fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 

@@ -176,7 +176,6 @@ def test_a_long_document_is_refused_or_cut(http: httpx.Client) -> None:
         ("/classify", {"model": "three", "input": [["a", "b", "c"]]}, "input: got"),
         ("/classify", {"model": "three", "input": [5, 10**6]}, "input: got the token id 1000000"),
         ("/classify", {"model": "three", "input": LONG}, "This model's maximum context length"),
-        ("/classify", {"model": "three", "input": "a", "softmax": 1}, "softmax: no such field"),
         ("/score", {"text_1": "a"}, "text_1: got text_1, allowed are text_1 and text_2, or"),
         ("/score", {}, "text_1: got none of them"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1: got 2 texts, allowed"),
@@ -194,10 +193,8 @@ def test_a_long_document_is_refused_or_cut(http: httpx.Client) -> None:
         ),
         ("/rerank", {"query": "a", "documents": []}, "documents: got []"),
         ("/rerank", {"query": "a", "documents": [5]}, "documents: got"),
-        ("/rerank", {"query": "a", "documents": [{"text": "b", "id": 1}]}, "documents: got"),
         ("/rerank", {"query": ["a"], "documents": ["b"]}, "query: got ['a'], allowed is a text"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n: got -1"),
-        ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": []}, "rank_fields: this"),
         (
             "/rerank",
             {"model": "embedder", "query": "a", "documents": ["b"], "max_tokens_per_doc": 3},
@@ -211,6 +208,24 @@ def test_what_cannot_be_is_refused_by_name(
     http: httpx.Client, path: str, fields: dict[str, Any], message: str
 ) -> None:
     assert refusal(http.post(path, json={"model": "ranker"} | fields)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        ("/classify", {"model": "three", "input": "a", "softmax": 1}, "softmax"),
+        ("/score", {"text_1": "a", "text_2": "b", "x y": 1}, '["x y"]'),
+        ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": []}, "rank_fields"),
+        ("/rerank", {"query": "a", "documents": [{"text": "b", "id": 1}]}, "documents[].id"),
+        ("/v2/rerank", {"query": "a", "documents": [{"text": "b", "id": 1}]}, "documents[].id"),
+    ],
+)
+def test_unknown_fields_are_ignored_and_named(
+    http: httpx.Client, path: str, fields: dict[str, Any], ignored: str
+) -> None:
+    response = http.post(path, json={"model": "ranker"} | fields)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-octavo-ignored"] == ignored
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,14 @@ def test_the_client_parses_an_answer_into_its_model(client):
     assert isinstance(made.choices[0].message.parsed, Answer)
 
 
+def test_a_json_object_may_bring_its_schema(http):
+    """In llama.cpp's form."""
+    given = {"type": "json_object", "schema": SCHEMA}
+    body = {"messages": HELLO, "max_tokens": 200, "seed": 2, "response_format": given}
+    answer = http.post(CHAT, json=body)
+    jsonschema.validate(json.loads(answer.json()["choices"][0]["message"]["content"]), SCHEMA)
+
+
 REFUSED = [
     (
         {"response_format": schema_format({"properties": {"a": {"not": {}}}})},
@@ -89,12 +97,12 @@ REFUSED = [
     ({"response_format": schema_format({"$ref": "#"})}, "response_format", "#/$ref"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needed is an object"),
     (
-        {"response_format": {"type": "json_object", "schema": {}}},
+        {"response_format": {"type": "json_object", "schema": "a"}},
         "response_format",
-        "unknown field 'schema'",
+        "schema: got 'a', allowed is an object",
     ),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one of json"),
-    ({"structured_outputs": {"regx": "a"}}, "regx", "unknown field 'regx'"),
+    ({"structured_outputs": {"regx": "a"}}, "structured_outputs", "exactly one of json"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "allowed is one form"),

@@ -52,8 +52,8 @@ def deep(levels):
         ({"functions": [{"name": "f"}]}, "functions", "tools stands for it"),
     ],
 )
-def test_what_is_wrong_with_tools_is_refused_by_its_path(http, body, param, message):
-    answer = ask(http, **body)
+def test_what_is_wrong_with_tools_is_refused_by_its_path(strict, body, param, message):
+    answer = ask(strict, **body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.server.body import Body, BodyPart
+from octavo.server.body import Body
+from octavo.server.body_part import BodyPart
 from octavo.server.fields import field, needed, sampling, taken
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.plain_chat import TextBlock
@@ -27,55 +28,63 @@ NAMES = {
 """SamplingParams' names of the fields that choose tokens, by Anthropic's."""
 
 
-class ContentBlock(TextBlock):
-    """One block of a message: text, thinking, a tool's use or its result."""
+class CacheControl(BodyPart):
+    """A breakpoint for the cache: taken, as every prefix is cached here."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = taken('"5m" or "1h"')
+
+
+class PlainBlock(TextBlock):
+    """One block of a system's message or of a tool's result."""
+
+    types: ClassVar[tuple[str, ...]] = ("text", "image", "document")
+
+    source: dict[str, Any] | None = None
+    cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
+    citations: list[Any] | dict[str, Any] | None = taken("anything; nothing is cited")
+
+
+class ContentBlock(PlainBlock):
+    """One block of a message: text, an image, thinking, a tool's use or its result."""
+
+    types = (*PlainBlock.types, "thinking", "tool_use", "tool_result")
 
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[TextBlock] | None = None
+    content: str | list[PlainBlock] | None = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
 
 
 class TurnMessage(BodyPart):
-    """One message; fields beyond these are refused by name."""
+    """One message."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
-class CacheControl(BodyPart):
-    """A breakpoint for the cache: taken, as every prefix is cached here."""
-
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class TurnMetadata(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     user_id: str | None = Field(None, max_length=512)
 
 
 class ThinkingConfig(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted"] | None = field(
+        '"summarized" or "omitted"', "whether thinking is shown", rules={"inert": True}
+    )
 
 
 class OfferedTool(BodyPart):
-    """A function that the client runs; tools that a server runs are refused by their type. The last
-    group says how Anthropic streams and lists a tool, and changes nothing here.
+    """A function that the client runs; tools that a server runs are ignored. The last group says
+    how Anthropic streams and lists a tool, and changes nothing here.
     """
 
-    model_config = BodyPart.model_config | {"extra": "forbid"}
+    types = ("custom",)
 
     type: Literal["custom"] | None = None
     name: str
@@ -83,30 +92,24 @@ class OfferedTool(BodyPart):
     input_schema: dict[str, Any]
     strict: bool | None = None
 
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = taken("false; every tool is listed")
+    allowed_callers: list[Literal["direct"]] | None = taken('["direct"]')
 
 
 class ToolChoice(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class OutputFormat(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
@@ -132,7 +135,7 @@ class CountTokensBody(Body):
         "the conversation; a last message of the assistant's is continued",
         by_path=True,
     )
-    system: str | list[TextBlock] | None = field(
+    system: str | list[PlainBlock] | None = field(
         "a text, or a list of blocks of text", "the system's message", by_path=True
     )
     output_format: OutputFormat | None = field(

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.server.anthropic.bodies import (
-    CacheControl,
     ContentBlock,
     CountTokensBody,
-    ThinkingConfig,
     TurnMessage,
 )
 from octavo.server.images import block_source, content_of, image_part, text_part
-from octavo.server.plain_chat import (
-    TextBlock,
-    joined_text,
-    refuse_extra,
-    rendering_of,
-)
+from octavo.server.plain_chat import block_text, joined_text, rendering_of
 from octavo.server.state.served_model import ServedModel
 from octavo.server.tool_use import (
     Choice,
@@ -32,8 +24,6 @@ from octavo.server.tool_use import (
 )
 from octavo.server.turn import Conversation
 
-TAKEN = ("cache_control", "citations")
-"""Fields of text blocks that change nothing: every prefix is cached, and nothing is cited."""
 EFFORT = "reasoning_effort"
 """Variable of a chat template that says how long the model thinks."""
 TOOL_NAMES = ToolNames(name="name", parameters="input_schema")
@@ -52,7 +42,7 @@ def conversation_of(body: CountTokensBody, model: ServedModel) -> Conversation:
             "messages: got an empty list, needed is at least one message", param="messages"
         )
     messages = _messages(body)
-    thinks = _thinks(body.thinking, model)
+    thinks = _thinks(body, model)
     rendering = rendering_of(messages, model, continues=True, thinks=thinks)
     variables = {**rendering.variables, **_effort(body, model)}
     return Conversation(
@@ -71,11 +61,11 @@ def _effort(body: CountTokensBody, model: ServedModel) -> dict[str, Any]:
         return {}
     if EFFORT in known:
         return {EFFORT: effort}
-    raise InvalidRequest(
-        f"output_config.effort: got {effort!r}, but the model's chat template reads no such"
-        " variable; allowed is 'high'",
-        param="output_config.effort",
+    body.ignored.add(
+        "output_config.effort",
+        f"got {effort!r}, but the model's chat template reads no such variable; allowed is 'high'",
     )
+    return {}
 
 
 def _tools(body: CountTokensBody, model: ServedModel) -> ToolUse | None:
@@ -108,10 +98,9 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
     """Returns plain messages; consecutive texts of a role are one."""
     plain: list[dict[str, Any]] = []
     if body.system:
-        plain.append({"role": "system", "content": _text(body.system, "system")})
+        plain.append({"role": "system", "content": joined_text(body.system, "system")})
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
-        refuse_extra(message, where)
         for made in _plain(message, f"{where}.content"):
             last = plain[-1] if plain else None
             if last is not None and last["role"] == made["role"] and _is_text(last, made):
@@ -148,10 +137,10 @@ def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
             about["reasoning_content"] = about.get("reasoning_content", "") + block.thinking
         elif block.type == "image":
             check_role(message.role, "user", path)
-            source = block_source((block.model_extra or {}).get("source"), f"{path}.source")
+            source = block_source(block.source, f"{path}.source")
             parts.append(image_part(source))
         else:
-            parts.append(text_part(_checked(block, path).text or ""))
+            parts.append(text_part(block_text(block, path)))
     if not (parts or about) and results:
         return results
     return [*results, {"role": message.role, "content": content_of(parts), **about}]
@@ -169,43 +158,13 @@ def _result(block: ContentBlock, where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"{where}.tool_use_id: needed, and not given", param=f"{where}.tool_use_id"
         )
-    text = _text(block.content or "", f"{where}.content")
+    text = joined_text(block.content or "", f"{where}.content")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
-def _text(content: str | Sequence[TextBlock], where: str) -> str:
-    text = joined_text(content, where, TAKEN)
-    for index, block in enumerate(content if isinstance(content, list) else ()):
-        _check_taken(block, f"{where}[{index}]")
-    return text
-
-
-def _checked(block: TextBlock, where: str) -> TextBlock:
-    """Returns a block of text; raises InvalidRequest for any other."""
-    joined_text([block], where.rpartition("[")[0], TAKEN)
-    _check_taken(block, where)
-    return block
-
-
-def _check_taken(block: TextBlock, where: str) -> None:
-    extra = block.model_extra or {}
-    if extra.get("citations"):
-        raise InvalidRequest(
-            f"{where}.citations: this server does not support them", param=f"{where}.citations"
-        )
-    mark = extra.get("cache_control")
-    try:
-        CacheControl.model_validate(mark or {"type": "ephemeral"})
-    except ValueError:
-        raise InvalidRequest(
-            f"{where}.cache_control: allowed is {{'type': 'ephemeral'}}, with a ttl of '5m' or"
-            " '1h'",
-            param=f"{where}.cache_control",
-        ) from None
-
-
-def _thinks(thinking: ThinkingConfig | None, model: ServedModel) -> bool | None:
-    """Returns False where thinking is to be off; refuses what the model cannot honour."""
+def _thinks(body: CountTokensBody, model: ServedModel) -> bool | None:
+    """Returns whether thinking is to be on or off; None where the template decides."""
+    thinking = body.thinking
     if thinking is None or thinking.type == "adaptive":
         return None
     if thinking.type == "disabled":
@@ -213,8 +172,9 @@ def _thinks(thinking: ThinkingConfig | None, model: ServedModel) -> bool | None:
     if thinking.type == "enabled" and model.formats.reasoning is not None:
         return True
     reason = f"`{model.name}` does not think" if thinking.type == "enabled" else "no such mode here"
-    raise InvalidRequest(
-        f"thinking.type: got {thinking.type!r}, but {reason}",
+    body.ignored.add(
+        "thinking",
+        f"got the type {thinking.type!r}, but {reason}",
         hint='leave thinking out, or send {"type": "disabled"}',
-        param="thinking.type",
     )
+    return None

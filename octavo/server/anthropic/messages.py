@@ -42,7 +42,7 @@ async def create_message(
             model, conversation_of(body, model), params, answer.id, origin=origin, stream=stream
         )
     service.readings.keep(answer.id, turn.reading, body_bytes(request))
-    headers = {**body.headers, "request-id": f"req_{secrets.token_hex(12)}"}
+    headers = {"request-id": f"req_{secrets.token_hex(12)}"}
     if stream:
         return MessageStream(answer.events(turn), headers)
     made = answer.whole(turn, await turn.whole(request.receive))

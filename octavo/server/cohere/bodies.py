@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from octavo.server.body import BodyPart
+from octavo.server.body_part import BodyPart
 from octavo.server.fields import field, needed, sampling, taken
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.message_bodies import ToolBody, ToolCall
@@ -29,8 +29,6 @@ NAMES = {
 class CohereDocument(BodyPart):
     """A text or an object that a tool has found."""
 
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     data: str | dict[str, Any]
     id: str | None = None
 
@@ -38,12 +36,14 @@ class CohereDocument(BodyPart):
 class CohereBlock(TextBlock):
     """One block of a message: text, thinking, or a document that a tool has found."""
 
+    types = ("text", "thinking", "document", "image_url")
+
     thinking: str | None = None
     document: CohereDocument | None = None
 
 
 class CohereMessage(BodyPart):
-    """One message; fields beyond these are refused by name."""
+    """One message."""
 
     role: Literal["user", "assistant", "system", "tool"]
     content: str | list[CohereBlock] | None = None
@@ -53,21 +53,15 @@ class CohereMessage(BodyPart):
 
 
 class ThinkingSwitch(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     type: Literal["disabled", "enabled"]
 
 
 class CohereFormat(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     type: Literal["text", "json_object"]
     json_schema: dict[str, Any] | None = None
 
 
 class CitationOptions(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     mode: Literal["OFF", "off", "disabled"]
 
 

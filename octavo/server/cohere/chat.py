@@ -21,7 +21,7 @@ from octavo.server.cohere.bodies import (
 )
 from octavo.server.openai.messages import plain_call
 from octavo.server.openai.tools import offered
-from octavo.server.plain_chat import block_text, refuse_extra, refuse_values, rendering_of
+from octavo.server.plain_chat import block_text, refuse_values, rendering_of
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.tool_use import Choice, check_role, tool_use_of
@@ -59,9 +59,9 @@ async def chat(
     service.readings.keep(answer.id, turn.reading, body_bytes(request))
     if stream:
         kind = stream_kind(request.headers.get("accept"))
-        return kind(answer.events(turn), body.headers)
+        return kind(answer.events(turn))
     made = answer.whole(turn, await turn.whole(request.receive))
-    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+    return Response(msgspec.json.encode(made), media_type="application/json")
 
 
 def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
@@ -69,17 +69,13 @@ def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
         raise InvalidRequest(
             "messages: got an empty list, needed is at least one message", param="messages"
         )
-    messages = []
-    for index, message in enumerate(body.messages):
-        where = f"messages[{index}]"
-        refuse_extra(message, where)
-        messages.append(_plain(message, where))
+    messages = [
+        _plain(message, f"messages[{index}]") for index, message in enumerate(body.messages)
+    ]
     thinks = None if body.thinking is None else body.thinking.type == "enabled"
     if thinks and model.formats.reasoning is None:
-        raise InvalidRequest(
-            f"thinking.type: got 'enabled', but `{model.name}` does not think",
-            param="thinking.type",
-        )
+        body.ignored.add("thinking", f"got the type 'enabled', but `{model.name}` does not think")
+        thinks = None
     functions = [offered(tool.function) for tool in body.tools or ()]
     return Conversation(
         messages,

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.server.body import Body, BodyPart
+from octavo.server.body import Body
+from octavo.server.body_part import BodyPart
 from octavo.server.fields import field, needed, taken
 from octavo.server.openai.message_bodies import ToolBody
 
@@ -37,10 +38,8 @@ Flag = bool | None
 
 class RunOptions(BodyPart):
     """Options of a request. The last group is about how Ollama runs a model and changes nothing
-    here; others are refused by name.
+    here.
     """
-
-    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     temperature: float | None = None
     top_k: int | None = None
@@ -107,8 +106,6 @@ class OllamaBody(Body):
 
 
 class OllamaFunction(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
     index: int | None = None
@@ -117,15 +114,13 @@ class OllamaFunction(BodyPart):
 class OllamaCall(BodyPart):
     """A call that an earlier answer made, as its client gives it back."""
 
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     function: OllamaFunction
     id: str | None = None
     type: Literal["function"] | None = None
 
 
 class OllamaMessage(BodyPart):
-    """One message; fields beyond these are refused by name."""
+    """One message."""
 
     role: str
     content: str = ""

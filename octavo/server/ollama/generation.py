@@ -33,7 +33,7 @@ from octavo.server.ollama.bodies import (
 )
 from octavo.server.ollama.names import known_name
 from octavo.server.openai.tools import offered
-from octavo.server.plain_chat import refuse_extra, refuse_values, rendering_of
+from octavo.server.plain_chat import refuse_values, rendering_of
 from octavo.server.reading import PLAIN, AnswerReading
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
@@ -116,7 +116,7 @@ async def _answer(
         )
     service.readings.keep(name, reading, body_bytes(request))
     if stream:
-        return LineStream(answer.lines(turn), body.headers)
+        return LineStream(answer.lines(turn))
     return _json(answer.whole(turn, await turn.whole(request.receive)), body)
 
 
@@ -125,7 +125,7 @@ def _loaded(answer: OllamaAnswer, body: OllamaBody) -> Response:
 
 
 def _json(made: dict[str, Any], body: OllamaBody) -> Response:
-    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+    return Response(msgspec.json.encode(made), media_type="application/json")
 
 
 async def _prompt(body: OllamaGenerateBody, model: ServedModel) -> Prompt:
@@ -149,11 +149,7 @@ def _conversation(
 
 
 def _messages(body: OllamaChatBody) -> list[dict[str, Any]]:
-    plain = []
-    for index, message in enumerate(body.messages or ()):
-        refuse_extra(message, f"messages[{index}]")
-        plain.append(_plain(message))
-    return plain
+    return [_plain(message) for message in body.messages or ()]
 
 
 def _seen(text: str, images: Sequence[str] | None) -> Content:

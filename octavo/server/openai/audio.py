@@ -15,8 +15,10 @@ from octavo.engine.front.transcriptions import SpeechOptions, SpeechTask
 from octavo.errors import InvalidRequest, ServerError, shown
 from octavo.outputs import RequestOutput
 from octavo.server.auth import origin_of
+from octavo.server.body import get_ignored
 from octavo.server.connection import unless_gone
 from octavo.server.generation import Generation
+from octavo.server.ignored import IgnoredFields, join_path
 from octavo.server.multipart import FILE_FIELD, UploadForm, receive_form
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
@@ -92,7 +94,7 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
     form = await receive_form(
         request, file, max_bytes=MAX_BYTES, timeout_s=service.settings.request_timeout_s
     )
-    answer_format = _checked(form)
+    answer_format = _checked(form, get_ignored(request))
     model = service.model(form.fields.get("model", ""))
     options = SpeechOptions(
         language=form.fields.get("language") or None,
@@ -125,15 +127,15 @@ async def _heard(
     return made
 
 
-def _checked(form: UploadForm) -> str:
-    """Returns the wanted format; InvalidRequest where the form has no file or an unknown field."""
+def _checked(form: UploadForm, ignored: IgnoredFields) -> str:
+    """Returns the wanted format; InvalidRequest if the form has no file."""
     if form.file_name is None:
         raise InvalidRequest("file: got none, needed is a WAV file", param=FILE_FIELD)
     for name in form.fields:
         if name not in FIELDS:
-            raise InvalidRequest(
-                f"{name[:100]}: not supported here, allowed are {', '.join(FIELDS)} and file",
-                param=name[:100],
+            ignored.add(
+                join_path("", name),
+                f"not supported here, allowed are {', '.join(FIELDS)} and file",
                 hint="leave it out",
             )
     if form.fields.get("stream", "false").lower() not in ("false", "0"):

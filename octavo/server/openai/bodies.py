@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from octavo.sampling_limits import MAX_LISTED, MAX_PROCESSORS
-from octavo.server.body import Body, BodyPart
+from octavo.server.body import Body
+from octavo.server.body_part import BodyPart
 from octavo.server.fields import Whole, field, needed, sampling, taken
 from octavo.server.openai.filter_body import FilterBody
 from octavo.server.openai.message_bodies import AllowedToolsChoice, Message, NamedTool, ToolBody
@@ -74,11 +75,9 @@ SAMPLING_FIELDS = (
 
 
 class StreamOptions(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = taken("false; no stream is obfuscated")
 
 
 class SamplingBody(FilterBody):
@@ -92,12 +91,13 @@ class SamplingBody(FilterBody):
             "mm_processor_kwargs",
             "moderation",
             "prediction",
-            "prompt_embeds",
             "return_token_offsets",
             "vllm_xargs",
             "web_search_options",
         }
     )
+
+    refused: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
 
     model: str | None = field("the name of a model", "model that answers; null is the only model")
     n: Whole | None = sampling("n", "samples of each prompt")
@@ -386,6 +386,7 @@ class ChatBody(ConversationBody, PromptBody):
         field(
             '"none", "auto", "required", a function or a list of allowed ones',
             "whether a function is called; required and named ones are",
+            rules={"types": ("function", "allowed_tools")},
         )
     )
     parallel_tool_calls: bool | None = field(
@@ -407,5 +408,7 @@ class ChatBody(ConversationBody, PromptBody):
     function_call: Literal["none", "auto"] | None = taken(
         '"none" or "auto"; tool_choice stands for it'
     )
-    modalities: list[Literal["text"]] | None = taken('["text"]', max_length=1)
+    modalities: list[Literal["text"]] | None = field(
+        '["text"]', "what the answer is made of", max_length=1
+    )
     verbosity: Literal["low", "medium", "high"] | None = taken('"low", "medium" or "high"')

@@ -82,11 +82,10 @@ async def _answered(request: Request, service: Service, body: ChatBody) -> Respo
         deltas=bool(body.stream),
     )
     if body.stream:
-        return EventStream(answer.events(generation), body.headers)
+        return EventStream(answer.events(generation))
     outputs = await unless_gone(request.receive, generation.results())
     return Response(
         msgspec.json.encode(answer.whole(outputs)),
-        headers=body.headers,
         media_type="application/json",
     )
 

@@ -95,7 +95,7 @@ async def embed(
         model.name,
         PoolingUsage.of(answer.num_tokens),
     )
-    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+    return Response(msgspec.json.encode(made), media_type="application/json")
 
 
 def _written(output: RequestOutput, form: str) -> list[float] | str:

@@ -13,6 +13,8 @@ from starlette.responses import FileResponse
 
 from octavo.errors import InvalidRequest
 from octavo.server.auth import owner_of
+from octavo.server.body import get_ignored
+from octavo.server.ignored import IgnoredFields, join_path
 from octavo.server.multipart import FILE_FIELD, UploadForm, receive_form
 from octavo.server.openai.listing import listing
 from octavo.server.state.file_writer import FileWriter
@@ -72,7 +74,7 @@ async def upload(
             timeout_s=settings.request_timeout_s,
         )
         expires_at = _expires_at(form, store)
-        name, purpose = _checked(form)
+        name, purpose = _checked(form, get_ignored(request))
         store.check_room(writer.num_bytes)
         await writer.commit()
     record = file_record(
@@ -168,7 +170,7 @@ async def find_file(store: Store, file_id: str, owner: str) -> Record:
     return record
 
 
-def _checked(form: UploadForm) -> tuple[str, str]:
+def _checked(form: UploadForm, ignored: IgnoredFields) -> tuple[str, str]:
     """Returns (file's name, purpose); raises InvalidRequest for a form that is not complete."""
     purpose = form.fields.get("purpose")
     if purpose not in PURPOSES:
@@ -177,7 +179,7 @@ def _checked(form: UploadForm) -> tuple[str, str]:
         raise InvalidRequest("file: needed, and not given", param="file")
     for name in form.fields:
         if name not in ("purpose", *AGE_FIELDS):
-            raise InvalidRequest(f"{name}: no such field", param=name)
+            ignored.add(join_path("", name), "no such field")
     if not 1 <= len(form.file_name) <= MAX_NAME or not form.file_name.isprintable():
         raise InvalidRequest(
             f"file: its name has 1 to {MAX_NAME} printable characters", param="file"

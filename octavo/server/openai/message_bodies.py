@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from octavo.server.body import BodyPart
+from octavo.server.body_part import BodyPart
+from octavo.server.fields import taken
+
+UNREADABLE = ("input_audio", "audio_url", "video_url", "file")
+"""Types of parts that no model here reads; leaving them out would change what is asked."""
 
 
 class ContentPart(BodyPart):
-    """One part of a message's content; fields of other types of parts lie in `model_extra`."""
+    """One part of a message's content."""
+
+    types = ("text", "refusal", "image_url", *UNREADABLE)
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    cache_control: dict[str, Any] | None = None
+    image_url: Any = None
+    cache_control: dict[str, Any] | None = taken("an object; every prefix is cached")
 
 
 class FunctionCall(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     name: str
     arguments: str | dict[str, Any] = ""
 
 
 class ToolCall(BodyPart):
     """A call that an earlier answer made, as its client gives it back."""
-
-    model_config = BodyPart.model_config | {"extra": "forbid"}
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -35,7 +38,7 @@ class ToolCall(BodyPart):
 
 
 class Message(BodyPart):
-    """One message of a conversation; fields beyond these are refused by name."""
+    """One message of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -50,8 +53,6 @@ class Message(BodyPart):
 class OfferedFunctionBody(BodyPart):
     """A function that the model may call."""
 
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -59,36 +60,34 @@ class OfferedFunctionBody(BodyPart):
 
 
 class ToolBody(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
+    types = ("function",)
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: OfferedFunctionBody
 
 
 class FunctionName(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     name: str
 
 
 class NamedTool(BodyPart):
-    """The choice of one function, or an entry of those that are allowed."""
-
-    model_config = BodyPart.model_config | {"extra": "forbid"}
+    """The choice of one function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
+class AllowedTool(NamedTool):
+    """One of the tools that are allowed."""
 
+    types = ("function",)
+
+
+class AllowedTools(BodyPart):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[AllowedTool]
 
 
 class AllowedToolsChoice(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

@@ -43,11 +43,6 @@ def _shorten_ids(message: dict[str, Any], length: int) -> None:
 
 
 def _plain_message(message: Message, where: str) -> dict[str, Any]:
-    for name, value in (message.model_extra or {}).items():
-        if value not in (None, []):
-            raise InvalidRequest(
-                f"{where}.{name}: this server does not support it", param=f"{where}.{name}"
-            )
     plain: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
     if message.name is not None:
         plain["name"] = message.name
@@ -113,18 +108,10 @@ def _plain_part(part: ContentPart, where: str, role: str) -> dict[str, Any]:
     if part.type != "image_url":
         return text_part(_text(part, where))
     check_role(role, "user", where)
-    extra = dict(part.model_extra or {})
-    source = url_source(extra.pop("image_url", None), f"{where}.image_url")
-    for name, value in extra.items():
-        if value is not None:
-            raise InvalidRequest(f"{where}.{name}: no such field", param=f"{where}.{name}")
-    return image_part(source)
+    return image_part(url_source(part.image_url, f"{where}.image_url"))
 
 
 def _text(part: ContentPart, where: str) -> str:
-    for name, value in (part.model_extra or {}).items():
-        if value is not None and part.type in ("text", "refusal"):
-            raise InvalidRequest(f"{where}.{name}: no such field", param=f"{where}.{name}")
     text = {"text": part.text, "refusal": part.refusal}.get(part.type)
     if text is None:
         raise InvalidRequest(

@@ -6,6 +6,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.prompt_ports import Rendering
+from octavo.server.ignored import IgnoredFields
 from octavo.server.openai.bodies import ConversationBody
 from octavo.server.settings import ServerSettings
 from octavo.server.state.served_model import ServedModel
@@ -43,7 +44,7 @@ def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
     """Returns the template's variables; InvalidRequest for a field that it does not read."""
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
     known = known if body.chat_template is None else known | {"reasoning_effort", "documents"}
-    variables = effort_variables(body.reasoning_effort, known, "reasoning_effort")
+    variables = effort_variables(body.reasoning_effort, known, "reasoning_effort", body.ignored)
     if body.documents:
         if "documents" not in known:
             raise InvalidRequest(
@@ -53,16 +54,18 @@ def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
     return variables | (body.chat_template_kwargs or {})
 
 
-def effort_variables(effort: str | None, known: frozenset[str], name: str) -> dict[str, Any]:
+def effort_variables(
+    effort: str | None, known: frozenset[str], name: str, ignored: IgnoredFields
+) -> dict[str, Any]:
     """Returns the template's variables for an effort; `name` is its field's."""
     if effort is None:
         return {}
     if "reasoning_effort" in known:
         return {"reasoning_effort": effort}
     if effort not in UNREAD_EFFORTS:
-        raise InvalidRequest(
-            f"{name}: got {effort!r}, but the model's chat template reads no such"
-            " variable; allowed are 'none' and 'medium'",
-            param=name,
+        ignored.add(
+            name,
+            f"got {effort!r}, but the model's chat template reads no such variable; allowed are"
+            " 'none' and 'medium'",
         )
     return {"enable_thinking": False} if effort == "none" and "enable_thinking" in known else {}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from octavo.errors import InvalidRequest, shown
+from octavo.server.ignored import IgnoredFields, join_path
 from octavo.structured_outputs import StructuredOutputs
 
 GUIDED = {
@@ -19,6 +20,8 @@ GUIDED = {
 """Fields that give one form each, and its name in StructuredOutputs."""
 
 FORMATS = "text, json_object, json_schema, structural_tag"
+FORM_FIELDS = tuple(field for field in StructuredOutputs.__struct_fields__ if field != "given_as")
+"""Fields that a request's structured_outputs may have."""
 SCHEMA_KEYS = ("name", "description", "schema", "strict")
 MAX_NAME = 64
 """Most characters of a schema's name."""
@@ -34,6 +37,9 @@ class FormFields(Protocol):
     guided_choice: list[str] | None
     guided_grammar: str | None
     guided_whitespace_pattern: str | None
+
+    @property
+    def ignored(self) -> IgnoredFields: ...
 
 
 def structured_outputs_of(body: FormFields) -> StructuredOutputs | None:
@@ -52,31 +58,37 @@ def structured_outputs_of(body: FormFields) -> StructuredOutputs | None:
 
 def _form(body: FormFields, name: str, value: Any) -> StructuredOutputs:
     if name == "response_format":
-        return response_format(value)
+        return response_format(value, body.ignored)
     if name == "structured_outputs":
-        if "given_as" in value:
-            raise InvalidRequest("structured_outputs: unknown field 'given_as'", param=name)
-        return StructuredOutputs(**value)
+        return StructuredOutputs(**_known(name, value, FORM_FIELDS, body.ignored))
     pattern = body.guided_whitespace_pattern
     return StructuredOutputs(**{GUIDED[name]: value, "whitespace_pattern": pattern}, given_as=name)
 
 
-def response_format(given: Mapping[str, Any], name: str = "response_format") -> StructuredOutputs:
+def response_format(
+    given: Mapping[str, Any], ignored: IgnoredFields, name: str = "response_format"
+) -> StructuredOutputs:
     """Returns the form of a response_format that is not text; `name` is its field's."""
     kind = given.get("type")
     if kind == "json_object":
-        _check_keys(name, given, ("type",))
-        return StructuredOutputs(json_object=True, given_as=name)
+        _known(name, given, ("type", "schema"), ignored)
+        schema = given.get("schema")  # llama.cpp's form
+        if not isinstance(schema, dict | None):
+            raise InvalidRequest(
+                f"{name}.schema: got {shown(schema)}, allowed is an object", param=name
+            )
+        return StructuredOutputs(json=schema, json_object=None if schema else True, given_as=name)
     if kind == "json_schema":
-        _check_keys(name, given, ("type", "json_schema"))
-        return StructuredOutputs(json=_schema(given.get("json_schema"), name), given_as=name)
+        _known(name, given, ("type", "json_schema"), ignored)
+        schema = _schema(given.get("json_schema"), name, ignored)
+        return StructuredOutputs(json=schema, given_as=name)
     if kind == "structural_tag":
-        _check_keys(name, given, ("type", "structures", "triggers"))
-        return StructuredOutputs(structural_tag=dict(given), given_as=name)
+        tag = _known(name, given, ("type", "structures", "triggers"), ignored)
+        return StructuredOutputs(structural_tag=tag, given_as=name)
     raise InvalidRequest(f"{name}: got the type {shown(kind)}, allowed are {FORMATS}", param=name)
 
 
-def _schema(given: object, name: str) -> Any:
+def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
     """Returns the schema of a json_schema object. It holds whether `strict` is set or not."""
     if not isinstance(given, Mapping) or not isinstance(given.get("schema"), dict | bool):
         raise InvalidRequest(
@@ -84,7 +96,7 @@ def _schema(given: object, name: str) -> Any:
             " schema",
             param=name,
         )
-    _check_keys(f"{name}.json_schema", given, SCHEMA_KEYS)
+    _known(f"{name}.json_schema", given, SCHEMA_KEYS, ignored)
     label = given.get("name")
     if label is not None and not (isinstance(label, str) and 0 < len(label) <= MAX_NAME):
         raise InvalidRequest(
@@ -99,11 +111,12 @@ def _schema(given: object, name: str) -> Any:
     return given["schema"]
 
 
-def _check_keys(name: str, given: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
-    for key in given:
-        if key not in allowed:
-            raise InvalidRequest(
-                f"{name}: unknown field {shown(key)}",
-                hint=f"allowed are {', '.join(allowed)}",
-                param=name.split(".", maxsplit=1)[0],
-            )
+def _known(
+    name: str, given: Mapping[str, Any], allowed: tuple[str, ...], ignored: IgnoredFields
+) -> dict[str, Any]:
+    """Returns the fields of an object that are allowed; the others are ignored."""
+    for key, value in given.items():
+        if key not in allowed and value is not None:
+            hint = f"allowed are {', '.join(allowed)}"
+            ignored.add(join_path(name, key), "no such field", hint=hint)
+    return {key: value for key, value in given.items() if key in allowed}

@@ -29,6 +29,8 @@ router = APIRouter()
 class PinBody(Body):
     """Body of POST /v1/cache/pin."""
 
+    is_strict = True
+
     model: Annotated[str | None, Field(description="the served model's name")] = None
     prompt: Annotated[str | list[TokenId] | None, Field(description="a text or token ids")] = None
     messages: Annotated[
@@ -44,6 +46,8 @@ class PinBody(Body):
 
 class ResetBody(Body):
     """Body of POST /v1/cache/reset."""
+
+    is_strict = True
 
     model: Annotated[str | None, Field(description="the served model's name")] = None
     reset_connector: Annotated[bool, Field(description="true: in host memory and on disk too")] = (

@@ -33,7 +33,7 @@ async def events(
     """Streams what the engine of a model does, to the operator."""
     require_operator(request)
     served = service.model(model)
-    return EventStream(_events(served, await served.llm.watch()), {})
+    return EventStream(_events(served, await served.llm.watch()))
 
 
 async def _events(model: ServedModel, reader: FeedReader) -> AsyncGenerator[list[Any], None]:

@@ -50,6 +50,8 @@ router = APIRouter()
 class LoadBody(Body):
     """Body of POST /v1/models/load."""
 
+    is_strict = True
+
     model: Annotated[
         str,
         Field(
@@ -70,6 +72,8 @@ class LoadBody(Body):
 
 class UnloadBody(Body):
     """Body of POST /v1/models/unload."""
+
+    is_strict = True
 
     model: Annotated[str, Field(description="the served model's name")]
     timeout_s: Annotated[

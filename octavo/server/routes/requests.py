@@ -45,6 +45,8 @@ router = APIRouter()
 class ChangeBody(Body):
     """Body of PATCH /v1/requests/{request_id}."""
 
+    is_strict = True
+
     max_tokens: Annotated[
         int | None,
         Field(description="a whole number, from the tokens generated to what the context holds"),
@@ -162,11 +164,10 @@ async def fork(
     service.readings.keep_fork(found.name, name, reading)
     generation = Generation.of_request(model, made, deltas=bool(body.stream))
     if body.stream:
-        return EventStream(answer.events(generation), body.headers)
+        return EventStream(answer.events(generation))
     outputs = await unless_gone(request.receive, generation.results())
     return Response(
         msgspec.json.encode(answer.whole(outputs)),
-        headers=body.headers,
         media_type="application/json",
     )
 

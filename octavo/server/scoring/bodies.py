@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from octavo.errors import InvalidRequest
 from octavo.pooling_params import MODEL_LIMIT, PoolingParams
-from octavo.server.body import Body, BodyPart
+from octavo.server.body import Body
+from octavo.server.body_part import BodyPart
 from octavo.server.fields import Whole, field, needed, taken
 from octavo.server.openai.bodies import TokenId
 from octavo.server.pooling_body import PoolingBody
@@ -27,8 +28,6 @@ PAIR_FIELDS = (
 
 class RerankDocument(BodyPart):
     """A document as an object."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     text: str
 

@@ -71,7 +71,7 @@ async def classify(
         ],
         PoolingUsage.of(answer.num_tokens),
     )
-    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+    return Response(msgspec.json.encode(made), media_type="application/json")
 
 
 def _prompts(body: ClassifyBody) -> list[PoolingPrompt]:

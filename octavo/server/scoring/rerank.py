@@ -64,7 +64,7 @@ async def rerank(
     answer = await _scored(request, model, body, name)
     results = _results(answer.outputs, body, repeats=body.return_documents is not False)
     made = RankedList(name, model.name, PoolingUsage.of(answer.num_tokens), results)
-    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+    return Response(msgspec.json.encode(made), media_type="application/json")
 
 
 @router.post(COHERE_PATH)
@@ -81,7 +81,7 @@ async def cohere_rerank(
         "results": _results(answer.outputs, body, repeats=body.return_documents is True),
         "meta": _meta(answer.num_tokens),
     }
-    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+    return Response(msgspec.json.encode(made), media_type="application/json")
 
 
 async def _scored(

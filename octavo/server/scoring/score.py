@@ -68,4 +68,4 @@ async def score(
         [ScoreEntry(index, one.outputs.score) for index, one in enumerate(answer.outputs)],
         PoolingUsage.of(answer.num_tokens),
     )
-    return Response(msgspec.json.encode(made), headers=body.headers, media_type="application/json")
+    return Response(msgspec.json.encode(made), media_type="application/json")

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
-from octavo.errors import InvalidRequest, shown
+from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
-from octavo.server.body import BodyPart
+from octavo.server.body_part import BodyPart
 from octavo.server.fields import Whole, field, sampling, taken
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
@@ -23,8 +23,6 @@ from octavo.structured_outputs import StructuredOutputs
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
-VERBOSITIES = (None, "low", "medium", "high")
-"""Values of `text.verbosity`, which changes nothing, as chat's."""
 
 SAMPLING = (
     "temperature",
@@ -65,13 +63,24 @@ ShortText = Annotated[
 class ItemPart(BodyPart):
     """One part of an input item's content."""
 
+    types = (
+        *("input_text", "text", "output_text", "refusal", "reasoning_text", "summary_text"),
+        *("input_image", "input_audio", "input_file"),
+    )
+
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    detail: str | None = taken("a text")
+    annotations: list[Any] | None = taken("a list")
+    logprobs: list[Any] | None = taken("a list")
 
 
 class InputItem(BodyPart):
     """One item of a response's input: a message, a call, its result, or reasoning."""
+
+    types = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
     type: str = "message"
     role: str | None = None
@@ -86,9 +95,9 @@ class InputItem(BodyPart):
 
 
 class ResponseTool(BodyPart):
-    """A function that the model may call; tools that a server runs are refused by their type."""
+    """A function that the model may call; tools that a server runs are ignored."""
 
-    model_config = BodyPart.model_config | {"extra": "forbid"}
+    types = ("function",)
 
     type: Literal["function"]
     name: str
@@ -98,26 +107,46 @@ class ResponseTool(BodyPart):
 
 
 class ResponseToolName(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
-
     type: Literal["function"]
     name: str
 
 
-class ResponseAllowedTools(BodyPart):
-    model_config = BodyPart.model_config | {"extra": "forbid"}
+class ResponseAllowedTool(ResponseToolName):
+    """One of the tools that are allowed."""
 
+    types = ("function",)
+
+
+class ResponseAllowedTools(BodyPart):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[ResponseToolName]
+    tools: list[ResponseAllowedTool]
+
+
+class ResponseText(BodyPart):
+    """The form of the answer, and how long it is."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = taken('"low", "medium" or "high"')
+
+
+class ResponseReasoning(BodyPart):
+    """How long the model thinks; this server writes no summaries."""
+
+    effort: str | None = None
+    summary: Literal["auto"] | None = taken('"auto"; no summary is written')
+    generate_summary: Literal["auto"] | None = taken('"auto"; no summary is written')
+
+
+class ResponseStreamOptions(BodyPart):
+    include_obfuscation: Literal[False] | None = taken("false; no stream is obfuscated")
 
 
 class ResponseBody(FilterBody):
     """Body of POST /v1/responses; None stands for a field that is not given."""
 
-    unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"context_management", "conversation", "moderation", "n", "prompt"}
-    )
+    unsupported: ClassVar[frozenset[str]] = frozenset({"context_management", "moderation", "n"})
+    refused: ClassVar[frozenset[str]] = frozenset({"conversation", "prompt"})
 
     model: Annotated[str | None, Field(description="the name of a model")] = None
     input: Annotated[str | list[InputItem], Field(description="a text or a list of messages")]
@@ -151,17 +180,24 @@ class ResponseBody(FilterBody):
     store: Choice = None
     background: Choice = None
     stream: Choice = None
-    stream_options: Annotated[
-        dict[str, bool] | None, Field(description='{"include_obfuscation": false}')
-    ] = None
+    stream_options: ResponseStreamOptions | None = field(
+        '{"include_obfuscation": false}',
+        "what a stream says besides",
+        by_path=True,
+        rules={"needs": {"stream": [True]}},
+    )
     metadata: Metadata = None
     previous_response_id: ShortText = None
     truncation: Annotated[
         str | None, Field(pattern="^(auto|disabled)$", description='"auto" or "disabled"')
     ] = None
     user: ShortText = None
-    text: Annotated[dict[str, Any] | None, Field(description="an object")] = None
-    reasoning: Annotated[dict[str, Any] | None, Field(description="an object")] = None
+    text: ResponseText | None = field(
+        "an object of format and verbosity", "form of the answer", by_path=True
+    )
+    reasoning: ResponseReasoning | None = field(
+        "an object of effort and summary", "how long the model thinks", by_path=True
+    )
     tools: list[ResponseTool] | None = field(
         "a list of functions, each with a name and a JSON schema of its arguments",
         "functions that the model may call",
@@ -172,6 +208,7 @@ class ResponseBody(FilterBody):
     ) = field(
         '"none", "auto", "required", a function or a list of allowed ones',
         "whether a function is called; required and named ones are",
+        rules={"types": ("function", "allowed_tools")},
     )
     parallel_tool_calls: Choice = None
     max_tool_calls: Annotated[Whole | None, Field(ge=1, description="a whole number from 1 up")] = (
@@ -206,64 +243,24 @@ class ResponseBody(FilterBody):
                 **recommended,
                 **given,
                 "max_tokens": self.max_output_tokens,
-                "structured_outputs": _form((self.text or {}).get("format")),
+                "structured_outputs": self._form(),
             }
         )
 
-
-def check(body: ResponseBody) -> None:
-    """Raises InvalidRequest for what this server does not do, and for fields at odds."""
-    _check_text(body.text or {})
-    for name, value in (body.reasoning or {}).items():
-        if name in ("summary", "generate_summary") and value == "auto":
-            continue  # the server chooses, and writes none
-        if value is not None and name != "effort":
+    def check(self) -> None:
+        """Raises InvalidRequest for fields at odds."""
+        if self.background and self.store is False:
             raise InvalidRequest(
-                f"reasoning.{name}: this server does not support it", param=f"reasoning.{name}"
+                "background: allowed only where store is not false: its answer is fetched later",
+                param="background",
             )
-    if body.background and body.store is False:
-        raise InvalidRequest(
-            "background: allowed only where store is not false: its answer is fetched later",
-            param="background",
-        )
-    _check_stream_options(body)
 
-
-def _check_text(text: dict[str, Any]) -> None:
-    """Checks the field `text`, whose format is the only thing that it may set."""
-    for name, value in text.items():
-        if name == "verbosity" and value in VERBOSITIES:
-            continue
-        if name != "format":
-            raise InvalidRequest(f"text.{name}: this server does not support it", param="text")
-
-
-def _form(given: Any) -> StructuredOutputs | None:
-    """Returns the form that `text.format` asks for; None for any text."""
-    if given is None or (isinstance(given, dict) and given.get("type") == "text"):
-        return None
-    if not isinstance(given, dict):
-        raise InvalidRequest(
-            f"text.format: got {shown(given)}, allowed is an object", param="text.format"
-        )
-    if given.get("type") == "json_schema":
-        given = {
-            "type": "json_schema",
-            "json_schema": {name: value for name, value in given.items() if name != "type"},
-        }
-    return response_format(given, "text.format")
-
-
-def _check_stream_options(body: ResponseBody) -> None:
-    if body.stream_options is None:
-        return
-    if not body.stream:
-        raise InvalidRequest(
-            "stream_options: allowed only where stream is true", param="stream_options"
-        )
-    for name, value in body.stream_options.items():
-        if name != "include_obfuscation" or value:
-            raise InvalidRequest(
-                f"stream_options.{name}: got {value}, allowed is include_obfuscation: false",
-                param="stream_options",
-            )
+    def _form(self) -> StructuredOutputs | None:
+        """Returns the form that `text.format` asks for; None for any text."""
+        given = None if self.text is None else self.text.format
+        if given is None or given.get("type") == "text":
+            return None
+        if given.get("type") == "json_schema":
+            schema = {name: value for name, value in given.items() if name != "type"}
+            given = {"type": "json_schema", "json_schema": schema}
+        return response_format(given, self.ignored, "text.format")

@@ -83,9 +83,6 @@ def _text(part: dict[str, Any]) -> str:
 
 
 def _stored(item: InputItem, where: str) -> dict[str, Any]:
-    for name, value in (item.model_extra or {}).items():
-        if value is not None:
-            raise InvalidRequest(f"{where}.{name}: this server does not support it", param=where)
     match item.type:
         case "message":
             return _message(item, where)
@@ -172,8 +169,7 @@ def _parts(item: InputItem, where: str) -> list[dict[str, Any]]:
 
 def _image(part: ItemPart, where: str, role: str) -> dict[str, Any]:
     check_role(role, "user", where)
-    extra = part.model_extra or {}
-    return {"type": "input_image", "image_url": url_source(extra.get("image_url"), where)}
+    return {"type": "input_image", "image_url": url_source(part.image_url, where)}
 
 
 def _part(part: ItemPart, where: str) -> dict[str, Any]:

@@ -152,8 +152,8 @@ async def refused(
 
 def _conversation(asked: Asked, model: ServedModel, messages: list[dict[str, Any]]) -> Conversation:
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
-    effort = (asked.body.reasoning or {}).get("effort")
-    variables = effort_variables(effort, known, "reasoning.effort")
+    effort = None if asked.body.reasoning is None else asked.body.reasoning.effort
+    variables = effort_variables(effort, known, "reasoning.effort", asked.body.ignored)
     return Conversation(
         messages,
         asked.body.cache_salt,
@@ -213,12 +213,12 @@ def _first(
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": is_stored,
         "temperature": params.temperature,
-        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [_plain(tool) for tool in body.tools or ()],
         "top_logprobs": 0,

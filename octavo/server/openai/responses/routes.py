@@ -5,7 +5,7 @@ Bodies and events are OpenAI's. A response answers only to the key that made it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -18,7 +18,7 @@ from octavo.server.body import body_bytes, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.errors import error_body
 from octavo.server.openai.listing import listing
-from octavo.server.openai.responses.body import ResponseBody, check
+from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter, error_event
 from octavo.server.openai.responses.history import items_given
 from octavo.server.openai.responses.making import (
@@ -56,7 +56,7 @@ async def create(
     body: Annotated[ResponseBody, Depends(body_of(ResponseBody))],
 ) -> Response:
     model = service.model(body.model)
-    check(body)
+    body.check()
     _check_kept(body, service.store)
     store = service.store if body.is_stored else None
     origin = origin_of(request, body.priority, body.user)
@@ -66,20 +66,20 @@ async def create(
     if body.background and runs is not None:
         run = await runs.start(await prepare(asked, model, service.store))
         if body.stream:
-            return TypedEventStream(run.events(-1), body.headers)
-        return JSONResponse(run.response, headers=body.headers)
+            return TypedEventStream(run.events(-1))
+        return JSONResponse(run.response)
     try:
         prepared = await prepare(asked, model, service.store)
         turn = prepared.start()
     except ContextTooLong as error:
         if not body.stream:
             raise
-        return TypedEventStream(refused(asked, model, error), body.headers)
+        return TypedEventStream(refused(asked, model, error))
     service.readings.keep(asked.id, prepared.reading, body_bytes(request))
     if body.stream:
-        return TypedEventStream(_events(prepared, turn, store), body.headers)
+        return TypedEventStream(_events(prepared, turn, store))
     last = await unless_gone(request.receive, _whole(prepared, turn, store))
-    return JSONResponse(last, headers=body.headers)
+    return JSONResponse(last)
 
 
 @router.get(
@@ -105,7 +105,7 @@ async def show(
             )
         return JSONResponse(run.response if run is not None else record.body["response"])
     return TypedEventStream(
-        _followed(record, run).events(-1 if starting_after is None else starting_after), {}
+        _followed(record, run).events(-1 if starting_after is None else starting_after)
     )
 
 
@@ -162,8 +162,8 @@ async def delete(
 class TypedEventStream(NamedEventStream):
     """A stream of numbered events; an error that ends it is one more."""
 
-    def __init__(self, events: Events, headers: Mapping[str, str]) -> None:
-        super().__init__(events, headers)
+    def __init__(self, events: Events) -> None:
+        super().__init__(events)
         self._next_number = 0
 
     def format_events(self, payloads: Iterable[Event]) -> bytes:

@@ -1,0 +1,112 @@
+"""Request fields that are not honoured: collected while a request is read, named in one response
+header, logged once each.
+
+With `--strict` the first one is a 400 instead. Knows no dialect: the code that reads a part of a
+request adds the fields that it does not honour, by path.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.errors import InvalidRequest
+
+HEADER = "X-Octavo-Ignored"
+SCOPE_KEY = "octavo_ignored_fields"
+"""Key of the ASGI scope that holds a request's IgnoredFields."""
+UNSUPPORTED = "this server does not support it"
+
+MAX_HEADER = 2048
+"""Most characters of the header's value; proxies allow about 8 KiB for all headers together."""
+MAX_NAME = 80
+"""Most characters of a client's field name in a path."""
+MAX_LOGGED = 1024
+"""Most paths that one server remembers to have logged; further ones are not logged."""
+
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_$@*/-]+")
+QUOTED_OR_INDEX = re.compile(r'("(?:[^"\\]|\\.)*")|\[\d+\]')
+
+logger = logging.getLogger(__name__)
+
+
+def join_path(path: str, name: str) -> str:
+    """Returns the path of a member: a.b, or a["b c"] for a name that is not a plain word."""
+    if len(name) > MAX_NAME:
+        name = name[: MAX_NAME - 3] + "..."
+    elif PLAIN_NAME.fullmatch(name):
+        return f"{path}.{name}" if path else name
+    return f"{path}[{json.dumps(name)}]"
+
+
+class IgnoredFields:
+    """Paths of the fields of one request that are ignored."""
+
+    def __init__(self, *, is_strict: bool = False) -> None:
+        self.is_strict = is_strict
+        self._paths: dict[str, None] = {}
+
+    def add(
+        self,
+        path: str,
+        reason: str = UNSUPPORTED,
+        *,
+        shown_as: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        """Adds a field, by a path such as `messages[0].content[1].x`; indices are left out of what
+        is shown. Raises InvalidRequest with the reason in strict mode.
+        """
+        if self.is_strict:
+            raise InvalidRequest(f"{path}: {reason}", hint=hint, param=path)
+        shown = QUOTED_OR_INDEX.sub(lambda found: found[1] or "[]", shown_as or path)
+        self._paths.setdefault(shown)
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths in the order in which they were added, each once."""
+        return list(self._paths)
+
+    def has_part_of(self, name: str) -> bool:
+        """Returns whether an entry of the list `name` is ignored, or a part of one."""
+        return any(path.startswith(f"{name}[") for path in self._paths)
+
+    @property
+    def header(self) -> str:
+        """Value of the response header; ends with a count where it would be too long."""
+        paths, length = self.paths, 0
+        for index, path in enumerate(paths):
+            length += len(path) + len(", ")
+            if length > MAX_HEADER:
+                return ", ".join([*paths[:index], f"and {len(paths) - index} more"])
+        return ", ".join(paths)
+
+
+class IgnoredHeader:
+    """ASGI middleware: adds the header to answers, errors and streams too, and logs each field once
+    in the life of the server.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._logged: set[tuple[str, str]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_header(message: Message) -> None:
+            ignored: IgnoredFields | None = scope.get(SCOPE_KEY)
+            if message["type"] == "http.response.start" and ignored is not None and ignored.paths:
+                MutableHeaders(scope=message)[HEADER] = ignored.header
+                self._log(ignored, getattr(scope.get("route"), "path", ""))
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)
+
+    def _log(self, ignored: IgnoredFields, route: str) -> None:
+        for path in ignored.paths:
+            if (route, path) not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add((route, path))
+                logger.warning("%s: the request field %s is ignored", route, path)
