@@ -63,15 +63,17 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, listed_in: str | None = None) -> str:
     """Returns a hint that names what an unknown name may have been meant for, or all that is
-    known.
+    known; `listed_in` says where these are listed if they are too many for a line.
     """
     import difflib  # takes 5 ms to import, and most programs make no mistake
 
     names = list(known)
     close = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {close[0]}?" if close else "allowed are " + ", ".join(names)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"{listed_in} lists what is allowed" if listed_in else f"allowed are {', '.join(names)}"
 
 
 def error_named(kind: str, message: str, hint: str | None) -> OctavoError | None:

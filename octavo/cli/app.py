@@ -126,4 +126,4 @@ Version = Annotated[
 
 
 def _root(version: Version = False) -> None:
-    """LLM inference and serving on a plain CPU."""
+    """LLM inference and serving, on a plain CPU or on a GPU with PyTorch."""

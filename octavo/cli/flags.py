@@ -16,6 +16,7 @@ import typer
 
 from octavo.config.engine_config import option_fields
 from octavo.config.option import OptionField, convert
+from octavo.config.sizes import format_size
 
 Command = Callable[..., None]
 
@@ -66,6 +67,21 @@ def _completer(choices: Iterable[str]) -> Callable[[str], list[str]] | None:
         return [choice for choice in choices if choice.startswith(incomplete)]
 
     return complete
+
+
+def format_flags(options: Mapping[str, Any]) -> list[str]:
+    """Returns the flags that give these engine options, e.g. ["--threads=2", "--enable-lora"]."""
+    specs, flags = option_fields(), []
+    for name, value in options.items():
+        spec, flag = specs[name], name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif spec.entry.metadata["unit"] == "bytes":
+            flags.append(f"--{flag}={format_size(value)}")
+        else:
+            texts = value if isinstance(value, tuple) else (value,)
+            flags += [f"--{flag}={text}" for text in texts]
+    return flags
 
 
 def flag_help(spec: OptionField) -> str:

@@ -7,6 +7,7 @@ engines stay below.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -127,7 +128,7 @@ def plan(
     disk = _disk(found, disk_bandwidth)
     if disk is not None:
         ceilings = replace(ceilings, disk=disk.in_order)
-    report = PlanReport.of(found, ceilings, disk, suggested_flags(found, memory_bytes))
+    report = PlanReport.of(found, ceilings, disk, suggested_flags(found, memory_bytes, options))
     if json:
         import json as json_format
 
@@ -200,7 +201,9 @@ class PlanReport:
     None where there are none, or no weights are streamed."""
     rows: list[ContextEstimate]
     flags: list[str]
-    """Flags for `octavo serve` with which the model fits; [] if none make it fit."""
+    """Flags for `octavo serve`: with which the model fits, and what was given; [] if none make it
+    fit.
+    """
 
     @staticmethod
     def of(
@@ -324,7 +327,7 @@ class PlanReport:
     def _try_lines(self) -> Iterator[str]:
         yield ""
         yield (
-            f"try: octavo serve {' '.join([self.model, *self.flags])}"
+            f"try: {shlex.join(['octavo', 'serve', self.model, *self.flags])}"
             if self.flags or not self.shortfall_bytes
             else NOTHING_HELPS
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.config.data_file import read_data_file
 from octavo.errors import ConfigError
 
 MAX_BYTES = 64 << 20
@@ -31,14 +32,8 @@ class SavedChat(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_chat(path: Path) -> SavedChat:
     """Reads a conversation; raises ConfigError where the file holds none."""
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, no conversation")
-        chat = msgspec.json.decode(path.read_bytes(), type=SavedChat)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path}: holds no conversation: {error}") from error
+    file = read_data_file(path, name="chat", max_bytes=MAX_BYTES, kind="JSON")
+    chat = file.convert(SavedChat, hint="give a file that /save has written")
     if [one.role for one in chat.messages] != ["user", "assistant"] * (len(chat.messages) // 2):
         raise ConfigError(f"{path}: holds no conversation: questions and answers take turns")
     return chat

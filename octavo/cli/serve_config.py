@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.config.engine_config import option_fields
+from octavo.config.data_file import DataFile, read_data_file
+from octavo.config.engine_config import OPTIONS_PAGE, option_fields
 from octavo.config.model_options import DEFAULT_MODEL
 from octavo.config.option import OptionField, convert, options_of
 from octavo.errors import ConfigError, did_you_mean
@@ -73,90 +74,70 @@ class ServeConfig:
 
 def read_config(path: Path) -> ServeConfig:
     """Reads and checks a file; ConfigError names what is wrong in it."""
-    document = _parse(path)
+    file = read_data_file(path, name="config", max_bytes=MAX_FILE_BYTES, kind="YAML")
+    document = {} if file.content is None else file.content
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"config: {file.where()}: got a {type(document).__name__}, allowed is a mapping of"
+            " options to values"
+        )
     settings, engine = options_of(ServerSettings), _engine_fields()
-    entries = document.pop(MODELS, None)
     known = {**settings, **engine}
-    values = _values(document, known, [*known, MODELS], str(path))
+    given = {key: value for key, value in document.items() if key != MODELS}
+    values = _values(given, known, [*known, MODELS], file)
     return ServeConfig(
         settings={name: value for name, value in values.items() if name in settings},
         options={name: value for name, value in values.items() if name in engine},
-        models=tuple(_models(entries, str(path))),
+        models=tuple(_models(document.get(MODELS), file)),
     )
 
 
-def _parse(path: Path) -> dict[Any, Any]:
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader that refuses a key that stands twice in a mapping."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            for key, _ in node.value:
-                if keys.count(key.value) > 1:
-                    mark = key.start_mark
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} stands twice", mark
-                    )
-            found: dict[Any, Any] = super().construct_mapping(node, deep)
-            return found
-
-    try:
-        with path.expanduser().open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"config: {path} cannot be read: {error}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"config: {path} is too large: allowed are {MAX_FILE_BYTES:,} bytes")
-    try:
-        document = yaml.load(text, Loader)  # a subclass of SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"config: {path} is not valid YAML: {reason}") from error
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"config: {path} holds no mapping of options to values")
-    return document
-
-
-def _models(entries: Any, where: str) -> list[dict[str, Any]]:
+def _models(entries: Any, file: DataFile) -> list[dict[str, Any]]:
     if entries is None:
         return []
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{where}: models: allowed is a list of models, got {entries!r}")
-    return [_model(entry, f"{where}: models[{at}]") for at, entry in enumerate(entries)]
+        raise ConfigError(
+            f"config: {file.where(MODELS)}: models: got {entries!r}, allowed is a list of models"
+        )
+    return [_model(entry, file, at) for at, entry in enumerate(entries)]
 
 
-def _model(entry: Any, where: str) -> dict[str, Any]:
+def _model(entry: Any, file: DataFile, at: int) -> dict[str, Any]:
     """Returns the options of an entry, which is a text or a mapping."""
+    where = f"config: {file.where(MODELS, at)}: models[{at}]"
     if isinstance(entry, str):
         return _entry_of(entry)
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: allowed is a model or a mapping of options, got {entry!r}")
+        raise ConfigError(
+            f"{where}: got {entry!r}, allowed is a model or a mapping of options to values"
+        )
     entry = dict(entry)
     if "name" in entry:
         entry["served_model_name"] = entry.pop("name")
     known = _engine_fields() | {"model": option_fields()["model"]}
-    values = _values(entry, known, [*known, "name"], where)
+    values = _values(entry, known, [*known, "name"], file, MODELS, at)
     if "model" not in values:
         raise ConfigError(f"{where}: model: needed, and not given")
     return values
 
 
 def _values(
-    given: Mapping[Any, Any], known: Mapping[str, OptionField], names: Sequence[str], where: str
+    given: Mapping[Any, Any],
+    known: Mapping[str, OptionField],
+    names: Sequence[str],
+    file: DataFile,
+    *above: str | int,
 ) -> dict[str, Any]:
-    """Returns checked values by their options' flat names; `names` are all that a hint may name."""
+    """Returns checked values by their options' flat names; `names` are all that a hint may name,
+    `above` the keys that lead to `given` in the file.
+    """
     values = {}
     for key, value in given.items():
-        name = str(key).replace("-", "_")
+        name, where = str(key).replace("-", "_"), f"config: {file.where(*above, str(key))}"
         if name not in known:
             flags = [each.replace("_", "-") for each in names]
-            raise ConfigError(
-                f"{where}: unknown key {str(key)!r}", hint=did_you_mean(str(key), flags)
-            )
+            hint = did_you_mean(str(key), flags, listed_in=OPTIONS_PAGE)
+            raise ConfigError(f"{where}: unknown key {str(key)!r}", hint=hint)
         try:
             values[name] = convert(known[name], _as_given(known[name], value))
         except ConfigError as error:

@@ -6,10 +6,11 @@ no speed and prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from octavo.cli.flags import format_flags
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,11 +27,25 @@ SMALL_STEPS = (512, 128)
 """Tokens of a step that are suggested if the activations of the default are too large."""
 
 
-def suggested_flags(found: ModelPlan, memory_bytes: int) -> list[str]:
-    """Returns flags with which the model fits; [] if none make it fit.
+def suggested_flags(found: ModelPlan, memory_bytes: int, given: Mapping[str, Any]) -> list[str]:
+    """Returns flags with which the model fits, and those of the options `given`; [] if none make it
+    fit.
 
-    Those that cost least come first: a shorter context, smaller steps, weights packed at load.
+    A suggested value takes the place of a given one. Tries what costs least first: a shorter
+    context, smaller steps, weights packed at load.
     """
+    suggested = suggested_options(found, memory_bytes)
+    if not suggested:
+        return []
+    if (limit := given.get("max_num_seqs")) is not None:
+        suggested["max_num_seqs"] = min(limit, suggested["max_num_seqs"])
+    return format_flags(
+        suggested | {key: value for key, value in given.items() if key not in suggested}
+    )
+
+
+def suggested_options(found: ModelPlan, memory_bytes: int) -> dict[str, Any]:
+    """Returns the options that are suggested; {} if none make the model fit."""
     tries = list(_tries(found, memory_bytes))
     wanted = min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len)
     contexts = [_context_of(tried.capacity) for tried in tries]
@@ -39,12 +54,12 @@ def suggested_flags(found: ModelPlan, memory_bytes: int) -> list[str]:
         contexts.index(max(contexts)),
     )
     if contexts[best] < LEAST_CONTEXT:
-        return []
+        return {}
     scheduler, quantization = tries[best].config.scheduler, tries[best].config.model.quantization
-    flags = [] if quantization is None else [f"--quantization={quantization}"]
+    options: dict[str, Any] = {} if quantization is None else {"quantization": quantization}
     if scheduler != found.config.scheduler:
-        flags.append(f"--max-num-batched-tokens={scheduler.max_num_batched_tokens}")
-    return [*flags, *_flags(tries[best], contexts[best])]
+        options["max_num_batched_tokens"] = scheduler.max_num_batched_tokens
+    return options | _memory_options(tries[best], contexts[best])
 
 
 def _context_of(capacity: Capacity) -> int:
@@ -85,15 +100,13 @@ def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
                 break
 
 
-def _flags(found: ModelPlan, context: int) -> list[str]:
-    """Returns the flags of a context, of the KV cache and of the number of requests."""
+def _memory_options(found: ModelPlan, context: int) -> dict[str, Any]:
+    """Returns the options of a context, of the KV cache and of the number of requests."""
     capacity = found.capacity
-    flags = (
-        []
-        if context == found.info.max_context_tokens
-        else [f"--max-model-len={context // 16 * 16}"]
-    )
+    options: dict[str, Any] = {}
+    if context != found.info.max_context_tokens:
+        options["max_model_len"] = context // 16 * 16
     if capacity.wanted_kv_bytes is None and found.generates:
-        flags.append(f"--kv-cache-memory-bytes={capacity.kv_bytes >> 20}MiB")
+        options["kv_cache_memory_bytes"] = capacity.kv_bytes >> 20 << 20
     requests = capacity.max_requests(min(TYPICAL_CONTEXT, context))
-    return [*flags, f"--max-num-seqs={max(1, min(requests, 256))}"]
+    return options | {"max_num_seqs": max(1, min(requests, 256))}

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.config.data_file import DataFile, read_data_file
 from octavo.config.option import OptionField, convert
 from octavo.errors import ConfigError, did_you_mean
 
@@ -117,32 +118,13 @@ class ClusterPlan(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 def read_plan(path: Path) -> ClusterPlan:
     """Reads and checks a file; ConfigError names what is wrong in it."""
-    import yaml
-
-    try:
-        with path.expanduser().open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"plan: {path} cannot be read: {error}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"plan: {path} is too large: allowed are {MAX_FILE_BYTES:,} bytes")
-    try:
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"plan: {path} is not valid YAML: {' '.join(str(error).split())}"
-        ) from error
-    return plan_of(document, str(path))
+    file = read_data_file(path, name="plan", max_bytes=MAX_FILE_BYTES, kind="YAML")
+    return plan_of(file)
 
 
-def plan_of(document: Any, where: str) -> ClusterPlan:
-    """Checks what a file holds; `where` names it in errors."""
-    try:
-        plan = msgspec.convert(document, ClusterPlan)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"plan: {where}: {error}", hint="docs/guides/cluster.md shows a plan and its fields"
-        ) from error
+def plan_of(file: DataFile) -> ClusterPlan:
+    """Checks what a file holds."""
+    plan = file.convert(ClusterPlan, hint="docs/guides/cluster.md shows a plan and its fields")
     _check(plan)
     return plan
 
@@ -172,7 +154,7 @@ def _check_values(
             flags = [each.replace("_", "-") for each in known]
             raise ConfigError(
                 f"plan: {where}: options: {command} has no option {flag}",
-                hint=did_you_mean(flag, flags),
+                hint=did_you_mean(flag, flags, listed_in="docs/reference/options.md"),
             )
         spec = known[name]
         try:

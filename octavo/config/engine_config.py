@@ -24,6 +24,9 @@ from octavo.config.option import OptionField, convert, options_of
 from octavo.config.scheduler_options import ObserveOptions, SchedulerOptions
 from octavo.errors import ConfigError, did_you_mean
 
+OPTIONS_PAGE = "docs/reference/options.md"
+"""Page that lists every option."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -85,4 +88,5 @@ def _default(section: Field[Any]) -> Any:
 
 
 def _unknown(name: str, known: list[str]) -> ConfigError:
-    return ConfigError(f"unknown option {name!r}", hint=did_you_mean(name, known))
+    hint = did_you_mean(name, known, listed_in=OPTIONS_PAGE)
+    return ConfigError(f"unknown option {name!r}", hint=hint)

@@ -7,24 +7,15 @@ A file has a list `keys`; each entry has a `name`, a `key` or its `sha256` diges
 from __future__ import annotations
 
 import hashlib
-import tomllib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import yaml
 
+from octavo.config.data_file import read_data_file
 from octavo.errors import ConfigError
 
 MAX_FILE_BYTES = 4 << 20
 Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
-PARSERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": yaml.safe_load,
-    ".yml": yaml.safe_load,
-    ".toml": tomllib.loads,
-    ".json": msgspec.json.decode,
-}
 
 
 class KeyLimits(msgspec.Struct, frozen=True):
@@ -59,9 +50,12 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
     tokens_per_minute: Limit | None = None
     max_running: Limit | None = None
 
-    def api_key(self) -> ApiKey:
+    def api_key(self, where: str) -> ApiKey:
         if (self.key is None) == (self.sha256 is None):
-            raise ConfigError(f"key {self.name}: needed is one of key and sha256")
+            got = "neither" if self.key is None else "both"
+            raise ConfigError(
+                f"api_key_file: {where}: {self.name}: got {got}, allowed is one of key and sha256"
+            )
         digest = bytes.fromhex(self.sha256) if self.sha256 else digest_of(self.key or "")
         limits = KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.max_running)
         return ApiKey(self.name, digest, self.operator, limits)
@@ -79,35 +73,16 @@ def digest_of(key: str) -> bytes:
 
 def read_key_file(path: str) -> list[ApiKey]:
     """Returns the keys of a file; raises ConfigError that names what is wrong, and shows no key."""
-    parse = PARSERS.get(Path(path).suffix.lower())
-    if parse is None:
-        raise ConfigError(
-            f"api_key_file: got {path}, allowed are files named *{', *'.join(PARSERS)}"
-        )
-    entries = _entries(path, parse)
-    keys = [entry.api_key() for entry in entries]
+    file = read_data_file(path, name="api_key_file", max_bytes=MAX_FILE_BYTES, has_secrets=True)
+    entries = file.convert(KeyList, hint="docs/guides/serving.md shows a key file").keys
+    keys = [entry.api_key(file.where("keys", at)) for at, entry in enumerate(entries)]
     for part in ("name", "digest"):
-        if len({getattr(key, part) for key in keys}) < len(keys):
-            raise ConfigError(f"api_key_file: {path} holds two keys with the same {part}")
+        values = [getattr(key, part) for key in keys]
+        twice = next((at for at, value in enumerate(values) if value in values[:at]), None)
+        if twice is not None:
+            raise ConfigError(
+                f"api_key_file: {file.where('keys', twice)}: got another key with the same {part}"
+            )
     if not keys:
         raise ConfigError(f"api_key_file: {path} holds no key")
     return keys
-
-
-def _entries(path: str, parse: Callable[[str], Any]) -> list[KeyEntry]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file: cannot read {path}: {error}") from None
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"api_key_file: {path} is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        return msgspec.convert(parse(text), KeyList).keys
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"api_key_file: {path}: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # The parsers' own messages quote the text, which holds keys.
-        raise ConfigError(
-            f"api_key_file: {path} cannot be parsed ({type(error).__name__})"
-        ) from None

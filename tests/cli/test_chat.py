@@ -124,7 +124,7 @@ def test_a_file_that_is_no_conversation_is_refused_and_not_replaced(talk, tmp_pa
     assert messages[1:-1] == [
         f"{file}: holds no conversation: questions and answers take turns",
         f"{file}: holds no conversation: questions and answers take turns",
-        f"{tmp_path / 'none'}: cannot be read: No such file or directory",
+        f"chat: {tmp_path / 'none'}: cannot be read: No such file or directory",
         "/save: a file is needed",
         "hint: /save chat.json",
     ]

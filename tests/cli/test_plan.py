@@ -1,16 +1,22 @@
 """`octavo plan MODEL` predicts the memory of a model, and suggests flags that make it fit."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+import typer
 from safetensors.numpy import load_file
 
 from octavo.backends.native.backend import NativeBackend
 from octavo.backends.native.disk import measure_disk
 from octavo.checkpoint.open import open_checkpoint
-from octavo.config.engine_config import EngineConfig
+from octavo.cli import suggested_flags as suggested_module
+from octavo.cli.app import build_app
+from octavo.cli.suggested_flags import suggested_flags
+from octavo.config.engine_config import EngineConfig, option_fields
+from octavo.config.option import convert
 from octavo.config.sizes import format_bytes
 from octavo.wiring.engine import build_in_process
 from octavo.worker.machine import Machine
@@ -220,6 +226,47 @@ def test_what_is_planned_is_what_is_loaded(octavo, monkeypatch):
         assert any(f"weights {format_bytes(found['weight_bytes'])}" in line for line in said)
         sizes.append(found["weight_bytes"])
     assert sizes == sorted(set(sizes))
+
+
+def values_of(spec):
+    """Yields values of an option, other than its default."""
+    if spec.type is bool:
+        yield not spec.entry.default
+    elif spec.choices:
+        yield from (choice for choice in spec.choices if choice != spec.entry.default)
+    elif spec.is_list:
+        yield ("a=b", "c d")
+    elif spec.number is not None:
+        yield spec.number(max(3, spec.entry.metadata["low"] or 0))
+        if spec.entry.metadata["unit"] == "bytes":
+            yield 5 << 30
+    else:
+        yield "it's a path"
+
+
+@pytest.mark.parametrize("name", sorted(option_fields().keys() - {"model"}))
+def test_the_suggested_command_keeps_every_option_that_was_given(monkeypatch, name):
+    """What `octavo serve` reads from the suggested command is what `octavo plan` was given."""
+    monkeypatch.setattr(suggested_module, "suggested_options", lambda *_: {"max_num_seqs": 2})
+    command = typer.main.get_command(build_app(["plan", "serve"]))
+    spec = option_fields()[name]
+    for value in values_of(spec):
+        flags = suggested_flags(None, 0, {name: value})
+        line = shlex.split(shlex.join(["smollm2", *flags]))
+        given = command.commands["serve"].make_context("serve", line).params
+        read = {key: convert(option_fields()[key], given[key]) for key in (name, "max_num_seqs")}
+        assert read == {"max_num_seqs": 2, **({} if name == "max_num_seqs" else {name: value})}
+
+
+def test_the_suggested_command_is_complete(octavo, config, tmp_path):
+    given = ["--kv-cache-dtype=int8", "--max-num-seqs=3", "--no-enable-prefix-caching"]
+    streamed = ["--weights-memory-bytes=3GiB", f"--weights-dir={tmp_path / 'a dir'}"]
+    for more in (streamed, ["--tensor-parallel-size=2"]):
+        rates = (*GIVEN, "--disk-bandwidth=1G")
+        ended = octavo("plan", config, "--memory=20GiB", *given, *more, *rates)
+        (line,) = [line for line in ended.out.splitlines() if line.startswith("try: ")]
+        words = shlex.split(line.removeprefix("try: "))
+        assert words[:3] == ["octavo", "serve", str(config)] and {*given, *more} <= set(words)
 
 
 def test_for_people(octavo, config):

@@ -108,18 +108,21 @@ def test_names_that_cannot_be_are_refused(texts, given, message):
         ("max-model-len: lots", "max_model_len: got 'lots', allowed is"),
         ("port: [1]", r"port: got \(1,\), allowed is a whole number"),
         ("lenient: 3", "lenient: got 3, allowed is True or False"),
-        ("port: 1\nport: 2", "the key 'port' stands twice"),
-        ("- a\n- b", "holds no mapping"),
-        ("a: [", "is not valid YAML"),
-        (b"\xff\xfe\xff", "is not valid YAML"),
-        ("models: smollm2", "models: allowed is a list of models, got 'smollm2'"),
-        ("models: []", "models: allowed is a list of models"),
-        ("models: [3]", r"models\[0\]: allowed is a model or a mapping"),
+        ("port: 1\nport: 2", r"octavo.yaml:2:1: not valid YAML: the key 'port' stands twice"),
+        ("- a\n- b", "octavo.yaml:1:1: got a list, allowed is a mapping"),
+        ("a: [", r"octavo.yaml:1:5: not valid YAML: while parsing a flow node"),
+        (b"ok: 1\n \xff", "octavo.yaml:2:2: got a byte that is not UTF-8"),
+        ("models: smollm2", "models: got 'smollm2', allowed is a list of models"),
+        ("port: 1\nmodels: []", r"octavo.yaml:2:1: models: got \[\], allowed is a list of models"),
+        ("models: [3]", r"models\[0\]: got 3, allowed is a model or a mapping"),
         ("models: [{name: a}]", r"models\[0\]: model: needed, and not given"),
-        ("models: [{model: a, port: 3}]", r"models\[0\]: unknown key 'port'"),
+        ("models: [{model: a, port: 3}]", r"octavo.yaml:1:21: unknown key 'port'"),
         ("models: [{model: a, thread: 3}]", r"unknown key 'thread'\nhint: did you mean threads\?"),
-        ("key: !!python/object/apply:os.system [x]", "is not valid YAML"),
-        ("a" * (MAX_FILE_BYTES + 1), "is too large"),
+        (
+            "key: !!python/object/apply:os.system [x]",
+            "octavo.yaml:1:6: not valid YAML: could not determine",
+        ),
+        ("a" * (MAX_FILE_BYTES + 1), "too large, allowed are"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(read, text, message):
@@ -132,5 +135,5 @@ def test_an_empty_file_says_nothing(read):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"config: .*none.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"config: .*none.yaml: cannot be read"):
         read_config(tmp_path / "none.yaml")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.cluster.plan import ClusterPlan, KnownOptions, plan_of, read_plan
+from octavo.config.data_file import DataFile
 from octavo.config.engine_config import option_fields
 from octavo.config.option import options_of
 from octavo.errors import ConfigError
@@ -15,6 +16,10 @@ from octavo.server.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
 
 PROMPTS: dict[str, Any] = {"name": "prompts", "role": "prefill"}
+
+
+def file_of(document: object) -> DataFile:
+    return DataFile("plan", "plan.yaml", document)
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
@@ -106,7 +111,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_named(document: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_of(document, "plan.yaml")
+        plan_of(file_of(document))
 
 
 KNOWN = KnownOptions(option_fields() | options_of(ServerSettings), options_of(RouterSettings))
@@ -131,13 +136,13 @@ def test_options_that_no_instance_could_start_with_are_refused(
 ) -> None:
     """Ray would start their processes again and again."""
     with pytest.raises(ConfigError, match="plan: a: options: " + message) as refused:
-        KNOWN.check(plan_of({"instances": [{"name": "a", "options": options}]}, "plan.yaml"))
+        KNOWN.check(plan_of(file_of({"instances": [{"name": "a", "options": options}]})))
     assert hint is None or hint in str(refused.value.hint)
 
 
 def test_options_of_the_router_are_its_own() -> None:
     def plan_with(options: dict[str, Any]) -> ClusterPlan:
-        return plan_of({"instances": [{"name": "a"}], "router": {"options": options}}, "plan.yaml")
+        return plan_of(file_of({"instances": [{"name": "a"}], "router": {"options": options}}))
 
     KNOWN.check(plan_with({"routing-policy": "sticky", "kv-events": False}))
     with pytest.raises(ConfigError, match="router: options: octavo route has no option max-num-"):

@@ -11,6 +11,7 @@ from octavo.cluster.controller import LEAVE_S, Cluster, ClusterKeys
 from octavo.cluster.instance import InstanceSpec, free_ports, rank_spec
 from octavo.cluster.placing import ClusterMachine
 from octavo.cluster.plan import ClusterPlan, plan_of
+from octavo.config.data_file import DataFile
 from octavo.errors import ConfigError
 from tests.cluster.fakes import FakePlacer, FakeRouter
 
@@ -23,7 +24,7 @@ APART: dict[str, Any] = {
 
 
 def plan(document: dict[str, Any]) -> ClusterPlan:
-    return plan_of(document, "a test")
+    return plan_of(DataFile("plan", "a test", document))
 
 
 def cluster(

@@ -162,15 +162,33 @@ def test_the_file_is_read_again_on_sighup_and_a_broken_one_changes_nothing(keyed
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("k.ini", "", "allowed are files named *.yaml"),
-        ("k.yaml", "keys: []", "holds no key"),
-        ("k.yaml", "keys: [{name: a}]", "key a: needed is one of key and sha256"),
-        ("k.yaml", "keys: [{name: a b, key: x}]", "`$.keys[0].name`"),
-        ("k.json", '{"keys": [{"name": "a", "key": "x", "rpm": 3}]}', "unknown field `rpm`"),
-        ("k.toml", "[[keys]]\nname = 'a'\nkey = 'x'\nmax_running = 0", "`$.keys[0].max_running`"),
-        ("k.yaml", "keys: [{name: a, key: x}, {name: a, key: y}]", "two keys with the same name"),
-        ("k.yaml", "keys: [{name: a, key: x}, {name: b, key: x}]", "two keys with the same digest"),
-        ("k.json", '{"keys": [{"name": "a", "key": "sec', "cannot be parsed"),
+        ("k.ini", "", "got {}, allowed are files named *.yaml"),
+        ("k.yaml", "keys: []", "{} holds no key"),
+        ("k.yaml", "keys: [{name: a}]", "{}:1:8: a: got neither, allowed is one of key and sha256"),
+        ("k.yaml", "keys: [{name: a b, key: x}]", "{}:1:9: keys[0].name: "),
+        (
+            "k.json",
+            '{"keys": [{"name": "a", "key": "x", "rpm": 3}]}',
+            "{}:1:37: keys[0]: Object contains unknown field `rpm`",
+        ),
+        ("k.toml", "[[keys]]\nname = 'a'\nkey = 'x'\nmax_running = 0", "{}: keys[0].max_running: "),
+        ("k.yaml", "keys: [{name: a, key: x}, {name: a, key: y}]", "{}:1:27: got another key with"),
+        ("k.yaml", "keys: [{name: a, key: x}, {name: b, key: x}]", "{}:1:27: got another key with"),
+        ("k.json", '{"keys": [{"name": "a", "key": "sec', "{}:1:32: not valid JSON: Unterminated"),
+        ("k.yaml", "keys:\n  - name: ada key: sec", "{}:2:18: not valid YAML: mapping values"),
+        ("k.yaml", "keys:\n  - key: *sec", "{}:2:10: not valid YAML: found undefined alias"),
+        (
+            "k.yaml",
+            "keys:\n- {key: a, key: b}",
+            "{}:2:12: not valid YAML: the key ... stands twice",
+        ),
+        (
+            "k.yaml",
+            "keys: [{name: a, key: 12}]",
+            "{}:1:18: keys[0].key: got `int`, allowed is `str",
+        ),
+        ("k.toml", "[[keys]]\nname = sec", "{}:2:8: not valid TOML: Invalid value"),
+        ("k.toml", "[[keys]]\nname = 'sec", "{}:2:12: not valid TOML: "),
     ],
 )
 def test_a_broken_file_is_named_by_its_fault(tmp_path, name, text, message):
@@ -178,7 +196,7 @@ def test_a_broken_file_is_named_by_its_fault(tmp_path, name, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_key_file(str(path))
-    assert message in caught.value.message and "sec" not in caught.value.message
+    assert message.format(path) in caught.value.message and "sec" not in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["k.yaml", "k.json", "k.toml"])
