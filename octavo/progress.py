@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 Report: TypeAlias = Callable[[str], None]
@@ -65,3 +66,21 @@ def quiet(text: str) -> None:
 def to_stderr(text: str) -> None:
     """Prints what it is told to stderr."""
     print(text, file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class FileProgress:
+    """How much of a file has been fetched."""
+
+    file: str
+    sha256: str
+    num_bytes: int
+    completed_bytes: int = 0
+
+
+Watch: TypeAlias = Callable[[FileProgress], None]
+"""A function that is told how a file's download proceeds; one that raises ends the download."""
+
+
+def unwatched(progress: FileProgress) -> None:
+    """Drops what it is told."""

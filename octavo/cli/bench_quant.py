@@ -86,7 +86,9 @@ class QuantWork:
 
 @with_engine_flags(without=("model", "dtype", "quantization", "tokenizer", "calibration"))
 def quant(
-    model: Annotated[str, typer.Argument(help="Short name, Hugging Face repository or path.")],
+    model: Annotated[
+        str, typer.Argument(help="Short name, OWNER/REPO[:QUANT] on Hugging Face, or path.")
+    ],
     *,
     text: Annotated[Path, typer.Option(help="Measure the perplexity of this text")],
     calibration: Annotated[

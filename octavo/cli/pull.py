@@ -11,7 +11,10 @@ from octavo.config.model_options import DEFAULT_MODEL
 
 def pull(
     name: Annotated[
-        str, typer.Argument(help="Short name, Hugging Face repository or local path.")
+        str,
+        typer.Argument(
+            help="Short name, or OWNER/REPO[:QUANT] or OWNER/REPO/FILE.gguf on Hugging Face."
+        ),
     ] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache, check it, and print its path."""

@@ -19,8 +19,8 @@ class ModelOptions:
         DEFAULT_MODEL,
         "Model",
         "Load this name, path or repository",
-        details="A short name such as smollm2, a directory that Hugging Face saved, a .gguf file or"
-        " a Hugging Face repository.",
+        details="A short name such as smollm2, a directory that Hugging Face saved, a .gguf file,"
+        " or a model on Hugging Face: OWNER/REPO, OWNER/REPO:QUANT or OWNER/REPO/FILE.gguf.",
         common=True,
     )
     tokenizer: str | None = option(

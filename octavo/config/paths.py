@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from octavo.config.model_reference import parse_hub_reference
+
 
 def user_path(text: str) -> Path:
     """Returns the path that a user wrote, with `~` resolved; `~name` stays where no such user is
@@ -16,6 +18,14 @@ def user_path(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         return Path(text)
+
+
+def cache_dir() -> Path:
+    """Returns `$OCTAVO_CACHE`, else `octavo` in `$XDG_CACHE_HOME`, else in ~/.cache."""
+    own, users = os.environ.get("OCTAVO_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return user_path(own)
+    return (Path(users) if users else Path.home() / ".cache") / "octavo"
 
 
 def state_home() -> Path:
@@ -40,8 +50,11 @@ def is_there(path: Path) -> bool:
 
 
 def public_name(model: str) -> str:
-    """Returns a model's name without the folders of this machine; other names stay as they are."""
+    """Returns a model's name without the folders of this machine, or the address of the hub; other
+    names stay as they are.
+    """
     path = user_path(model)
     if not is_there(path):
-        return model
+        reference = parse_hub_reference(model) if "://" in model else None
+        return model if reference is None else str(reference)
     return path.resolve().name if path.is_dir() else path.stem

@@ -135,7 +135,8 @@ def is_known(text: str) -> bool:
     if re.fullmatch(r"/[\w/{}]+", text):
         return re.sub(r"{.*?}", "{}", text) in routes()
     if re.fullmatch(r"[\w.-]+/[\w./-]*|[\w-]+\.(py|md|toml|txt|h|cpp|inl)|Makefile", text):
-        return text.startswith(".venv") or (ROOT / text).exists()  # make makes the former
+        is_hub_name = text.startswith(("OWNER/REPO", "hf.co/", "huggingface.co/"))
+        return is_hub_name or text.startswith(".venv") or (ROOT / text).exists()  # make makes .venv
     if re.fullmatch(r"--[a-z][a-z-]*", text):
         return text in flags_of()[""]
     if match := re.fullmatch(r"make ([\w-]+)", text):

@@ -89,15 +89,22 @@ def test_each_gguf_file_of_a_repository_is_a_model(cache: Path) -> None:
             "x-Q4_K_M.gguf": b"1234",
             "big/x-Q8_0-00001-of-00002.gguf": b"12345",
             "big/x-Q8_0-00002-of-00002.gguf": b"123",
+            "half-Q2_K-00001-of-00002.gguf": b"12",
+            "mmproj-F16.gguf": b"1",
         },
     )
     split = "maker/files/big/x-Q8_0-00001-of-00002.gguf"
     assert rows() == {split: 8, "maker/files/x-Q4_K_M.gguf": 4}
+    for name in ("maker/files:q8_0", "hf.co/maker/files:Q8_0", split.replace("-00001-", "-00002-")):
+        assert find_local_model(name) == find_local_model(split)
+    assert find_local_model("maker/files:Q2_K") is None
     found = find_local_model(split)
     assert found is not None and found.path.name == "x-Q8_0-00001-of-00002.gguf"
     remove_local_model(found)
     assert rows() == {"maker/files/x-Q4_K_M.gguf": 4}
-    assert sorted(p.name for p in (repo / "blobs").iterdir()) == ["config.json", "x-Q4_K_M.gguf"]
+    assert sorted(p.name for p in (repo / "blobs").iterdir()) == [
+        *("config.json", "half-Q2_K-00001-of-00002.gguf", "mmproj-F16.gguf", "x-Q4_K_M.gguf")
+    ]
     last = find_local_model("maker/files/x-Q4_K_M.gguf")
     assert last is not None
     remove_local_model(last)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from octavo.async_llm import AsyncLLM
+from octavo.config.model_reference import same_model
 from octavo.errors import EngineDead, OctavoError, Unavailable
 from octavo.pooling_params import PoolingTask
 from octavo.server.state.adapters import ServedAdapter
@@ -124,8 +125,10 @@ class EngineSlot:
         return bool(self._refusal)
 
     def answers_to(self, name: str) -> bool:
-        """Tells whether a request's model is this one: by public name, or as it was asked for."""
-        return name in (self.name, self.spec.model)
+        """Tells whether a request's model is this one: by public name, or as it was asked for, also
+        in another spelling of the hub's.
+        """
+        return name in (self.name, self.spec.model) or same_model(name, self.spec.model)
 
     def report(self, text: str) -> None:
         """Notes the progress of the load, which a 503 and the model's card quote."""

@@ -1,0 +1,176 @@
+"""Which files of a repository make the model that a reference means.
+
+Works on the names of a repository's files, listed by the hub or found in the cache. GGUF files are
+grouped into models: the parts of a split one belong together, and files that go with a model
+(projectors of images, importance matrices) are none. Quantizations are named as llama.cpp and
+Ollama name them: by the end of the file's name, or by its folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from octavo.checkpoint.gguf import PART_NAME
+from octavo.config.model_reference import HubReference
+from octavo.errors import DownloadFailed
+
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
+HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
+"""Patterns of files in a repository that repeat the weights in formats that are not read."""
+
+PREFERRED = (
+    *("Q4_K_M", "Q4_0", "UD-Q4_K_XL", "Q4_K_S", "Q4_1", "IQ4_XS", "IQ4_NL", "MXFP4", "MXFP4_MOE"),
+    *("Q4_K", "Q5_K_M", "Q5_K_S", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "Q3_K_M", "Q3_K_L", "Q3_K_S"),
+    *("Q2_K", "BF16", "F16", "F32"),
+)
+"""Quantizations in the order in which one is chosen; the first two as llama.cpp's -hf has them,
+then those near 4 bits, then larger ones.
+"""
+
+QUANT_NAME = re.compile(
+    r"(?<![A-Za-z0-9])(UD-)?((?:I?Q|TQ)\d\w*|MXFP\d\w*|NVFP\d\w*|BF16|FP?16|FP?32)(?![A-Za-z0-9_])",
+    re.IGNORECASE,
+)
+COMPANIONS = re.compile(r"mmproj|imatrix|^ggml-vocab", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A model among a repository's GGUF files."""
+
+    files: tuple[str, ...]
+    """Its parts in order; one file where it is not split."""
+    num_parts: int
+
+    @property
+    def main(self) -> str:
+        """The file by which it is opened."""
+        return self.files[0]
+
+    @property
+    def quant(self) -> str:
+        """Name of its quantization, in upper case; "" where neither file nor folder has one."""
+        for part in reversed(self.main.split("/")):
+            if found := QUANT_NAME.findall(part):
+                return "".join(found[-1]).upper()
+        return ""
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.files) == self.num_parts
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenFiles:
+    """The files of a model in its repository."""
+
+    files: tuple[str, ...]
+    main: str = ""
+    """GGUF file by which the model is opened; "" for the folder of all files."""
+
+
+def choose_files(reference: HubReference, names: Collection[str]) -> ChosenFiles:
+    """Returns the files that a reference means.
+
+    A repository without a named file or quantization is read as safetensors if it has them. Raises
+    DownloadFailed if what is named is not there.
+    """
+    whole = [name for name in sorted(names) if is_wanted(name)]
+    models = gguf_models(names)
+    if reference.file or reference.quant:
+        chosen = _named(reference, models)
+    elif has_safetensors(whole) or not models:
+        return ChosenFiles(tuple(whole))
+    else:
+        chosen = best_of(models)
+    if not chosen.is_whole:
+        raise DownloadFailed(
+            f"{reference}: {len(chosen.files)} of the model's {chosen.num_parts} parts are there",
+            hint=_hint(reference, [model for model in models if model.is_whole]),
+        )
+    return ChosenFiles(chosen.files, chosen.main)
+
+
+def has_safetensors(names: Iterable[str]) -> bool:
+    return any(name.endswith(".safetensors") and "/" not in name for name in names)
+
+
+def is_wanted(name: str) -> bool:
+    """Tells whether a file belongs to a model in Hugging Face's own layout."""
+
+    def fits(patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    return fits(HUB_FILES) and not fits(HUB_DUPLICATES)
+
+
+def gguf_models(names: Iterable[str]) -> list[GgufModel]:
+    """Returns the models among GGUF files, in the order of their names."""
+    parts: Mapping[tuple[str, int], list[str]] = defaultdict(list)
+    for name in sorted(names):
+        if not name.lower().endswith(".gguf") or COMPANIONS.search(name.rpartition("/")[2]):
+            continue
+        found = PART_NAME.fullmatch(name)
+        parts[(found["stem"], int(found["count"])) if found else (name, 1)].append(name)
+    return [GgufModel(tuple(files), count) for (_, count), files in parts.items()]
+
+
+def first_part(file: str) -> str:
+    """Returns the name of the first part of a split GGUF file; other names stay as they are."""
+    part = PART_NAME.fullmatch(file)
+    return file if part is None else f"{part['stem']}-00001-of-{part['count']}.gguf"
+
+
+def best_of(models: Sequence[GgufModel]) -> GgufModel:
+    """Returns the model to take where none is named: a whole one, of the first preferred
+    quantization, else the first by name.
+    """
+    ranks = {quant: rank for rank, quant in enumerate(PREFERRED)}
+    return min(models, key=lambda model: (not model.is_whole, ranks.get(model.quant, len(ranks))))
+
+
+def _named(reference: HubReference, models: Sequence[GgufModel]) -> GgufModel:
+    if reference.file:
+        found = [model for model in models if reference.file in model.files]
+        what = f"no file {reference.file}"
+    else:
+        found = of_quant(models, reference.quant)
+        what = f"no quantization {reference.quant}"
+    if found:
+        return found[0]
+    raise DownloadFailed(
+        f"{reference.repository} has {what}: {_described(models)}", hint=_hint(reference, models)
+    )
+
+
+def of_quant(models: Sequence[GgufModel], quant: str) -> list[GgufModel]:
+    """Returns the models of a quantization, the closest match first; letters' case is ignored.
+
+    Equal names come before names that end in it (Q4_K_XL also means UD-Q4_K_XL), before file names
+    and folders that contain it.
+    """
+    wanted = quant.upper()
+    contained = re.compile(rf"(?<![A-Z0-9]){re.escape(wanted)}(?![A-Z0-9_])")
+    ways = (
+        lambda model: model.quant == wanted,
+        lambda model: model.quant == f"UD-{wanted}",
+        lambda model: contained.search(model.main.upper()) is not None,
+    )
+    return next((found for way in ways if (found := [*filter(way, models)])), [])
+
+
+def _described(models: Sequence[GgufModel]) -> str:
+    """Returns what there is in place of what was asked for."""
+    names = dict.fromkeys(model.quant or model.main for model in models)
+    return f"available are {', '.join(names)}" if names else "it has no GGUF files"
+
+
+def _hint(reference: HubReference, models: Sequence[GgufModel]) -> str | None:
+    if not models:
+        return None
+    best = best_of(models)
+    return f"{reference.repository}" + (f":{best.quant}" if best.quant else f"/{best.main}")
