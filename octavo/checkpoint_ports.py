@@ -32,6 +32,8 @@ class Vocabulary:
     merges: Sequence[bytes] = ()
     scores: Sequence[float] = ()
     add_space_prefix: bool = True
+    prefixes_segments: bool = False
+    """Whether the space goes before each text behind a special token, too ("llama" in GGUF)."""
     prefix: tuple[str, ...] = ()
     """Tokens that go before every text, in place of the bos token (ChatGLM, BERT)."""
     suffix: tuple[str, ...] = ()

@@ -38,6 +38,13 @@ IGNORED_TENSORS = frozenset(
 )
 """Names of tensors that are no weights: they are read into the config."""
 
+DEFAULT_IDS: dict[str, dict[str, int]] = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+}
+"""Ids of special tokens of a tokenizer model whose header lacks them, as in llama.cpp."""
+
 END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Kinds of tokens that end a text by whose names a header has their ids."""
 
@@ -187,6 +194,7 @@ class GgufCheckpoint:
             self._vocabulary(),
             scores=self._numbers("tokenizer.ggml.scores"),
             add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, True),
+            prefixes_segments=True,
             charsmap=bytes(self._charsmap()),
             removes_spaces=self._get("tokenizer.ggml.remove_extra_whitespaces", bool, True),
             prefix=prefix,
@@ -254,8 +262,8 @@ class GgufCheckpoint:
     def _special_token(self, tokens: list[bytes], kinds: Sequence[str]) -> tuple[str, ...]:
         """Returns the special token of the first kind that the header has; () without one."""
         for kind in kinds:
-            token_id = self._get(f"tokenizer.ggml.{kind}_token_id", int, None)
-            if token_id is not None and 0 <= token_id < len(tokens):
+            token_id = self._token_id(kind)
+            if token_id is not None and token_id < len(tokens):
                 return (tokens[token_id].decode(errors="replace"),)
         return ()
 
@@ -302,7 +310,7 @@ class GgufCheckpoint:
             raise WeightMismatch(f"{self.path}: {stem} has {fault}") from None
 
     def _config(self) -> dict[str, Any]:
-        metadata, tensors = self.file.metadata, self.file.tensors
+        tensors = self.file.tensors
         if "token_embd.weight" not in tensors:
             raise WeightMismatch(f"{self.path}: the tensor token_embd.weight is missing")
         return {
@@ -311,8 +319,8 @@ class GgufCheckpoint:
             **self._family.config(self._header),
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "tie_word_embeddings": "output.weight" not in tensors,
-            "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+            "bos_token_id": self._token_id("bos"),
+            "eos_token_id": self._token_id("eos"),
             "dtype": self._dtype(),
         }
 
@@ -342,10 +350,9 @@ class GgufCheckpoint:
         """Returns the ids of the tokens that end a text: those that the header names, without ids
         that the vocabulary does not have, and those that are known by their texts.
         """
-        found = [self._get(f"tokenizer.ggml.{kind}_token_id", int, None) for kind in END_KEYS]
+        found = [self._token_id(kind) for kind in END_KEYS]
+        named = [i for i in found if i is not None]
         vocabulary = self._vocabulary()
-        size = len(vocabulary.tokens) or self.config["vocab_size"]
-        named = [i for i in found if i is not None and 0 <= i < size]
         return find_end_tokens(find_control_tokens(vocabulary), named)
 
     def _get(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
@@ -369,16 +376,25 @@ class GgufCheckpoint:
         return found.tolist() if isinstance(found, np.ndarray) else []
 
     def _special_tokens(self, tokens: list[bytes]) -> dict[str, str]:
-        metadata = self.file.metadata
-        ids = {
-            f"{ours}_token": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-            for ours, theirs in _SPECIAL_IDS.items()
-        }
         return {
-            name: tokens[i].decode(errors="replace")
-            for name, i in ids.items()
-            if isinstance(i, int) and 0 <= i < len(tokens)
+            f"{ours}_token": token
+            for ours, theirs in _SPECIAL_IDS.items()
+            for token in self._special_token(tokens, (theirs,))
         }
+
+    def _token_id(self, kind: str) -> int | None:
+        """Returns the id of a special token: the header's if the vocabulary has it, else the one
+        that vocabularies of the kind have by default, if it is a special token.
+        """
+        size = len(self._get("tokenizer.ggml.tokens", list, []))
+        token_id: int | None = self._get(f"tokenizer.ggml.{kind}_token_id", int, None)
+        if token_id is not None and 0 <= token_id < (size or token_id + 1):
+            return token_id
+        model = self._get("tokenizer.ggml.model", str, "")
+        default = DEFAULT_IDS.get(model, {}).get(kind, size)
+        types = self._numbers("tokenizer.ggml.token_type")
+        is_special = default < len(types) and types[default] in (UNKNOWN, CONTROL)
+        return default if is_special else None
 
 
 def _with_inputs(packed: StoredWeight, order: NDArray[np.intp]) -> PackedWeight:

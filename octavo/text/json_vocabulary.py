@@ -98,7 +98,15 @@ def _candidates(described: Mapping[str, Any]) -> Iterator[Vocabulary]:
         for token, kind in zip(tokens, types, strict=True)
     ]
     for prefix in (True, False):
-        yield Vocabulary("llama", "default", encoded, types, scores=scores, add_space_prefix=prefix)
+        yield Vocabulary(
+            "llama",
+            "default",
+            encoded,
+            types,
+            scores=scores,
+            add_space_prefix=prefix,
+            prefixes_segments=True,
+        )
 
 
 def _is_alike(vocabulary: Vocabulary, oracle: tokenizers.Tokenizer, path: Path) -> bool:
@@ -108,8 +116,7 @@ def _is_alike(vocabulary: Vocabulary, oracle: tokenizers.Tokenizer, path: Path) 
     except OctavoError:
         return False
     for text in CHECKED_TEXTS:
-        prefix = " " if built.space_prefix else ""
-        found = built.tokenizer.encode(prefix + text, add_special_tokens=False).ids
+        found = built.tokenizer.encode(text, add_special_tokens=False).ids
         if found != oracle.encode(text, add_special_tokens=False).ids:
             return False
     return True

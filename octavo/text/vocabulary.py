@@ -9,6 +9,7 @@ the neighbours whose concatenation has the highest score, leftmost first).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -26,7 +28,7 @@ from tokenizers import (
 from tokenizers.decoders import Decoder
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from octavo.checkpoint_ports import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from octavo.checkpoint_ports import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
 from octavo.end_tokens import correct_token_types
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.text.pre_tokenization import (
@@ -144,11 +146,10 @@ def _unknown_token(vocabulary: Vocabulary, tokens: list[str]) -> str | None:
     return next((token for token, kind in kinds if kind == UNKNOWN), None)
 
 
-def _space_decoder() -> Decoder:
+def _space_decoder(*, strips_first: bool = False) -> Decoder:
     """Returns the decoder of pieces with a character for spaces, and with byte tokens."""
-    return decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strips_first else steps)
 
 
 def _pairs(merges: Sequence[bytes]) -> list[tuple[str, str]]:
@@ -171,8 +172,15 @@ def _sentencepiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> B
     )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = _space_decoder()
-    return BuiltTokenizer(tokenizer, space_prefix=vocabulary.add_space_prefix, adds_bos=True)
+    # The package normalises each text between two added tokens by itself.
+    prefixes = vocabulary.add_space_prefix and vocabulary.prefixes_segments
+    if prefixes:
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+        )
+    tokenizer.decoder = _space_decoder(strips_first=prefixes)
+    space_prefix = vocabulary.add_space_prefix and not prefixes
+    return BuiltTokenizer(tokenizer, space_prefix=space_prefix, adds_bos=True)
 
 
 def _unigram(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
@@ -187,9 +195,28 @@ def _unigram(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTo
     cuts: list[PreTokenizer] = [pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)]
     if vocabulary.removes_spaces:
         cuts.insert(0, pre_tokenizers.WhitespaceSplit())
+    cuts += _cuts_of_inert_tokens(vocabulary, tokens)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme=scheme)
     return BuiltTokenizer(tokenizer, space_prefix=False, adds_bos=False)
+
+
+def _cuts_of_inert_tokens(vocabulary: Vocabulary, tokens: list[str]) -> list[PreTokenizer]:
+    """Returns steps that split text that spells a control token behind its longest other piece: a
+    unigram model would match the token, since it matches every piece of its vocabulary.
+    """
+    kinds = dict(zip(tokens, vocabulary.types, strict=False))
+    endings: dict[str, list[str]] = {}
+    for token, kind in kinds.items():
+        if kind in (NORMAL, USER_DEFINED, UNUSED) or len(token) < 2:
+            continue
+        cuts = (n for n in range(len(token) - 1, 1, -1) if kinds.get(token[:n]) == NORMAL)
+        cut = next(cuts, 1)
+        endings.setdefault(token[:cut], []).append(re.escape(token[cut:]))
+    return [
+        pre_tokenizers.Split(Regex(f"(?<={re.escape(start)})(?={'|'.join(rest)})"), "isolated")
+        for start, rest in endings.items()
+    ]
 
 
 def _wordpiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:

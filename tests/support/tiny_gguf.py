@@ -117,9 +117,13 @@ def write_tiny_gguf(
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     _hyperparameters(writer, architecture, model.config)
     for key, value in (extra or {}).items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[
-            type(value)
-        ]
+        add = {
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+        }[type(value)]
         add(key, value)
     if tokens:
         writer.add_tokenizer_model("gpt2")

@@ -5,6 +5,7 @@ WordPiece of a tokenizer.json, and SentencePiece's unigram model.
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -106,6 +107,27 @@ def test_pieces_have_sentencepieces_ids() -> None:
     line = TEXT.splitlines()[3].strip()
     assert ours.encode(line) == [*original.encode(line), original.eos_id()]
     assert ours.decode(ours.encode(line)) == original.decode(original.encode(line))
+
+
+def test_text_that_spells_a_control_token_is_text() -> None:
+    ours = load_tokenizer(TokenizerSource(Path("m.gguf"), vocabulary=unigram_vocabulary()))
+    for text in ("a</s>b", "</s>", "the<s>light", "<unk> <pad>"):
+        ids = ours.encode(text, add_special_tokens=False)
+        assert not ours.special_token_ids.intersection(ids) - {0}, text
+    assert ours.encode("the</s>", add_special_tokens=False, allow_special_text=True)[-1] == 2
+
+
+def test_case_and_accents_are_the_headers() -> None:
+    tokens = ["[UNK]", "▁hello", "▁Hello", "▁cafe", "▁café", "▁Café"]
+    plain = Vocabulary("bert", "default", [each.encode() for each in tokens], [2, 1, 1, 1, 1, 1])
+
+    def ids(**changes: bool) -> list[int]:
+        source = TokenizerSource(Path("m.gguf"), vocabulary=replace(plain, **changes))
+        return load_tokenizer(source).encode("Hello Café")
+
+    assert ids() == [1, 3] == ids(lowercase=True)
+    assert ids(lowercase=False) == [2, 5]
+    assert ids(lowercase=True, strips_accents=False) == [1, 4]
 
 
 def test_a_vocabulary_without_an_unknown_word_is_refused() -> None:
