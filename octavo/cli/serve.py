@@ -43,8 +43,11 @@ def serve(
     from octavo.server.run import serve as run_server
 
     file = ServeConfig() if config is None else read_config(Path(config))
+    settings = file.settings | settings
+    if settings.get("strict"):
+        options = {"strict_files": True} | options
     specs = file.specs(models or [], options)
-    run_server(specs, _settings(file.settings | settings), file.engine_defaults(options))
+    run_server(specs, _settings(settings), file.engine_defaults(options))
 
 
 def _settings(given: dict[str, Any]) -> ServerSettings:

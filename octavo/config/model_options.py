@@ -30,7 +30,8 @@ class ModelOptions:
         False,
         "Model",
         "Refuse unknown pre-tokenizers of GGUF files",
-        details="Without it an unknown name is treated as `default`, with a warning.",
+        details="Without it an unknown name is treated as `default`, with a warning. `octavo serve"
+        " --strict` implies it.",
     )
     skip_tokenizer_init: bool = option(
         False, "Model", "Load no tokenizer", details="Prompts are then token ids."

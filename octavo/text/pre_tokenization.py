@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -269,7 +270,11 @@ def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> P
     message = f"{origin}: unknown pre-tokenizer {name!r} (tokenizer.ggml.pre)"
     if strict:
         raise UnsupportedModel(
-            f"{message}, supported are {', '.join(sorted(PRE_TOKENIZATIONS))}",
+            f"{message}; {len(PRE_TOKENIZATIONS)} names are supported"
+            + "".join(
+                f", the closest is {close!r}"
+                for close in get_close_matches(name, PRE_TOKENIZATIONS, 1)
+            ),
             hint="leave out --strict-files to split texts by 'default', or name a tokenizer by"
             " --tokenizer",
         )

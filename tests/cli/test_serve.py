@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from tests.support.live_server import LiveServer
+from tests.support.tiny_gguf import tiny_model, write_tiny_gguf
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 MODEL = str(tiny_model_with_text())
@@ -24,6 +25,21 @@ def test_a_server_open_to_all_with_a_key_does_not_warn():
     assert server.stop() == 0
     assert server.lines[0].startswith("loading ")
     assert "$OCTAVO_API_KEY" in server.lines[-1]
+
+
+def test_strict_refuses_an_unknown_pre_tokenizer(tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), tokens=96)
+    path.write_bytes(path.read_bytes().replace(b"smollm", b"smolly"))
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", str(path), "--port=0"]
+    for option in ("--strict", "--strict-files"):
+        done = subprocess.run(
+            [*command, option], check=False, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+        assert done.returncode == 2
+        assert "unknown pre-tokenizer 'smolly'" in done.stderr
+        assert "the closest is 'smollm'\nhint: leave out --strict-files" in done.stderr
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert "WARNING" in done.stderr and "texts are split by 'default'" in done.stderr
 
 
 def test_a_folder_called_octavo_beside_is_not_mistaken_for_the_package(tmp_path):

@@ -134,5 +134,7 @@ def test_an_unknown_name_is_the_default_with_a_warning(caplog: pytest.LogCapture
     text = reference()["texts"][-1]
     known, _ = reference()["groups"][reference()["names"]["default"]]
     assert built.encode(text, add_special_tokens=False).ids == known[-1]
-    with pytest.raises(UnsupportedModel, match=r"unknown pre-tokenizer 'wild'.* supported are"):
-        build_tokenizer(wild, Path("m.gguf"), strict=True)
+    for name, close in (("wild", ""), ("qwen-2", ", the closest is 'qwen2'")):
+        pattern = rf"unknown pre-tokenizer '{name}' .*; \d+ names are supported{close}"
+        with pytest.raises(UnsupportedModel, match=pattern):
+            build_tokenizer(replace(wild, pre=name), Path("m.gguf"), strict=True)
