@@ -71,6 +71,9 @@ class TokenizerSource:
     has_type_ids: bool = True
     """Whether the model is told which of two texts a token belongs to."""
     chat_template: str | None = None
+    """The default chat template, or the only one."""
+    named_templates: Mapping[str, str] = field(default_factory=dict)
+    """Further chat templates by their names, as `tool_use` and `rag`."""
 
 
 class ModelHeader(Protocol):

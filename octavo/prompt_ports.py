@@ -22,9 +22,9 @@ class Rendering:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template beside what it always gets."""
     template: str | None = None
-    """Jinja text in place of the model's template."""
+    """Jinja text in place of the model's template, or the name of one of the model's."""
     is_foreign: bool = False
-    """Whether that text comes from a client, and is rendered in a process of its own."""
+    """Whether it is a text that comes from a client, and is rendered in a process of its own."""
     add_special_tokens: bool = False
     """Whether the tokenizer's own first and last tokens are added to what the template writes."""
     replacements: Mapping[str, str] = field(default_factory=dict)
@@ -164,6 +164,16 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None:
         """The model's chat template, a Jinja text; None without one."""
+        ...
+
+    @property
+    def tool_chat_template(self) -> str | None:
+        """The chat template of conversations with tools; None without one."""
+        ...
+
+    @property
+    def chat_template_names(self) -> tuple[str, ...]:
+        """Names of the model's chat templates that a request may choose."""
         ...
 
     @property

@@ -190,6 +190,7 @@ class GgufCheckpoint:
         if not tokens:
             return None
         prefix, suffix = self._affixes(tokens)
+        templates = self._chat_templates()
         vocabulary = replace(
             self._vocabulary(),
             scores=self._numbers("tokenizer.ggml.scores"),
@@ -212,8 +213,20 @@ class GgufCheckpoint:
             if self._family.affixes
             else self._get("tokenizer.ggml.add_bos_token", bool, None),
             has_type_ids=vocabulary.model == "bert",
-            chat_template=self._get("tokenizer.chat_template", str, None),
+            chat_template=templates.pop("default", None) or next(iter(templates.values()), None),
+            named_templates=templates,
         )
+
+    def _chat_templates(self) -> dict[str, str]:
+        """Returns the header's chat templates by name, the main one as "default"."""
+        main, start = "tokenizer.chat_template", "tokenizer.chat_template."
+        found = {
+            key.removeprefix(start): self._get(key, str, "")
+            for key in self.file.metadata
+            if key.startswith(start)
+        }
+        default = self._get(main, str, None)
+        return found if default is None else found | {"default": default}
 
     def _vocabulary(self) -> Vocabulary:
         """Returns the tokens with their types and merges, as the header has them."""

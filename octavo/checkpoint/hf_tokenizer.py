@@ -47,11 +47,13 @@ def tokenizer_source(
         for name in SPECIAL_NAMES
         if settings.get(name) is not None
     }
+    templates = _chat_templates(path, settings)
+    default = templates.pop("default", None) or next(iter(templates.values()), None)
     return TokenizerSource(
         origin=path,
         json=file if file.exists() else None,
         vocabulary=None if file.exists() else _vocabulary(pieces, config, settings),
-        special_tokens=special,
+        special_tokens=_further_tokens(settings) | special,
         eos_token_ids=tuple(
             dict.fromkeys(
                 [
@@ -62,7 +64,8 @@ def tokenizer_source(
         ),
         add_bos_token=settings.get("add_bos_token"),
         has_type_ids="token_type_ids" in settings.get("model_input_names", ("token_type_ids",)),
-        chat_template=_chat_template(path, settings),
+        chat_template=default,
+        named_templates=templates,
     )
 
 
@@ -89,32 +92,67 @@ def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, 
     return read_vocabulary(pieces, lambda _: added)
 
 
-def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
-    """Returns the chat template: chat_template.jinja first, then chat_template.json, then
-    tokenizer_config.json, whose list of named ones has a default.
+def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Returns the chat templates by name, the main one as "default": chat_template.jinja first,
+    then chat_template.json, then tokenizer_config.json, whose lists name several. Those in
+    additional_chat_templates are named by their files.
     """
-    file = path / "chat_template.jinja"
-    if file.exists():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise WeightMismatch(f"{file}: cannot be read: {error}") from error
     template = read_json_if_there(path / "chat_template.json").get(
         "chat_template", settings.get("chat_template")
     )
-    if isinstance(template, list):
-        named = {
-            str(entry.get("name")): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = named.get("default", next(iter(named.values()), None))
-    if template is not None and not isinstance(template, str):
-        raise WeightMismatch(
-            f"{path}: chat_template is a {type(template).__name__}, allowed is a text or a list of"
-            " named ones"
-        )
-    return template
+    if template is not None and not isinstance(template, str | list):
+        raise _not_a_template(path, "chat_template", template)
+    found = _named(template)
+    file = path / "chat_template.jinja"
+    if file.exists():
+        found = {"default": _read_text(file)}
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = _read_text(file)
+    for name, text in found.items():
+        if not isinstance(text, str):
+            which = "" if name == "default" else f"{name!r} of "
+            raise _not_a_template(path, f"{which}chat_template", text)
+    return found
+
+
+def _not_a_template(path: Path, name: str, got: Any) -> WeightMismatch:
+    return WeightMismatch(
+        f"{path}: {name} is a {type(got).__name__}, allowed is a text or a list of named ones"
+    )
+
+
+def _named(template: Any) -> dict[str, Any]:
+    """Returns the entry chat_template of a JSON file by names."""
+    if template is None:
+        return {}
+    if not isinstance(template, list):
+        return {"default": template}
+    return {
+        str(entry.get("name")): entry.get("template")
+        for entry in template
+        if isinstance(entry, dict)
+    }
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeightMismatch(f"{file}: cannot be read: {error}") from error
+
+
+def _further_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Returns the tokens of one model alone that its template may name: `eot_token`,
+    `image_token`, and those of `extra_special_tokens`.
+    """
+    extra = settings.get("extra_special_tokens")
+    named = settings | (extra if isinstance(extra, dict) else {})
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in named.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _text(token: Any, name: str, path: Path) -> str:

@@ -82,7 +82,7 @@ class ModelOptions:
     chat_template: str | None = option(
         None,
         "Model",
-        "Use this Jinja template or file",
+        "Use this Jinja template, file, or named template of the model",
         derived="the model's",
         common=True,
     )

@@ -79,11 +79,13 @@ class Conversation:
         """
         messages, rendering = self.messages, self.rendering
         is_own = rendering.template is not None
-        if not is_own and "tool_calls" not in model.formats.template:
+        formats = model.formats
+        template = formats.template if self.tools is None else formats.tool_template
+        if not is_own and "tool_calls" not in template:
             messages = plain_history(messages)
         if self.tools is None:
             return messages, rendering
-        if is_own or model.formats.reads_tools:
+        if is_own or formats.reads_tools:
             variables = {**rendering.variables, "tools": self.tools.definitions}
             return messages, replace(rendering, variables=variables)
         return taught_messages(messages, self.tools), rendering

@@ -8,7 +8,8 @@ the functions and the two `blocks` settings: transformers' documentation of chat
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,10 @@ from octavo.text.template_bounds import bound_filters, bounded_environment, rend
 if TYPE_CHECKING:
     import jinja2
     import jinja2.nodes
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning."""
 
 
 class ChatTemplate:
@@ -63,8 +68,9 @@ class ChatTemplate:
             )
         try:
             compiled = self._compiled
+            prepared = [_with_reasoning(message) for message in messages]
             known = self.special_tokens | {
-                "messages": messages if self._knows_developers else _as_system(messages),
+                "messages": prepared if self._knows_developers else _as_system(prepared),
                 "add_generation_prompt": add_generation_prompt,
             }
             return render(compiled, {"tools": None, "documents": None} | known | dict(variables))
@@ -92,6 +98,33 @@ class ChatTemplate:
         return any(value == "developer" for value in constants)
 
 
+@dataclass(frozen=True, slots=True)
+class ChatTemplates:
+    """The chat templates of one model."""
+
+    default: ChatTemplate
+    with_tools: ChatTemplate
+    """The template of conversations with tools."""
+    named: Mapping[str, ChatTemplate]
+    """The model's own templates by name."""
+
+    def choose(self, wanted: str | None = None, *, has_tools: bool = False) -> ChatTemplate:
+        """Returns the template that a request wants, by its name or as a Jinja text, else the
+        model's choice.
+        """
+        if wanted is None:
+            return self.with_tools if has_tools else self.default
+        return self.named[wanted] if wanted in self.named else self.default.replaced(wanted)
+
+
+def _with_reasoning(message: Any) -> Any:
+    """Returns a message with its reasoning under the names that templates read: `thinking` in
+    gpt-oss's, `reasoning_content` in all others.
+    """
+    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
 def _as_system(messages: Sequence[Any]) -> list[Any]:
     """Returns messages in which the developer's are the system's."""
     return [
@@ -106,23 +139,40 @@ def _environment() -> jinja2.Environment:
 
     class GenerationTag(Extension):
         """Tag `{% generation %} ... {% endgeneration %}`, which marks an assistant's words for
-        training; here it leaves its contents as they are.
+        training; here it leaves its contents as they are. It is a scope of its own.
         """
 
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> list[nodes.Node]:
-            next(parser.stream)
-            body: list[nodes.Node] = parser.parse_statements(
-                ("name:endgeneration",), drop_needle=True
-            )
-            return body
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_contents")
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _contents(self, caller: Callable[[], str]) -> str:
+            return caller()
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    def strftime_now(format: str) -> str:
+        return datetime.now().strftime(format)
 
     environment = bounded_environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
@@ -130,5 +180,5 @@ def _environment() -> jinja2.Environment:
     environment.filters["tojson"] = to_json
     bound_filters(environment)
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = strftime_now
     return environment

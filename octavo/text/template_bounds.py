@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from octavo.text import text_growth
@@ -29,6 +30,9 @@ MAX_CHARACTERS = 64 << 20
 """Longest text that a template may make, in characters."""
 
 STEPS_A_LOOK = 256
+
+SCOPES = ("_loop_vars", "_block_vars")
+"""Arguments that jinja2 adds to a call within a loop or a block, and takes out before it calls."""
 
 
 class Effort:
@@ -111,8 +115,8 @@ def bounded_environment(**options: Any) -> jinja2.Environment:
 
         def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
             self.running.effort.step()
-            check_numbers(arguments, named)
-            check_method(function, arguments, named)
+            given = {name: value for name, value in named.items() if name not in SCOPES}
+            check_call(function, arguments, given)
             return super().call(context, function, *arguments, **named)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -126,23 +130,21 @@ def bound_filters(environment: jinja2.Environment) -> None:
     """Replaces an environment's filters by ones that refuse to make a text that is too long."""
     for name, length in text_growth.FILTERS.items():
         environment.filters[name] = _bounded_filter(environment.filters[name], length)
-    environment.filters["center"] = _bounded_filter(environment.filters["center"])
 
 
-def check_numbers(arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
-    """Raises ValueError where a number is larger than a text may be long."""
-    for argument in (*arguments, *named.values()):
-        if isinstance(argument, int):
-            check_length(argument)
-
-
-def check_method(function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
-    """Raises ValueError where a text's method would make a text that is too long."""
+def check_call(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raises ValueError for a call that would make a text that is too long: a text's method, or a
+    function or a number's method that is given a number larger than a text may be long. Macros,
+    and methods of lists and objects, may have any number.
+    """
     function = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
-    text = getattr(function, "__self__", None)
-    length = text_growth.METHODS.get(getattr(function, "__name__", ""))
-    if isinstance(text, str) and length is not None:
-        check_length(length(text, *arguments, **named))
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, str | bytes):
+        length = text_growth.METHODS.get(function.__name__)
+        if length is not None:
+            check_length(length(owner, *arguments, **named))
+    elif isinstance(owner, int | float) or isinstance(function, FunctionType):
+        check_length(text_growth.largest_number(arguments, named))
 
 
 def check_operands(operator: str, left: Any, right: Any) -> None:
@@ -160,17 +162,14 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
         text_growth.percent_formatted(left)
 
 
-def _bounded_filter(function: Any, length: Callable[..., int] | None = None) -> Any:
-    """Returns a filter that refuses numbers and outcomes beyond the longest text."""
+def _bounded_filter(function: Any, length: Callable[..., int]) -> Any:
+    """Returns a filter that refuses outcomes beyond the longest text."""
     # A mark on the function has jinja2 pass its context before the value.
     num_before_value = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
     def bounded(*arguments: Any, **named: Any) -> Any:
-        values = arguments[num_before_value:]
-        check_numbers(values, named)
-        if length is not None:
-            check_length(length(*values, **named))
+        check_length(length(*arguments[num_before_value:], **named))
         return function(*arguments, **named)
 
     return bounded

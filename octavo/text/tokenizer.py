@@ -7,7 +7,7 @@ chat templates. Knows nothing of checkpoints beyond a `TokenizerSource`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +20,7 @@ from octavo.end_tokens import find_end_tokens
 from octavo.errors import ConfigError, InvalidRequest, WeightMismatch
 from octavo.pooling_params import PairIds, TextPair
 from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
-from octavo.text.chat_template import ChatTemplate
+from octavo.text.chat_template import ChatTemplate, ChatTemplates
 from octavo.text.encoding import encode_text, make_special, without_special_tokens
 from octavo.text.infill import InfillFormat, infill_format_of
 from octavo.text.length_bound import LengthBound
@@ -35,15 +35,16 @@ from octavo.text.vocabulary import build_tokenizer
 def load_tokenizer(
     source: TokenizerSource, *, chat_template: str | None = None, strict: bool = False
 ) -> TextTokenizer:
-    """Reads a model's tokenizer; `chat_template` is a Jinja text, or the path of one, in place of
-    the model's. With `strict` an unknown pre-tokenizer raises UnsupportedModel.
+    """Reads a model's tokenizer; `chat_template` is a Jinja text, the path of one, or the name of
+    one of the model's, in place of the model's choice. With `strict` an unknown pre-tokenizer
+    raises UnsupportedModel.
     """
-    template = source.chat_template if chat_template is None else _read_template(chat_template)
+    templates = _templates(source, chat_template)
     if source.vocabulary is not None:
         built = build_tokenizer(source.vocabulary, source.origin, strict=strict)
         adds_bos = built.adds_bos if source.add_bos_token is None else source.add_bos_token
         return TextTokenizer(
-            built.tokenizer, source, template, space_prefix=built.space_prefix, adds_bos=adds_bos
+            built.tokenizer, source, templates, space_prefix=built.space_prefix, adds_bos=adds_bos
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(source.json))
@@ -52,7 +53,7 @@ def load_tokenizer(
             f"{source.json}: not a tokenizer that can be read: {error}",
             hint="download the file again",
         ) from error
-    return TextTokenizer(tokenizer, source, template, adds_bos=source.add_bos_token)
+    return TextTokenizer(tokenizer, source, templates, adds_bos=source.add_bos_token)
 
 
 class TextTokenizer:
@@ -65,7 +66,7 @@ class TextTokenizer:
         self,
         tokenizer: tokenizers.Tokenizer,
         source: TokenizerSource,
-        template: str | None,
+        templates: ChatTemplates,
         *,
         space_prefix: bool = False,
         adds_bos: bool | None = None,
@@ -79,7 +80,7 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._special_tokens = source.special_tokens
-        self._template = ChatTemplate(template, source.special_tokens)
+        self._templates = templates
         self._space_prefix = space_prefix
         self._adds_bos = adds_bos
         self._has_type_ids = source.has_type_ids
@@ -168,7 +169,7 @@ class TextTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether it renders conversations."""
-        return self._template.exists
+        return self._templates.default.exists
 
     @property
     def named_special_tokens(self) -> Mapping[str, str]:
@@ -178,12 +179,22 @@ class TextTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The model's chat template, a Jinja text; None without one."""
-        return self._template.source
+        return self._templates.default.source
+
+    @property
+    def tool_chat_template(self) -> str | None:
+        """The chat template of conversations with tools."""
+        return self._templates.with_tools.source
+
+    @property
+    def chat_template_names(self) -> tuple[str, ...]:
+        """Names of the model's chat templates that a request may choose."""
+        return tuple(self._templates.named)
 
     @property
     def template_variables(self) -> frozenset[str]:
         """Names of the variables that the model's chat template reads; none without a template."""
-        return self._template.variables
+        return self._templates.default.variables | self._templates.with_tools.variables
 
     @cached_property
     def infill_format(self) -> str | None:
@@ -241,9 +252,8 @@ class TextTokenizer:
         self, messages: Sequence[Mapping[str, Any]], rendering: Rendering, guard: Guard
     ) -> str:
         """Returns the conversation as one text in which the users' strings are protected."""
-        template = self._template
-        if rendering.template is not None:
-            template = template.replaced(rendering.template)
+        has_tools = rendering.variables.get("tools") is not None
+        template = self._templates.choose(rendering.template, has_tools=has_tools)
         render = partial(render_apart, template) if rendering.is_foreign else template.render
         protected = guard.protect(list(messages))
         variables = guard.protect(rendering.variables)
@@ -271,7 +281,7 @@ class TextTokenizer:
             guard = self._special_text.guard()
             messages = guard.protect(pair_messages(pair))
             messages[-1]["content"] += guard.end_mark
-            rendered = self._template.replaced(template).render(messages, True, {})
+            rendered = self._templates.choose(template).render(messages, True, {})
             start, mark, end = rendered.rpartition(guard.end_mark)
             if not mark:
                 raise InvalidRequest("prompt: the template of pairs changes a document's end")
@@ -346,16 +356,33 @@ class TextTokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
-def _read_template(option: str) -> str:
+def _templates(source: TokenizerSource, option: str | None) -> ChatTemplates:
+    """Returns a model's chat templates, of which the option `chat_template` may choose one, or add
+    one of its own.
+    """
+
+    def template(text: str | None) -> ChatTemplate:
+        return ChatTemplate(text, source.special_tokens)
+
+    named = {name: template(text) for name, text in source.named_templates.items()}
+    default = template(source.chat_template)
+    if default.exists:
+        named["default"] = default
+    if option is None:
+        return ChatTemplates(default, named.get("tool_use", default), named)
+    chosen = named[option] if option in named else template(_read_template(option, named))
+    return ChatTemplates(chosen, chosen, named)
+
+
+def _read_template(option: str, names: Collection[str]) -> str:
     """Returns the option itself where it is a template, else the text of the file it names."""
     if "{" in option or "\n" in option:
         return option
     path = user_path(option)
     if not is_there(path) or not path.is_file():
-        raise ConfigError(
-            f"chat_template: got {option!r}, allowed is a Jinja template or the path of a file"
-            " with one"
-        )
+        own = [f"the model's templates {', '.join(map(repr, names))}"] if names else []
+        allowed = ["a Jinja template", *own, "the path of a file with one"]
+        raise ConfigError(f"chat_template: got {option!r}, allowed is {' or '.join(allowed)}")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

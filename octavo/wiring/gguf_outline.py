@@ -73,6 +73,10 @@ def _tokenizer_keys(source: TokenizerSource, vocabulary: Vocabulary) -> Mapping[
         found["tokenizer.ggml.add_bos_token"] = adds_bos
     if source.chat_template is not None:
         found["tokenizer.chat_template"] = source.chat_template
+    if source.named_templates:
+        found["tokenizer.chat_templates"] = list(source.named_templates)
+    for name, text in source.named_templates.items():
+        found[f"tokenizer.chat_template.{name}"] = text
     return found
 
 

@@ -264,6 +264,11 @@ def write_tokenizer(source: TokenizerSource, folder: Path) -> None:
     }
     if source.chat_template is not None:
         settings["chat_template"] = source.chat_template
+    if source.named_templates:
+        templates = {**source.named_templates, "default": source.chat_template}
+        settings["chat_template"] = [
+            {"name": name, "template": text} for name, text in templates.items()
+        ]
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 

@@ -62,3 +62,17 @@ def tiny_model_that_infills() -> Path:
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     tokenizer.save(file)
     return target
+
+
+@cache
+def tiny_model_with_named_templates() -> Path:
+    """Returns the directory of the same model with the chat templates `tool_use` and `rag`."""
+    path = tiny_model_with_text()
+    target = path.with_name("with-named-templates")
+    shutil.copytree(path, target)
+    folder = target / "additional_chat_templates"
+    folder.mkdir()
+    tools = "{{ tools[0].function.name }}<tool_call>{{ messages[-1].tool_calls }}"
+    (folder / "tool_use.jinja").write_text(tools)
+    (folder / "rag.jinja").write_text("{{ documents[0].text }}:{{ messages[0].content }}")
+    return target

@@ -335,7 +335,8 @@ class ConversationBody(Body):
         rules={"excludes": {"add_generation_prompt": "no new message begins"}},
     )
     chat_template: str | None = field(
-        f"a Jinja text of at most {MAX_TEMPLATE} characters, where the server trusts them",
+        f"the name of one of the model's, or a Jinja text of at most {MAX_TEMPLATE} characters,"
+        " where the server trusts them",
         "template in place of the model's",
         max_length=MAX_TEMPLATE,
     )

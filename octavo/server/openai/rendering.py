@@ -23,9 +23,12 @@ def rendering_of(
     add_special_tokens: bool = False,
 ) -> Rendering:
     """Returns how a body's messages become a prompt; raises InvalidRequest for what is refused."""
-    if body.chat_template is not None and not settings.trust_request_chat_template:
+    names = () if model.tokenizer is None else model.tokenizer.chat_template_names
+    is_foreign = body.chat_template is not None and body.chat_template not in names
+    if is_foreign and not settings.trust_request_chat_template:
+        named = f"; it has {', '.join(map(repr, names))}" if names else ""
         raise InvalidRequest(
-            "chat_template: this server renders with the model's own",
+            f"chat_template: this server renders with the model's own{named}",
             hint="start it with --trust-request-chat-template",
             param="chat_template",
         )
@@ -35,7 +38,7 @@ def rendering_of(
         body.continue_final_message,
         _variables(body, model),
         body.chat_template,
-        is_foreign=body.chat_template is not None,
+        is_foreign=is_foreign,
         add_special_tokens=add_special_tokens,
     )
 

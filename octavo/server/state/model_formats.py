@@ -30,6 +30,8 @@ class ModelFormats:
     """Special tokens that stand for marks of reasoning."""
     template: str
     """The model's chat template; "" without one."""
+    tool_template: str
+    """The template of conversations with tools."""
 
     @staticmethod
     def of(llm: AsyncLLM) -> ModelFormats:
@@ -37,19 +39,23 @@ class ModelFormats:
         options = llm.config.model
         tokenizer = None if options.skip_tokenizer_init else llm.get_tokenizer()
         template = None if tokenizer is None else tokenizer.chat_template
-        found = formats_of(template, options.tool_call_parser, options.reasoning_parser)
+        tool_template = None if tokenizer is None else tokenizer.tool_chat_template
+        found = formats_of(
+            template, options.tool_call_parser, options.reasoning_parser, tool_template
+        )
         return ModelFormats(
             _tools(found),
             found.reasoning,
             _special_ids(tokenizer, _tools(found).marks),
             _special_ids(tokenizer, () if found.reasoning is None else found.reasoning.marks),
             template or "",
+            tool_template or "",
         )
 
     @property
     def reads_tools(self) -> bool:
         """Whether the model's template writes the functions that it is given."""
-        return re.search(r"\btools\b", self.template) is not None
+        return re.search(r"\btools\b", self.tool_template) is not None
 
 
 def _tools(found: AnswerFormats) -> ToolFormat | ChannelFormat:

@@ -30,10 +30,15 @@ class AnswerFormats:
 
 
 def formats_of(
-    template: str | None, tool_call_parser: str | None, reasoning_parser: str | None
+    template: str | None,
+    tool_call_parser: str | None,
+    reasoning_parser: str | None,
+    tool_template: str | None = None,
 ) -> AnswerFormats:
-    """Returns a model's formats; raises ConfigError for a name that there is not."""
-    tools = tool_format_of(template)
+    """Returns a model's formats; raises ConfigError for a name that there is not. `tool_template`
+    is the template of conversations with tools where it is another one.
+    """
+    tools = tool_format_of(template if tool_template is None else tool_template)
     if tool_call_parser is not None:
         tools = named_tool_format(tool_call_parser)
         if tools is None:
