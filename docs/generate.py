@@ -47,6 +47,7 @@ from octavo.server.state.metrics import (
     GAUGES,
     READINESS,
     REJECTIONS,
+    STEP_TOKENS,
 )
 from octavo.server.state.model_metrics import HISTOGRAMS
 from octavo.server.state.slot import EngineSlot
@@ -385,7 +386,8 @@ def metrics() -> str:
     ]
     rows += [(f"`{CACHE[0]}`", "gauge", f"{CACHE[1]} (labels {labels})")]
     rows += [(f"`{REJECTIONS[0]}_total`", "counter", f"{REJECTIONS[1]} (label `reason`)")]
-    rows += [(f"`{name}`", "histogram", text) for name, (text, _) in HISTOGRAMS.items()]
+    histograms = [STEP_TOKENS, *((name, text) for name, (text, _) in HISTOGRAMS.items())]
+    rows += [(f"`{name}`", "histogram", text) for name, text in histograms]
     head = ("series", "kind", "what it counts")
     return "\n\n".join(["# Metrics", intro, table(head, rows), *router_metrics()])
 

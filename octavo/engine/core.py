@@ -34,7 +34,7 @@ from octavo.engine.recording.recorder import (
 from octavo.engine.requests.changes import RequestChange
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.stats import EngineStats
+from octavo.engine.stats import EngineStats, StepTokens
 from octavo.engine.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.errors import EngineDead
 from octavo.ports import (
@@ -129,6 +129,7 @@ class EngineCore:
         was planned before.
         """
         self._kv_meter = kv_meter or KvMeter()
+        self._step_tokens = StepTokens()
         self._stall_timeout_s = stall_timeout_s
         self._holds_memory = False
         """Whether memory that is given on demand is held; the step after the last request's gives
@@ -291,6 +292,8 @@ class EngineCore:
         plan = step.plan
         result = self._result(plan, step.launched)
         self._kv_meter.observe(plan, result, self.scheduler)
+        if plan.rows:
+            self._step_tokens.add(plan.num_tokens, result.num_steps)
         self._holds_memory = bool(result.kv_bytes)
         outputs = self.scheduler.update(plan, result)
         now = self._clock()
@@ -319,6 +322,7 @@ class EngineCore:
     def _stats(self) -> EngineStats:
         stats = self.scheduler.stats()
         stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
+        stats.step_tokens = self._step_tokens + StepTokens()
         return stats
 
     def _result(self, plan: StepPlan, launched: Launched) -> StepResult:

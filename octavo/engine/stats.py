@@ -6,6 +6,7 @@ Owns no history and no clock: rates are the reader's business.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,27 @@ class KvBytes(msgspec.Struct, frozen=True, array_like=True):
     def utilisation(self) -> float:
         """Share of the reserved bytes that are used, 0 to 1."""
         return self.used / self.reserved if self.reserved else 0.0
+
+
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Inclusive upper bounds of the buckets of `StepTokens`; vLLM's."""
+
+
+class StepTokens(msgspec.Struct, array_like=True):
+    """Histogram of the tokens that each step computed."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+    """Number of steps by bucket; the last one has no upper bound."""
+    total: int = 0
+
+    def add(self, num_tokens: int, num_steps: int) -> None:
+        """Takes in steps of `num_tokens` each."""
+        self.counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += num_steps
+        self.total += num_tokens * num_steps
+
+    def __add__(self, other: StepTokens) -> StepTokens:
+        counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
+        return StepTokens(counts, self.total + other.total)
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -120,6 +142,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     spilled: KvArrivals = KvArrivals()
     """Keys and values read from a file while steps were computed."""
 
+    step_tokens: StepTokens = msgspec.field(default_factory=StepTokens)
+
     engines: list[EngineStats] = []
     """Stats of each of several engines, of which these are the sums; [] for one engine."""
 
@@ -161,6 +185,7 @@ COUNTS = (
         "num_accepted_tokens",
         "weights",
         "spilled",
+        "step_tokens",
     ),
 )
 """Names of the fields that grow from the start on; all others are gauges."""

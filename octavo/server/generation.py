@@ -147,9 +147,9 @@ class Generation:
             self._record.stop()
         for stream in self._streams:
             stream.abandon()
-            if stream.num_lost_tokens is not None:
-                self._metrics.count_abort()
-                self._record.charge(stream.num_lost_tokens)
+            if stream.lost is not None:
+                self._metrics.observe_abort(stream.lost, self._params)
+                self._record.charge(stream.lost.metrics.num_generation_tokens)
 
 
 def member_name(name: str, index: int) -> str:

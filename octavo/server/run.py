@@ -57,13 +57,15 @@ def serve(
             f"warning: {settings.host} can be reached from other machines and no --api-key is set:"
             " anyone may use this server"
         )
-    models = ModelDirectory(map(EngineSlot, specs))
+    models = ModelDirectory(map(EngineSlot, specs), settings.model_aliases())
     start = Start(models, settings, _port_of(listener))
+    adapters = adapters_of(settings, models)
+    models.check_aliases(module.name for module in adapters)
     loader = ModelLoader(
         models,
         defaults=defaults,
         memory_budget=settings.memory_budget,
-        adapters=adapters_of(settings, models),
+        adapters=adapters,
         report=_say,
         when_ready=start.note_ready,
         when_failed=start.note_failure,

@@ -137,6 +137,13 @@ class ServerSettings:
         details="Counts models that load or have failed too.",
         low=1,
     )
+    model_alias: tuple[str, ...] = option(
+        (),
+        "Server",
+        "Answer to another name of a model or adapter",
+        details="ALIAS=NAME; ALIAS may be a pattern, such as claude-*.",
+        metavar="ALIAS=NAME",
+    )
     lora_modules: tuple[str, ...] = option(
         (),
         "LoRA",
@@ -221,6 +228,7 @@ class ServerSettings:
                 f"root_path: got {self.root_path!r}, allowed is a path such as /llm, without a"
                 " slash at its end"
             )
+        self.model_aliases()
         for proxy in self.trusted_proxies:
             _check_network(proxy)
         for origin in self.allow_origin:
@@ -238,6 +246,19 @@ class ServerSettings:
         if not self.port:
             return None  # the next server would have another port, and not find it
         return state_home() / f"port-{self.port}"
+
+    def model_aliases(self) -> dict[str, str]:
+        """Returns the names that aliases stand for; ConfigError for what is no alias."""
+        found: dict[str, str] = {}
+        for text in self.model_alias:
+            alias, _, name = text.partition("=")
+            if not alias or not name or alias in found:
+                raise ConfigError(
+                    f"model_alias: got {text!r}, allowed is ALIAS=NAME, with each ALIAS once",
+                    hint="e.g. --model-alias 'claude-*=smollm2'",
+                )
+            found[alias] = name
+        return found
 
     @property
     def is_open_to_all(self) -> bool:

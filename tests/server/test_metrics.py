@@ -1,6 +1,7 @@
 """GET /metrics: names, labels and numbers."""
 
 import re
+import time
 
 import pytest
 
@@ -68,3 +69,39 @@ def test_numbers_add_up(server, http):
         5,
         4,
     ]
+
+
+def value(text, name, **more):
+    labels = {"engine": "0", "model_name": "tiny"} | more
+    written = ",".join(f'{key}="{labels[key]}"' for key in sorted(labels))
+    return float(re.search(rf"^vllm:{name}{{{re.escape(written)}}} (\S+)$", text, re.MULTILINE)[1])
+
+
+def test_the_tokens_of_each_step_are_counted(start):
+    with start().http() as http:
+        before = http.get("/metrics").text
+        assert value(before, "iteration_tokens_total_sum") == 0
+        http.post("/v1/completions", json=BODY | {"prompt": [5] * 20})
+        text = http.get("/metrics").text
+    # The prompt is one step, which samples the first token; four more follow.
+    assert value(text, "iteration_tokens_total_sum") == 24
+    assert value(text, "iteration_tokens_total_count") == 5
+    assert value(text, "iteration_tokens_total_bucket", le="1.0") == 4
+    assert value(text, "iteration_tokens_total_bucket", le="16.0") == 4
+    assert value(text, "iteration_tokens_total_bucket", le="32.0") == 5
+
+
+def test_latencies_of_an_aborted_request_are_observed(start):
+    names = ("e2e_request_latency_seconds_count", "time_to_first_token_seconds_count")
+    with start().http() as http:
+        lasting = BODY | {"max_tokens": 400, "stream": True, "temperature": 0}
+        with http.stream("POST", "/v1/completions", json=lasting) as answer:
+            next(answer.iter_lines())
+        for _ in range(100):
+            text = http.get("/metrics").text
+            if 'finished_reason="abort"' in text:
+                break
+            time.sleep(0.05)
+    assert value(text, "request_success_total", finished_reason="abort") == 1
+    assert [value(text, name) for name in names] == [1, 1]
+    assert value(text, "request_prompt_tokens_sum") > 0

@@ -26,7 +26,7 @@ from octavo.engine.front.input_processor import (
     Origin,
     default_sampling_params,
 )
-from octavo.engine.front.output_processor import OutputProcessor, RequestState
+from octavo.engine.front.output_processor import LostRequest, OutputProcessor, RequestState
 from octavo.engine.front.pooling_inputs import PoolingInputs
 from octavo.engine.front.pooling_jobs import PoolingJobs
 from octavo.engine.front.prompt_inputs import Truncation
@@ -269,11 +269,9 @@ class Front:
         """Tells whether the request's next output is its final one."""
         return self.outputs.is_finished(request_id)
 
-    def num_generated(self, request_id: str) -> int:
-        """Returns the number of tokens that a request's samples have so far; 0 for an unknown
-        one.
-        """
-        return self.outputs.num_generated(request_id)
+    def lost(self, request_id: str) -> LostRequest | None:
+        """Returns what is left of a request that is about to be aborted; None if it is unknown."""
+        return self.outputs.lost(request_id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request early; its final output has the finish_reason "abort"."""

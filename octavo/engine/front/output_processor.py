@@ -135,6 +135,14 @@ class RequestState:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class LostRequest:
+    """Measurements of a request that was aborted before its end."""
+
+    num_prompt_tokens: int
+    metrics: RequestMetrics
+
+
 @dataclass(slots=True)
 class StepEffects:
     """Effects of one step: requests that gained something, and core requests to abort because a
@@ -190,10 +198,12 @@ class OutputProcessor:
             ]
         )
 
-    def num_generated(self, request_id: str) -> int:
-        """Returns the number of tokens generated so far; 0 for an unknown request."""
+    def lost(self, request_id: str) -> LostRequest | None:
+        """Returns what is left of a request that is about to be aborted; None if it is unknown."""
         state = self._states.get(request_id)
-        return 0 if state is None else state.metrics.num_generation_tokens
+        if state is None:
+            return None
+        return LostRequest(len(state.request.prompt_token_ids), state.metrics)
 
     def unfinished(self) -> list[RequestState]:
         """Returns the requests of which some sample waits or runs, the oldest first."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Self
 
 from octavo.engine.front.front import Front
+from octavo.engine.front.output_processor import LostRequest
 from octavo.errors import OctavoError
 from octavo.outputs import RequestOutput
 
@@ -26,8 +27,8 @@ class RequestStream:
     ) -> None:
         """`drop` ends the request when the stream is abandoned."""
         self.request_id = request_id
-        self.num_lost_tokens: int | None = None
-        """Tokens generated before the stream was abandoned; None where it was not."""
+        self.lost: LostRequest | None = None
+        """Request that ran when the stream was abandoned; None if it had ended."""
         self._front = front
         self._drop = drop
         self._deltas = deltas
@@ -72,7 +73,7 @@ class RequestStream:
         if self._finished:
             return False
         self._finished = True
-        self.num_lost_tokens = self._front.num_generated(self.request_id)
+        self.lost = self._front.lost(self.request_id)
         self._drop(self.request_id)
         return True
 

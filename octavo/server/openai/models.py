@@ -5,6 +5,7 @@ OpenAI's form, or Anthropic's where a request has its version header.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -40,8 +41,10 @@ async def list_models(
     if VERSION_HEADER in request.headers:
         slots = list(service.models)
         return cards.page_of(slots, limit=limit, after_id=after_id, before_id=before_id)
-    cards_of_all = [card for slot in service.models for card in _cards_of(slot)]
-    return {"object": "list", "data": cards_of_all}
+    found = [
+        card for slot in service.models for card in _cards_of(slot, service.models.aliases_of(slot))
+    ]
+    return {"object": "list", "data": found}
 
 
 @router.get("/v1/models/{name:path}")
@@ -49,15 +52,21 @@ async def show_model(
     name: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> dict[str, Any]:
     """Shows one model in any state, with the progress of its load or why it failed."""
-    slot = service.models.find(name)
-    if name in slot.adapters and not service.models.answers_to(name):
-        return adapter_card_of(slot, slot.adapters[name])
-    return cards.card_of(slot) if VERSION_HEADER in request.headers else card_of(slot)
+    slot, meant = service.models.find(name), service.models.resolve(name)
+    if meant in slot.adapters and not service.models.answers_to(meant):
+        card = adapter_card_of(slot, slot.adapters[meant])
+    elif VERSION_HEADER in request.headers:
+        card = cards.card_of(slot)
+    else:
+        card = card_of(slot)
+    return card if meant == name else card | {"id": name}
 
 
-def _cards_of(slot: EngineSlot) -> list[dict[str, Any]]:
-    """Returns the cards of a model and its adapters."""
-    return [card_of(slot), *(adapter_card_of(slot, each) for each in slot.adapters.values())]
+def _cards_of(slot: EngineSlot, aliases: Iterable[str]) -> list[dict[str, Any]]:
+    """Returns the cards of a model, its adapters and its aliases."""
+    card = card_of(slot)
+    adapters = (adapter_card_of(slot, each) for each in slot.adapters.values())
+    return [card, *adapters, *(card | {"id": alias} for alias in aliases)]
 
 
 def adapter_card_of(slot: EngineSlot, adapter: ServedAdapter) -> dict[str, Any]:

@@ -5,19 +5,27 @@ Finds the slot that a request means; loads and ends no engine (`loader.py` does)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 
 from octavo.async_llm import AsyncLLM
-from octavo.errors import MAX_SHOWN, InvalidRequest, ModelNotFound, Unavailable
+from octavo.errors import MAX_SHOWN, ConfigError, InvalidRequest, ModelNotFound, Unavailable
 from octavo.server.state.slot import EngineSlot
+
+GLOB_CHARACTERS = "*?["
+"""Characters that make an alias a pattern."""
 
 
 class ModelDirectory:
     """All slots of a server by the models' public names, in the order in which they came."""
 
-    def __init__(self, slots: Iterable[EngineSlot] = ()) -> None:
+    def __init__(
+        self, slots: Iterable[EngineSlot] = (), aliases: Mapping[str, str] | None = None
+    ) -> None:
+        """Takes other names of models and adapters, which may be patterns (`claude-*`)."""
         self._slots = {slot.name: slot for slot in slots}
+        self._aliases = dict(aliases or {})
         self._stopping = False
         self._changed = False
         """Whether models have come or gone since the start."""
@@ -56,11 +64,12 @@ class ModelDirectory:
         """Returns the slot that a request means; None stands for the only one, the name of an
         adapter for its model's.
 
-        A model also answers to the text that the server was given for it. Raises ModelNotFound,
-        and InvalidRequest where None may be one of several.
+        A model also answers to the text that the server was given for it, and to its aliases.
+        Raises ModelNotFound, and InvalidRequest where None may be one of several.
         """
         if name is None:
             return self._only()
+        name = self.resolve(name)
         found = self._with_name(name) or self.with_adapter(name)
         if found is None:
             hint = f"this server has {self._listed()}" if self._slots else "this server has none"
@@ -68,6 +77,35 @@ class ModelDirectory:
                 f"The model `{name[:MAX_SHOWN]}` does not exist.", hint=hint, param="model"
             )
         return found
+
+    def resolve(self, name: str) -> str:
+        """Returns the name that an alias stands for; any other name unchanged."""
+        if self._is_known(name):
+            return name
+        if name in self._aliases:
+            return self._aliases[name]
+        matches = (target for alias, target in self._aliases.items() if fnmatchcase(name, alias))
+        return next(matches, name)
+
+    def check_aliases(self, adapters: Iterable[str]) -> None:
+        """Raises ConfigError for an alias of what is not served, or with the name of what is."""
+        adapters = list(adapters)
+        for alias, target in self._aliases.items():
+            if not self._is_known(target) and target not in adapters:
+                raise ConfigError(
+                    f"model_alias: {alias} is for {target}, which is not served",
+                    hint=f"this server has {', '.join([*self.names, *adapters])}",
+                )
+            if self._is_known(alias) or alias in adapters:
+                raise ConfigError(f"model_alias: a model or adapter is called {alias} too")
+
+    def aliases_of(self, slot: EngineSlot) -> list[str]:
+        """Returns the aliases of a model or of its adapters that are plain names."""
+        plain = (alias for alias in self._aliases if not set(alias) & set(GLOB_CHARACTERS))
+        return [alias for alias in plain if self.find(alias) is slot]
+
+    def _is_known(self, name: str) -> bool:
+        return self.answers_to(name) or self.with_adapter(name) is not None
 
     def _with_name(self, name: str) -> EngineSlot | None:
         return self.get(name) or next((slot for slot in self if slot.answers_to(name)), None)

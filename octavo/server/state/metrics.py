@@ -18,9 +18,10 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.engine.stats import EngineStats
+from octavo.engine.stats import STEP_TOKEN_BOUNDS, EngineStats
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.model_metrics import HISTOGRAMS
 from octavo.server.state.slot import EngineSlot
@@ -231,6 +232,7 @@ REJECTIONS = (
     "admission_rejections",
     "Requests answered with 429, as the queue was full or would have made them too late.",
 )
+STEP_TOKENS = ("iteration_tokens_total", "Tokens that a step computed.")
 ENDINGS = ("request_success", "Requests by how they ended.")
 
 
@@ -278,6 +280,7 @@ class ServerMetrics:
                 for reason, count in slot.loaded.limits.rejections.items():
                     rejections.add_metric((slot.name, ENGINE, reason), count)
         yield rejections
+        yield _step_tokens(engines)
         for name, (text, _) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(name, text, labels=LABELS)
             for slot, _ in loaded:
@@ -303,6 +306,16 @@ class ServerMetrics:
         for slot in self._models:
             family.add_metric((slot.name, ENGINE), not slot.trouble)
         return family
+
+
+def _step_tokens(engines: Iterable[tuple[EngineSlot, str, EngineStats]]) -> Metric:
+    family = HistogramMetricFamily(*STEP_TOKENS, labels=LABELS)
+    names = [*map(floatToGoString, STEP_TOKEN_BOUNDS), "+Inf"]
+    for slot, index, stats in engines:
+        counts = itertools.accumulate(stats.step_tokens.counts)
+        buckets = list(zip(names, counts, strict=True))
+        family.add_metric((slot.name, index), buckets, stats.step_tokens.total)
+    return family
 
 
 def _cache_info(engines: Iterable[tuple[EngineSlot, str, EngineStats]]) -> Metric:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.utils import floatToGoString
 
+from octavo.engine.front.output_processor import LostRequest
 from octavo.outputs import RequestMetrics, RequestOutput
 from octavo.pooling_params import RequestParams
 
@@ -88,19 +89,25 @@ class ModelMetrics:
         for sample in output.outputs:
             self.endings[sample.finish_reason or "error"] += 1
         if output.metrics is not None and output.error is None:
-            for name, values in _measures(output, output.metrics, params, time.monotonic()):
-                self.tallies[name].add(values)
+            self._measure(len(output.prompt_token_ids), output.metrics, params)
 
-    def count_abort(self) -> None:
-        """Counts a request that was aborted before its end."""
+    def observe_abort(self, lost: LostRequest, params: RequestParams) -> None:
+        """Takes in a request that its client left before its end."""
         self.endings["abort"] += 1
+        self._measure(lost.num_prompt_tokens, lost.metrics, params)
+
+    def _measure(
+        self, num_prompt_tokens: int, metrics: RequestMetrics, params: RequestParams
+    ) -> None:
+        for name, values in _measures(num_prompt_tokens, metrics, params, time.monotonic()):
+            self.tallies[name].add(values)
 
 
 def _measures(
-    output: RequestOutput, metrics: RequestMetrics, params: RequestParams, now: float
+    num_prompt_tokens: int, metrics: RequestMetrics, params: RequestParams, now: float
 ) -> Iterator[tuple[str, Iterable[float]]]:
     yield "e2e_request_latency_seconds", [now - metrics.arrival_time]
-    yield "request_prompt_tokens", [len(output.prompt_token_ids)]
+    yield "request_prompt_tokens", [num_prompt_tokens]
     yield "request_generation_tokens", [metrics.num_generation_tokens]
     yield "request_params_n", [params.n]
     yield "request_num_preemptions", [metrics.num_preemptions]

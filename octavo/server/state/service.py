@@ -47,6 +47,7 @@ class Service:
 
         Raises ModelNotFound for an unknown one, and Unavailable for one that is not ready.
         """
+        name = None if name is None else self.models.resolve(name)
         slot = self.models.find(name)
         served = self._served(slot, slot.llm)
         if name is None or self.models.answers_to(name):
