@@ -16,6 +16,27 @@ from octavo.text.reasoning_watch import ReasoningWatch
 from octavo.text.stop_search import StopSearch
 
 
+class SpelledText:
+    """The end of a text with the special tokens in it that the text leaves out."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._shown = [True] * len(text)
+
+    def add(self, piece: str, *, is_shown: bool) -> None:
+        self.text += piece
+        self._shown += [is_shown] * len(piece)
+
+    def keep(self, length: int) -> None:
+        """Forgets all but the last characters."""
+        start = max(0, len(self.text) - length)
+        self.text, self._shown = self.text[start:], self._shown[start:]
+
+    def num_shown_after(self, start: int) -> int:
+        """Returns how many characters from `start` on are part of the text."""
+        return sum(self._shown[start:])
+
+
 class Detokenizer:
     """One answer's text: ids go in by `push`, text comes out by `text` (all of it) or `delta` (what
     is new).
@@ -34,6 +55,10 @@ class Detokenizer:
         self._length = 0
         self._num_tokens = 0
         self._recent = ""
+        self._spelled: SpelledText | None = None
+        """Last characters with the special tokens that the text leaves out, once a stop string has
+        such a token in it.
+        """
         self._given = 0
         self.num_reasoning_tokens = 0
         """Number of tokens up to the end of the reasoning, its marks included."""
@@ -52,6 +77,8 @@ class Detokenizer:
             self._num_tokens += 1
             if token_id not in self._skipped:
                 self._add(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            elif self._stops:
+                self._skip(self._tokenizer.token_bytes(token_id).decode(errors="replace"))
             if self._watch is not None and self._watch.is_inside:
                 self.num_reasoning_tokens = self._num_tokens
         return self.stop
@@ -61,6 +88,7 @@ class Detokenizer:
         self._stops = StopSearch(params)
         num_kept = self._stops.num_kept
         self._recent = self._tail(max(0, self._length - num_kept)) if num_kept else ""
+        self._spelled = None
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +129,31 @@ class Detokenizer:
             if found is not None:
                 self.stop = found.stop
                 self._cut(len(window) - (found.end if self._keeps_stop else found.start))
+        if self._spelled is not None and self.stop is None:
+            self._search_spelled(self._spelled, piece, is_shown=True)
         self._recent = window[-self._stops.num_kept :] if self._stops.num_kept else ""
+
+    def _skip(self, token: str) -> None:
+        """Looks for a stop string that spells a special token, which is no part of the text."""
+        is_inside = self._watch is not None and self._watch.is_inside
+        if is_inside or not self._stops.holds(token):
+            return
+        if self._spelled is None:
+            self._spelled = SpelledText(self._recent)
+        self._search_spelled(self._spelled, token, is_shown=False)
+
+    def _search_spelled(self, spelled: SpelledText, piece: str, *, is_shown: bool) -> None:
+        num_old = len(spelled.text)
+        spelled.add(piece, is_shown=is_shown)
+        if self._num_tokens > self._min_tokens:
+            found = self._stops.first_string(spelled.text, num_old)
+            if found is not None:
+                self.stop = found.stop
+                self._cut(spelled.num_shown_after(found.start))
+                if self._keeps_stop:
+                    self._parts.append(found.stop)
+                    self._length += len(found.stop)
+        spelled.keep(self._stops.reach)
 
     def _answer_in(self, watch: ReasoningWatch, piece: str) -> str:
         """Returns the part of a token's characters in which stop strings count."""

@@ -46,11 +46,22 @@ class StopSearch:
         """
         return min(self._hits(text, num_old), key=lambda hit: hit.start, default=None)
 
-    def _hits(self, text: str, num_old: int) -> Iterator[FoundStop]:
+    def holds(self, text: str) -> bool:
+        """Returns whether a text is part of a stop string."""
+        return any(text in stop for stop in self._strings)
+
+    def first_string(self, text: str, num_old: int) -> FoundStop | None:
+        """Returns what `first` does, of the stop strings alone."""
+        return min(self._strings_in(text, num_old), key=lambda hit: hit.start, default=None)
+
+    def _strings_in(self, text: str, num_old: int) -> Iterator[FoundStop]:
         for stop in self._strings:
             start = text.find(stop, max(0, num_old + 1 - len(stop)))
             if start >= 0:
                 yield FoundStop(stop, start, start + len(stop))
+
+    def _hits(self, text: str, num_old: int) -> Iterator[FoundStop]:
+        yield from self._strings_in(text, num_old)
         for pattern in self._patterns:
             place = pattern.find(text, max(0, num_old + 1 - pattern.width), num_old + 1)
             if place is not None:

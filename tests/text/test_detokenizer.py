@@ -156,3 +156,50 @@ def test_without_stop_strings_nothing_is_held_back_any_more():
     assert made.delta() == "a"
     made.change_stops(params())
     assert made.delta() == "bcd" and made.push(b"wxyz") is None
+
+
+START, END = "<|im_start|>", "<|im_end|>"
+SPELLED_STOPS = [END, f"b{END}", f"{START}a", f"{END}{START}", f"{END}c{START}", "cd"]
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "b", "c", "d", "<|", "|>", START, END]), max_size=16),
+    st.lists(st.sampled_from(SPELLED_STOPS), min_size=1, max_size=3, unique=True),
+)
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_spell_special_tokens(
+    include: bool, pieces: list[str], stops: list[str]
+) -> None:
+    """The text ends where the first stop string begins in the text that spells special tokens."""
+    ours = tokenizer("bpe")
+    ids = [
+        token_id
+        for piece in pieces
+        for token_id in ours.encode(piece, add_special_tokens=False, allow_special_text=True)
+    ]
+    detokenizer = Detokenizer(ours, params(stop=stops, include_stop_str_in_output=include))
+    parts = deltas(detokenizer, ids)
+    for end in range(len(ids) + 1):
+        chars = [
+            (char, token_id not in ours.special_token_ids)
+            for token_id in ids[:end]
+            for char in ours.token_bytes(token_id).decode()
+        ]
+        whole = "".join(char for char, _ in chars)
+        found = [(whole.find(stop), stop) for stop in stops if stop in whole]
+        if found:
+            break
+    place, stop = min(found, default=(len(chars), None))
+    expected = "".join(char for char, is_shown in chars[:place] if is_shown)
+    expected += stop if include and stop is not None else ""
+    assert (detokenizer.text(finished=True), detokenizer.stop) == (expected, stop)
+    assert "".join(parts) == expected
+
+
+def test_a_special_token_that_no_stop_string_spells_stops_nothing() -> None:
+    ours = tokenizer("bpe")
+    (start,) = ours.encode(START, add_special_tokens=False, allow_special_text=True)
+    detokenizer = Detokenizer(ours, params(stop=[END, "<|"]))
+    assert detokenizer.push([start, *ours.encode("ab", add_special_tokens=False)]) is None
+    assert detokenizer.text() == "ab"
