@@ -40,7 +40,7 @@ from octavo.server.routes import (
     requests,
     tokenize,
 )
-from octavo.server.same_origin import SameOrigin
+from octavo.server.same_origin import LOCAL_ORIGIN, SameOrigin
 from octavo.server.scoring import classify, rerank, score
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
@@ -121,17 +121,19 @@ def create_app(
         describe(part.router)
         app.include_router(part.router)
     add_error_handlers(app, [part.router for part in ROUTES])
+    local_origins = LOCAL_ORIGIN if settings.allow_local_origins else None
     app.add_middleware(TimeLimit, limit_s=settings.max_request_s)
     if settings.has_keys:
         app.add_middleware(ApiKeys, ring=keys, open_metrics=settings.open_metrics)
     else:
-        app.add_middleware(SameOrigin, allowed=settings.allow_origin)
+        app.add_middleware(SameOrigin, allowed=settings.allow_origin, local=local_origins)
     app.add_middleware(IgnoredHeader)
     app.add_middleware(HeadAsGet)
-    if settings.allow_origin:
+    if settings.allow_origin or local_origins is not None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origin,
+            allow_origin_regex=None if local_origins is None else local_origins.pattern,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["*"],

@@ -6,6 +6,7 @@ Reads files, a piece at a time, in a thread. Source of the form: OpenAI's batch 
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -139,6 +140,8 @@ def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
                 raw = raw[: max_line_bytes + 1]
                 if rest.endswith(b"\n"):
                     break
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.strip():
                 yield number, raw
 

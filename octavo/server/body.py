@@ -7,6 +7,7 @@ unknown field, at any depth, is ignored and reported (`ignored.py`), or with --s
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -149,7 +150,7 @@ async def _read(request: Request, limit: int) -> bytes:
         if size > limit:
             raise _too_large(limit, {})
         parts.append(part)
-    return b"".join(parts)
+    return b"".join(parts).removeprefix(codecs.BOM_UTF8)
 
 
 def _check_length(request: Request, limit: int) -> None:

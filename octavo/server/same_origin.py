@@ -6,6 +6,7 @@ form or a plain fetch would still have its effect. Sources: Fetch Metadata (W3C)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
@@ -20,13 +21,23 @@ OWN_SITES = ("same-origin", "none")
 """Values of Sec-Fetch-Site for the server's own page and for what the user typed."""
 
 
+LOCAL_ORIGIN = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?")
+"""Origins of pages that a program on the browser's own machine serves."""
+
+
 class SameOrigin:
     """Answers 403 to requests for pages whose origin is neither the server's nor allowed."""
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str] = ()) -> None:
-        """Takes the origins of --allow-origin."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        allowed: Sequence[str] = (),
+        local: re.Pattern[str] | None = LOCAL_ORIGIN,
+    ) -> None:
+        """Takes the origins of --allow-origin, and the pattern of those that need no option."""
         self._app = app
         self._allowed = allowed
+        self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
@@ -45,7 +56,9 @@ class SameOrigin:
         await error_response(error, form_of(scope))(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        return "*" in self._allowed or headers.get("origin") in self._allowed
+        origin = headers.get("origin", "")
+        is_local = self._local is not None and self._local.fullmatch(origin) is not None
+        return is_local or "*" in self._allowed or origin in self._allowed
 
 
 def _is_foreign(headers: Headers) -> bool:

@@ -59,6 +59,9 @@ class ServerSettings:
     allow_origin: tuple[str, ...] = option(
         (), "Security", "Allow web pages of this origin, or * (CORS)"
     )
+    allow_local_origins: bool = option(
+        True, "Security", "Let web pages of this machine (http://localhost:3000) use this server"
+    )
     api_key: tuple[str, ...] = option(
         (),
         "Security",

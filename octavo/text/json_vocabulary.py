@@ -42,7 +42,7 @@ def json_vocabulary(path: Path) -> Vocabulary:
     header can name gives its ids.
     """
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
+        described = json.loads(path.read_bytes())
         oracle = tokenizers.Tokenizer.from_str(json.dumps(described))
         candidates = list(_candidates(described))
     except Exception as error:  # the package raises nothing narrower

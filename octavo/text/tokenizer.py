@@ -384,6 +384,6 @@ def _read_template(option: str, names: Collection[str]) -> str:
         allowed = ["a Jinja template", *own, "the path of a file with one"]
         raise ConfigError(f"chat_template: got {option!r}, allowed is {' or '.join(allowed)}")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: {path} cannot be read: {error}") from error

@@ -46,6 +46,18 @@ def lines_of(client, file_id):
     return by_id
 
 
+def test_a_byte_order_mark_before_the_first_line_is_skipped(kept):
+    text = "\n".join(map(json.dumps, (line(0), line(1))))
+    file = kept.files.create(file=("in.jsonl", text.encode("utf-8-sig")), purpose="batch")
+    batch = ended(
+        kept,
+        kept.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        ),
+    )
+    assert batch.request_counts.to_dict() == {"total": 2, "completed": 2, "failed": 0}
+
+
 def test_every_line_is_answered_as_its_route_answers(kept):
     made = start(kept, [line(index) for index in range(20)], metadata={"of": "test"})
     assert (made.object, made.status, made.metadata) == ("batch", "validating", {"of": "test"})

@@ -70,6 +70,16 @@ def test_usage_at_the_end_of_a_stream(client):
     )
 
 
+def test_usage_in_each_chunk_counts_the_tokens_sent(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    first, *chunks, last = list(chat(client, stream=True, stream_options=options))
+    assert first.choices[0].delta.role == "assistant" and first.usage.completion_tokens == 0
+    assert first.usage.total_tokens == first.usage.prompt_tokens == last.usage.prompt_tokens
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == 24
+    assert last.choices == [] and last.usage.completion_tokens == 24
+
+
 def test_several_turns_and_text_parts(client):
     turns = [
         {"role": "system", "content": "Be brief."},

@@ -1,5 +1,7 @@
 """POST /v1/completions, through OpenAI's own client where it knows the field."""
 
+import json
+
 import pytest
 
 from tests.support.backend_choice import chosen_backend
@@ -62,6 +64,63 @@ ROUNDING = 1e-5 if chosen_backend("native") == "torch" else 0
 """Tolerance of logprobs: none, but on torch, which serves these tests without batch_invariant."""
 
 
+def tokens_lie_in(text, logprobs):
+    """Checks that every shown token is in the text at its offset; returns how many there are."""
+    offsets = [*logprobs.text_offset, len(text)]
+    assert offsets == sorted(offsets)
+    shown = [
+        (token, begin, end)
+        for token, begin, end in zip(logprobs.tokens, offsets, offsets[1:], strict=False)
+        if begin < end and not token.startswith("bytes:")
+    ]
+    for token, begin, end in shown:
+        assert text[begin:end] in (token, token.lstrip())
+    return len(shown)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    "prompt", ["<|turn|>Hello", "Hello<|turn|>", "<bos><|turn|>Hi", ids_of("<|turn|>Hello")]
+)
+def test_offsets_are_places_in_the_text_where_special_tokens_are_echoed(client, prompt, skip):
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 12}
+    extra = {"extra_body": {"skip_special_tokens": skip, "allowed_token_ids": [3, 70, 71]}}
+    choice = client.completions.create(model="tiny", prompt=prompt, **fields, **extra).choices[0]
+    assert tokens_lie_in(choice.text, choice.logprobs) >= 6
+    first = len(choice.logprobs.tokens) - 12
+    if isinstance(prompt, str):
+        assert choice.text.startswith(prompt)
+        assert choice.logprobs.text_offset[first] == len(prompt)
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped(http):
+    body = json.dumps({"model": "tiny", "prompt": "Hello", "seed": 3}).encode("utf-8-sig")
+    answer = http.post(
+        "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 200, answer.text
+    twice = http.post(
+        "/v1/completions",
+        content=b"\xef\xbb\xbf" + body,
+        headers={"Content-Type": "application/json"},
+    )
+    assert twice.status_code == 400
+
+
+def test_a_stop_string_may_spell_a_special_token(http):
+    """The tokens alternate between the letter a and a special token."""
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 40, "temperature": 2}
+    body |= {"allowed_token_ids": [3, *ids_of("a")], "seed": 1, "ignore_eos": True}
+    plain = http.post("/v1/completions", json=body | {"return_token_ids": True}).json()
+    token_ids = plain["choices"][0]["token_ids"]
+    assert 3 in token_ids and set(plain["choices"][0]["text"]) == {"a"}
+    for kept in (False, True):
+        asked = body | {"stop": ["<|turn|>"], "include_stop_str_in_output": kept}
+        choice = http.post("/v1/completions", json=asked).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "<|turn|>")
+        assert choice["text"] == "a" * token_ids.index(3) + "<|turn|>" * kept
+
+
 def test_a_stream_says_what_the_whole_answer_says(client):
     prompts = ["Hello", "A longer one", "x"]
     whole = complete(client, prompts, n=2, logprobs=2)
@@ -79,11 +138,10 @@ def test_a_stream_says_what_the_whole_answer_says(client):
         assert [value for part in parts for value in part.token_logprobs] == pytest.approx(
             choice.logprobs.token_logprobs, abs=ROUNDING
         )
-        assert (
-            [value for part in parts for value in part.text_offset]
-            == choice.logprobs.text_offset
-            == list(range(24))
-        )
+        assert [
+            value for part in parts for value in part.text_offset
+        ] == choice.logprobs.text_offset
+        assert tokens_lie_in(choice.text, choice.logprobs) >= 1
         tops = [value for part in parts for value in part.top_logprobs]
         assert tops == [pytest.approx(top, abs=ROUNDING) for top in choice.logprobs.top_logprobs]
 

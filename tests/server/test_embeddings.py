@@ -92,6 +92,10 @@ def test_a_long_text_is_refused_or_cut_as_asked(http: httpx.Client) -> None:
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"input": []}, "input"),
         ({"input": ["", [1]]}, "input"),
+        ({"input": ""}, "input: got an empty text, needed is some text"),
+        ({"input": ["a", ""]}, "input[1]: got an empty text, needed is some text"),
+        ({"input": [[]]}, "input: got no token"),
+        ({"input": [[1], []]}, "input: got no token"),
         ({"input": [1, 10**6]}, "input: got the token id 1000000"),
         ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens: got 65, allowed are 1 to 64"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: got 0"),
@@ -153,7 +157,7 @@ def test_ollamas_truncate_false_refuses_a_long_text(http: httpx.Client) -> None:
     body: dict[str, Any] = {"model": "minilm", "input": "word " * 200}
     assert http.post("/api/embed", json=body).json()["prompt_eval_count"] == 64
     message = refusal(http.post("/api/embed", json=body | {"truncate": False}))
-    assert "maximum context length" in message
+    assert "exceeds the context length" in message
 
 
 def test_the_lines_of_a_batch_may_be_embedded(encoder: LiveServer, rows: np.ndarray) -> None:

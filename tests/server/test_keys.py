@@ -199,13 +199,14 @@ def test_a_broken_file_is_named_by_its_fault(tmp_path, name, text, message):
     assert message.format(path) in caught.value.message and "sec" not in caught.value.message
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("name", ["k.yaml", "k.json", "k.toml"])
-def test_all_three_forms_of_a_file_say_the_same(tmp_path, name):
+def test_all_three_forms_of_a_file_say_the_same(tmp_path, name, encoding):
     path = tmp_path / name
+    text = json.dumps({"keys": [{"name": "a", "key": "x", "requests_per_minute": 5}]})
     if name.endswith("toml"):
-        path.write_text("[[keys]]\nname = 'a'\nkey = 'x'\nrequests_per_minute = 5\n")
-    else:
-        path.write_text(json.dumps({"keys": [{"name": "a", "key": "x", "requests_per_minute": 5}]}))
+        text = "[[keys]]\nname = 'a'\nkey = 'x'\nrequests_per_minute = 5\n"
+    path.write_text(text, encoding=encoding)
     (key,) = read_key_file(str(path))
     assert (key.name, key.limits.requests_per_minute) == ("a", 5)
     assert key.digest == hashlib.sha256(b"x").digest()

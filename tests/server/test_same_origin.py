@@ -15,10 +15,19 @@ OTHER = "https://example.org"
 FOREIGN = [
     {"Origin": OTHER},
     {"Origin": "null"},
-    {"Origin": "http://127.0.0.1:9000"},
+    {"Origin": "http://localhost.example.org:9000"},
+    {"Origin": "http://127.0.0.1.example.org"},
+    {"Origin": "http://127.0.0.1:9000@example.org"},
+    {"Origin": "ftp://localhost"},
     {"Origin": OTHER, "Sec-Fetch-Site": "cross-site"},
-    {"Origin": OWN, "Sec-Fetch-Site": "same-site"},
     {"Sec-Fetch-Site": "cross-site"},
+]
+LOCAL = [
+    "http://localhost:3000",
+    "http://localhost",
+    "https://localhost:5173",
+    "http://127.0.0.1:9000",
+    "http://[::1]:8080",
 ]
 OWN_OR_NONE = [
     {},
@@ -93,3 +102,43 @@ def test_a_key_is_proof_enough_of_leave():
     assert ask({"Origin": OTHER}, settings=settings, **FILE).status_code == 401
     with_key = {"Origin": OTHER, "Authorization": "Bearer one"}
     assert ask(with_key, settings=settings, **FILE).status_code == 404
+
+
+@pytest.mark.parametrize("origin", LOCAL)
+def test_pages_of_this_machine_are_served(origin):
+    cross = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
+    served = ask(cross, **FILE)
+    assert served.status_code == 404
+    assert served.headers["access-control-allow-origin"] == origin
+    preflight = cross | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+    }
+    answer = ask(preflight, method="OPTIONS", path="/v1/chat/completions")
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == origin
+    assert "x-stainless-lang" in answer.headers["access-control-allow-headers"]
+
+
+def test_a_preflight_of_another_origin_is_refused():
+    preflight = {"Origin": OTHER, "Access-Control-Request-Method": "POST"}
+    answer = ask(preflight, method="OPTIONS", path="/v1/chat/completions")
+    assert answer.status_code == 400 and "access-control-allow-origin" not in answer.headers
+    answer = ask({"Origin": OTHER}, method="GET", path="/version")
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_pages_of_this_machine_may_be_refused():
+    settings = ServerSettings(allow_local_origins=False)
+    answer = ask({"Origin": LOCAL[0]}, settings=settings, **FILE)
+    assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+
+
+def test_pages_of_this_machine_need_the_key_as_others_do():
+    settings = ServerSettings(api_key=("one",))
+    headers = {"Origin": LOCAL[0]}
+    assert ask(headers, settings=settings, **FILE).status_code == 401
+    with_key = headers | {"Authorization": "Bearer one"}
+    served = ask(with_key, settings=settings, **FILE)
+    assert served.status_code == 404
+    assert served.headers["access-control-allow-origin"] == LOCAL[0]

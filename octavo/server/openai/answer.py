@@ -87,21 +87,29 @@ class Answer(ABC):
         cursors: dict[int, Cursor] = {}
         latest: dict[int, RequestOutput] = {}
         has_begun = False
+        usage: Usage | msgspec.UnsetType | None = self._running_usage(())
         async with aclosing(generation.outputs()) as outputs:
             async for prompt_index, output in outputs:
                 latest[prompt_index] = output
                 choices = self._new_choices(prompt_index, output, cursors)
                 if choices:
-                    usage = self._running_usage(latest.values())
-                    chunks = [self.chunk([choice], usage) for choice in choices]
+                    # The last chunk brings the tokens; a role, or an earlier part, brings none.
+                    before, usage = usage, self._running_usage(latest.values())
+                    if isinstance(before, Usage) and isinstance(usage, Usage):
+                        before = msgspec.structs.replace(
+                            usage, completion_tokens=before.completion_tokens
+                        )
+                        before.total_tokens = before.prompt_tokens + before.completion_tokens
+                    chunks = [self.chunk([choice], before) for choice in choices[:-1]]
+                    chunks.append(self.chunk([choices[-1]], usage))
                     if not has_begun:
                         self.begin(chunks[0], output)
                         has_begun = True
                     yield chunks
-        usage = usage_of(latest.values()) if self.options.include_usage else msgspec.UNSET
+        whole = usage_of(latest.values()) if self.options.include_usage else msgspec.UNSET
         timings = self.timings(latest.values())
-        if usage is not msgspec.UNSET or timings is not msgspec.UNSET:
-            last = self.chunk([], usage)
+        if whole is not msgspec.UNSET or timings is not msgspec.UNSET:
+            last = self.chunk([], whole)
             last.timings = timings
             yield [last]
 

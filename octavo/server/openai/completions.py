@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -20,7 +20,7 @@ from octavo.server.deltas import Delta
 from octavo.server.generation import Generation, Prompt, as_prompts, prompt_of
 from octavo.server.openai.answer import Answer, usage_of, whole_of
 from octavo.server.openai.bodies import CompletionBody
-from octavo.server.openai.logprobs import completion_logprobs, plain_logprobs
+from octavo.server.openai.logprobs import TextOffsets, completion_logprobs, plain_logprobs
 from octavo.server.openai.protocol import (
     Completion,
     CompletionChoice,
@@ -32,6 +32,7 @@ from octavo.server.openai.truncation import truncation_of
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
+from octavo.text.detokenizer import skipped_ids
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16
@@ -75,12 +76,13 @@ class CompletionAnswer(Answer):
         self._echo = body.echo
         listed = params.logprob_token_ids is not None
         self._num_logprobs = params.num_shown_logprobs if listed else body.logprobs
+        self._hidden_ids: Collection[int] = ()
+        if model.tokenizer is not None:
+            self._hidden_ids = skipped_ids(model.tokenizer, params)
         self._only_prompt = body.max_tokens == 0
         self._prompt_logprobs = body.prompt_logprobs is not None
-        self._offsets: dict[int, int] = {}
-        """Position of the next token of each choice, the sum of the texts of those before it: one
-        that depends on no chunk, where text is held back.
-        """
+        self._offsets: dict[int, TextOffsets] = {}
+        """Positions of each choice's tokens, which depend on no chunk."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = [
@@ -118,7 +120,7 @@ class CompletionAnswer(Answer):
         choice = CompletionChoice(
             index,
             echoed + delta.text if delta.is_first else delta.text,
-            self._logprobs(index, delta, output, len(echoed)),
+            self._logprobs(index, delta, output, echoed),
             delta.finish_reason,
             delta.stop_reason,
         )
@@ -135,19 +137,20 @@ class CompletionAnswer(Answer):
         return choice
 
     def _logprobs(
-        self, index: int, delta: Delta, output: RequestOutput, num_echoed: int
+        self, index: int, delta: Delta, output: RequestOutput, echoed: str
     ) -> CompletionLogprobs | None:
         if self._num_logprobs is None or delta.logprobs is None:
             return None
-        token_ids, offset = delta.token_ids, self._offsets.get(index, num_echoed)
+        if index not in self._offsets:
+            self._offsets[index] = TextOffsets(self.tokenizer, self._hidden_ids)
+        place, token_ids, offsets = self._offsets[index], delta.token_ids, []
         steps: list[dict[int, Logprob] | None] = [*delta.logprobs]
         if self._echo and delta.is_first:
+            offsets = place.add_echo(echoed, output.prompt_token_ids)
             token_ids = output.prompt_token_ids + token_ids
             steps = [*(output.prompt_logprobs or []), *steps]
-            offset = 0
-        made = completion_logprobs(token_ids, steps, self._num_logprobs, self.names, offset)
-        self._offsets[index] = offset + sum(len(self.names.text(each)) for each in token_ids)
-        return made
+        offsets = [*offsets, *place.add(delta.token_ids)]
+        return completion_logprobs(token_ids, steps, self._num_logprobs, self.names, offsets)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self.tokenizer is None:

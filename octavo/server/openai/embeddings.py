@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import base64
 import secrets
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
+from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.pooling_outputs import pooled_row
 from octavo.pooling_params import PoolingParams
@@ -82,6 +84,7 @@ async def embed(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     name = f"embd-{secrets.token_hex(12)}"
+    _check_texts(body.input)
     with in_their_words({"input": "prompt"}):
         job = model.llm.pooling_jobs.embedding(as_prompts(body.input), params)
     call = PoolingCall(name, job, origin_of(request, body.priority, body.user))
@@ -96,6 +99,14 @@ async def embed(
         PoolingUsage.of(answer.num_tokens),
     )
     return Response(msgspec.json.encode(made), media_type="application/json")
+
+
+def _check_texts(given: str | Sequence[Any]) -> None:
+    """Raises InvalidRequest for an empty text, as OpenAI does: it has no meaning to embed."""
+    texts = [given] if isinstance(given, str) else given
+    if "" in texts:
+        where = "input" if isinstance(given, str) else f"input[{texts.index('')}]"
+        raise InvalidRequest(f"{where}: got an empty text, needed is some text", param="input")
 
 
 def _written(output: RequestOutput, form: str) -> list[float] | str:

@@ -4,7 +4,8 @@ chat's list of objects.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from octavo.outputs import Logprob
@@ -48,18 +49,63 @@ class TokenNames:
         return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
 
 
-def completion_logprobs(
-    token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames, offset: int
-) -> CompletionLogprobs:
-    """Returns completions' parallel lists of logprobs.
+class TextOffsets:
+    """Positions of tokens in one choice's text, in characters; a token that the text leaves out
+    takes no place.
+    """
 
-    `offset` is the first token's position in the text; a step is None for a token that nothing
+    def __init__(self, tokenizer: Tokenizer | None, hidden_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden_ids = hidden_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._position = 0
+
+    def add(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns the positions of tokens of the answer."""
+        found = []
+        for token_id in token_ids:
+            found.append(self._position)
+            if token_id not in self._hidden_ids:
+                self._position += len(self._text_of(token_id))
+        return found
+
+    def add_echo(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """Returns the positions of the prompt's tokens in the text that is echoed for them: some
+        special tokens and a first space may not be in it.
+        """
+        found, position = [], 0
+        for token_id in token_ids:
+            found.append(position)
+            piece = self._text_of(token_id)
+            is_special = (
+                self._tokenizer is not None and token_id in self._tokenizer.special_token_ids
+            )
+            if not text.startswith(piece, position):
+                piece = "" if is_special else piece[piece.startswith(" ") :]
+            position = min(len(text), position + len(piece))
+        self._position = len(text)
+        return found
+
+    def _text_of(self, token_id: int) -> str:
+        """Returns the characters that a token completes."""
+        if self._tokenizer is None:
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    steps: Steps,
+    num_top: int,
+    names: TokenNames,
+    offsets: list[int],
+) -> CompletionLogprobs:
+    """Returns completions' parallel lists of logprobs; a step is None for a token that nothing
     precedes.
     """
-    made = CompletionLogprobs([], [], [], [])
+    made = CompletionLogprobs(offsets, [], [], [])
     for token_id, step in zip(token_ids, steps, strict=True):
         text = names.unique_text(token_id)
-        made.text_offset.append(offset)
         made.tokens.append(text)
         made.token_logprobs.append(None if step is None else _finite(step[token_id].logprob))
         made.top_logprobs.append(
@@ -70,7 +116,6 @@ def completion_logprobs(
                 for other, entry in _top(step, token_id, num_top)
             }
         )
-        offset += len(names.text(token_id))
     return made
 
 

@@ -93,7 +93,7 @@ def _parsed(text: str) -> Any:
     if len(text) > MAX_BYTES:
         raise SchemaError("#", f"got {len(text):,} characters, allowed are {MAX_BYTES:,}")
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff"))
     except ValueError as error:
         raise SchemaError("#", f"no JSON: {error}") from None
     except RecursionError:
