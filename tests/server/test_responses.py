@@ -167,6 +167,71 @@ def test_a_stream_has_typed_events_in_order(kept):
     assert text == kept.responses.create(**SHORT).output_text
 
 
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def test_logprobs_of_the_text_are_included(kept):
+    """They are those of chat, in the whole response, in each delta and at the end of a stream."""
+    whole = kept.responses.create(**SHORT, **LOGPROBS)
+    found = whole.output[0].content[0].logprobs
+    chat = kept.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=12,
+        temperature=1,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body=SHORT["extra_body"],
+    )
+    expected = [one.model_dump() for one in chat.choices[0].logprobs.content]
+    assert [one.model_dump() for one in found] == expected and len(found) == 12
+    assert whole.top_logprobs == 2
+    events = list(kept.responses.create(**SHORT, **LOGPROBS, stream=True))
+    told = [one for event in events if event.type == EVENTS[4] for one in event.logprobs]
+    assert [one.token for one in told] == [one.token for one in found]
+    assert [one.logprob for one in told] == [one.logprob for one in found]
+    done = next(event for event in events if event.type == EVENTS[5])
+    assert [one.logprob for one in done.logprobs] == [one.logprob for one in found]
+    assert events[-1].response.output[0].content[0].logprobs == found
+    assert kept.responses.create(**SHORT).output[0].content[0].logprobs == []
+
+
+def test_a_background_response_keeps_its_logprobs(kept):
+    events = list(kept.responses.create(**SHORT, **LOGPROBS, background=True, stream=True))
+    response = events[-1].response
+    assert len(response.output[0].content[0].logprobs) == 12
+    assert list(kept.responses.retrieve(response.id, stream=True)) == events
+    assert kept.responses.retrieve(response.id) == response
+
+
+def test_input_tokens_are_those_that_a_response_counts(kept):
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    first = kept.responses.create(**SHORT)
+    for fields in (
+        {"input": "Hello"},
+        {"input": "Hello", "instructions": "Be brief."},
+        {"input": [{"role": "user", "content": "Hello"}]},
+        {"input": "And?", "previous_response_id": first.id},
+        {"input": "Hello", "tools": [tool]},
+    ):
+        counted = kept.responses.input_tokens.count(model="tiny", **fields)
+        made = kept.responses.create(model="tiny", max_output_tokens=1, **fields)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == made.usage.input_tokens > 0
+    with pytest.raises(openai.NotFoundError):
+        kept.responses.input_tokens.count(model="other", input="Hello")
+    with pytest.raises(openai.BadRequestError, match="input"):
+        kept.responses.input_tokens.count(model="tiny")
+
+
+def test_what_cannot_be_included_is_named_in_a_header(keeper):
+    body = {"input": "Hi", "max_output_tokens": 1, "include": ["file_search_call.results"]}
+    with keeper.http() as http:
+        answer = http.post("/v1/responses", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-octavo-ignored"] == "include[file_search_call.results]"
+
+
 def test_the_stream_on_the_wire_names_each_event(keeper):
     body = {"input": "Hello", "stream": True, "max_output_tokens": 2, **LETTERS_ONLY}
     with keeper.http() as http, http.stream("POST", "/v1/responses", json=body) as response:

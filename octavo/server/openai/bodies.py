@@ -243,7 +243,7 @@ class SamplingBody(FilterBody):
     metadata: dict[MetadataKey, MetadataText] | None = taken(
         "an object of at most 16 texts of 512 characters", max_length=16
     )
-    store: Literal[False] | None = taken("false; this route keeps no answer")
+    store: bool | None = taken("true or false; this route keeps no answer")
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = taken(
         '"auto", "default", "flex", "scale" or "priority"'
     )

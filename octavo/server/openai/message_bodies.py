@@ -21,6 +21,9 @@ class ContentPart(BodyPart):
     refusal: str | None = None
     image_url: Any = None
     cache_control: dict[str, Any] | None = taken("an object; every prefix is cached")
+    role: str | None = taken("a text; clients copy it from an answer")
+    annotations: list[Any] | None = taken("a list; clients copy it from an answer")
+    logprobs: list[Any] | None = taken("a list; clients copy it from an answer")
 
 
 class FunctionCall(BodyPart):

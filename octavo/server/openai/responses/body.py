@@ -41,7 +41,10 @@ SAMPLING = (
 )
 """Fields that go to SamplingParams unchanged."""
 
-Included = Literal["reasoning.encrypted_content", "message.input_image.image_url"]
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (OUTPUT_LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url")
+"""Values of `include`; the last two name what a response has, or what this server never makes."""
+MAX_TOP_LOGPROBS = 20
 Choice = Annotated[bool | None, Field(description="true or false")]
 Metadata = Annotated[
     dict[
@@ -214,11 +217,12 @@ class ResponseBody(FilterBody):
     max_tool_calls: Annotated[Whole | None, Field(ge=1, description="a whole number from 1 up")] = (
         None
     )
-    include: list[Included] | None = taken(
-        'a list of "reasoning.encrypted_content" and "message.input_image.image_url"'
+    include: list[str] | None = field(
+        f"a list of {', '.join(INCLUDED)}", "what the response holds besides"
     )
     top_logprobs: Annotated[
-        int | None, Field(ge=0, le=0, description="0; this server gives no logprobs here")
+        int | None,
+        Field(ge=0, le=MAX_TOP_LOGPROBS, description=f"0 to {MAX_TOP_LOGPROBS}"),
     ] = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = taken(
         '"auto", "default", "flex", "scale" or "priority"'
@@ -243,12 +247,20 @@ class ResponseBody(FilterBody):
                 **recommended,
                 **given,
                 "max_tokens": self.max_output_tokens,
+                "logprobs": self._num_logprobs(),
                 "structured_outputs": self._form(),
             }
         )
 
+    def _num_logprobs(self) -> int | None:
+        """Returns the number of alternatives that each token's logprobs have."""
+        return (self.top_logprobs or 0) if OUTPUT_LOGPROBS in (self.include or ()) else None
+
     def check(self) -> None:
-        """Raises InvalidRequest for fields at odds."""
+        """Raises InvalidRequest for fields at odds; notes what cannot be included."""
+        for name in self.include or ():
+            if name not in INCLUDED:
+                self.ignored.add("include", shown_as=f"include[{name[:80]}]")
         if self.background and self.store is False:
             raise InvalidRequest(
                 "background: allowed only where store is not false: its answer is fetched later",
@@ -264,3 +276,13 @@ class ResponseBody(FilterBody):
             schema = {name: value for name, value in given.items() if name != "type"}
             given = {"type": "json_schema", "json_schema": schema}
         return response_format(given, self.ignored, "text.format")
+
+
+class InputTokensBody(ResponseBody):
+    """Body of POST /v1/responses/input_tokens: what a response would be asked for with."""
+
+    stream_type = None
+
+    input: Annotated[str | list[InputItem], Field(description="a text or a list of messages")] = (
+        Field(default_factory=list)
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.server.openai.responses.output import OutputItem, OutputItems
+from octavo.server.openai.responses.output import OutputItem, OutputItems, Piece, TokenEntry
 from octavo.server.reading import PLAIN, AnswerReading, plain_parts
 from octavo.text.parsers.parts import Part, PartKind
 from octavo.text.parsers.reader import AnswerReader
@@ -54,10 +54,11 @@ class EventWriter:
             self._whole("in_progress", running),
         ]
 
-    def delta(self, text: str) -> list[Event]:
+    def delta(self, piece: Piece) -> list[Event]:
         """Returns the events of more text."""
+        text, logprobs = piece
         parts = plain_parts(text) if self._reader is None else self._reader.read(text)
-        return self._told(parts)
+        return self._told(parts, logprobs)
 
     def closing(self, last: Response) -> list[Event]:
         """Returns what a stream ends with: all of its items, and the response in its last state."""
@@ -66,20 +67,19 @@ class EventWriter:
             return [self._whole("failed", last)]
         ending = "completed" if status == "completed" else "incomplete"
         rest = [] if self._reader is None else self._reader.read("", finished=True)
-        events = self._told(rest)
+        events = self._told(rest, [])
         if not self._output.items:
             self._output.finish()
             events += self._begun(self._output.items[0])
         return [*events, *self._ended(ending), self._whole(ending, last)]
 
-    def _told(self, parts: list[Part]) -> list[Event]:
+    def _told(self, parts: list[Part], logprobs: list[TokenEntry]) -> list[Event]:
         events: list[Event] = []
-        for part in parts:
-            item = self._output.add(part)
+        for item, part, told in self._output.add_piece(parts, logprobs):
             if item is not self._open:
                 events += [*self._ended("completed"), *self._begun(item)]
             if part.kind is not PartKind.CALL:
-                events.append(self._grown(item, part.text))
+                events.append(self._grown(item, part.text, told))
         return events
 
     def _begun(self, item: OutputItem) -> list[Event]:
@@ -95,8 +95,8 @@ class EventWriter:
             self._event("content_part.added", _place(item) | {"part": empty}),
         ]
 
-    def _grown(self, item: OutputItem, text: str) -> Event:
-        more: Event = {"logprobs": []} if item.kind is PartKind.CONTENT else {}
+    def _grown(self, item: OutputItem, text: str, logprobs: list[TokenEntry]) -> Event:
+        more: Event = {"logprobs": logprobs} if item.kind is PartKind.CONTENT else {}
         return self._event(f"{DELTAS[item.kind]}.delta", _place(item) | {"delta": text} | more)
 
     def _ended(self, status: str) -> list[Event]:
@@ -109,7 +109,7 @@ class EventWriter:
             told = {"arguments": item.text, "name": item.name}
             events = [self._event(name, _place(item) | told)]
         else:
-            more: Event = {"logprobs": []} if item.kind is PartKind.CONTENT else {}
+            more: Event = {"logprobs": item.logprobs} if item.kind is PartKind.CONTENT else {}
             events = [
                 self._event(name, _place(item) | {"text": item.text} | more),
                 self._event("content_part.done", _place(item) | {"part": item.part()}),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 
 from octavo.engine.front.input_processor import Origin
@@ -19,16 +20,18 @@ from octavo.errors import ContextTooLong, OctavoError
 from octavo.outputs import RequestOutput
 from octavo.prompt_ports import Rendering
 from octavo.sampling_params import SamplingParams
+from octavo.server.deltas import Delta
 from octavo.server.error_forms import responses_form
 from octavo.server.errors import fault_of
 from octavo.server.generation import Generation
 from octavo.server.openai.answer import usage_of
+from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.openai.rendering import effort_variables
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import items_before, resolved
 from octavo.server.openai.responses.items import input_items, messages_of
-from octavo.server.openai.responses.output import output_of
+from octavo.server.openai.responses.output import Piece, output_of
 from octavo.server.openai.responses.tools import tools_of
 from octavo.server.reading import AnswerReading
 from octavo.server.state.served_model import ServedModel
@@ -75,15 +78,26 @@ class Prepared:
             origin=self.asked.origin,
             deltas=True,
         )
-        return Turn(generation)
+        return Turn(generation, every_token=self.params.logprobs is not None)
 
-    def ended(self, turn: Turn, text: str, status: str | None = None) -> dict[str, Any]:
+    def piece(self, delta: Delta) -> Piece:
+        """Returns what a delta adds to the answer."""
+        num_shown = self.params.num_shown_logprobs
+        if num_shown is None or delta.logprobs is None:
+            return delta.text, []
+        names = TokenNames(self.model.tokenizer, as_ids=False)
+        found = chat_logprobs(delta.token_ids, delta.logprobs, num_shown, names)
+        return delta.text, msgspec.to_builtins(found.content)
+
+    def ended(
+        self, turn: Turn, pieces: Sequence[Piece], status: str | None = None
+    ) -> dict[str, Any]:
         """Returns the response in its last state; `status` stands for how the answer ended."""
         reason = None if turn.latest is None else turn.latest.outputs[0].finish_reason
         status = status or {"stop": "completed", "length": "incomplete"}.get(
             reason or "", "cancelled"
         )
-        output = output_of(self.asked.id, self.reading, text)
+        output = output_of(self.asked.id, self.reading, pieces)
         if status in ("completed", "incomplete"):
             output.finish()
         ending = "completed" if status == "completed" else "incomplete"
@@ -110,18 +124,30 @@ async def new_asked(body: ResponseBody, owner: str, origin: Origin, store: Store
     return Asked(name, owner, body, origin, items, int(time.time()))
 
 
+async def count_input_tokens(asked: Asked, model: ServedModel, store: Store | None) -> int:
+    """Returns the number of tokens of a response's prompt."""
+    talk, _ = await _talk_of(asked, model, store)
+    return len((await talk.prompt(model))["prompt_token_ids"])
+
+
+async def _talk_of(
+    asked: Asked, model: ServedModel, store: Store | None
+) -> tuple[Conversation, int]:
+    """Returns a response's conversation, and how many of its first messages are the system's."""
+    given = asked.body.instructions
+    system = [] if given is None else [{"role": "system", "content": given}]
+    before = await items_before(asked.body.previous_response_id, asked.owner, store)
+    messages = messages_of([*before, *asked.items])
+    return _conversation(asked, model, system + messages), len(system)
+
+
 async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prepared:
     """Returns the response with its prompt; raises what is wrong with it."""
     body = asked.body
     params = body.params(model.llm.get_default_sampling_params())
-    system = (
-        [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
-    )
-    before = await items_before(body.previous_response_id, asked.owner, store)
-    items = [*before, *asked.items]
-    talk = _conversation(asked, model, system + messages_of(items))
+    talk, num_system = await _talk_of(asked, model, store)
     prompt = (
-        await _truncated(talk, asked, model, len(system))
+        await _truncated(talk, asked, model, num_system)
         if body.truncation == "auto"
         else await talk.prompt(model)
     )
@@ -221,7 +247,7 @@ def _first(
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [_plain(tool) for tool in body.tools or ()],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,

@@ -6,12 +6,17 @@ stream that is told again have the same items.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.server.reading import AnswerReading, plain_parts
 from octavo.text.parsers.parts import Part, PartKind
+
+TokenEntry = dict[str, Any]
+"""Logprobs of one token in OpenAI's form."""
+Piece = tuple[str, list[TokenEntry]]
+"""Text that an answer has gained, and the logprobs of its tokens if they were asked for."""
 
 PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg", PartKind.CALL: "fc"}
 
@@ -27,6 +32,8 @@ class OutputItem:
     """Text of a message or of reasoning; a call's arguments."""
     name: str = ""
     call_id: str = ""
+    logprobs: list[TokenEntry] = field(default_factory=list)
+    """Logprobs of a message's tokens, if they were asked for."""
 
     def value(self, status: str) -> dict[str, Any]:
         """Returns the item in OpenAI's form."""
@@ -42,13 +49,13 @@ class OutputItem:
                     "status": status,
                 }
             case _:
-                return message_item(self.id, self.text, status)
+                return message_item(self.id, self.part(), status)
 
     def part(self) -> dict[str, Any]:
         """Returns the content of a message or of reasoning."""
         if self.kind is PartKind.REASONING:
             return {"type": "reasoning_text", "text": self.text}
-        return output_part(self.text)
+        return output_part(self.text, self.logprobs)
 
 
 class OutputItems:
@@ -57,6 +64,26 @@ class OutputItems:
     def __init__(self, response_id: str) -> None:
         self._hash = response_id.removeprefix("resp_")
         self.items: list[OutputItem] = []
+        self._waiting: list[TokenEntry] = []
+        """Logprobs of tokens that have shown no text yet."""
+
+    def add_piece(
+        self, parts: Sequence[Part], logprobs: Sequence[TokenEntry]
+    ) -> list[tuple[OutputItem, Part, list[TokenEntry]]]:
+        """Takes in the parts that a piece of text makes sure of, and the logprobs of its tokens;
+        returns each part with its item and the logprobs that go with it.
+        """
+        was_message = bool(self.items) and self.items[-1].kind is PartKind.CONTENT
+        placed = [(self.add(part), part, list[TokenEntry]()) for part in parts]
+        self._waiting += logprobs
+        if placed:
+            item, _, told = placed[-1]
+            if item.kind is PartKind.CONTENT:
+                # What came before a new message, such as the end of the reasoning, is not its own.
+                told += self._waiting if was_message or len(self.items) == 1 else logprobs
+                item.logprobs += told
+            self._waiting = []
+        return placed
 
     def add(self, part: Part) -> OutputItem:
         """Takes in a part; returns the item that it belongs to, which may be new."""
@@ -83,26 +110,25 @@ class OutputItems:
         self.items.append(OutputItem(kind, name, index))
 
 
-def output_of(response_id: str, reading: AnswerReading, text: str) -> OutputItems:
+def output_of(response_id: str, reading: AnswerReading, pieces: Iterable[Piece]) -> OutputItems:
     """Returns the items of a whole answer."""
     reader = reading.reader()
-    parts: Iterable[Part] = (
-        plain_parts(text) if reader is None else reader.read(text, finished=True)
-    )
     made = OutputItems(response_id)
-    for part in parts:
-        made.add(part)
+    for text, logprobs in pieces:
+        made.add_piece(plain_parts(text) if reader is None else reader.read(text), logprobs)
+    if reader is not None:
+        made.add_piece(reader.read("", finished=True), [])
     return made
 
 
-def message_item(item_id: str, text: str, status: str) -> dict[str, Any]:
+def message_item(item_id: str, part: dict[str, Any], status: str) -> dict[str, Any]:
     """Returns the item of an answer's message."""
     return {
         "id": item_id,
         "type": "message",
         "role": "assistant",
         "status": status,
-        "content": [output_part(text)],
+        "content": [part],
     }
 
 
@@ -118,5 +144,5 @@ def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str
     }
 
 
-def output_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def output_part(text: str, logprobs: Sequence[TokenEntry] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}

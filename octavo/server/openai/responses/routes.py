@@ -18,17 +18,19 @@ from octavo.server.body import body_bytes, body_of
 from octavo.server.connection import unless_gone
 from octavo.server.errors import error_body
 from octavo.server.openai.listing import listing
-from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.openai.responses.body import InputTokensBody, ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter, error_event
 from octavo.server.openai.responses.history import items_given
 from octavo.server.openai.responses.making import (
     Asked,
     Prepared,
+    count_input_tokens,
     failed,
     new_asked,
     prepare,
     refused,
 )
+from octavo.server.openai.responses.output import Piece
 from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, stored, told_again
 from octavo.server.sse import Events, NamedEventStream
 from octavo.server.state.service import Service, service_of
@@ -80,6 +82,20 @@ async def create(
         return TypedEventStream(_events(prepared, turn, store))
     last = await unless_gone(request.receive, _whole(prepared, turn, store))
     return JSONResponse(last)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_tokens(
+    request: Request,
+    service: ServiceHere,
+    body: Annotated[InputTokensBody, Depends(body_of(InputTokensBody))],
+) -> dict[str, Any]:
+    """Counts the tokens of a response's prompt, as the model's template writes it."""
+    model = service.model(body.model)
+    _check_kept(body, service.store)
+    asked = await new_asked(body, owner_of(request), origin_of(request, None, None), service.store)
+    num_tokens = await count_input_tokens(asked, model, service.store)
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 @router.get(
@@ -177,8 +193,8 @@ class TypedEventStream(NamedEventStream):
 
 async def _whole(prepared: Prepared, turn: Turn, store: Store | None) -> dict[str, Any]:
     """Returns a response when it has ended, and is stored where that is asked for."""
-    texts = [delta.text async for delta in turn.deltas()]
-    last = prepared.ended(turn, "".join(texts))
+    pieces = [prepared.piece(delta) async for delta in turn.deltas()]
+    last = prepared.ended(turn, pieces)
     await _keep(prepared.asked, last, store)
     return last
 
@@ -190,15 +206,14 @@ async def _events(
     writer = EventWriter(prepared.first)
     writer.read_as(prepared.reading)
     yield writer.opening()
-    texts: list[str] = []
+    pieces: list[Piece] = []
     try:
         async for delta in turn.deltas():
-            if delta.text:
-                texts.append(delta.text)
-                new = writer.delta(delta.text)
-                if new:
-                    yield new
-        last = prepared.ended(turn, "".join(texts))
+            pieces.append(prepared.piece(delta))
+            new = writer.delta(pieces[-1])
+            if new:
+                yield new
+        last = prepared.ended(turn, pieces)
     except OctavoError as error:
         last = failed(prepared.first, error)
     await _keep(prepared.asked, last, store)

@@ -21,6 +21,7 @@ from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import ENDED
 from octavo.server.openai.responses.making import Asked, Prepared, failed, prepare
+from octavo.server.openai.responses.output import Piece
 from octavo.server.reading import PLAIN, AnswerReading
 from octavo.server.state.service import Service
 from octavo.server.state.store import Record, Store
@@ -38,7 +39,7 @@ class ResponseRun:
 
     response: dict[str, Any]
     """The response in its newest state."""
-    deltas: list[str] = field(default_factory=list)
+    deltas: list[Piece] = field(default_factory=list)
     reading: AnswerReading = PLAIN
     """Reading of its text, once its prompt is made."""
     failure: Exception | None = None
@@ -190,7 +191,7 @@ class ResponseRuns:
     ) -> dict[str, Any]:
         """Returns a response as one engine answers it, or as it was when it was cancelled."""
         turn: Turn | None = None
-        told = sum(map(len, run.deltas))
+        told = sum(len(text) for text, _ in run.deltas)
         try:
             if prepared is None:
                 prepared = await self._patiently(lambda: self._prepared(asked))
@@ -201,17 +202,18 @@ class ResponseRuns:
             self._service.readings.keep(asked.id, found.reading, num_bytes)
             run.response = {**run.response, "status": "in_progress"}
             async for delta in turn.deltas():
-                new = delta.text[max(0, told - delta.start) :]
-                if new:
-                    run.deltas.append(new)
+                text, logprobs = prepared.piece(delta)
+                new = text[max(0, told - delta.start) :]
+                if new or delta.start >= told:
+                    run.deltas.append((new, logprobs))
                     run.change()
-            return prepared.ended(turn, "".join(run.deltas))
+            return prepared.ended(turn, run.deltas)
         except asyncio.CancelledError:
             if self._stopping:
                 raise
             if prepared is None or turn is None:
                 return {**run.response, "status": "cancelled"}
-            return prepared.ended(turn, "".join(run.deltas), "cancelled")
+            return prepared.ended(turn, run.deltas, "cancelled")
 
     async def _prepared(self, asked: Asked) -> Prepared:
         record = self._service.background_record(asked.owner)
@@ -235,7 +237,9 @@ async def _started(prepared: Prepared) -> Turn:
 def told_again(record: Record) -> ResponseRun:
     """Returns a background response that has ended as a run, so that its stream can be told."""
     reading = AnswerReading.restored(record.body.get("reading"))
-    return ResponseRun(record.body["response"], list(record.body["deltas"] or []), reading)
+    told = record.body["deltas"] or []
+    deltas = [(one, []) if isinstance(one, str) else (one[0], one[1]) for one in told]
+    return ResponseRun(record.body["response"], deltas, reading)
 
 
 def stored(asked: Asked, response: dict[str, Any], store: Store) -> Record:
@@ -262,10 +266,13 @@ def _record(asked: Asked, response: dict[str, Any]) -> Record:
 
 
 def _ended(
-    record: Record, response: dict[str, Any], deltas: list[str] | None, store: Store
+    record: Record, response: dict[str, Any], deltas: list[Piece] | None, store: Store
 ) -> Record:
     """Returns the record of a response in its last state, whose age limit begins now."""
-    body = {"response": response, "items": record.body["items"], "deltas": deltas}
+    kept: list[Piece | str] | None = None
+    if deltas is not None:
+        kept = [piece if piece[1] else piece[0] for piece in deltas]
+    body = {"response": response, "items": record.body["items"], "deltas": kept}
     return replace(record, body=body, expires_at=store.expires_at)
 
 
