@@ -29,6 +29,7 @@ def server(tmp_path_factory):
     server = LiveServer(
         MODEL,
         "--max-model-len=2048",
+        f"--model-alias=claude-*={MODEL}",
         "--threads=2",
         "--kv-cache-memory-bytes=256MiB",
         f"--state-dir={tmp_path_factory.mktemp('state')}",

@@ -91,3 +91,20 @@ def test_a_tool_is_used_whole_and_streamed_and_its_result_goes_back(client):
         {"role": "user", "content": [result]},
     ]
     assert client.messages.create(**ASK | {"messages": talk}).usage.output_tokens
+
+
+def test_models_answer_to_anthropics_names(client, answer):
+    made = client.messages.create(**ASK | {"model": "claude-sonnet-4-5"})
+    assert made.content[0].text == answer
+    assert client.models.retrieve("claude-sonnet-4-5").id == "claude-sonnet-4-5"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_that_is_too_long_is_refused_in_anthropics_words(client, stream):
+    long = ASK | {"messages": [{"role": "user", "content": "word " * 6000}]}
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(**long, stream=stream)
+    error = refused.value.body["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("prompt is too long: ")
+    assert error["message"].endswith(" tokens > 2047 maximum")

@@ -79,3 +79,11 @@ def test_a_form_and_tools(client):
 
     made = client.chat(**ask, tools=[look_up])
     assert made.message.content or made.message.tool_calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_that_is_too_long_is_refused_in_ollamas_words(client, stream):
+    long = ASK | {"messages": [{"role": "user", "content": "word " * 6000}]}
+    with pytest.raises(ollama.ResponseError, match="exceeds the available context size") as refused:
+        list(client.chat(**long, stream=stream))
+    assert refused.value.status_code == 400

@@ -114,3 +114,49 @@ def test_responses_parse_and_call(base_url):
             last = stream.get_final_response()
     assert "response.function_call_arguments.delta" in kinds
     Capital.model_validate_json(last.output[0].arguments)
+
+
+LONG = "word " * 6000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_that_is_too_long_has_openais_code(base_url, stream):
+    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            messages=[{"role": "user", "content": LONG}], stream=stream, **GREEDY
+        )
+    assert refused.value.code == "context_length_exceeded"
+    assert "maximum context length is 2048 tokens" in refused.value.message
+
+
+def test_a_response_that_is_too_long_fails_in_its_stream(base_url):
+    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=MODEL, input=LONG)
+    assert refused.value.code == "context_length_exceeded"
+    *_, last = client.responses.create(model=MODEL, input=LONG, stream=True)
+    assert last.type == "response.failed"
+    assert last.response.error.code == "context_length_exceeded"
+
+
+def test_input_tokens_are_counted_before_a_response(base_url):
+    client = openai.OpenAI(base_url=base_url, api_key="none")
+    counted = client.responses.input_tokens.count(model=MODEL, input=QUESTION)
+    made = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=1)
+    assert counted.input_tokens == made.usage.input_tokens
+
+
+def test_logprobs_of_a_response(base_url):
+    client = openai.OpenAI(base_url=base_url, api_key="none")
+    made = client.responses.create(
+        model=MODEL,
+        input=QUESTION,
+        temperature=0,
+        max_output_tokens=12,
+        include=["message.output_text.logprobs"],
+        top_logprobs=3,
+    )
+    found = made.output[0].content[0].logprobs
+    assert "".join(one.token for one in found).removesuffix("<|im_end|>") == made.output_text
+    assert all(len(one.top_logprobs) == 3 for one in found)

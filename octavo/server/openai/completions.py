@@ -143,7 +143,9 @@ class CompletionAnswer(Answer):
             return None
         if index not in self._offsets:
             self._offsets[index] = TextOffsets(self.tokenizer, self._hidden_ids)
-        place, token_ids, offsets = self._offsets[index], delta.token_ids, []
+        place = self._offsets[index]
+        token_ids = delta.token_ids
+        offsets: list[int] = []
         steps: list[dict[int, Logprob] | None] = [*delta.logprobs]
         if self._echo and delta.is_first:
             offsets = place.add_echo(echoed, output.prompt_token_ids)
