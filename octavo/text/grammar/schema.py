@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
 
 MAX_BYTES = 1 << 20
 """Bytes of one schema or grammar."""
@@ -204,6 +204,12 @@ def places(root: Schema) -> Iterator[SubSchema]:
             stack += [] if target is None else [target]
 
 
+def pointer_keys(pointer: str) -> list[str]:
+    """Returns the keys and indices of a JSON pointer that begins with #."""
+    parts = pointer[2:].split("/") if len(pointer) > 1 else []
+    return [part.replace("~1", "/").replace("~0", "~") for part in parts]
+
+
 def resolved(root: Schema, reference: object) -> SubSchema | None:
     """Returns what a local `$ref` names; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#"):
@@ -211,8 +217,7 @@ def resolved(root: Schema, reference: object) -> SubSchema | None:
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root
-    for part in unquote(reference[2:]).split("/") if len(reference) > 1 else ():
-        key = part.replace("~1", "/").replace("~0", "~")
+    for key in pointer_keys(unquote(reference)):
         if isinstance(found, Mapping) and key in found:
             found = found[key]
         elif isinstance(found, list | tuple) and key.isdigit() and int(key) < len(found):
@@ -228,6 +233,7 @@ def resolved(root: Schema, reference: object) -> SubSchema | None:
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of a schema that the compiler may see; refuses long chains of references."""
     schema = json.loads(json.dumps(schema), parse_float=_number)
+    _point_references(schema)
     check_chains(schema)
     for place in places(schema):
         if not isinstance(place.schema, dict):
@@ -239,6 +245,29 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
         if "oneOf" in place.schema and "anyOf" not in place.schema:
             _open_one_of(schema, place.schema)
     return schema
+
+
+def _point_references(root: dict[str, Any]) -> None:
+    """Makes pointers of the references that name an `$anchor` or an `$id` of the schema itself."""
+    given = root.get("$id")
+    base = given if isinstance(given, str) else ""
+    named: dict[str, str] = {}
+    found = [place for place in places(root) if isinstance(place.schema, dict)]
+    for place in found:
+        own = place.schema.get("$id")
+        if isinstance(own, str):
+            named.setdefault(urljoin(base, own).rstrip("#"), place.pointer)
+        if isinstance(anchor := place.schema.get("$anchor"), str):
+            named.setdefault(f"#{anchor}", place.pointer)
+    for place in found if named else ():
+        reference = place.schema.get("$ref")
+        if not isinstance(reference, str) or resolved(root, reference) is not None:
+            continue
+        whole, _, inner = urljoin(base, reference).partition("#")
+        if reference in named:
+            place.schema["$ref"] = named[reference]
+        elif whole in named and (not inner or inner.startswith("/")):
+            place.schema["$ref"] = named[whole] + inner
 
 
 def _number(text: str) -> int | float:
@@ -452,8 +481,15 @@ def _inner(root: Schema, place: SubSchema) -> Iterator[SubSchema]:
 
 def _keyword(schema: Mapping[str, Any], reason: str) -> str:
     """Returns the last part of the pointer, where the reason names a keyword of the schema."""
-    named = [key for key in schema if f'"{key}"' in reason or reason.startswith(f"{key} ")]
-    if not named and "$ref" in schema and reason.startswith(("Pointer", "Resource")):
+    if reason.startswith("min/maxProperties"):
+        named = [key for key in ("minProperties", "maxProperties") if key in schema]
+    else:
+        named = [key for key in schema if f'"{key}"' in reason or reason.startswith(f"{key} ")]
+    if not named and reason.startswith(("patternProperty", "can't determine if patternProperty")):
+        named = [key for key in schema if key == "patternProperties"]
+    if not named and reason.startswith("Invalid type") and "type" in schema:
+        named = ["type"]
+    if not named and "$ref" in schema and reason.startswith(("Pointer", "Resource", "circular")):
         named = ["$ref"]
     if not named and "regex" in reason and "pattern" in schema:
         named = ["pattern"]

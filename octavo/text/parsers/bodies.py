@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.text.parsers.call_rules import PairRule, is_needed, pairs_grammar
+from octavo.text.grammar.arguments import TEXT_ONLY, PairLayout, arguments_grammar
+from octavo.text.grammar.raw_values import may_be_json, read_raw
 from octavo.text.parsers.calls import NAME, CallBody, CallSection, CallWriter, json_piece
 from octavo.text.parsers.json_text import at_key, copy_value, read_string, unescape_string
 from octavo.text.parsers.source import CutText, Emit, MalformedText, Steps, TextSource
@@ -191,28 +192,19 @@ class KeyValues:
 
     name_open: str
     name_end: str
-    key_open: str
-    key_end: dict[str, bool | None]
-    """Texts behind a key, and whether its value is a text; None leaves that to the schema."""
-    value_end: str
+    layout: PairLayout
     call_end: str
-    line: str = ""
-    """Text around a value, which is no part of it."""
     openings: Sequence[str] = ()
 
     @property
     def marks(self) -> Sequence[str]:
-        found = (self.name_open, self.key_open, *self.key_end, self.value_end, self.call_end)
+        pair = self.layout
+        opens = (self.name_open, pair.key_open, pair.value_open.strip())
+        found = (*opens, pair.key_end, pair.value_end, self.call_end)
         return [mark for mark in found if mark]
 
     def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        key_end = next(iter(self.key_end))
-        ending = f"{self.line}{self.value_end}\n"
-        rules = []
-        for index, (key, value) in enumerate(schema.get("properties", {}).items()):
-            front = f"{self.key_open}{key}{key_end}{self.line}"
-            rules.append(PairRule(index, front, value, ending, is_needed(schema, key)))
-        return {"grammar": pairs_grammar(rules, schema)}
+        return {"grammar": arguments_grammar(schema, self.layout)}
 
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:
         yield from source.skip_space()
@@ -226,7 +218,7 @@ class KeyValues:
         before = "{"
         while True:
             yield from source.skip_space()
-            mark = yield from source.at([self.key_open, self.call_end])
+            mark = yield from source.at([self.layout.key_open, self.call_end])
             if not mark:
                 raise MalformedText
             if mark == self.call_end:
@@ -239,45 +231,63 @@ class KeyValues:
         self, source: TextSource, section: CallSection, call: CallWriter, before: str
     ) -> Steps[None]:
         key: list[str] = []
-        end = yield from source.until(list(self.key_end), key.append)
-        if not end:
+        if not (yield from source.until([self.layout.key_end], key.append)):
             raise CutText
-        is_text = self.key_end[end]
-        if is_text is None:
-            is_text = section.types.is_text(call.name, "".join(key))
-        call.argue(f"{before}{json.dumps(''.join(key), ensure_ascii=False)}: ")
-        if is_text:
-            yield from self._text_value(source, call)
-        else:
-            value: list[str] = []
-            if not (yield from source.until([self.value_end], value.append)):
-                raise CutText
-            call.argue(_json_value("".join(value).strip()))
-
-    def _text_value(self, source: TextSource, call: CallWriter) -> Steps[None]:
-        """Copies a text as a JSON string, without the line ends that stand around it."""
-        call.argue('"')
-        lines = _InnerLines(call.argue)
-        if not (yield from source.until([self.value_end], lines.add, keeps_end=False)):
+        if self.layout.value_open:
+            yield from source.skip_space()
+            yield from source.expect(self.layout.value_open.strip())
+        quoted = read_raw("".join(key), self.layout.key_end, TEXT_ONLY)
+        types = section.types.types_of(call.name, json.loads(quoted))
+        call.argue(f"{before}{quoted}: ")
+        value = RawValue(call.argue, self.layout, types)
+        if not (yield from source.until([self.layout.value_end], value.add, keeps_end=False)):
             raise CutText
-        call.argue('"')
+        value.end()
 
 
-class _InnerLines:
-    """Emits a text without a line end at its front and one at its end."""
+class RawValue:
+    """Emits a value as JSON, from its text as it comes: a string at once, as soon as nothing but a
+    string can have begun so, and any other value at its end.
+    """
 
-    def __init__(self, emit: Emit) -> None:
+    def __init__(self, emit: Emit, layout: PairLayout, types: frozenset[str]) -> None:
         self._emit = emit
+        self._layout = layout
+        self._types = types
         self._waiting = ""
-        self._is_first = True
+        """Text that has not been emitted."""
+        self._is_string = False
 
     def add(self, text: str) -> None:
-        if self._is_first and text:
-            self._is_first = False
-            text = text.removeprefix("\n")
-        text = self._waiting + text
-        self._waiting = "\n" if text.endswith("\n") else ""
-        self._emit(json_piece(text.removesuffix("\n")))
+        self._waiting += text
+        line = self._layout.line
+        if self._is_string:
+            self._emit_string()
+        elif "string" in self._types and not may_be_json(
+            self._waiting.removeprefix(line), self._types
+        ):
+            self._is_string = True
+            self._waiting = self._waiting.removeprefix(line)
+            self._emit('"')
+            self._emit_string()
+
+    def end(self) -> None:
+        line = self._layout.line
+        if self._is_string:
+            self._emit(json_piece(self._waiting.removesuffix(line)) + '"')
+            return
+        text = self._waiting.removeprefix(line).removesuffix(line)
+        if "string" in self._types:
+            self._emit(read_raw(text, self._layout.value_end, self._types))
+        else:
+            self._emit(_json_value(text.strip()))
+
+    def _emit_string(self) -> None:
+        """Emits what has come, but for a line's end that the value may end with."""
+        line = self._layout.line
+        kept = line if line and self._waiting.endswith(line) else ""
+        self._emit(json_piece(self._waiting.removesuffix(kept) if kept else self._waiting))
+        self._waiting = kept
 
 
 def _json_value(text: str) -> str:

@@ -15,7 +15,8 @@ import msgspec
 from octavo.errors import InvalidRequest
 from octavo.structured_outputs import MessageFrame, StructuredOutputs
 from octavo.text.grammar import lark
-from octavo.text.grammar.schema import SchemaError, check_cycles, prepared, read
+from octavo.text.grammar.enforceable import enforceable
+from octavo.text.grammar.schema import SchemaError
 from octavo.text.parsers.formats import NAME_HERE, ChannelFormat, ToolFormat
 
 
@@ -166,16 +167,14 @@ def _structure(
     return structure | tools.arguments_form(schema)
 
 
-def _checked(name: str, schema: Mapping[str, Any], given_as: str) -> dict[str, Any]:
-    """Returns the schema of a function's arguments as the compiler may see it, wherever a format
-    puts its parts; InvalidRequest where it is too large, or needs itself without an end.
+def _checked(name: str, schema: Mapping[str, Any], given_as: str) -> Mapping[str, Any]:
+    """Returns the schema of a function's arguments as the compiler may see it; InvalidRequest if it
+    cannot be enforced.
     """
     try:
-        made = prepared(read(schema))
-        check_cycles(made)
+        return enforceable(schema, is_strict=True).schema
     except SchemaError as error:
         raise InvalidRequest(f"{given_as}: {name}: {error}", param=given_as) from None
-    return made
 
 
 def _trigger(tools: ToolFormat | ChannelFormat, begin: str) -> str:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from octavo.text.grammar.arguments import TEXT_ONLY, ArgumentTypes, types_of_text
+from octavo.text.grammar.schema import SchemaError
 from octavo.text.parsers.parts import PartList
 from octavo.text.parsers.source import MalformedText, Steps, TextSource
 
@@ -23,34 +25,27 @@ class FunctionTypes:
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes the JSON schema of each function's arguments, by name."""
         self._functions = functions
+        self._types: dict[str, ArgumentTypes | None] = {}
 
     @property
     def names(self) -> Collection[str]:
         return self._functions.keys()
 
-    def is_text(self, function: str, parameter: str) -> bool:
-        """Tells whether a parameter is a text, which key-value formats write without quotes."""
-        schema = self._functions.get(function, {}).get("properties", {}).get(parameter)
-        return is_text(schema)
+    def types_of(self, function: str, parameter: str) -> frozenset[str]:
+        """Returns the JSON types of a parameter; strings alone for one that is not known."""
+        if function not in self._types:
+            self._types[function] = self._read(function)
+        types = self._types[function]
+        return TEXT_ONLY if types is None else types.of(parameter)
 
-
-def is_text(schema: Any) -> bool:
-    """Tells whether a parameter may be a text; one without a schema is."""
-    return schema is None or "string" in _types(schema)
-
-
-def _types(schema: Any) -> set[str]:
-    """Returns the JSON types that a schema may take, as far as it names them."""
-    if not isinstance(schema, Mapping):
-        return set()
-    found = schema.get("type")
-    types = {found} if isinstance(found, str) else set(found or ())
-    if not types and "enum" in schema:
-        types = {"string" for value in schema["enum"] if isinstance(value, str)}
-    for word in ("anyOf", "oneOf", "allOf"):
-        for branch in schema.get(word, ()):
-            types |= _types(branch)
-    return types
+    def _read(self, function: str) -> ArgumentTypes | None:
+        schema = self._functions.get(function)
+        if schema is None:
+            return None
+        try:
+            return types_of_text(json.dumps(schema))
+        except SchemaError:
+            return None
 
 
 class CallWriter:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.structured_outputs import MessageFrame
+from octavo.text.grammar.arguments import PairLayout
 from octavo.text.parsers.bodies import JsonCalls, JsonOr, KeyValues, NamedJson
 from octavo.text.parsers.calls import CallBody
 from octavo.text.parsers.pythonic import PythonCalls
@@ -134,11 +135,8 @@ class ChannelFormat:
 _PARAMETERS = KeyValues(
     name_open="<function=",
     name_end=">",
-    key_open="<parameter=",
-    key_end={">": None},
-    value_end="</parameter>",
+    layout=PairLayout("<parameter=", ">", "</parameter>", line="\n"),
     call_end="</function>",
-    line="\n",
 )
 
 HARMONY = ChannelFormat(
@@ -162,9 +160,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         KeyValues(
             name_open="",
             name_end="",
-            key_open="<arg_key>",
-            key_end={"</arg_key>\n<arg_value>": None, "</arg_key><arg_value>": None},
-            value_end="</arg_value>",
+            layout=PairLayout("<arg_key>", "</arg_key>", "</arg_value>", "\n<arg_value>"),
             call_end="</tool_call>",
         ),
         written=("<tool_call>{name}\n", "</tool_call>"),
@@ -237,9 +233,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         KeyValues(
             name_open='<invoke name="',
             name_end='">',
-            key_open='<parameter name="',
-            key_end={'">': None},
-            value_end="</parameter>",
+            layout=PairLayout('<parameter name="', '">', "</parameter>"),
             call_end="</invoke>",
         ),
         written=(

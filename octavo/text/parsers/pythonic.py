@@ -1,4 +1,5 @@
-"""Calls in Python's notation: `[look_up(city="Oslo", days=3), now()]`.
+"""Calls in Python's notation: `[look_up(city="Oslo", days=3), now()]`. A name that is no identifier
+is in a dictionary: `f(**{"a-b": 1})`.
 
 A call begins at its first keyword, or at the parenthesis that closes an empty one; each argument is
 given as JSON once it is complete.
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.text.parsers.call_rules import keywords_grammar
+from octavo.text.grammar.arguments import PythonKeywords, arguments_grammar
 from octavo.text.parsers.calls import NAME, CallSection, CallWriter
 from octavo.text.parsers.source import CutText, MalformedText, Steps, TextSource
 
@@ -32,7 +33,7 @@ class PythonCalls:
     marks: Sequence[str] = ()
 
     def arguments_form(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        return {"grammar": keywords_grammar(schema)}
+        return {"grammar": arguments_grammar(schema, PythonKeywords())}
 
     def read(self, source: TextSource, section: CallSection) -> Steps[None]:
         yield from source.skip_space()
@@ -63,15 +64,26 @@ class PythonCalls:
             if (yield from source.next()) == ")":
                 source.take()
                 break
-            keyword = yield from _keyword(source)
+            pairs = yield from _pairs(source)
             if not call.has_begun:
                 call.begin(function)
-            call.argue(f"{before}{json.dumps(keyword)}: ")
-            call.argue(_as_json((yield from _literal(source))))
-            before = ", "
+            if pairs:
+                call.argue(before + pairs)
+                before = ", "
         if not call.has_begun:
             call.begin(function)
         call.argue("{}" if before == "{" else "}")
+
+
+def _pairs(source: TextSource) -> Steps[str]:
+    """Returns a keyword and its value as a JSON object's pair, or the pairs of `**{...}`."""
+    if not (yield from source.at(["**"])):
+        keyword = json.dumps((yield from _keyword(source)), ensure_ascii=False)
+        return f"{keyword}: {_as_json((yield from _literal(source)))}"
+    pairs = _as_json((yield from _literal(source)))
+    if not pairs.startswith("{"):
+        raise MalformedText
+    return pairs[1:-1]
 
 
 def _keyword(source: TextSource) -> Steps[str]:

@@ -111,7 +111,7 @@ RECORDED = [
                     "city": 'Oslo \u2600 </tool_call>\n"x"',
                     "days": 3,
                     "tags": ["a", "b"],
-                    "note": "null",
+                    "note": None,
                 },
             ),
             ("now", {}),

@@ -1,4 +1,4 @@
-"""A JSON schema's `pattern`, which a text holds anywhere, as a regular expression of whole texts.
+"""A JSON schema's `pattern` and `format` as regular expressions of whole strings, for terminals.
 
 Knows alternatives and their anchors; what else a pattern says is left as it is, for the compiler to
 read or to refuse.
@@ -6,15 +6,46 @@ read or to refuse.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from octavo.text.grammar.strings import rewrite_pattern
+
 ANYTHING = r"(.|\n)*"
+ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+"""ECMA-262's classes, which are Unicode's in the compiler's syntax."""
+DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+TIME = rf"{CLOCK}:([0-5][0-9]|60)(\.[0-9]+)?([zZ]|[+\-]{CLOCK})"
+LABEL = r"[0-9A-Za-z]([0-9A-Za-z\-]{0,61}[0-9A-Za-z])?"
+BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+SPAN = "T([0-9]+H([0-9]+M)?([0-9]+S)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+DAYS = "([0-9]+Y([0-9]+M)?([0-9]+D)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+HEX = "[0-9A-Fa-f]{1,4}"
+FORMATS = {
+    "date": DATE,
+    "time": TIME,
+    "date-time": f"{DATE}[tT]{TIME}",
+    "duration": f"P([0-9]+W|{DAYS}({SPAN})?|{SPAN})",
+    "email": rf"[0-9A-Za-z_+\-]+(\.[0-9A-Za-z_+\-]+)*@{LABEL}(\.{LABEL})*",
+    "hostname": rf"{LABEL}(\.{LABEL})*",
+    "ipv4": rf"{BYTE}(\.{BYTE}){{3}}",
+    "ipv6": f"({HEX}:){{7}}{HEX}|({HEX}:){{1,6}}:{HEX}|::({HEX}(:{HEX}){{0,5}})?",
+    "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+    "uri": r"[A-Za-z][0-9A-Za-z+.\-]*:[^\s<>\x22\\^`{|}]*",
+}
+"""Formats that the compiler enforces, as strings without quotes are written in them."""
 
 
 def whole_pattern(pattern: str) -> str:
     """Returns the regular expression of the texts that match a pattern, for a Lark terminal."""
+    pattern = re.sub(r"\\(.)", _ascii, rewrite_pattern(pattern), flags=re.DOTALL)
     whole = "|".join(_whole(branch) for branch in _branches(pattern))
     return whole.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
+
+
+def _ascii(found: re.Match[str]) -> str:
+    return ASCII_CLASSES.get(found[1], found[0])
 
 
 def _whole(branch: str) -> str:

@@ -1,0 +1,289 @@
+"""Grammars of a call's arguments in formats that do not write them as one JSON object: pairs of
+keys and values between tags, and Python's keyword arguments.
+
+Compiled from the normal form of the function's schema; a format only says how names and values are
+written (`PairLayout`, `PythonKeywords`). Named properties come in the schema's order, unnamed ones
+behind them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from octavo.text.grammar import raw_values
+from octavo.text.grammar.lark import literal
+from octavo.text.grammar.normal_schema import (
+    ObjectShape,
+    leaves,
+    object_shapes,
+    standalone,
+    types_of,
+)
+from octavo.text.grammar.schema import OPTIONS, Schema, SchemaError
+from octavo.text.grammar.string_patterns import whole_pattern
+from octavo.text.grammar.strings import escape_options, rewrite_patterns
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
+"""Whitespace between the parts of a JSON value."""
+SPACED = {"whitespace_pattern": WHITESPACE}
+INLINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""Options of JSON that stands in place of other texts, which are told apart by their beginning."""
+TEXT_ONLY = frozenset({"string"})
+PLAIN_NAME = r'/[^"\\\x00-\x1f\x7f]*/'
+"""Names that stand in quotes without escapes."""
+QUOTED_FRONT, QUOTED_BACK = literal('**{"'), literal('": ')
+WORDS = {"None": None, "True": True, "False": False}
+"""Python's words, which models write in place of JSON's."""
+
+
+class ArgumentTypes:
+    """The JSON types that each property of a function's arguments may have."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.shapes = object_shapes(root)
+        self._root = root
+        self._named: dict[str, frozenset[str]] = {}
+        others = [
+            types_of(root, part)
+            for shape in self.shapes
+            for part in (shape.additional, *(part for _, part in shape.patterns))
+        ]
+        self._others = frozenset().union(*others)
+
+    def of(self, name: str) -> frozenset[str]:
+        """Returns a property's types; strings alone for one that the schema does not allow."""
+        if name not in self._named:
+            found = [
+                types_of(self._root, shape.properties[name])
+                if name in shape.properties
+                else self._others
+                for shape in self.shapes
+            ]
+            self._named[name] = frozenset().union(*found)
+        return self._named[name] or TEXT_ONLY
+
+    @property
+    def others(self) -> frozenset[str]:
+        """Types of the properties that the schema does not name."""
+        return self._others
+
+
+@lru_cache(maxsize=1024)
+def types_of_text(schema: str) -> ArgumentTypes:
+    """Returns the types of arguments whose schema is given as JSON."""
+    return ArgumentTypes(json.loads(schema))
+
+
+@dataclass(slots=True)
+class Pair:
+    """One property in a grammar: its rule, and the rules that it needs."""
+
+    rule: str
+    lines: list[str]
+
+
+class Notation(Protocol):
+    """How a format writes a property."""
+
+    @property
+    def separator(self) -> str:
+        """Text between two properties."""
+        ...
+
+    def named(self, rule: str, name: str, value: Value) -> list[str]:
+        """Returns the rules of a named property."""
+        ...
+
+    def unnamed(self, rule: str, names: str, value: Value) -> list[str]:
+        """Returns the rules of a property whose name has a terminal's pattern."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A property's value."""
+
+    root: Schema
+    schema: Schema
+    types: frozenset[str]
+    """Types that the parser knows of the property."""
+
+
+def arguments_grammar(root: Mapping[str, Any], notation: Notation) -> str:
+    """Returns the grammar of a function's arguments; SchemaError if its schema has no object."""
+    types = types_of_text(json.dumps(root))
+    lines = [f"start: {' | '.join(f'shape_{i}' for i in range(len(types.shapes)))}"]
+    for index, shape in enumerate(types.shapes):
+        lines += _shape_lines(f"shape_{index}", root, shape, types, notation)
+    return "\n".join(lines) + "\n"
+
+
+def _shape_lines(
+    rule: str, root: Schema, shape: ObjectShape, types: ArgumentTypes, notation: Notation
+) -> list[str]:
+    lines: list[str] = []
+    pairs: list[tuple[str, bool]] = []
+    for index, (name, part) in enumerate(shape.properties.items()):
+        if part is not False:
+            pair = f"{rule}_{index}"
+            lines += notation.named(pair, name, Value(root, part, types.of(name)))
+            pairs.append((pair, name in shape.required))
+    free = []
+    for index, (names, part) in enumerate(_free_names(shape)):
+        if leaves(root, part):
+            free.append(f"{rule}_free_{index}")
+            lines += notation.unnamed(free[-1], names, Value(root, part, types.others))
+    if free and shape.most != 0:
+        lines.append(f"{rule}_free: {' | '.join(free)}")
+    else:
+        free = []
+    sequence = _sequence(rule, pairs, shape if free else None, literal(notation.separator))
+    return [*sequence, *lines]
+
+
+def _sequence(
+    rule: str, pairs: Sequence[tuple[str, bool]], free: ObjectShape | None, separator: str
+) -> list[str]:
+    """Returns the rules of pairs in a row: `first` before the first of them, `rest` behind it."""
+    empty = literal("")
+    lines = [f"{rule}: {rule}_first_0"]
+    for index, (pair, is_required) in enumerate(pairs):
+        after = f"{rule}_rest_{index + 1}"
+        skips = "" if is_required else f" | {rule}_first_{index + 1}"
+        lines.append(f"{rule}_first_{index}: {pair} {after}{skips}")
+        skips = "" if is_required else f" | {after}"
+        lines.append(f"{rule}_rest_{index}: {separator} {pair} {after}{skips}")
+    end = len(pairs)
+    if free is None:
+        return [*lines, f"{rule}_first_{end}: {empty}", f"{rule}_rest_{end}: {empty}"]
+    least, most = free.least, free.most
+    more = f"({separator} {rule}_free)"
+    rest = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+    first = f"{rule}_free {more}{rest}" + ("" if least else f" | {empty}")
+    bounds = f"{{{least},{'' if most is None else most}}}"
+    return [*lines, f"{rule}_first_{end}: {first}", f"{rule}_rest_{end}: {more}{bounds}"]
+
+
+def _free_names(shape: ObjectShape) -> list[tuple[str, Schema]]:
+    """Returns the terminals of the names that a shape leaves free, with their schemas; a name that
+    two patterns have is none of them.
+    """
+    whole = {pattern: f"/{whole_pattern(pattern)}/" for pattern, _ in shape.patterns}
+    found = []
+    for pattern, schema in shape.patterns:
+        others = [f"~{other}" for key, other in whole.items() if key != pattern]
+        found.append((" & ".join([whole[pattern], *others]), schema))
+    found.append((" & ".join(f"~{other}" for other in whole.values()), shape.additional))
+    taken = " | ".join(map(literal, shape.properties))
+    return [
+        (" & ".join([*([names] if names else []), *([f"~({taken})"] if taken else [])]), schema)
+        for names, schema in found
+    ]
+
+
+def _json(value: Value, options: Mapping[str, Any]) -> str:
+    made = {} if isinstance(value.schema, bool) else standalone(value.root, value.schema)
+    rewrite_patterns(made)
+    return json.dumps(made | {OPTIONS: {**options, **escape_options(made)}})
+
+
+# -- pairs between tags ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PairLayout:
+    """Texts around the keys and values of a format that writes pairs between tags."""
+
+    key_open: str
+    key_end: str
+    value_end: str
+    value_open: str = ""
+    """Text between the end of a key and its value; models leave out the space before it."""
+    line: str = ""
+    """Text around a value, which is no part of it."""
+
+    @property
+    def separator(self) -> str:
+        return ""
+
+    @property
+    def _between(self) -> str:
+        return f"{self.key_end}{self.value_open}{self.line}"
+
+    def named(self, rule: str, name: str, value: Value) -> list[str]:
+        if self.key_end in name:
+            name = raw_values.quote(name, self.key_end)
+        front = literal(f"{self.key_open}{name}{self._between}")
+        return [f"{rule}: {front} {rule}_value", *self._value(f"{rule}_value", value)]
+
+    def unnamed(self, rule: str, names: str, value: Value) -> list[str]:
+        plain = raw_values.plain_terminal(self.key_end, TEXT_ONLY)
+        return [
+            f"{rule}: {rule}_key {rule}_value",
+            f"{rule}_key[suffix={literal(self._between)}]: {rule.upper()}_KEY",
+            f"{rule.upper()}_KEY: {literal(self.key_open)} {rule.upper()}_NAME",
+            f"{rule.upper()}_NAME: {plain}{' & ' if names else ''}{names}",
+            *self._value(f"{rule}_value", value),
+        ]
+
+    def _value(self, rule: str, value: Value) -> list[str]:
+        ending = literal(f"{self.line}{self.value_end}\n")
+        if "string" not in value.types:
+            return [f"{rule}: {rule}_json {ending}", f"{rule}_json: %json {_json(value, SPACED)}"]
+        found = leaves(value.root, value.schema)
+        texts = raw_values.raw_terminal(found, self.value_end, value.types)
+        lines, options = [], []
+        if texts:
+            options.append(f"{rule}_text")
+            lines += [f"{rule}_text[suffix={ending}]: {rule.upper()}", f"{rule.upper()}: {texts}"]
+        if by_json := raw_values.json_types(found):
+            types = {"type": sorted(by_json)}
+            schema = types if isinstance(value.schema, bool) else {"allOf": [value.schema, types]}
+            options.append(f"{rule}_json {ending}")
+            inline = _json(Value(value.root, schema, value.types), INLINE)
+            lines.append(f"{rule}_json: %json {inline}")
+        if not options:
+            raise SchemaError("#", f"no text stands for a value of {rule}")
+        return [f"{rule}: {' | '.join(options)}", *lines]
+
+
+# -- Python's keyword arguments --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PythonKeywords:
+    """Keyword arguments with values in JSON; a name that is no identifier is in `**{...}`."""
+
+    separator: str = ", "
+
+    def named(self, rule: str, name: str, value: Value) -> list[str]:
+        if name.isidentifier():
+            front, back = literal(f"{name}="), ""
+        else:
+            front, back = literal(f"**{{{json.dumps(name, ensure_ascii=False)}: "), literal("}")
+        return [f"{rule}: {front} {rule}_value {back}", *self._value(f"{rule}_value", value)]
+
+    def unnamed(self, rule: str, names: str, value: Value) -> list[str]:
+        key, more = rule.upper(), f" & {names}" if names else ""
+        return [
+            f'{rule}: {key} {rule}_value | {key}_QUOTED {rule}_value "}}"',
+            f'{key}: (/[A-Za-z_][0-9A-Za-z_]*/{more}) "="',
+            f"{key}_QUOTED: {QUOTED_FRONT} ({PLAIN_NAME}{more}) {QUOTED_BACK}",
+            *self._value(f"{rule}_value", value),
+        ]
+
+    def _value(self, rule: str, value: Value) -> list[str]:
+        found = leaves(value.root, value.schema)
+        words = [
+            literal(text)
+            for text, constant in WORDS.items()
+            if any(leaf.admits(constant) for leaf in found)
+        ]
+        return [
+            f"{rule}: {' | '.join([f'{rule}_json', *words])}",
+            f"{rule}_json: %json {_json(value, INLINE)}",
+        ]

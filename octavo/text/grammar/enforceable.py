@@ -1,0 +1,175 @@
+"""The part of a function's schema that a grammar enforces.
+
+A tool schema that is not strict never fails a request: a keyword that no grammar enforces is
+dropped and its JSON pointer returned, so that the grammar admits more than the schema. A strict one
+raises SchemaError. Results are cached: clients send the same functions with every request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from octavo.text.grammar.closed_objects import close_objects
+from octavo.text.grammar.compiler import fault_in
+from octavo.text.grammar.normal_schema import object_shapes
+from octavo.text.grammar.schema import (
+    OPTIONS,
+    SchemaError,
+    SubSchema,
+    blame,
+    check_cycles,
+    places,
+    pointer_keys,
+    prepared,
+    read,
+)
+from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
+from octavo.text.grammar.strings import escape_options, rewrite_patterns
+
+MAX_REPAIRS = 64
+"""Faults that are dropped one by one, before the whole schema is."""
+NOT_ENFORCED = (
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
+    *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef", OPTIONS),
+)
+"""Keywords that llguidance does not compile, or that are not the user's to set."""
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Enforceable:
+    """A schema that compiles, of objects alone."""
+
+    schema: Mapping[str, Any]
+    dropped: tuple[str, ...] = ()
+    """JSON pointers of what the schema does not enforce any more."""
+
+
+def enforceable(schema: Mapping[str, Any], *, is_strict: bool) -> Enforceable:
+    """Returns what of the schema of a function's arguments can be enforced. A strict schema is
+    enforced whole: raises SchemaError for what cannot be.
+    """
+    try:
+        text = json.dumps(read(schema))
+    except SchemaError:
+        if is_strict:
+            raise
+        return Enforceable(ANY_OBJECT, ("#",))
+    return _enforceable(text, is_strict)
+
+
+@lru_cache(maxsize=1024)
+def _enforceable(text: str, is_strict: bool) -> Enforceable:
+    root = json.loads(text)
+    dropped: list[str] = [] if is_strict else _drop_known(root)
+    dropped += _restrict_to_objects(root, is_strict=is_strict)
+    for _ in range(MAX_REPAIRS):
+        try:
+            return Enforceable(_compiled(root), tuple(dropped))
+        except SchemaError as error:
+            if is_strict:
+                raise
+            if not _drop(root, error.pointer):
+                break
+            dropped.append(error.pointer)
+    return Enforceable(ANY_OBJECT, (*dropped, "#"))
+
+
+def _compiled(root: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema as the compiler may see it; SchemaError with the place of a fault."""
+    made = prepared(root)
+    check_cycles(made)
+    close_objects(made)
+
+    def check(part: dict[str, Any]) -> str:
+        part = json.loads(json.dumps(part))
+        rewrite_patterns(part)
+        options = {"coerce_one_of": False, "lenient": False, **escape_options(part)}
+        return fault_in(json.dumps({"grammars": [{"json_schema": part | {OPTIONS: options}}]}))
+
+    if check(made):
+        raise blame(made, check)
+    _check_patterns(made)
+    object_shapes(made)
+    return made
+
+
+def _check_patterns(root: dict[str, Any]) -> None:
+    """Refuses a pattern that cannot be written as a terminal, as strings without quotes are."""
+    for place in places(root):
+        if not isinstance(place.schema, Mapping):
+            continue
+        found = [(f"{place.pointer}/pattern", place.schema.get("pattern"))]
+        names = place.schema.get("patternProperties", {})
+        found += [(f"{place.pointer}/patternProperties", name) for name in names]
+        for pointer, pattern in found:
+            if isinstance(pattern, str) and (fault := _pattern_fault(pattern)):
+                raise SchemaError(pointer, fault)
+
+
+@lru_cache(maxsize=1024)
+def _pattern_fault(pattern: str) -> str:
+    grammar = f"start: TEXT\nTEXT: /{whole_pattern(pattern)}/\n"
+    return fault_in(json.dumps({"grammars": [{"lark_grammar": grammar}]}))
+
+
+# -- what is dropped -------------------------------------------------------------------------------
+
+
+def _drop_known(root: dict[str, Any]) -> list[str]:
+    """Drops the keywords that are never enforced; returns their pointers."""
+    dropped = []
+    for place in list(places(root)):
+        if not isinstance(place.schema, dict):
+            continue
+        for key in [key for key in place.schema if _is_never_enforced(place, key)]:
+            del place.schema[key]
+            dropped.append(f"{place.pointer}/{key}")
+    return dropped
+
+
+def _is_never_enforced(place: SubSchema, key: str) -> bool:
+    if key == "format":
+        return place.schema["format"] not in FORMATS
+    return key in NOT_ENFORCED
+
+
+def _restrict_to_objects(root: dict[str, Any], *, is_strict: bool) -> list[str]:
+    """Makes the root a schema of objects; returns the pointer of a type that it cannot have."""
+    types = root.get("type", "object")
+    is_object = types == "object" or (isinstance(types, list) and "object" in types)
+    if not is_object and is_strict:
+        raise SchemaError("#/type", f'got {json.dumps(types)}, allowed is "object"')
+    root["type"] = "object"
+    return [] if is_object else ["#/type"]
+
+
+def _drop(root: dict[str, Any], pointer: str) -> bool:
+    """Drops what a pointer names: a keyword, or all that a schema within the root says; returns
+    whether it could. `oneOf` becomes `anyOf`, which admits more.
+    """
+    *keys, last = pointer_keys(pointer) or [""]
+    if not last:
+        return False
+    parent: Any = root
+    try:
+        for key in keys:
+            parent = parent[int(key) if isinstance(parent, list) else key]
+        index: Any = int(last) if isinstance(parent, list) else last
+        value = parent[index]
+    except (KeyError, IndexError, ValueError, TypeError):
+        return False
+    if any(place.pointer == pointer for place in places(root)):
+        if value in ({}, True):
+            return False
+        parent[index] = {}
+    elif last == "oneOf" and "anyOf" not in parent and isinstance(value, list):
+        parent["anyOf"] = parent.pop("oneOf")
+    else:
+        del parent[index]
+    return True

@@ -1,0 +1,356 @@
+"""The normal form of a JSON schema: unions of plain alternatives, each without references, `allOf`,
+`anyOf` and `oneOf` of its own.
+
+Tool-call formats that do not write arguments as one JSON object are compiled from it: an object's
+properties (`object_shapes`) and the scalars that a property may be (`leaves`). Values inside lists
+and objects stay JSON schemas, which llguidance compiles (`standalone`). Knows no format.
+Source of the semantics: JSON Schema 2020-12.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from octavo.text.grammar.schema import Schema, SchemaError, SubSchema, children, resolved
+
+MAX_ALTERNATIVES = 64
+"""Alternatives of one schema; allOf of unions multiplies them."""
+NUMBERS = frozenset({"integer", "number"})
+"""A schema of numbers admits integers too, so that intersections are those of sets."""
+TYPES = NUMBERS | {"null", "boolean", "string", "array", "object"}
+LIMITS = (
+    *("minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+)
+"""Keywords that limit strings and numbers."""
+ALL_TYPES = frozenset(TYPES)
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Values of some types, listed or limited."""
+
+    types: frozenset[str]
+    values: tuple[Any, ...] | None = None
+    """The only values; None if the types and limits are all that is known."""
+    limits: tuple[tuple[str, Any], ...] = ()
+
+    def having(self, types: Iterable[str]) -> Leaf | None:
+        """Returns the leaf with only some of its types; None if it then has no value."""
+        kept = self.types & frozenset(types)
+        values = self.values
+        if values is not None:
+            values = tuple(value for value in values if type_of(value) in kept)
+        return None if not kept or values == () else replace(self, types=kept, values=values)
+
+    def admits(self, constant: bool | None) -> bool:
+        """Returns whether a constant, which no limit holds for, is one of the values."""
+        is_listed = self.values is None or any(value is constant for value in self.values)
+        return is_listed and type_of(constant) in self.types
+
+    def limits_of(self, keyword: str) -> list[Any]:
+        return [value for key, value in self.limits if key == keyword]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectShape:
+    """Objects with some properties."""
+
+    properties: dict[str, Schema] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+    patterns: tuple[tuple[str, Schema], ...] = ()
+    """Schemas of other properties by a pattern of their names."""
+    additional: Schema = True
+    """Schema of properties that neither a name nor a pattern has."""
+    least: int = 0
+    """Least number of properties."""
+    most: int | None = None
+
+    def schema_of(self, name: str) -> Schema:
+        """Returns the schema of the property of a name."""
+        if name in self.properties:
+            return self.properties[name]
+        found = [schema for pattern, schema in self.patterns if matches(pattern, name)]
+        return all_of(*found) if found else self.additional
+
+
+def type_of(value: Any) -> str:
+    """Returns the JSON type of a value; of a number without a fraction "integer"."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    names = {int: "integer", str: "string", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Returns whether a name has a pattern; True if Python cannot read the pattern."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+def all_of(*schemas: Schema) -> Schema:
+    """Returns the schema of what meets all schemas."""
+    if any(schema is False for schema in schemas):
+        return False
+    kept: list[Schema] = []
+    for schema in schemas:
+        if schema is not True and schema != {} and schema not in kept:
+            kept.append(schema)
+    if not kept:
+        return True
+    return kept[0] if len(kept) == 1 else {"allOf": kept}
+
+
+# -- alternatives ----------------------------------------------------------------------------------
+
+
+def _alternatives(
+    root: Schema,
+    schema: Schema,
+    own: Callable[[Mapping[str, Any]], list[Part]],
+    meet: Callable[[Part, Part], Part | None],
+    following: frozenset[int] = frozenset(),
+) -> list[Part]:
+    """Returns the alternatives of a schema: `own` gives those of its own keywords, `meet` the
+    intersection of two. A reference that leads back to itself adds none.
+    """
+    if not isinstance(schema, Mapping):
+        return [] if schema is False else own({})
+    if id(schema) in following:
+        return []
+    inside = following | {id(schema)}
+    unions: list[list[Schema]] = []
+    if "$ref" in schema and (place := resolved(root, schema["$ref"])) is not None:
+        unions.append([place.schema])
+    unions += [[part] for part in schema.get("allOf", ())]
+    unions += [schema[key] for key in ("anyOf", "oneOf") if key in schema]
+    found = own(schema)
+    for union in unions:
+        others = [
+            part for branch in union for part in _alternatives(root, branch, own, meet, inside)
+        ]
+        met = (meet(one, other) for one in found for other in others)
+        found = _unique(part for part in met if part is not None)
+        if len(found) > MAX_ALTERNATIVES:
+            raise SchemaError("#", f"has more than {MAX_ALTERNATIVES} alternatives")
+    return found
+
+
+def _unique(parts: Iterable[Part]) -> list[Part]:
+    """Returns parts without repetitions; leaves of the same types that list values are one."""
+    kept: list[Part] = []
+    for part in parts:
+        if isinstance(part, Leaf) and part.values is not None and not part.limits:
+            same = next(
+                (
+                    index
+                    for index, one in enumerate(kept)
+                    if isinstance(one, Leaf) and one.values is not None and not one.limits
+                ),
+                None,
+            )
+            if same is not None:
+                one: Any = kept[same]
+                more = [value for value in part.values if not _is_in(value, one.values)]
+                values = (*one.values, *more)
+                kept[same] = replace(one, types=one.types | part.types, values=values)
+                continue
+        if part not in kept:
+            kept.append(part)
+    return kept
+
+
+def _is_in(value: Any, values: Iterable[Any]) -> bool:
+    return any(type_of(one) == type_of(value) and one == value for one in values)
+
+
+# -- scalars ---------------------------------------------------------------------------------------
+
+
+def leaves(root: Schema, schema: Schema) -> list[Leaf]:
+    """Returns the alternatives of a value: its types, and what limits strings and numbers."""
+    return _alternatives(root, schema, _own_leaves, _meet_leaves)
+
+
+def types_of(root: Schema, schema: Schema) -> frozenset[str]:
+    """Returns the JSON types that a value may have."""
+    return frozenset().union(*(leaf.types for leaf in leaves(root, schema)))
+
+
+def _own_leaves(schema: Mapping[str, Any]) -> list[Leaf]:
+    given = schema.get("type", sorted(ALL_TYPES))
+    types = frozenset([given] if isinstance(given, str) else given)
+    if "number" in types:
+        types |= NUMBERS
+    values = None
+    if "const" in schema or "enum" in schema:
+        listed = [schema["const"]] if "const" in schema else schema["enum"]
+        values = tuple(value for value in listed if type_of(value) in types)
+        types = frozenset(map(type_of, values))
+    limits = tuple((key, schema[key]) for key in LIMITS if key in schema)
+    leaf = Leaf(types, values, limits).having(types)
+    return [] if leaf is None else [leaf]
+
+
+def _meet_leaves(one: Leaf, other: Leaf) -> Leaf | None:
+    values = one.values
+    if one.values is None:
+        values = other.values
+    elif other.values is not None:
+        values = tuple(value for value in one.values if _is_in(value, other.values))
+    limits = tuple(dict.fromkeys((*one.limits, *other.limits)))
+    return Leaf(one.types & other.types, values, limits).having(one.types & other.types)
+
+
+# -- objects ---------------------------------------------------------------------------------------
+
+
+def object_shapes(root: Schema) -> list[ObjectShape]:
+    """Returns the alternatives of a schema's objects, in which each number of properties is met by
+    the properties that are neither named nor optional. Raises SchemaError if there is no object.
+    """
+    shapes = _alternatives(root, root, _own_shapes, _meet_shapes)
+    found = [counted for shape in shapes for counted in _counted(_satisfiable(root, shape))]
+    if not found:
+        raise SchemaError("#", "allows no object")
+    return found
+
+
+def _own_shapes(schema: Mapping[str, Any]) -> list[ObjectShape]:
+    types = schema.get("type", "object")
+    if "object" not in ([types] if isinstance(types, str) else types):
+        return []
+    patterns = tuple(schema.get("patternProperties", {}).items())
+    properties = {
+        name: all_of(part, *(more for pattern, more in patterns if matches(pattern, name)))
+        for name, part in schema.get("properties", {}).items()
+    }
+    shape = ObjectShape(
+        properties,
+        frozenset(schema.get("required", ())),
+        patterns,
+        schema.get("additionalProperties", True),
+        schema.get("minProperties", 0),
+        schema.get("maxProperties"),
+    )
+    if "const" not in schema and "enum" not in schema:
+        return [shape]
+    listed = [schema["const"]] if "const" in schema else schema["enum"]
+    met = (_meet_shapes(_shape_of(value), shape) for value in listed if isinstance(value, dict))
+    return [one for one in met if one is not None]
+
+
+def _shape_of(value: Mapping[str, Any]) -> ObjectShape:
+    """Returns the shape of one object."""
+    properties = {name: {"const": part} for name, part in value.items()}
+    return ObjectShape(properties, frozenset(properties), additional=False)
+
+
+def _meet_shapes(one: ObjectShape, other: ObjectShape) -> ObjectShape | None:
+    names = dict.fromkeys((*one.properties, *other.properties))
+    mine, theirs = dict(one.patterns), dict(other.patterns)
+    patterns = tuple(
+        (pattern, all_of(mine.get(pattern, one.additional), theirs.get(pattern, other.additional)))
+        for pattern in dict.fromkeys((*mine, *theirs))
+    )
+    bounds = [most for most in (one.most, other.most) if most is not None]
+    return ObjectShape(
+        {name: all_of(one.schema_of(name), other.schema_of(name)) for name in names},
+        one.required | other.required,
+        patterns,
+        all_of(one.additional, other.additional),
+        max(one.least, other.least),
+        min(bounds, default=None),
+    )
+
+
+def _satisfiable(root: Schema, shape: ObjectShape) -> ObjectShape | None:
+    """Returns a shape that names all required properties, False for those that cannot be; None if
+    one of the required cannot be.
+    """
+    required = [name for name in sorted(shape.required) if name not in shape.properties]
+    named = shape.properties | {name: shape.schema_of(name) for name in required}
+    properties = {name: part if leaves(root, part) else False for name, part in named.items()}
+    if any(properties[name] is False for name in shape.required):
+        return None
+    return replace(shape, properties=properties)
+
+
+def _counted(shape: ObjectShape | None) -> list[ObjectShape]:
+    """Returns shapes whose `least` and `most` count only the properties that are not named."""
+    if shape is None:
+        return []
+    num_required = len(shape.required)
+    least = max(0, shape.least - num_required)
+    most = None if shape.most is None else shape.most - num_required
+    if most is not None and most < 0:
+        return []
+    can_be = [name for name, part in shape.properties.items() if part is not False]
+    optional = [name for name in can_be if name not in shape.required]
+    is_open = shape.additional is not False or any(part is not False for _, part in shape.patterns)
+    if not optional or (least == 0 and most is None):
+        return [replace(shape, least=least, most=most)] if is_open or not least else []
+    kept = replace(shape, least=0, most=None)
+    if least > 1 or most not in (None, 1):
+        return [kept]
+    one_of = [replace(kept, required=shape.required | {name}) for name in optional]
+    if most == 1:
+        one_of = [_without(one, set(optional) - one.required, is_closed=True) for one in one_of]
+    rest = _without(kept, set(optional), is_closed=False)
+    if is_open:
+        return [*one_of, replace(rest, least=least, most=most)]
+    return one_of if least else [*one_of, rest]
+
+
+def _without(shape: ObjectShape, names: set[str], *, is_closed: bool) -> ObjectShape:
+    """Returns a shape without some of its optional properties."""
+    properties = shape.properties | dict.fromkeys(names, False)
+    if not is_closed:
+        return replace(shape, properties=properties)
+    return replace(shape, properties=properties, patterns=(), additional=False)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def standalone(root: Schema, schema: Schema) -> dict[str, Any]:
+    """Returns a part of a schema on its own, with the definitions that it refers to."""
+    names: dict[str, str] = {}
+    definitions: dict[str, Schema] = {}
+    made = _with_names(root, schema, names)
+    while len(definitions) < len(names):
+        reference = list(names)[len(definitions)]
+        place = resolved(root, reference)
+        target = True if place is None else place.schema
+        definitions[names[reference]] = _with_names(root, target, names)
+    whole = dict(made) if isinstance(made, Mapping) else {"allOf": [made]}
+    return {**whole, "$defs": definitions} if definitions else whole
+
+
+def _with_names(root: Schema, schema: Schema, names: dict[str, str]) -> Schema:
+    """Returns a copy of a schema whose references are definitions, which are added to `names`."""
+    if not isinstance(schema, Mapping):
+        return schema
+    copied = {key: part for key, part in schema.items() if key not in ("$defs", "definitions")}
+    copied = json.loads(json.dumps(copied))
+    waiting = [SubSchema("#", copied)]
+    while waiting:
+        place = waiting.pop()
+        if isinstance(place.schema, dict) and isinstance(place.schema.get("$ref"), str):
+            reference = place.schema["$ref"]
+            names.setdefault(reference, f"d{len(names)}")
+            place.schema["$ref"] = f"#/$defs/{names[reference]}"
+        waiting += children(place)
+    return copied

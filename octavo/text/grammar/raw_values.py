@@ -1,0 +1,196 @@
+"""Values in tool-call formats that write strings without quotes, up to a closing text.
+
+The one place of the rule, for the grammar and the parser:
+
+- A parameter that admits no string is written as JSON.
+- A string is written as it is. If the parameter admits other types too, a text that is JSON of one
+  of them is that value: `null` is null, `12` a number, and what begins with `{` or `[` an object or
+  a list. Any other text is the string itself.
+- A string that cannot be written so, because it holds the closing text or would be read as another
+  type, is written as a JSON string, in which the closing text is escaped: `"\\u003c/parameter>"`.
+  Only the spelling that `quote` returns is read so; `"a phrase"` is a string with its quotes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from octavo.text.grammar.lark import literal
+from octavo.text.grammar.normal_schema import NUMBERS, Leaf, matches
+from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
+
+MAX_QUOTED = 1024
+"""Most characters of a JSON string that stands for a text; a longer one is the text itself."""
+INTEGER = r"-?(0|[1-9][0-9]*)"
+NUMBER = rf"{INTEGER}(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
+BEGUN_NUMBER = re.compile(r"-?([0-9]+(\.[0-9]*)?([eE][+\-]?[0-9]*)?)?")
+BEGUN_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*(?:\\|"\n?)?')
+BRACKETS = {"object": "{", "array": "["}
+STRING = frozenset({"string"})
+ANYTHING = r"/(.|\n)*/"
+
+
+def quote(text: str, closing: str) -> str:
+    """Returns the JSON string of a text, the first character of each closing text escaped."""
+    parts = (json.dumps(part, ensure_ascii=False)[1:-1] for part in text.split(closing))
+    return f'"{_escaped(closing).join(parts)}"'
+
+
+def _escaped(closing: str) -> str:
+    return f"\\u{ord(closing[0]):04x}{json.dumps(closing[1:], ensure_ascii=False)[1:-1]}"
+
+
+def needs_quotes(text: str, closing: str, types: Collection[str]) -> bool:
+    """Returns whether a string cannot be written as it is."""
+    return closing in text or is_other_type(text, types)
+
+
+def is_other_type(text: str, types: Collection[str]) -> bool:
+    """Returns whether a text is a value of one of the types beside strings."""
+    if any(name in types and text.startswith(char) for name, char in BRACKETS.items()):
+        return True
+    return re.fullmatch(_scalars(types), text) is not None
+
+
+def _scalars(types: Collection[str]) -> str:
+    """Returns the pattern of the JSON scalars of some types beside strings."""
+    found = [*(["null"] if "null" in types else []), *_booleans(types)]
+    if not NUMBERS.isdisjoint(types):
+        found.append(NUMBER if "number" in types else INTEGER)
+    return "|".join(found) or r"[^\s\S]"
+
+
+def _booleans(types: Collection[str]) -> list[str]:
+    return ["true", "false"] if "boolean" in types else []
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def may_be_json(text: str, types: Collection[str]) -> bool:
+    """Returns whether a text that has begun so may still be read as JSON, not as a string."""
+    if not text:
+        return True
+    if any(name in types and text[0] == char for name, char in BRACKETS.items()):
+        return True
+    if text[0] == '"':
+        return len(text) <= MAX_QUOTED and BEGUN_STRING.fullmatch(text) is not None
+    text = text.removesuffix("\n")
+    words = [*(["null"] if "null" in types else []), *_booleans(types)]
+    if any(word.startswith(text) for word in words):
+        return True
+    return not NUMBERS.isdisjoint(types) and BEGUN_NUMBER.fullmatch(text) is not None
+
+
+def read_raw(text: str, closing: str, types: Collection[str]) -> str:
+    """Returns the JSON of a value of a parameter that admits strings."""
+    value: Any = text
+    if text[:1] == '"':
+        unquoted = _parsed(text) if len(text) <= MAX_QUOTED else None
+        if isinstance(unquoted, str) and needs_quotes(unquoted, closing, types):
+            value = unquoted if quote(unquoted, closing) == text else text
+    elif is_other_type(text, types):
+        found = _parsed(text)
+        value = text if found is None and text != "null" else found
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _parsed(text: str) -> Any:
+    """Returns the value of a JSON text; None if it is not one."""
+    try:
+        json.dumps(found := json.loads(text), allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+# -- grammars --------------------------------------------------------------------------------------
+
+
+def json_types(leaves: Sequence[Leaf]) -> frozenset[str]:
+    """Returns the types of a parameter with strings whose values are written as JSON, because no
+    regular expression describes them: lists, objects, numbers within bounds.
+    """
+    found: set[str] = set()
+    for leaf in leaves:
+        found |= leaf.types & set(BRACKETS)
+        numbers = leaf.having(NUMBERS)
+        if numbers is not None and numbers.values is None and _has_bounds(numbers):
+            found |= numbers.types
+    return frozenset(found)
+
+
+def _has_bounds(leaf: Leaf) -> bool:
+    strings = ("minLength", "maxLength", "pattern", "format")
+    return any(key not in strings for key, _ in leaf.limits)
+
+
+def raw_terminal(leaves: Sequence[Leaf], closing: str, types: Collection[str]) -> str:
+    """Returns the terminal of a value's texts, but for what `json_types` names; "" for none.
+
+    `types` are those that the parser knows of the parameter.
+    """
+    by_json = json_types(leaves)
+    plain = plain_terminal(closing, types, by_json)
+    options: list[str] = []
+    for leaf in leaves:
+        strings = leaf.having(STRING)
+        if strings is not None:
+            options += _strings(strings, closing, types, plain)
+        others = leaf.having(leaf.types - STRING - by_json)
+        if others is not None:
+            options += _others(others)
+    return " | ".join(dict.fromkeys(options))
+
+
+def plain_terminal(closing: str, types: Collection[str], by_json: Collection[str] = ()) -> str:
+    """Returns the terminal of the strings that are written as they are."""
+    banned = [rf"(.|\n)*{_regex(closing)}(.|\n)*", rf'"(.|\n)*{_regex(_escaped(closing))}(.|\n)*"']
+    if others := frozenset(types) - STRING:
+        banned += [rf'"?({_scalars(others)})"?'] if others - set(BRACKETS) else []
+    chars = "".join(f"\\{char}" for name, char in BRACKETS.items() if name in types)
+    if chars:
+        banned.append(rf'"?[{chars}](.|\n)*')
+    if not NUMBERS.isdisjoint(by_json):
+        banned.append(r"[0-9\-](.|\n)*")
+    return " & ".join([ANYTHING, *(f"~/{pattern}/" for pattern in banned)])
+
+
+def _strings(leaf: Leaf, closing: str, types: Collection[str], plain: str) -> list[str]:
+    patterns = leaf.limits_of("pattern")
+    least = max(leaf.limits_of("minLength"), default=0)
+    most = min(leaf.limits_of("maxLength"), default=None)
+    if leaf.values is not None:
+        kept = (
+            text
+            for text in leaf.values
+            if least <= len(text) and (most is None or len(text) <= most)
+            if all(matches(pattern, text) for pattern in patterns)
+        )
+        spelled = (_spelled(text, closing, types) for text in kept)
+        return [literal(text) for text in spelled if text is not None]
+    limits = [f"/{whole_pattern(pattern)}/" for pattern in patterns]
+    limits += [f"/{FORMATS[name]}/" for name in leaf.limits_of("format") if name in FORMATS]
+    if least or most is not None:
+        limits.append(rf"/(.|\n){{{least},{'' if most is None else most}}}/")
+    return [" & ".join([*limits, plain])]
+
+
+def _spelled(text: str, closing: str, types: Collection[str]) -> str | None:
+    """Returns how a string is written; None if no text stands for it."""
+    written = quote(text, closing) if needs_quotes(text, closing, types) else text
+    is_read = json.loads(read_raw(written, closing, types)) == text
+    return written if is_read and closing not in written else None
+
+
+def _others(leaf: Leaf) -> list[str]:
+    if leaf.values is not None:
+        return [literal(json.dumps(value)) for value in leaf.values]
+    return [f"/{_scalars(leaf.types)}/"]
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
