@@ -189,7 +189,8 @@ def reading_of(
     if tools is None and not isinstance(reasoning, ChannelFormat) and not state.may_reason:
         return PLAIN
     called = formats.tools if tools is not None else None
-    form = MessageForm(called, reasoning, _schemas(tools), state.has_begun, state.may_reason)
+    schemas = {} if tools is None else tools.enforced()
+    form = MessageForm(called, reasoning, schemas, state.has_begun, state.may_reason)
     shown = [*formats.reasoning_token_ids, *(formats.tool_token_ids if tools is not None else ())]
     marks = AnswerMarks(
         shown_token_ids=shown,
@@ -199,7 +200,7 @@ def reading_of(
     )
     rules = None
     if tools is not None:
-        rules = CallRules(_schemas(tools), tools.choice == "required", tools.is_parallel)
+        rules = CallRules(schemas, tools.choice == "required", tools.is_parallel)
     before = _span(reasoning, state, wishes) if state.may_reason else NO_REASONING
     return AnswerReading(form, marks, rules, before, formats.tools.id_length)
 
@@ -236,9 +237,3 @@ def continued_text(messages: Sequence[Mapping[str, Any]], rendering: Rendering) 
     if not rendering.continue_final_message:
         return None
     return str(messages[-1]["content"])
-
-
-def _schemas(tools: ToolUse | None) -> dict[str, Mapping[str, Any]]:
-    if tools is None:
-        return {}
-    return {function.name: function.parameters for function in tools.callable}

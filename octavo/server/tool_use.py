@@ -9,15 +9,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal
 
 from octavo.errors import InvalidRequest, did_you_mean, shown
+from octavo.server.ignored import IgnoredFields, join_path
 from octavo.server.request_limits import RequestLimits
+from octavo.text.grammar.enforceable import enforceable
+from octavo.text.grammar.schema import SchemaError, pointer_keys
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 NAME_WORDS = "a name of 1 to 128 letters, digits, _, - and ."
-MAX_SCHEMA_DEPTH = 64
-"""Deepest nesting of a function's parameters."""
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 """Schema of a function that takes no arguments."""
@@ -45,30 +47,6 @@ class OfferedFunction:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
-    """Functions and how they may be called."""
-
-    functions: Sequence[OfferedFunction]
-    choice: Choice = "auto"
-    is_parallel: bool = True
-    """Whether one answer may call several functions."""
-    allowed: frozenset[str] | None = None
-    """Names of the functions that may be called; None for all."""
-
-    @property
-    def callable(self) -> list[OfferedFunction]:
-        """Functions that this answer may call."""
-        if self.allowed is None:
-            return list(self.functions)
-        return [function for function in self.functions if function.name in self.allowed]
-
-    @property
-    def definitions(self) -> list[dict[str, Any]]:
-        """Descriptions of all functions, for the chat template."""
-        return [function.definition for function in self.functions]
-
-
-@dataclass(frozen=True, slots=True)
 class ToolNames:
     """Names that an API has for what is checked here, for messages."""
 
@@ -81,6 +59,59 @@ class ToolNames:
 OPENAI_NAMES = ToolNames()
 
 
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Functions and how they may be called."""
+
+    functions: Sequence[OfferedFunction]
+    choice: Choice = "auto"
+    is_parallel: bool = True
+    """Whether one answer may call several functions."""
+    allowed: frozenset[str] | None = None
+    """Names of the functions that may be called; None for all."""
+    names: ToolNames = OPENAI_NAMES
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)
+    """Where keywords of schemas are added that no grammar enforces."""
+
+    @property
+    def callable(self) -> list[OfferedFunction]:
+        """Functions that this answer may call."""
+        if self.allowed is None:
+            return list(self.functions)
+        return [function for function in self.functions if function.name in self.allowed]
+
+    def enforced(self) -> dict[str, Mapping[str, Any]]:
+        """Returns the schemas of the callable functions as grammars enforce them, by name. Other
+        keywords are ignored; raises InvalidRequest for those of a strict function.
+        """
+        return {one.name: self._enforced(one) for one in self.callable}
+
+    def _enforced(self, function: OfferedFunction) -> Mapping[str, Any]:
+        where = f"{self.names.tools}[{self.functions.index(function)}].{self.names.parameters}"
+        try:
+            found = enforceable(function.parameters, is_strict=function.is_strict)
+        except SchemaError as error:
+            raise InvalidRequest(
+                f"{where}: {error}",
+                hint="without strict, keywords that no grammar enforces are ignored",
+                param=where,
+            ) from None
+        shown = f"{self.names.tools}[{function.name}].{self.names.parameters.rpartition('.')[2]}"
+        for pointer in found.dropped:
+            keys = pointer_keys(pointer)
+            self.ignored.add(
+                reduce(join_path, keys, where),
+                "no grammar enforces it",
+                shown_as=reduce(join_path, keys, shown),
+            )
+        return found.schema
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """Descriptions of all functions, for the chat template."""
+        return [function.definition for function in self.functions]
+
+
 def tool_use_of(
     functions: Sequence[OfferedFunction],
     choice: Choice | None,
@@ -89,6 +120,7 @@ def tool_use_of(
     named: Sequence[str] | None = None,
     is_parallel: bool = True,
     names: ToolNames = OPENAI_NAMES,
+    ignored: IgnoredFields,
 ) -> ToolUse | None:
     """Returns what a request may call; None where it can call nothing.
 
@@ -113,7 +145,7 @@ def tool_use_of(
     if choice == "none":
         return None
     allowed = None if named is None else frozenset(named)
-    return ToolUse(functions, choice or "auto", is_parallel, allowed)
+    return ToolUse(functions, choice or "auto", is_parallel, allowed, names, ignored)
 
 
 def _check_functions(
@@ -131,7 +163,6 @@ def _check_functions(
         where = f"{names.tools}[{index}]"
         _check_name(function.name, seen, f"{where}.{names.name}")
         seen.add(function.name)
-        _check_parameters(function.parameters, f"{where}.{names.parameters}")
         size += len(json.dumps(function.definition))
     if size > limits.max_tool_bytes:
         raise InvalidRequest(
@@ -149,27 +180,6 @@ def _check_name(name: str, seen: set[str], where: str) -> None:
         raise InvalidRequest(
             f"{where}: got {shown(name)} twice, each tool needs a name of its own", param=where
         )
-
-
-def _check_parameters(schema: Mapping[str, Any], where: str) -> None:
-    if schema.get("type", "object") != "object":
-        raise InvalidRequest(
-            f"{where}.type: got {shown(schema['type'])}, allowed is 'object'", param=where
-        )
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [inner for value in level for inner in _inside(value)]
-        if not level:
-            return
-    raise InvalidRequest(
-        f"{where}: nested deeper than {MAX_SCHEMA_DEPTH} levels, which is not allowed", param=where
-    )
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 def check_role(role: str, needed: str, where: str) -> None:

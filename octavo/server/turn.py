@@ -6,6 +6,7 @@ turn's deltas or its whole output the form that its clients expect.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -53,6 +54,8 @@ class Conversation:
 
     async def prompt(self, model: ServedModel) -> dict[str, Any]:
         """Returns the prompt's token ids, as the engine takes them."""
+        if self.tools is not None:
+            await asyncio.to_thread(self.tools.enforced)  # compiles; `reading` finds it cached
         messages, rendering = self._with_tools(model)
         return await chat_prompt_of(
             model.llm,

@@ -35,10 +35,15 @@ def deep(levels):
         ({"tools": [tool(), tool()]}, "tools[1].function.name", "got 'look_up' twice"),
         (
             {"tools": [tool(parameters={"type": "array"})]},
-            "tools[0].function.parameters",
-            "allowed is 'object'",
+            "tools[0].function.parameters.type",
+            "no grammar enforces it",
         ),
-        ({"tools": [tool(parameters=deep(70))]}, "tools[0].function.parameters", "deeper than 64"),
+        ({"tools": [tool(parameters=deep(70))]}, "tools[0].function.parameters", "no grammar"),
+        (
+            {"tools": [tool(parameters=deep(70), strict=True)]},
+            "tools[0].function.parameters",
+            "nested more than 64 deep",
+        ),
         ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
         ({"tools": [tool(description="a" * (1 << 20))]}, "tools", "bytes of definitions"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
@@ -58,6 +63,46 @@ def test_what_is_wrong_with_tools_is_refused_by_its_path(strict, body, param, me
     error = answer.json()["error"]
     assert error["param"] == param
     assert message in error["message"]
+
+
+NAMES_KEYWORD = {
+    "properties": {
+        "answers": {"propertyNames": {}},
+        "tags": {"uniqueItems": True},
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_keywords_that_no_grammar_enforces_are_ignored_and_named(http, choice):
+    answer = ask(http, tools=[tool("f", NAMES_KEYWORD)], tool_choice=choice)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-octavo-ignored"] == (
+        "tools[f].parameters.properties.answers.propertyNames,"
+        " tools[f].parameters.properties.tags.uniqueItems"
+    )
+    refused = ask(http, tools=[tool("f", NAMES_KEYWORD, strict=True)], tool_choice=choice)
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "tools[0].function.parameters"
+    assert "#/properties/answers/propertyNames" in error["message"]
+    assert "without strict" in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"type": "string"},
+        {"$ref": "#/$defs/none"},
+        {"properties": {"a": {"type": "strng"}}},
+        {"properties": {"a": {"pattern": "(?!x)", "type": "string"}}, "required": ["a"]},
+        {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    ],
+)
+def test_no_schema_of_a_tool_fails_a_request(http, parameters, choice):
+    answer = ask(http, tools=[tool("f", parameters)], tool_choice=choice)
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_model_without_tools_in_its_template_is_told_of_them(http):

@@ -74,7 +74,7 @@ REFUSED = [
             "items": {"type": "string", "minLength": 5, "maxLength": 3},
             "minItems": 1,
         },
-        "#: Unsat",
+        "#/items: Unsat",
     ),
     (of({"anyOf": [{"type": "string"}, {"if": {}, "then": {}}]}), "#/properties/a/anyOf/1/if"),
     (of({"$ref": "#/$defs/no"}) | {"$defs": {}}, "#/properties/a/$ref"),

@@ -77,7 +77,7 @@ def _tools(body: CountTokensBody, model: ServedModel) -> ToolUse | None:
     ]
     choice = body.tool_choice
     if choice is None:
-        return tool_use_of(functions, None, model.limits, names=TOOL_NAMES)
+        return tool_use_of(functions, None, model.limits, names=TOOL_NAMES, ignored=body.ignored)
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(
             f"tool_choice: got the type {choice.type!r} with the name {choice.name!r}, a name"
@@ -91,6 +91,7 @@ def _tools(body: CountTokensBody, model: ServedModel) -> ToolUse | None:
         named=None if choice.name is None else [choice.name],
         is_parallel=not choice.disable_parallel_tool_use,
         names=TOOL_NAMES,
+        ignored=body.ignored,
     )
 
 

@@ -80,7 +80,7 @@ def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
     return Conversation(
         messages,
         rendering=rendering_of(messages, model, continues=False, thinks=thinks),
-        tools=tool_use_of(functions, CHOICES[body.tool_choice], model.limits),
+        tools=tool_use_of(functions, CHOICES[body.tool_choice], model.limits, ignored=body.ignored),
     )
 
 

@@ -58,7 +58,10 @@ async def chat(
     conversation = replace(
         _conversation(_messages(body), body, model),
         tools=tool_use_of(
-            [offered(tool.function) for tool in body.tools or ()], None, model.limits
+            [offered(tool.function) for tool in body.tools or ()],
+            None,
+            model.limits,
+            ignored=body.ignored,
         ),
     )
     prompt = await conversation.prompt(model)

@@ -15,7 +15,9 @@ def tools_of(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
     functions = [offered(tool.function) for tool in body.tools or ()]
     choice, named = _choice(body)
     is_parallel = body.parallel_tool_calls is not False
-    return tool_use_of(functions, choice, limits, named=named, is_parallel=is_parallel)
+    return tool_use_of(
+        functions, choice, limits, named=named, is_parallel=is_parallel, ignored=body.ignored
+    )
 
 
 def offered(function: OfferedFunctionBody) -> OfferedFunction:

@@ -29,13 +29,13 @@ from octavo.text.grammar.schema import (
     MAX_BYTES,
     OPTIONS,
     SchemaError,
-    blame,
     check_chains,
     check_cycles,
     prepared,
     read,
     schemas_in,
 )
+from octavo.text.grammar.schema_faults import blame
 from octavo.text.grammar.strings import escape_options, rewrite_patterns
 from octavo.text.unicode import check_unicode
 

@@ -78,14 +78,6 @@ def types_of_text(schema: str) -> ArgumentTypes:
     return ArgumentTypes(json.loads(schema))
 
 
-@dataclass(slots=True)
-class Pair:
-    """One property in a grammar: its rule, and the rules that it needs."""
-
-    rule: str
-    lines: list[str]
-
-
 class Notation(Protocol):
     """How a format writes a property."""
 
@@ -94,17 +86,17 @@ class Notation(Protocol):
         """Text between two properties."""
         ...
 
-    def named(self, rule: str, name: str, value: Value) -> list[str]:
+    def named(self, rule: str, name: str, value: ArgumentValue) -> list[str]:
         """Returns the rules of a named property."""
         ...
 
-    def unnamed(self, rule: str, names: str, value: Value) -> list[str]:
+    def unnamed(self, rule: str, names: str, value: ArgumentValue) -> list[str]:
         """Returns the rules of a property whose name has a terminal's pattern."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ArgumentValue:
     """A property's value."""
 
     root: Schema
@@ -130,13 +122,13 @@ def _shape_lines(
     for index, (name, part) in enumerate(shape.properties.items()):
         if part is not False:
             pair = f"{rule}_{index}"
-            lines += notation.named(pair, name, Value(root, part, types.of(name)))
+            lines += notation.named(pair, name, ArgumentValue(root, part, types.of(name)))
             pairs.append((pair, name in shape.required))
     free = []
     for index, (names, part) in enumerate(_free_names(shape)):
         if leaves(root, part):
             free.append(f"{rule}_free_{index}")
-            lines += notation.unnamed(free[-1], names, Value(root, part, types.others))
+            lines += notation.unnamed(free[-1], names, ArgumentValue(root, part, types.others))
     if free and shape.most != 0:
         lines.append(f"{rule}_free: {' | '.join(free)}")
     else:
@@ -185,7 +177,7 @@ def _free_names(shape: ObjectShape) -> list[tuple[str, Schema]]:
     ]
 
 
-def _json(value: Value, options: Mapping[str, Any]) -> str:
+def _json(value: ArgumentValue, options: Mapping[str, Any]) -> str:
     made = {} if isinstance(value.schema, bool) else standalone(value.root, value.schema)
     rewrite_patterns(made)
     return json.dumps(made | {OPTIONS: {**options, **escape_options(made)}})
@@ -214,13 +206,13 @@ class PairLayout:
     def _between(self) -> str:
         return f"{self.key_end}{self.value_open}{self.line}"
 
-    def named(self, rule: str, name: str, value: Value) -> list[str]:
+    def named(self, rule: str, name: str, value: ArgumentValue) -> list[str]:
         if self.key_end in name:
             name = raw_values.quote(name, self.key_end)
         front = literal(f"{self.key_open}{name}{self._between}")
         return [f"{rule}: {front} {rule}_value", *self._value(f"{rule}_value", value)]
 
-    def unnamed(self, rule: str, names: str, value: Value) -> list[str]:
+    def unnamed(self, rule: str, names: str, value: ArgumentValue) -> list[str]:
         plain = raw_values.plain_terminal(self.key_end, TEXT_ONLY)
         return [
             f"{rule}: {rule}_key {rule}_value",
@@ -230,7 +222,7 @@ class PairLayout:
             *self._value(f"{rule}_value", value),
         ]
 
-    def _value(self, rule: str, value: Value) -> list[str]:
+    def _value(self, rule: str, value: ArgumentValue) -> list[str]:
         ending = literal(f"{self.line}{self.value_end}\n")
         if "string" not in value.types:
             return [f"{rule}: {rule}_json {ending}", f"{rule}_json: %json {_json(value, SPACED)}"]
@@ -244,7 +236,7 @@ class PairLayout:
             types = {"type": sorted(by_json)}
             schema = types if isinstance(value.schema, bool) else {"allOf": [value.schema, types]}
             options.append(f"{rule}_json {ending}")
-            inline = _json(Value(value.root, schema, value.types), INLINE)
+            inline = _json(ArgumentValue(value.root, schema, value.types), INLINE)
             lines.append(f"{rule}_json: %json {inline}")
         if not options:
             raise SchemaError("#", f"no text stands for a value of {rule}")
@@ -260,14 +252,14 @@ class PythonKeywords:
 
     separator: str = ", "
 
-    def named(self, rule: str, name: str, value: Value) -> list[str]:
+    def named(self, rule: str, name: str, value: ArgumentValue) -> list[str]:
         if name.isidentifier():
             front, back = literal(f"{name}="), ""
         else:
             front, back = literal(f"**{{{json.dumps(name, ensure_ascii=False)}: "), literal("}")
         return [f"{rule}: {front} {rule}_value {back}", *self._value(f"{rule}_value", value)]
 
-    def unnamed(self, rule: str, names: str, value: Value) -> list[str]:
+    def unnamed(self, rule: str, names: str, value: ArgumentValue) -> list[str]:
         key, more = rule.upper(), f" & {names}" if names else ""
         return [
             f'{rule}: {key} {rule}_value | {key}_QUOTED {rule}_value "}}"',
@@ -276,7 +268,7 @@ class PythonKeywords:
             *self._value(f"{rule}_value", value),
         ]
 
-    def _value(self, rule: str, value: Value) -> list[str]:
+    def _value(self, rule: str, value: ArgumentValue) -> list[str]:
         found = leaves(value.root, value.schema)
         words = [
             literal(text)

@@ -8,30 +8,32 @@ raises SchemaError. Results are cached: clients send the same functions with eve
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from octavo.text.grammar.closed_objects import close_objects
-from octavo.text.grammar.compiler import fault_in
 from octavo.text.grammar.normal_schema import object_shapes
 from octavo.text.grammar.schema import (
     OPTIONS,
     SchemaError,
     SubSchema,
-    blame,
     check_cycles,
     places,
     pointer_keys,
     prepared,
     read,
 )
+from octavo.text.grammar.schema_faults import blame
 from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
 from octavo.text.grammar.strings import escape_options, rewrite_patterns
 
 MAX_REPAIRS = 64
 """Faults that are dropped one by one, before the whole schema is."""
+REPAIR_S = 1.0
+"""Time in seconds after which no further fault is looked for."""
 NOT_ENFORCED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
     *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -68,13 +70,14 @@ def _enforceable(text: str, is_strict: bool) -> Enforceable:
     root = json.loads(text)
     dropped: list[str] = [] if is_strict else _drop_known(root)
     dropped += _restrict_to_objects(root, is_strict=is_strict)
+    until = time.monotonic() + REPAIR_S
     for _ in range(MAX_REPAIRS):
         try:
             return Enforceable(_compiled(root), tuple(dropped))
         except SchemaError as error:
             if is_strict:
                 raise
-            if not _drop(root, error.pointer):
+            if time.monotonic() > until or not _drop(root, error.pointer):
                 break
             dropped.append(error.pointer)
     return Enforceable(ANY_OBJECT, (*dropped, "#"))
@@ -90,7 +93,7 @@ def _compiled(root: dict[str, Any]) -> dict[str, Any]:
         part = json.loads(json.dumps(part))
         rewrite_patterns(part)
         options = {"coerce_one_of": False, "lenient": False, **escape_options(part)}
-        return fault_in(json.dumps({"grammars": [{"json_schema": part | {OPTIONS: options}}]}))
+        return _fault_in({"json_schema": part | {OPTIONS: options}})
 
     if check(made):
         raise blame(made, check)
@@ -115,7 +118,13 @@ def _check_patterns(root: dict[str, Any]) -> None:
 @lru_cache(maxsize=1024)
 def _pattern_fault(pattern: str) -> str:
     grammar = f"start: TEXT\nTEXT: /{whole_pattern(pattern)}/\n"
-    return fault_in(json.dumps({"grammars": [{"lark_grammar": grammar}]}))
+    return _fault_in({"lark_grammar": grammar})
+
+
+def _fault_in(grammar: dict[str, Any]) -> str:
+    from octavo.text.grammar.compiler import fault_in  # llguidance is loaded when it is needed
+
+    return fault_in(json.dumps({"grammars": [grammar]}))
 
 
 # -- what is dropped -------------------------------------------------------------------------------
@@ -134,9 +143,12 @@ def _drop_known(root: dict[str, Any]) -> list[str]:
 
 
 def _is_never_enforced(place: SubSchema, key: str) -> bool:
-    if key == "format":
-        return place.schema["format"] not in FORMATS
-    return key in NOT_ENFORCED
+    if key != "format":
+        return key in NOT_ENFORCED
+    types = place.schema.get("type", "string")
+    if types != "string" and not (isinstance(types, list) and "string" in types):
+        return False  # says nothing of other types
+    return not isinstance(place.schema["format"], str) or place.schema["format"] not in FORMATS
 
 
 def _restrict_to_objects(root: dict[str, Any], *, is_strict: bool) -> list[str]:

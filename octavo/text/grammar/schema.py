@@ -2,17 +2,16 @@
 without a word (cycles without an end, options of its own).
 
 A refusal names the place by its JSON pointer. `oneOf` becomes `anyOf` where a constant tells the
-branches apart. Which keywords are known is llguidance's business; `blame` finds the place of what
-it refuses.
+branches apart. Which keywords are known is llguidance's business; `schema_faults.py` finds the
+place of what it refuses.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ MAX_REFERENCES = 200
 """References to follow one after another until any part of a schema is reached; the compiler goes
 through all of them at once, 4,000 in more than a second.
 """
-BLAME_S = 0.5
-"""Upper bound on the search for the place of a fault, in seconds."""
 
 OPTIONS = "x-guidance"
 """Key of the compiler's own options in a schema, which are not the user's to set."""
@@ -152,10 +149,10 @@ def _check_text(pointer: str, text: str) -> None:
 def _parts(pointer: str, value: Any) -> Iterator[tuple[str, Any]]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, part in items:
-        yield f"{pointer}/{_escaped(str(key))}", part
+        yield f"{pointer}/{escape_pointer(str(key))}", part
 
 
-def _escaped(key: str) -> str:
+def escape_pointer(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -172,10 +169,10 @@ def children(place: SubSchema) -> Iterator[SubSchema]:
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
-        at = f"{place.pointer}/{_escaped(key)}"
+        at = f"{place.pointer}/{escape_pointer(key)}"
         if key in MAPS and isinstance(value, Mapping):
             for name, part in value.items():
-                yield SubSchema(f"{at}/{_escaped(name)}", part)
+                yield SubSchema(f"{at}/{escape_pointer(name)}", part)
         elif isinstance(value, list | tuple) and (key in LISTS or key == "items"):
             for index, part in enumerate(value):
                 yield SubSchema(f"{at}/{index}", part)
@@ -438,61 +435,3 @@ def _needed(schema: Mapping[str, Any]) -> list[Any]:
     if isinstance(least, int) and least > len(first) and isinstance(rest, Mapping):
         needed = [*needed, rest]
     return needed
-
-
-# -- the place of a fault --------------------------------------------------------------------------
-
-
-def blame(root: dict[str, Any], check: Callable[[dict[str, Any]], str]) -> SchemaError:
-    """Returns where the fault lies for which `check` refuses a schema: the innermost schema that it
-    refuses for the same reason by itself.
-    """
-    reason = check(root)
-    shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    place = SubSchema("#", root)
-    until = time.monotonic() + BLAME_S
-    seen = {"#"}
-    while time.monotonic() < until:
-        inner = next(
-            (
-                part
-                for part in _inner(root, place)
-                if part.pointer not in seen
-                and isinstance(part.schema, Mapping)
-                and time.monotonic() < until
-                and check({**shared, **part.schema}) == reason
-            ),
-            None,
-        )
-        if inner is None:
-            break
-        seen.add(inner.pointer)
-        place = inner
-    return SchemaError(place.pointer + _keyword(place.schema, reason), reason)
-
-
-def _inner(root: Schema, place: SubSchema) -> Iterator[SubSchema]:
-    yield from children(place)
-    if isinstance(place.schema, Mapping):
-        target = resolved(root, place.schema.get("$ref"))
-        if target is not None:
-            yield target
-
-
-def _keyword(schema: Mapping[str, Any], reason: str) -> str:
-    """Returns the last part of the pointer, where the reason names a keyword of the schema."""
-    if reason.startswith("min/maxProperties"):
-        named = [key for key in ("minProperties", "maxProperties") if key in schema]
-    else:
-        named = [key for key in schema if f'"{key}"' in reason or reason.startswith(f"{key} ")]
-    if not named and reason.startswith(("patternProperty", "can't determine if patternProperty")):
-        named = [key for key in schema if key == "patternProperties"]
-    if not named and reason.startswith("Invalid type") and "type" in schema:
-        named = ["type"]
-    if not named and "$ref" in schema and reason.startswith(("Pointer", "Resource", "circular")):
-        named = ["$ref"]
-    if not named and "regex" in reason and "pattern" in schema:
-        named = ["pattern"]
-    if not named and "format" in reason and "format" in schema:
-        named = ["format"]
-    return f"/{_escaped(named[0])}" if named else ""

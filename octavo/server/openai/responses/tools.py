@@ -33,7 +33,15 @@ def tools_of(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
     ]
     choice, named = _choice(body)
     is_parallel = body.parallel_tool_calls is not False
-    return tool_use_of(functions, choice, limits, named=named, is_parallel=is_parallel, names=NAMES)
+    return tool_use_of(
+        functions,
+        choice,
+        limits,
+        named=named,
+        is_parallel=is_parallel,
+        names=NAMES,
+        ignored=body.ignored,
+    )
 
 
 def _choice(body: ResponseBody) -> tuple[Choice | None, list[str] | None]:

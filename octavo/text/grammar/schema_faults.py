@@ -1,0 +1,87 @@
+"""Finds the place in a JSON schema that llguidance refuses, and the keyword at fault.
+
+Asks by compiling parts of the schema on their own; bounded by time.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from octavo.text.grammar.schema import (
+    Schema,
+    SchemaError,
+    SubSchema,
+    children,
+    escape_pointer,
+    resolved,
+)
+
+UNMET = "Unsatisfiable schema"
+"""First words of llguidance's refusals of schemas that nothing meets."""
+BLAME_S = 0.5
+"""Upper bound on the search for the place of a fault, in seconds."""
+
+
+def blame(root: dict[str, Any], check: Callable[[dict[str, Any]], str]) -> SchemaError:
+    """Returns where the fault lies for which `check` refuses a schema: the innermost schema that it
+    refuses for the same reason by itself.
+    """
+    reason = check(root)
+    shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    place = SubSchema("#", root)
+    until = time.monotonic() + BLAME_S
+    seen = {"#"}
+    while time.monotonic() < until:
+        inner = next(
+            (
+                part
+                for part in _inner(root, place)
+                if part.pointer not in seen
+                and isinstance(part.schema, Mapping)
+                and time.monotonic() < until
+                and _is_same_fault(check({**shared, **part.schema}), reason)
+            ),
+            None,
+        )
+        if inner is None:
+            break
+        seen.add(inner.pointer)
+        place = inner
+        reason = check({**shared, **inner.schema})
+    return SchemaError(place.pointer + _keyword(place.schema, reason), reason)
+
+
+def _is_same_fault(found: str, reason: str) -> bool:
+    """Returns whether two refusals have one cause; what nothing meets is told in several ways."""
+    return found == reason or (found.startswith(UNMET) and reason.startswith(UNMET))
+
+
+def _inner(root: Schema, place: SubSchema) -> Iterator[SubSchema]:
+    yield from children(place)
+    if isinstance(place.schema, Mapping):
+        target = resolved(root, place.schema.get("$ref"))
+        if target is not None:
+            yield target
+
+
+def _keyword(schema: Mapping[str, Any], reason: str) -> str:
+    """Returns the last part of the pointer, where the reason names a keyword of the schema."""
+    if reason.startswith("min/maxProperties"):
+        named = [key for key in ("minProperties", "maxProperties") if key in schema]
+    else:
+        named = [key for key in schema if re.search(rf"""["']{re.escape(key)}["']""", reason)]
+        named = named or [key for key in schema if reason.startswith(f"{key} ")]
+    if not named and reason.startswith(("patternProperty", "can't determine if patternProperty")):
+        named = [key for key in schema if key == "patternProperties"]
+    if not named and reason.startswith("Invalid type") and "type" in schema:
+        named = ["type"]
+    if not named and "$ref" in schema and reason.startswith(("Pointer", "Resource", "circular")):
+        named = ["$ref"]
+    if not named and "regex" in reason and "pattern" in schema:
+        named = ["pattern"]
+    if not named and "format" in reason and "format" in schema:
+        named = ["format"]
+    return f"/{escape_pointer(named[0])}" if named else ""
