@@ -126,7 +126,7 @@ def _shape_lines(
             pairs.append((pair, name in shape.required))
     free = []
     for index, (names, part) in enumerate(_free_names(shape)):
-        if leaves(root, part):
+        if part is not False:
             free.append(f"{rule}_free_{index}")
             lines += notation.unnamed(free[-1], names, ArgumentValue(root, part, types.others))
     if free and shape.most != 0:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from octavo.text.grammar.schema import Schema, SchemaError, SubSchema, children, resolved
+from octavo.text.grammar.schema_faults import UNMET
+from octavo.text.grammar.strings import rewrite_patterns
 
 MAX_ALTERNATIVES = 64
 """Alternatives of one schema; allOf of unions multiplies them."""
@@ -48,6 +50,12 @@ class Leaf:
         if values is not None:
             values = tuple(value for value in values if type_of(value) in kept)
         return None if not kept or values == () else replace(self, types=kept, values=values)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether limits of strings may contradict each other."""
+        keys = [key for key, _ in self.limits]
+        return len(keys) > 1 and ("pattern" in keys or "format" in keys)
 
     def admits(self, constant: bool | None) -> bool:
         """Returns whether a constant, which no limit holds for, is one of the values."""
@@ -282,10 +290,26 @@ def _satisfiable(root: Schema, shape: ObjectShape) -> ObjectShape | None:
     """
     required = [name for name in sorted(shape.required) if name not in shape.properties]
     named = shape.properties | {name: shape.schema_of(name) for name in required}
-    properties = {name: part if leaves(root, part) else False for name, part in named.items()}
+    properties = {name: part if can_be(root, part) else False for name, part in named.items()}
     if any(properties[name] is False for name in shape.required):
         return None
-    return replace(shape, properties=properties)
+    patterns = (
+        (pattern, part if can_be(root, part) else False) for pattern, part in shape.patterns
+    )
+    additional = shape.additional if can_be(root, shape.additional) else False
+    return replace(shape, properties=properties, patterns=tuple(patterns), additional=additional)
+
+
+def can_be(root: Schema, schema: Schema) -> bool:
+    """Returns whether a schema has a value, as far as its types and limits of strings tell."""
+    found = leaves(root, schema)
+    if not any(leaf.may_be_empty for leaf in found):
+        return bool(found)
+    from octavo.text.grammar.compiler import fault_in  # llguidance is loaded when it is needed
+
+    part = standalone(root, schema)
+    rewrite_patterns(part)
+    return not fault_in(json.dumps({"grammars": [{"json_schema": part}]})).startswith(UNMET)
 
 
 def _counted(shape: ObjectShape | None) -> list[ObjectShape]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from octavo.text.grammar.lark import literal
 from octavo.text.grammar.normal_schema import NUMBERS, Leaf, matches
@@ -87,24 +86,26 @@ def may_be_json(text: str, types: Collection[str]) -> bool:
 
 def read_raw(text: str, closing: str, types: Collection[str]) -> str:
     """Returns the JSON of a value of a parameter that admits strings."""
-    value: Any = text
-    if text[:1] == '"':
-        unquoted = _parsed(text) if len(text) <= MAX_QUOTED else None
-        if isinstance(unquoted, str) and needs_quotes(unquoted, closing, types):
-            value = unquoted if quote(unquoted, closing) == text else text
-    elif is_other_type(text, types):
-        found = _parsed(text)
-        value = text if found is None and text != "null" else found
-    return json.dumps(value, ensure_ascii=False)
+    if text[:1] == '"' and len(text) <= MAX_QUOTED and is_json(text):
+        unquoted = json.loads(text)
+        if needs_quotes(unquoted, closing, types) and quote(unquoted, closing) == text:
+            return text
+    elif is_other_type(text, types) and is_json(text):
+        return text
+    return json.dumps(text, ensure_ascii=False)
 
 
-def _parsed(text: str) -> Any:
-    """Returns the value of a JSON text; None if it is not one."""
+def is_json(text: str) -> bool:
+    """Returns whether a text is JSON, of which NaN and Infinity are no part."""
     try:
-        json.dumps(found := json.loads(text), allow_nan=False)
+        json.loads(text, parse_constant=_reject)
     except (ValueError, RecursionError):
-        return None
-    return found
+        return False
+    return True
+
+
+def _reject(constant: str) -> None:
+    raise ValueError(constant)
 
 
 # -- grammars --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.text.grammar.arguments import TEXT_ONLY, PairLayout, arguments_grammar
-from octavo.text.grammar.raw_values import may_be_json, read_raw
+from octavo.text.grammar.raw_values import is_json, may_be_json, read_raw
 from octavo.text.parsers.calls import NAME, CallBody, CallSection, CallWriter, json_piece
 from octavo.text.parsers.json_text import at_key, copy_value, read_string, unescape_string
 from octavo.text.parsers.source import CutText, Emit, MalformedText, Steps, TextSource
@@ -292,8 +292,7 @@ class RawValue:
 
 def _json_value(text: str) -> str:
     """Returns a value that is no text as JSON; what is none becomes a string."""
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        constants = {"True": "true", "False": "false", "None": "null"}
-        return constants.get(text) or json.dumps(text, ensure_ascii=False)
+    if is_json(text):
+        return text
+    constants = {"True": "true", "False": "false", "None": "null"}
+    return constants.get(text) or json.dumps(text, ensure_ascii=False)

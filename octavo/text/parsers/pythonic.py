@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.text.grammar.arguments import PythonKeywords, arguments_grammar
+from octavo.text.grammar.raw_values import is_json
 from octavo.text.parsers.calls import NAME, CallSection, CallWriter
 from octavo.text.parsers.source import CutText, MalformedText, Steps, TextSource
 
@@ -133,10 +134,8 @@ def _quoted(source: TextSource, pieces: list[str]) -> Steps[None]:
 
 def _as_json(text: str) -> str:
     """Returns a Python literal as JSON; what is none is given as a text."""
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        pass  # Python's own notation
+    if is_json(text):
+        return text
     try:
         return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
