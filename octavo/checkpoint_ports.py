@@ -27,6 +27,7 @@ class Vocabulary:
 
     model: str
     pre: str
+    """Name of the pre-tokenizer; empty if the header has none."""
     tokens: Sequence[bytes]
     types: Sequence[int]
     merges: Sequence[bytes] = ()

@@ -232,7 +232,7 @@ class GgufCheckpoint:
         """Returns the tokens with their types and merges, as the header has them."""
         return Vocabulary(
             model=self._get("tokenizer.ggml.model", str, ""),
-            pre=self._get("tokenizer.ggml.pre", str, "default"),
+            pre=self._get("tokenizer.ggml.pre", str, ""),
             tokens=self._get("tokenizer.ggml.tokens", list, []),
             types=self._numbers("tokenizer.ggml.token_type"),
             merges=self._get("tokenizer.ggml.merges", list, ()),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -261,14 +260,20 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
 
 
 def find_pre_tokenization(name: str, origin: Path, *, strict: bool = False) -> PreTokenization:
-    """Returns the pre-tokenization of a name; for an unknown one the default with a warning, or
-    UnsupportedModel when `strict`.
+    """Returns the pre-tokenization of a name; for an unknown one, or none, the default with a
+    warning, or UnsupportedModel when `strict`.
     """
     found = PRE_TOKENIZATIONS.get(name)
     if found is not None:
         return found
-    message = f"{origin}: unknown pre-tokenizer {name!r} (tokenizer.ggml.pre)"
+    message = (
+        f"{origin}: unknown pre-tokenizer {name!r} (tokenizer.ggml.pre)"
+        if name
+        else f"{origin}: the header names no pre-tokenizer (tokenizer.ggml.pre)"
+    )
     if strict:
+        from difflib import get_close_matches  # takes 5 ms to import
+
         raise UnsupportedModel(
             f"{message}; {len(PRE_TOKENIZATIONS)} names are supported"
             + "".join(

@@ -76,6 +76,10 @@ def build_tokenizer(
             f"{origin}: tokenizer model {vocabulary.model!r}, supported in GGUF are"
             f" {', '.join(builders)}"
         )
+    if 0 < len(vocabulary.types) < len(vocabulary.tokens):
+        raise WeightMismatch(
+            f"{origin}: {len(vocabulary.types)} token types for {len(vocabulary.tokens)} tokens"
+        )
     try:
         tokens = _decode(vocabulary.tokens)
         vocabulary = replace(vocabulary, types=correct_token_types(vocabulary))

@@ -207,6 +207,9 @@ def test_unknown_kinds_are_named(tmp_path: Path) -> None:
             load_tokenizer(bpe_source("smollm", vocabulary=damaged))
     with pytest.raises(WeightMismatch, match=r"tokenizer\.ggml\.merges is missing"):
         load_tokenizer(bpe_source("smollm", vocabulary=Vocabulary("gpt2", "smollm", [b"a"], [1])))
+    two = Vocabulary("gpt2", "smollm", [b"a", b"b"], [1], merges=[b"a b"])
+    with pytest.raises(WeightMismatch, match="1 token types for 2 tokens"):
+        load_tokenizer(bpe_source("smollm", vocabulary=two))
     with pytest.raises(WeightMismatch, match="0 scores for 1 tokens"):
         load_tokenizer(bpe_source("smollm", vocabulary=Vocabulary("llama", "default", [b"a"], [1])))
     path = save_tokenizer_json(tmp_path / "m", bpe_with_specials())

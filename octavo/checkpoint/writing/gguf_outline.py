@@ -22,12 +22,10 @@ from octavo.checkpoint.gguf_families import FAMILIES
 from octavo.checkpoint.gguf_family import YARN_KEYS, Family
 from octavo.checkpoint.writing.gguf_file import TYPE_NUMBERS, tensor_entry
 from octavo.checkpoint.writing.gguf_keys import KeyValue, metadata_bytes
-from octavo.checkpoint_ports import Checkpoint, Vocabulary
+from octavo.checkpoint_ports import NORMAL, UNUSED, Checkpoint, Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
 
-UNUSED = 5
-"""Type of tokens that stand for rows of the embedding beyond the vocabulary."""
 LLAMA_FAMILIES = {"mistral": "llama"}
 """Families beside those of `FAMILIES` that an architecture computes, too."""
 NUMBERS = {
@@ -286,13 +284,12 @@ def _vocabulary_keys(vocabulary: Vocabulary | None, num_rows: int) -> dict[str, 
     if vocabulary is None:
         return {}
     missing = range(len(vocabulary.tokens), num_rows)
+    types = vocabulary.types or [NORMAL] * len(vocabulary.tokens)
     found: dict[str, KeyValue] = {
         "tokenizer.ggml.model": vocabulary.model,
-        "tokenizer.ggml.pre": vocabulary.pre,
+        "tokenizer.ggml.pre": vocabulary.pre or "default",
         "tokenizer.ggml.tokens": [*vocabulary.tokens, *(b"[PAD%d]" % i for i in missing)],
-        "tokenizer.ggml.token_type": np.array(
-            [*vocabulary.types, *(UNUSED for _ in missing)], np.int32
-        ),
+        "tokenizer.ggml.token_type": np.array([*types, *(UNUSED for _ in missing)], np.int32),
     }
     if vocabulary.merges:
         found["tokenizer.ggml.merges"] = list(vocabulary.merges)
