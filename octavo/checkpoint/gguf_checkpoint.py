@@ -87,6 +87,7 @@ class GgufCheckpoint:
         self._family: Family = FAMILIES[architecture].of(self._header)
         self._gguf_names = self._names()
         self.config: dict[str, Any] = self._config()
+        self._header.refuse_unread()
         self._eos_ids = self._end_ids()
         self.generation_config: dict[str, Any] = self._generation_config()
 

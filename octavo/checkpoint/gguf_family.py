@@ -31,6 +31,25 @@ YARN_KEYS = {
 state them, in one number.
 """
 
+NEUTRAL: Mapping[str, tuple[float, ...]] = {
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.alpha": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0, -1.0),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.value_scale": (0.0, 1.0),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "router_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+}
+"""Keys that change a model's numbers, and the values with which they change none."""
+
 Config = dict[str, Any]
 Affixes = Literal["", "around", "behind"]
 RowOrder = Callable[[Mapping[str, Any], int], NDArray[np.intp]]
@@ -45,8 +64,10 @@ class Header:
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.file = file
         self.architecture = architecture
+        self._asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
+        self._asked.add(key)
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str, default: Any = None) -> Any:
@@ -75,6 +96,18 @@ class Header:
                 " number of at least 1"
             )
         return value
+
+    def refuse_unread(self) -> None:
+        """Refuses a value that changes the model's numbers and that the family did not read."""
+        for key, neutral in NEUTRAL.items():
+            value = self.file.metadata.get(f"{self.architecture}.{key}")
+            if key in self._asked or value is None:
+                continue
+            if not np.isin(value, neutral).all():
+                raise UnsupportedModel(
+                    f"{self.file.path}: {self.architecture}.{key} is {value!r}, supported for this"
+                    f" architecture is {' or '.join(map(str, neutral))}"
+                )
 
     def num_rows(self, tensor: str) -> int:
         """Returns the number of rows of a tensor that the file needs to have."""
@@ -256,10 +289,17 @@ def rope_scaling(header: Header) -> Config | None:
     """Returns `rope_scaling`.
 
     Llama 3's frequency factors (a tensor in GGUF) become a longrope of one length, which is the
-    same formula.
+    same formula. A factor without a type is linear, as in llama.cpp.
     """
+    kind = header.get("rope.scaling.type", "linear")
+    if not isinstance(kind, str) or kind not in ("none", "linear", "yarn", "longrope"):
+        raise UnsupportedModel(
+            f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear, yarn"
+            " and longrope"
+        )
+    factor = 1.0 if kind == "none" else _rope_factor(header)
     if "rope_freqs.weight" in header.file.tensors:
-        factors = header.file.tensor("rope_freqs.weight").dequantize().tolist()
+        factors = (header.file.tensor("rope_freqs.weight").dequantize() * factor).tolist()
         length = header.count("context_length")
         both = {"short_factor": factors, "long_factor": factors}
         return {
@@ -270,29 +310,30 @@ def rope_scaling(header: Header) -> Config | None:
             "original_max_position_embeddings": length,
         }
     if header.has("rope_factors_long.weight", "rope_factors_short.weight"):
-        return _longrope(header)
-    kind = header.get("rope.scaling.type", "none")
-    if isinstance(kind, str) and kind == "none":
-        return None
-    if not isinstance(kind, str) or kind not in ("linear", "yarn"):
-        raise UnsupportedModel(
-            f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear and"
-            " yarn"
-        )
-    scaling: Config = {"rope_type": kind, "factor": float(header.number("rope.scaling.factor"))}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = header.count(
-            "rope.scaling.original_context_length"
-        )
-        for name, key in YARN_KEYS.items():
-            scaling[name] = header.get(f"rope.scaling.{key}")
-    return scaling
+        return _longrope(header, factor)
+    if kind != "yarn":
+        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+    original = header.count("rope.scaling.original_context_length", header.count("context_length"))
+    return {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        **{name: header.get(f"rope.scaling.{key}") for name, key in YARN_KEYS.items()},
+    }
 
 
-def _longrope(header: Header) -> Config:
+def _rope_factor(header: Header) -> float:
+    """Returns the factor by which positions are divided, under its name or its old one; 1 if the
+    header has none, or 0.
+    """
+    found = header.number("rope.scaling.factor", header.get("rope.scale_linear", 0.0))
+    return float(found) or 1.0
+
+
+def _longrope(header: Header, factor: float) -> Config:
     """Returns Phi-3's scaling, whose two lists of factors are tensors."""
     short, long = (
-        header.file.tensor(f"rope_factors_{length}.weight").dequantize().tolist()
+        (header.file.tensor(f"rope_factors_{length}.weight").dequantize() * factor).tolist()
         for length in ("short", "long")
     )
     return {

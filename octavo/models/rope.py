@@ -43,7 +43,14 @@ class RopeParameters:
             )
         refuse_unread({"model_type": "rope_parameters", **given}, ROPE)
         self._given = given
-        self.kind = str(given.get("rope_type") or given.get("type") or "default")
+        named = given.get("rope_type") or given.get("type")
+        self.kind = str(named or "default")
+        if named is None and given.get("factor") not in (None, 1):
+            raise UnsupportedModel(
+                f"config.json: the rope parameters have the factor {given['factor']!r} and no"
+                " rope_type",
+                hint='add "rope_type": "linear", or the type that the factor is for',
+            )
         self.theta = self.positive("rope_theta", theta)
         self.max_positions = max_positions
         # What the config says beside the parameters wins, as in transformers.
