@@ -8,6 +8,7 @@ from pathlib import Path
 from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.gguf import PART_NAME
 from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.pickled import PICKLE, find_pickled_files, no_weights
 from octavo.checkpoint.safetensors import SafetensorsCheckpoint
 from octavo.checkpoint_ports import Checkpoint, ModelHeader
 from octavo.errors import UnsupportedModel, WeightMismatch
@@ -22,7 +23,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if path.suffix != ".gguf":
             raise UnsupportedModel(
                 f"{path}: allowed are a .gguf file or a directory with config.json and"
-                " *.safetensors"
+                " *.safetensors",
+                hint=_hint_of_file(path),
             )
         return GgufCheckpoint(path)
     if not path.is_dir():
@@ -36,7 +38,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise WeightMismatch(
             f"{path}: holds {len(files)} .gguf files", hint=f"name one of them, e.g. {files[0]}"
         )
-    raise WeightMismatch(f"{path}: holds neither config.json with *.safetensors nor a .gguf file")
+    raise no_weights(f"{path}: holds neither config.json with *.safetensors nor a .gguf file", path)
+
+
+def _hint_of_file(path: Path) -> str | None:
+    """Returns what to do instead of naming a file that is not a model by itself."""
+    if path.suffix == ".safetensors" or path.name.startswith(PICKLE.removesuffix(".bin")):
+        return f"name its directory: {path.parent}"
+    return no_weights("", path).hint
 
 
 def _is_part_of(first: Path) -> Callable[[Path], bool]:
@@ -56,6 +65,7 @@ def open_header(path: Path) -> ModelHeader:
     """
     if path.suffix == ".json" and path.is_file():
         return ConfigFile(path)
-    if (path / "config.json").exists() and not list(path.glob("*.safetensors")):
+    has_weights = list(path.glob("*.safetensors")) or find_pickled_files(path)
+    if (path / "config.json").exists() and not has_weights:
         return ConfigFile(path / "config.json")
     return open_checkpoint(path)

@@ -8,6 +8,7 @@ nothing of model families. Source of the format: the README of huggingface/safet
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 from collections.abc import Collection, Mapping, Sequence
@@ -27,6 +28,7 @@ from octavo.checkpoint.fused_experts import FusedPart, fused_parts, newer_names
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.nested_config import with_text_config
+from octavo.checkpoint.pickled import PICKLE_INDEX, find_pickled_files, no_weights, read_pickled
 from octavo.checkpoint.sentence_modules import with_pooling
 from octavo.checkpoint.tied_head import OWN_HEAD, has_own_head, other_names
 from octavo.checkpoint_ports import StoredTensor, TokenizerSource
@@ -34,11 +36,19 @@ from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.fp8 import FP8
 from octavo.quant.packed import PackedWeight
 
+logger = logging.getLogger(__name__)
+
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+CONVERTED: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+"""Types of plain tensors that are converted to the model's type, as transformers does."""
 PART_DTYPES: dict[str, np.dtype] = DTYPES | {
     FP8: np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(np.uint8),
@@ -48,6 +58,8 @@ PART_DTYPES: dict[str, np.dtype] = DTYPES | {
     "I64": np.dtype(np.int64),
 }
 """Types of the tensors of which quantised matrices are made."""
+OTHER_BYTES = {"F64": 8, "BOOL": 1, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
+"""Bytes of numbers of further types."""
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,20 +75,32 @@ class _Entry:
     """A tensor's place: `start` in bytes from its file's beginning."""
 
     file: Path
-    buffer: mmap.mmap | bytes
+    buffer: mmap.mmap | bytes | memoryview
     dtype: str
     shape: tuple[int, ...]
     start: int
     num_bytes: int
     num_stacked: int = 0
     """Number of experts in the tensor of which this is a part."""
+    converted: str | None = None
+    """Type to which the tensor is converted when it is read."""
 
     @property
     def format_name(self) -> str:
-        return self.dtype
+        return self.converted or self.dtype
+
+    def array(self, name: str) -> NDArray:
+        """Returns the numbers of a plain tensor, a view of the file where they are not converted.
+
+        Numbers of other types become float32 first, as in PyTorch.
+        """
+        if self.converted is None:
+            return _array(self, name)
+        numbers = _array(self, name, CONVERTED).astype(np.float32)
+        return numbers.astype(DTYPES[self.converted], copy=False)
 
     def weight(self, name: str) -> PackedWeight:
-        return PackedWeight.plain(_array(self, name))
+        return PackedWeight.plain(self.array(name))
 
     def part(self, part: FusedPart) -> _Entry | None:
         """Returns the place of an expert's matrix; None where the tensor has none such."""
@@ -158,9 +182,10 @@ class SafetensorsCheckpoint:
         self.weight_files: Sequence[Path] = _weight_files(path)
         entries: dict[str, _Entry] = {}
         for file in self.weight_files:
-            entries |= _read_header(file)
+            entries |= _read_file(file)
         self._buffers = {id(entry.buffer): entry.buffer for entry in entries.values()}
         self._check_index(entries)
+        entries = self._with_conversions(entries)
         with naming(path):
             self._entries = entries if quantized is None else _by_matrix(entries, quantized)
         if self.config.get("tie_word_embeddings") is not False and has_own_head(self._plain):
@@ -225,9 +250,9 @@ class SafetensorsCheckpoint:
         """Returns a matrix in fp32, fp16 or bf16; None where there is none of that name."""
         found = self._stored_name(name)
         entry = self._entries[found] if found else None
-        if not found or not isinstance(entry, _Entry) or entry.dtype not in DTYPES:
+        if not found or not isinstance(entry, _Entry) or entry.format_name not in DTYPES:
             return None
-        return _array(entry, found)
+        return entry.array(found)
 
     def _stored_name(self, name: str) -> str | None:
         """Returns a tensor's name here, in a base model or inside a wrapper."""
@@ -242,15 +267,30 @@ class SafetensorsCheckpoint:
         candidates += [f"model.{each}" for each in (name, tower_name(name))] + [tower_name(name)]
         return next((candidate for candidate in candidates if candidate in self._entries), None)
 
+    def _with_conversions(self, entries: dict[str, _Entry]) -> dict[str, _Entry]:
+        """Returns the places with the type to which plain tensors of other types are converted:
+        the model's. Whole numbers of a quantised model are codes, not weights.
+        """
+        named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
+        kind = {"bfloat16": "BF16", "float16": "F16"}.get(named.removeprefix("torch."), "F32")
+        allowed = {"F64"} if self._is_quantized else CONVERTED.keys()
+        return {
+            name: replace(entry, converted=kind) if entry.dtype in allowed else entry
+            for name, entry in entries.items()
+        }
+
     def _check_index(self, entries: Mapping[str, _Entry]) -> None:
-        """Checks that each tensor of the index stands in its shard."""
-        index = self.path / INDEX
-        if not index.exists():
+        """Warns of tensors of the index that stand in no shard; one that the model reads is an
+        error when it is read.
+        """
+        indices = [self.path / name for name in (INDEX, PICKLE_INDEX)]
+        index = next((each for each in indices if each.exists()), None)
+        if index is None:
             return
         missing = [name for name in read_json(index)["weight_map"] if name not in entries]
         if missing:
-            raise WeightMismatch(
-                f"{index}: {len(missing)} tensors are in no shard, the first is {missing[0]}"
+            logger.warning(
+                "%s: %d tensors are in no shard, the first is %s", index, len(missing), missing[0]
             )
 
 
@@ -289,7 +329,8 @@ def _array(
     dtype = allowed.get(entry.dtype)
     if dtype is None:
         raise UnsupportedModel(
-            f"{entry.file}: {name} has dtype {entry.dtype}, supported are {', '.join(allowed)}"
+            f"{entry.file}: {name} has dtype {entry.dtype}, supported are"
+            f" {', '.join(dict.fromkeys([*allowed, *CONVERTED]))}"
         )
     found: NDArray = np.frombuffer(entry.buffer, dtype, math.prod(entry.shape), entry.start)
     return found.reshape(entry.shape)
@@ -315,12 +356,20 @@ def _weight_files(path: Path) -> list[Path]:
         return files
     single = path / "model.safetensors"
     files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+    files = files or find_pickled_files(path)
     if not files:
-        raise WeightMismatch(
-            f"{path}: no *.safetensors file",
-            hint="pickled checkpoints (*.bin) must be saved as safetensors",
-        )
+        raise no_weights(f"{path}: no *.safetensors file", path)
     return files
+
+
+def _read_file(file: Path) -> dict[str, _Entry]:
+    """Returns the places of a file's tensors."""
+    if file.suffix != ".bin":
+        return _read_header(file)
+    return {
+        name: _Entry(file, data, dtype, shape, 0, len(data))
+        for name, dtype, shape, data in read_pickled(file)
+    }
 
 
 def _read_header(path: Path, *, mapped: bool = True) -> dict[str, _Entry]:
@@ -379,7 +428,8 @@ def _check_place(entry: _Entry, name: str, size: int) -> None:
             f"{name} should end at byte {entry.start + num_bytes:,}, the file has {size:,}",
         )
     dtype = PART_DTYPES.get(entry.dtype)
-    if dtype is not None and num_bytes != math.prod(entry.shape) * dtype.itemsize:
+    size_of_one = OTHER_BYTES.get(entry.dtype, 0) if dtype is None else dtype.itemsize
+    if size_of_one and num_bytes != math.prod(entry.shape) * size_of_one:
         raise _corrupt(
             entry.file,
             f"{name} has {num_bytes:,} bytes, {entry.dtype} of shape {entry.shape} needs another"

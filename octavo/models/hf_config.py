@@ -328,6 +328,8 @@ def _first_integer(config: HfConfig, names: tuple[str, ...], default: int | None
 
 def _dtype(config: Mapping[str, Any]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name == "float64":
+        return "float32"
     if name not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(
             f"config.json: dtype is {name!r}, supported are float32, bfloat16 and float16"
