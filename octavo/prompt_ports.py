@@ -34,6 +34,32 @@ class Rendering:
 DEFAULT_RENDERING = Rendering()
 
 
+@dataclass(frozen=True, slots=True)
+class RoleRules:
+    """Sequences of roles that a chat template renders without leaving any text out, and the form in
+    which it takes calls.
+    """
+
+    system: bool = True
+    """A system message at the beginning."""
+    developer: bool = True
+    """A developer's message at the beginning; otherwise it is a system message."""
+    system_alone: bool = True
+    """A system message without any other."""
+    late_system: bool = True
+    """A system message after others."""
+    repeats: bool = True
+    """Several messages of the user or of the assistant in a row."""
+    assistant_first: bool = True
+    """An assistant's message at the beginning."""
+    user_after_tool: bool = True
+    """A user's message right after a tool's result."""
+    calls_have_content: bool = True
+    """A message with calls has a text, be it empty; otherwise its content is null."""
+    arguments_are_objects: bool = True
+    """Arguments of calls are objects; otherwise JSON text."""
+
+
 class Matcher(Protocol):
     """One answer's way through a grammar, token by token."""
 
@@ -164,6 +190,10 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None:
         """The model's chat template, a Jinja text; None without one."""
+        ...
+
+    def get_role_rules(self, rendering: Rendering) -> RoleRules:
+        """Returns the sequences of roles that the template of a rendering takes."""
         ...
 
     @property

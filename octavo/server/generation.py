@@ -19,6 +19,7 @@ from octavo.outputs import RequestOutput
 from octavo.pooling_params import RequestParams
 from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
 from octavo.server.images import has_images
+from octavo.server.roles import fit_roles
 from octavo.server.state.served_model import ServedModel
 from octavo.text.unicode import LONG_TEXT_CHARACTERS
 
@@ -191,11 +192,21 @@ async def chat_prompt_of(
     truncation: Truncation | None = None,
 ) -> dict[str, Any]:
     """Renders a conversation with the model's template, in a thread where that may take long."""
+    messages = fit_messages(llm, messages, rendering)
     if _is_quick(messages, rendering):
         prompt = llm.chat_prompt(messages, rendering, truncation)
     else:
         prompt = await asyncio.to_thread(llm.chat_prompt, messages, rendering, truncation)
     return prompt | {"cache_salt": cache_salt}
+
+
+def fit_messages(
+    llm: AsyncLLM, messages: list[dict[str, Any]], rendering: Rendering
+) -> list[dict[str, Any]]:
+    """Returns a conversation in the sequence of roles that the template of a rendering takes."""
+    if llm.config.model.skip_tokenizer_init:
+        return messages
+    return fit_roles(messages, llm.get_tokenizer().get_role_rules(rendering))
 
 
 def _is_quick(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> bool:

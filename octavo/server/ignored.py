@@ -71,9 +71,9 @@ class IgnoredFields:
         """Paths in the order in which they were added, each once."""
         return list(self._paths)
 
-    def has_part_of(self, name: str) -> bool:
-        """Returns whether an entry of the list `name` is ignored, or a part of one."""
-        return any(path.startswith(f"{name}[") for path in self._paths)
+    def drops_entries_of(self, name: str) -> bool:
+        """Returns whether the list `name` has entries of unknown types, which are ignored."""
+        return any(path.startswith(f"{name}[type=") for path in self._paths)
 
     @property
     def header(self) -> str:

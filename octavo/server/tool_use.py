@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from octavo.errors import InvalidRequest, did_you_mean, shown
 from octavo.server.ignored import IgnoredFields, join_path
 from octavo.server.request_limits import RequestLimits
@@ -125,8 +127,13 @@ def tool_use_of(
     """Returns what a request may call; None where it can call nothing.
 
     `named` are the only functions that may be called. Raises InvalidRequest for a choice without
-    functions, for names at odds, and for what is beyond a limit.
+    functions, for names at odds, and for what is beyond a limit. If tools of the request are
+    ignored, a choice that none of the others satisfies is ignored too.
     """
+    known = [function.name for function in functions]
+    if ignored.drops_entries_of(names.tools) and not _is_satisfied(choice, named, known):
+        ignored.add(names.choice, "it needs a tool that is ignored")
+        choice, named = "auto", None
     if not functions:
         if choice == "required" or named is not None:
             raise InvalidRequest(
@@ -134,7 +141,6 @@ def tool_use_of(
             )
         return None
     _check_functions(functions, limits, names)
-    known = [function.name for function in functions]
     for name in named or ():
         if name not in known:
             raise InvalidRequest(
@@ -146,6 +152,13 @@ def tool_use_of(
         return None
     allowed = None if named is None else frozenset(named)
     return ToolUse(functions, choice or "auto", is_parallel, allowed, names, ignored)
+
+
+def _is_satisfied(choice: Choice | None, named: Sequence[str] | None, known: Sequence[str]) -> bool:
+    """Returns whether the functions that a choice needs are there."""
+    if named is not None:
+        return not set(named).isdisjoint(known)
+    return choice != "required" or bool(known)
 
 
 def _check_functions(
@@ -180,6 +193,24 @@ def _check_name(name: str, seen: set[str], where: str) -> None:
         raise InvalidRequest(
             f"{where}: got {shown(name)} twice, each tool needs a name of its own", param=where
         )
+
+
+def parse_arguments(given: object) -> dict[str, Any]:
+    """Returns the arguments of a call in the history as an object, as templates read them.
+
+    JSON text that was cut off, as in an answer that reached its token limit, is read as far as it
+    goes; anything else that is not an object becomes the member "arguments" of one.
+    """
+    found = given
+    for _ in range(2):  # some clients encode the text once more
+        if isinstance(found, str):
+            try:
+                found = from_json(found or "{}", allow_partial="trailing-strings")
+            except ValueError:
+                break
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {"arguments": given}
 
 
 def check_role(role: str, needed: str, where: str) -> None:

@@ -33,6 +33,7 @@ from octavo.server.reading import (
     continued_text,
     reading_of,
 )
+from octavo.server.roles import move_tool_images
 from octavo.server.state.served_model import ServedModel
 from octavo.server.taught_tools import plain_history, taught_messages
 from octavo.server.tool_use import ToolUse
@@ -80,7 +81,7 @@ class Conversation:
         """Returns the messages and how they are rendered, with the functions that there are: in the
         template's own way, or taught in plain text where it has none.
         """
-        messages, rendering = self.messages, self.rendering
+        messages, rendering = move_tool_images(self.messages), self.rendering
         is_own = rendering.template is not None
         formats = model.formats
         template = formats.template if self.tools is None else formats.tool_template

@@ -15,6 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest
+from octavo.prompt_ports import RoleRules
+from octavo.text.role_rules import find_role_rules
 from octavo.text.template_bounds import bound_filters, bounded_environment, render
 
 if TYPE_CHECKING:
@@ -79,6 +81,11 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages: the chat template failed: {said}", param="messages"
             ) from error
+
+    @cached_property
+    def role_rules(self) -> RoleRules:
+        """Sequences of roles that the template takes."""
+        return RoleRules() if self.source is None else find_role_rules(self.render)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -19,7 +19,7 @@ from octavo.config.paths import is_there, user_path
 from octavo.end_tokens import find_end_tokens
 from octavo.errors import ConfigError, InvalidRequest, WeightMismatch
 from octavo.pooling_params import PairIds, TextPair
-from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
+from octavo.prompt_ports import DEFAULT_RENDERING, Rendering, RoleRules
 from octavo.text.chat_template import ChatTemplate, ChatTemplates
 from octavo.text.encoding import encode_text, make_special, without_special_tokens
 from octavo.text.infill import InfillFormat, infill_format_of
@@ -191,6 +191,12 @@ class TextTokenizer:
         """Names of the model's chat templates that a request may choose."""
         return tuple(self._templates.named)
 
+    def get_role_rules(self, rendering: Rendering) -> RoleRules:
+        """Returns the sequences of roles that the template of a rendering takes; all of them for a
+        client's own template, which is rendered as it is.
+        """
+        return RoleRules() if rendering.is_foreign else self._template_of(rendering).role_rules
+
     @property
     def template_variables(self) -> frozenset[str]:
         """Names of the variables that the model's chat template reads; none without a template."""
@@ -252,8 +258,7 @@ class TextTokenizer:
         self, messages: Sequence[Mapping[str, Any]], rendering: Rendering, guard: Guard
     ) -> str:
         """Returns the conversation as one text in which the users' strings are protected."""
-        has_tools = rendering.variables.get("tools") is not None
-        template = self._templates.choose(rendering.template, has_tools=has_tools)
+        template = self._template_of(rendering)
         render = partial(render_apart, template) if rendering.is_foreign else template.render
         protected = guard.protect(list(messages))
         variables = guard.protect(rendering.variables)
@@ -268,6 +273,10 @@ class TextTokenizer:
                 param="continue_final_message",
             )
         return rendered[:end].replace(guard.end_mark, "")
+
+    def _template_of(self, rendering: Rendering) -> ChatTemplate:
+        has_tools = rendering.variables.get("tools") is not None
+        return self._templates.choose(rendering.template, has_tools=has_tools)
 
     def _templated_pair(self, pair: TextPair, template: str, max_tokens: int | None) -> PairIds:
         """Returns the ids of a pair as a template writes it, without the document's end where it is

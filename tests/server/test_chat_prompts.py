@@ -149,9 +149,9 @@ def test_calls_of_tools_stay_in_the_history(trusting):
     with trusting.http() as http:
         text = prompt_of(http, talk)
         assert text.endswith("<|turn|>assistant:Oslo#c1<|turn|>tool:rain#c1")
-        broken = {**call, "function": {"name": "weather", "arguments": "{"}}
-        error = refusal(http, [*HELLO, {"role": "assistant", "tool_calls": [broken]}])
-        assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+        cut = {**call, "function": {"name": "weather", "arguments": '{"city": "Os'}}
+        text = prompt_of(http, [*HELLO, {"role": "assistant", "tool_calls": [cut]}])
+        assert text.endswith("<|turn|>assistant:Os#c1")
         error = refusal(http, [{"role": "user", "content": "a", "tool_call_id": "c1"}])
         assert error["param"] == "messages[0].tool_call_id"
 
@@ -182,8 +182,8 @@ def test_what_a_template_says_reaches_its_client(trusting):
 def test_parts_of_other_kinds_are_refused_by_their_place(http):
     parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
     assert prompt_of(http, [{"role": "user", "content": parts}]).startswith("<|turn|>user:a\nb")
-    for part in ({"type": "input_audio", "input_audio": {}}, {"type": "text", "text": "a", "x": 1}):
-        error = refusal(http, [{"role": "user", "content": [part]}])
+    for kind in ("input_audio", "file", "video_url"):
+        error = refusal(http, [{"role": "user", "content": [{"type": kind, kind: {}}]}])
         assert error["param"].startswith("messages[0].content[0]")
 
 

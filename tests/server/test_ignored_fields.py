@@ -14,7 +14,9 @@ def test_paths_leave_indices_out_and_quote_odd_names():
     for path in ("a[0].b", "a[17].b", join_path("a[1]", "b c"), join_path("", 'x[3]"é')):
         ignored.add(path)
     assert ignored.header == 'a[].b, a[]["b c"], ["x[3]\\"\\u00e9"]'
-    assert ignored.has_part_of("a") and not ignored.has_part_of("b")
+    assert not ignored.drops_entries_of("a")
+    ignored.add("a[2].type", shown_as="a[type=x]")
+    assert ignored.drops_entries_of("a")
 
 
 def test_a_strict_server_raises_the_reason():

@@ -85,7 +85,6 @@ def test_the_tokenizer_describes_itself(http):
 def test_what_makes_no_sense_is_refused_by_name(http):
     assert refusal(http, "/tokenize") == "prompt"
     assert refusal(http, "/tokenize", prompt="a", messages=HELLO) == "prompt"
-    assert refusal(http, "/tokenize", prompt="a", promt="b") == "promt"
     both = {"add_special": True, "add_special_tokens": False}
     assert refusal(http, "/tokenize", prompt="a", **both) == "add_special"
     assert refusal(http, "/detokenize", tokens=[320]) == "tokens"

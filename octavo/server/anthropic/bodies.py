@@ -38,9 +38,12 @@ class CacheControl(BodyPart):
 class PlainBlock(TextBlock):
     """One block of a system's message or of a tool's result."""
 
-    types: ClassVar[tuple[str, ...]] = ("text", "image", "document")
+    types: ClassVar[tuple[str, ...]] = ("text", "image", "document", "search_result")
 
-    source: dict[str, Any] | None = None
+    source: str | dict[str, Any] | None = None
+    title: str | None = None
+    context: str | None = None
+    content: str | list[TextBlock] | None = None
     cache_control: CacheControl | None = taken('an object with the type "ephemeral"')
     citations: list[Any] | dict[str, Any] | None = taken("anything; nothing is cited")
 
@@ -52,9 +55,9 @@ class ContentBlock(PlainBlock):
 
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: str | dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[PlainBlock] | None = None
+    content: str | list[PlainBlock] | None = None  # type: ignore[assignment]
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, shown
 from octavo.server.anthropic.bodies import (
     ContentBlock,
     CountTokensBody,
+    PlainBlock,
     TurnMessage,
 )
 from octavo.server.images import block_source, content_of, image_part, text_part
@@ -20,6 +21,7 @@ from octavo.server.tool_use import (
     ToolNames,
     ToolUse,
     check_role,
+    parse_arguments,
     tool_use_of,
 )
 from octavo.server.turn import Conversation
@@ -136,21 +138,19 @@ def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
         elif block.type == "thinking" and block.thinking is not None:
             check_role(message.role, "assistant", path)
             about["reasoning_content"] = about.get("reasoning_content", "") + block.thinking
-        elif block.type == "image":
-            check_role(message.role, "user", path)
-            source = block_source(block.source, f"{path}.source")
-            parts.append(image_part(source))
         else:
-            parts.append(text_part(block_text(block, path)))
+            if block.type == "image":
+                check_role(message.role, "user", path)
+            parts.append(_part(block, path))
     if not (parts or about) and results:
         return results
     return [*results, {"role": message.role, "content": content_of(parts), **about}]
 
 
 def _call(block: ContentBlock, where: str) -> dict[str, Any]:
-    if block.id is None or block.name is None or block.input is None:
+    if block.id is None or block.name is None:
         raise InvalidRequest(f"{where}: a tool_use has an id, a name and an input", param=where)
-    function = {"name": block.name, "arguments": block.input}
+    function = {"name": block.name, "arguments": parse_arguments(block.input)}
     return {"id": block.id, "type": "function", "function": function}
 
 
@@ -159,8 +159,53 @@ def _result(block: ContentBlock, where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"{where}.tool_use_id: needed, and not given", param=f"{where}.tool_use_id"
         )
-    text = joined_text(block.content or "", f"{where}.content")
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    content = block.content or ""
+    if isinstance(content, str):
+        content = [PlainBlock(type="text", text=content)]
+    parts = [_part(inner, f"{where}.content[{at}]") for at, inner in enumerate(content)]
+    if block.is_error:
+        parts = _marked_as_error(parts)
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts)}
+
+
+def _marked_as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the parts of a failed tool's result, of which the text says so: chat templates have
+    no other place for it.
+    """
+    is_told = any(part.get("text", "").lower().startswith("error") for part in parts)
+    return parts if is_told else [text_part("Error:"), *parts]
+
+
+def _part(block: PlainBlock, where: str) -> dict[str, Any]:
+    """Returns the plain part of a block; documents and search results of text are text."""
+    if block.type == "image":
+        return image_part(block_source(block.source, f"{where}.source"))
+    if block.type == "document":
+        about = [block.title or "", block.context or "", _document(block.source, where)]
+        return text_part("\n".join(filter(None, about)))
+    if block.type == "search_result":
+        about = [block.title or "", str(block.source or "")]
+        found = joined_text(block.content or "", f"{where}.content")
+        return text_part("\n".join(filter(None, [*about, found])))
+    return text_part(block_text(block, where))
+
+
+def _document(source: object, where: str) -> str:
+    """Returns the text of a document; raises InvalidRequest for a PDF, a URL or a stored file."""
+    given = source if isinstance(source, dict) else {}
+    data = given.get("data") if given.get("type") == "text" else given.get("content")
+    if isinstance(data, list):
+        data = "\n".join(
+            str(part["text"]) for part in data if isinstance(part, dict) and "text" in part
+        )
+    if not isinstance(data, str):
+        raise InvalidRequest(
+            f"{where}.source: got a document of type {shown(given.get('type'))}, allowed are 'text'"
+            " with data, and 'content'",
+            hint="send the document's text",
+            param=f"{where}.source",
+        )
+    return data
 
 
 def _thinks(body: CountTokensBody, model: ServedModel) -> bool | None:

@@ -19,7 +19,7 @@ from octavo.server.cohere.bodies import (
     CohereFormat,
     CohereMessage,
 )
-from octavo.server.openai.messages import plain_call
+from octavo.server.openai.messages import MAY_BE_EMPTY, plain_call
 from octavo.server.openai.tools import offered
 from octavo.server.plain_chat import block_text, refuse_values, rendering_of
 from octavo.server.state.served_model import ServedModel
@@ -97,7 +97,7 @@ def _plain(message: CohereMessage, where: str) -> dict[str, Any]:
     """Returns a message as templates read it; a plan of calls is its text."""
     content: str | list[CohereBlock] | None = message.content
     content = message.tool_plan if content is None else content
-    if content is None and not message.tool_calls:
+    if content is None and message.role not in MAY_BE_EMPTY:
         raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
     texts, thought = _blocks(content or "", message.role, f"{where}.content")
     plain: dict[str, Any] = {"role": message.role, "content": texts}

@@ -107,7 +107,7 @@ class OllamaBody(Body):
 
 class OllamaFunction(BodyPart):
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: str | dict[str, Any] | None = None
     index: int | None = None
 
 
@@ -123,7 +123,7 @@ class OllamaMessage(BodyPart):
     """One message."""
 
     role: str
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     images: list[str] | None = None

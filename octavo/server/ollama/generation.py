@@ -37,7 +37,7 @@ from octavo.server.plain_chat import refuse_values, rendering_of
 from octavo.server.reading import PLAIN, AnswerReading
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
-from octavo.server.tool_use import tool_use_of
+from octavo.server.tool_use import parse_arguments, tool_use_of
 from octavo.server.turn import Conversation, in_their_words, params_of, turn_of
 from octavo.structured_outputs import StructuredOutputs
 
@@ -164,7 +164,7 @@ def _seen(text: str, images: Sequence[str] | None) -> Content:
 
 def _plain(message: OllamaMessage) -> dict[str, Any]:
     """Returns a message as templates read it."""
-    content = _seen(message.content, message.images)
+    content = _seen(message.content or "", message.images)
     plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking is not None:
         plain["reasoning_content"] = message.thinking
@@ -173,7 +173,10 @@ def _plain(message: OllamaMessage) -> dict[str, Any]:
             {
                 **({} if call.id is None else {"id": call.id}),
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
+                "function": {
+                    "name": call.function.name,
+                    "arguments": parse_arguments(call.function.arguments),
+                },
             }
             for call in message.tool_calls
         ]

@@ -28,15 +28,25 @@ class ContentPart(BodyPart):
 
 class FunctionCall(BodyPart):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
+
+
+class CustomCall(BodyPart):
+    """A call of a tool whose input is any text."""
+
+    name: str
+    input: str = ""
 
 
 class ToolCall(BodyPart):
     """A call that an earlier answer made, as its client gives it back."""
 
+    types = ("function", "custom")
+
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     index: int | None = None
 
 

@@ -6,14 +6,18 @@ is refused by its path.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.errors import InvalidRequest, shown
+from octavo.errors import InvalidRequest
 from octavo.server.images import Content, content_of, image_part, text_part, url_source
 from octavo.server.openai.message_bodies import ContentPart, Message, ToolCall
-from octavo.server.tool_use import check_role
+from octavo.server.tool_use import check_role, parse_arguments
+
+ROLES = {"function": "tool"}
+"""Names that OpenAI has given up, and what they are called now."""
+MAY_BE_EMPTY = ("assistant", "tool", "function")
+"""Roles whose messages need no content: an answer that was cut off, a tool without output."""
 
 
 def plain_messages(messages: Sequence[Message], *, id_length: int = 0) -> list[dict[str, Any]]:
@@ -43,7 +47,8 @@ def _shorten_ids(message: dict[str, Any], length: int) -> None:
 
 
 def _plain_message(message: Message, where: str) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
+    role = ROLES.get(message.role, message.role)
+    plain: dict[str, Any] = {"role": role, "content": _content(message, where)}
     if message.name is not None:
         plain["name"] = message.name
     thought = message.reasoning_content if message.reasoning is None else message.reasoning
@@ -62,38 +67,28 @@ def _plain_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Returns a call whose arguments are an object, as templates read them."""
-    arguments = arguments_object(call.function.arguments, f"{where}.function.arguments")
-    plain = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    """Returns a call whose arguments are an object, as templates read them. The input of a custom
+    tool's call is an argument of this name.
+    """
+    if call.custom is not None:
+        name, arguments = call.custom.name, {"input": call.custom.input}
+    elif call.function is not None:
+        name, arguments = call.function.name, parse_arguments(call.function.arguments)
+    else:
+        raise InvalidRequest(f"{where}.function: needed, and not given", param=f"{where}.function")
+    plain = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return plain if call.id is None else {"id": call.id, **plain}
 
 
-def arguments_object(given: object, where: str) -> dict[str, Any]:
-    """Returns a call's arguments, which may be JSON text, as an object."""
-    found: Any = given
-    if isinstance(given, str):
-        try:
-            found = json.loads(given or "{}")
-        except (ValueError, RecursionError):
-            found = None
-    if not isinstance(found, dict):
-        raise InvalidRequest(
-            f"{where}: got {shown(given)}, allowed is an object as JSON text", param=where
-        )
-    return found
-
-
 def _content(message: Message, where: str) -> Content:
-    """Joins the parts of a content, each on lines of its own, but for those beside an image; a call
-    of tools needs none.
-    """
+    """Joins the parts of a content, each on lines of its own, but for those beside an image."""
     content = message.content
     if isinstance(content, str):
         return content
     if content is None:
         if message.refusal is not None:
             return message.refusal
-        if message.tool_calls:
+        if message.role in MAY_BE_EMPTY:
             return ""
         raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
     return content_of(
@@ -107,7 +102,8 @@ def _content(message: Message, where: str) -> Content:
 def _plain_part(part: ContentPart, where: str, role: str) -> dict[str, Any]:
     if part.type != "image_url":
         return text_part(_text(part, where))
-    check_role(role, "user", where)
+    if role != "tool":
+        check_role(role, "user", where)
     return image_part(url_source(part.image_url, f"{where}.image_url"))
 
 

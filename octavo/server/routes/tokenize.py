@@ -19,7 +19,7 @@ from octavo.prompt_ports import Tokenizer
 from octavo.sampling_limits import INT32_MAX
 from octavo.server.body import Body, body_of
 from octavo.server.fields import field, needed
-from octavo.server.generation import chat_prompt_of
+from octavo.server.generation import chat_prompt_of, fit_messages
 from octavo.server.openai.bodies import FLAG, ConversationBody, TokenId
 from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
@@ -121,7 +121,7 @@ async def apply_template(
     """Returns a conversation as the chat template writes it."""
     model = service.model(body.model)
     rendering = rendering_of(body, model, service.settings)
-    messages = plain_messages(body.messages)
+    messages = fit_messages(model.llm, plain_messages(body.messages), rendering)
     return {"prompt": await asyncio.to_thread(model.llm.render_chat, messages, rendering)}
 
 

@@ -83,16 +83,20 @@ class ItemPart(BodyPart):
 class InputItem(BodyPart):
     """One item of a response's input: a message, a call, its result, or reasoning."""
 
-    types = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+    types = (
+        *("message", "function_call", "function_call_output", "reasoning", "item_reference"),
+        *("custom_tool_call", "custom_tool_call_output"),
+    )
 
-    type: str = "message"
+    type: str | None = None
     role: str | None = None
     content: str | list[ItemPart] | None = None
     id: str | None = None
     status: str | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str | None = None
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
 

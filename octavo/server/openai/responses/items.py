@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest
-from octavo.server.images import content_of, image_part, text_part, url_source
-from octavo.server.openai.messages import arguments_object
+from octavo.server.images import Content, content_of, image_part, text_part, url_source
 from octavo.server.openai.responses.body import InputItem, ItemPart
 from octavo.server.openai.responses.output import call_item, output_part
-from octavo.server.tool_use import check_role
+from octavo.server.tool_use import check_role, parse_arguments
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Each role of an item, and the role that a chat template knows for it."""
 
 REFERENCE = "item_reference"
 """Type of an input item that stands for an item of a stored answer."""
-TYPES = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
 
 
 def input_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
     """Returns the input as items to be stored; raises InvalidRequest for what none can be."""
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
-    if not given:
-        raise InvalidRequest("input: got an empty list, needed is an item", param="input")
     return [_stored(item, f"input[{index}]") for index, item in enumerate(given)]
 
 
@@ -49,12 +46,14 @@ def messages_of(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     messages.append(last)
                 last.setdefault("tool_calls", []).append(_call(item))
             case "function_call_output":
+                output = item["output"]
+                content = output if isinstance(output, str) else _content(output)
                 messages.append(
-                    {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+                    {"role": "tool", "tool_call_id": item["call_id"], "content": content}
                 )
             case _:
-                content = content_of([_plain_part(part) for part in item["content"]])
-                messages.append({"role": ROLES[item["role"]], "content": content})
+                role = ROLES[item["role"]]
+                messages.append({"role": role, "content": _content(item["content"])})
         if thought and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = thought
         thought = ""
@@ -62,13 +61,13 @@ def messages_of(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _call(item: dict[str, Any]) -> dict[str, Any]:
-    """Returns a call as templates read it; one that was cut has no arguments."""
-    try:
-        arguments = arguments_object(item["arguments"], "arguments")
-    except InvalidRequest:
-        arguments = {}
-    function = {"name": item["name"], "arguments": arguments}
+    """Returns a call as templates read it."""
+    function = {"name": item["name"], "arguments": parse_arguments(item["arguments"])}
     return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _content(parts: Iterable[dict[str, Any]]) -> Content:
+    return content_of([_plain_part(part) for part in parts])
 
 
 def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
@@ -83,12 +82,14 @@ def _text(part: dict[str, Any]) -> str:
 
 
 def _stored(item: InputItem, where: str) -> dict[str, Any]:
+    if item.type is None:
+        item.type = REFERENCE if item.id is not None and item.role is None else "message"
     match item.type:
         case "message":
             return _message(item, where)
-        case "function_call":
+        case "function_call" | "custom_tool_call":
             return _stored_call(item, where)
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             return _stored_result(item, where)
         case "reasoning":
             content = [
@@ -106,28 +107,33 @@ def _stored(item: InputItem, where: str) -> dict[str, Any]:
             if item.id is None:
                 raise InvalidRequest(f"{where}.id: needed, and not given", param=where)
             return {"type": REFERENCE, "id": item.id}
-    raise InvalidRequest(
-        f"{where}: got an item of type {item.type!r}, allowed are {', '.join(TYPES)}", param=where
-    )
+    raise AssertionError("items of other types have been dropped")
 
 
 def _stored_call(item: InputItem, where: str) -> dict[str, Any]:
-    for name in ("call_id", "name", "arguments"):
+    """Returns a call; the input of a custom tool's is an argument of this name."""
+    for name in ("call_id", "name"):
         if getattr(item, name) is None:
             raise InvalidRequest(f"{where}.{name}: needed, and not given", param=where)
-    arguments_object(item.arguments, f"{where}.arguments")
+    arguments = {"input": item.input} if item.type == "custom_tool_call" else item.arguments
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
     item_id = item.id or f"fc_{secrets.token_hex(12)}"
     status = item.status or "completed"
-    return call_item(item_id, item.call_id or "", item.name or "", item.arguments or "", status)
+    return call_item(item_id, item.call_id or "", item.name or "", arguments, status)
 
 
 def _stored_result(item: InputItem, where: str) -> dict[str, Any]:
     if item.call_id is None or item.output is None:
         raise InvalidRequest(f"{where}: needed are call_id and output", param=where)
-    output = item.output
-    if not isinstance(output, str):
-        parts = [_part(part, f"{where}.output[{index}]") for index, part in enumerate(output)]
-        output = "\n".join(_text(part) for part in parts)
+    output: str | list[dict[str, Any]] = ""
+    if isinstance(item.output, str):
+        output = item.output
+    else:
+        output = [
+            _any_part(part, f"{where}.output[{index}]", "user")
+            for index, part in enumerate(item.output)
+        ]
     return {
         "id": item.id or f"fco_{secrets.token_hex(12)}",
         "type": "function_call_output",
@@ -154,17 +160,21 @@ def _message(item: InputItem, where: str) -> dict[str, Any]:
 
 def _parts(item: InputItem, where: str) -> list[dict[str, Any]]:
     if item.content is None:
+        if item.role == "assistant":
+            return []
         raise InvalidRequest(f"{where}: needed, and not given", param=where)
     if isinstance(item.content, str):
         if item.role == "assistant":
             return [output_part(item.content)]
         return [{"type": "input_text", "text": item.content}]
     return [
-        _image(part, f"{where}[{index}]", item.role or "")
-        if part.type == "input_image"
-        else _part(part, f"{where}[{index}]")
+        _any_part(part, f"{where}[{index}]", item.role or "")
         for index, part in enumerate(item.content)
     ]
+
+
+def _any_part(part: ItemPart, where: str, role: str) -> dict[str, Any]:
+    return _image(part, where, role) if part.type == "input_image" else _part(part, where)
 
 
 def _image(part: ItemPart, where: str, role: str) -> dict[str, Any]:

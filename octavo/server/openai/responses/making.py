@@ -16,7 +16,7 @@ import msgspec
 from pydantic import BaseModel
 
 from octavo.engine.front.input_processor import Origin
-from octavo.errors import ContextTooLong, OctavoError
+from octavo.errors import ContextTooLong, InvalidRequest, OctavoError
 from octavo.outputs import RequestOutput
 from octavo.prompt_ports import Rendering
 from octavo.sampling_params import SamplingParams
@@ -137,8 +137,10 @@ async def _talk_of(
     given = asked.body.instructions
     system = [] if given is None else [{"role": "system", "content": given}]
     before = await items_before(asked.body.previous_response_id, asked.owner, store)
-    messages = messages_of([*before, *asked.items])
-    return _conversation(asked, model, system + messages), len(system)
+    messages = system + messages_of([*before, *asked.items])
+    if not messages:
+        raise InvalidRequest("input: needed are items or instructions, got none", param="input")
+    return _conversation(asked, model, messages), len(system)
 
 
 async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prepared:

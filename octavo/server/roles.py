@@ -1,0 +1,167 @@
+"""Conversations in the sequence of roles that a model's chat template takes.
+
+Clients send several system messages, messages of one role in a row, or a system message in the
+middle. Leading system messages are always merged; the rest is changed only if the template refuses
+it or leaves its text out (`text/role_rules.py`). No text is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.prompt_ports import RoleRules
+from octavo.server.images import Content, text_part
+
+SYSTEM_ROLES = ("system", "developer")
+GAP = "\n\n"
+"""Text between merged messages."""
+
+Message = dict[str, Any]
+
+
+def fit_roles(messages: Sequence[Message], rules: RoleRules) -> list[Message]:
+    """Returns a conversation that follows the rules; messages that do are the same objects."""
+    if not rules.developer:
+        messages = [_as_system(message) for message in messages]
+    fitted = _merge_leading_system(messages)
+    if not rules.late_system:
+        fitted = [*fitted[:1], *map(_as_user, fitted[1:])]
+    if fitted and fitted[0]["role"] in SYSTEM_ROLES:
+        if len(fitted) == 1 and not rules.system_alone:
+            fitted = [_as_user(fitted[0])]
+        elif not rules.system:
+            fitted = _fold_system(fitted[0], fitted[1:])
+    if not rules.repeats:
+        fitted = _merge_repeats(fitted)
+    if not rules.user_after_tool:
+        fitted = _part_tools_from_users(fitted)
+    if not rules.assistant_first:
+        fitted = _begin_with_user(fitted)
+    if not (rules.calls_have_content and rules.arguments_are_objects):
+        fitted = [made for message in fitted for made in _in_call_form(message, rules)]
+    return fitted
+
+
+def move_tool_images(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose tool results are texts; their images follow in a user's message, the
+    only place where templates write images.
+    """
+    moved: list[Message] = []
+    images: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool" and isinstance(message["content"], list):
+            texts = [part["text"] for part in message["content"] if part["type"] == "text"]
+            images += [part for part in message["content"] if part["type"] != "text"]
+            message = {**message, "content": "\n".join(texts)}
+        elif message["role"] != "tool" and images:
+            moved.append({"role": "user", "content": images})
+            images = []
+        moved.append(message)
+    return [*moved, {"role": "user", "content": images}] if images else moved
+
+
+def _merge_leading_system(messages: Sequence[Message]) -> list[Message]:
+    num_leading = 0
+    while num_leading < len(messages) and messages[num_leading]["role"] in SYSTEM_ROLES:
+        num_leading += 1
+    if num_leading < 2:
+        return list(messages)
+    first = messages[0]
+    for message in messages[1:num_leading]:
+        first = _merged(first, message)
+    return [first, *messages[num_leading:]]
+
+
+def _as_system(message: Message) -> Message:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _as_user(message: Message) -> Message:
+    return {**message, "role": "user"} if message["role"] in SYSTEM_ROLES else message
+
+
+def _fold_system(system: Message, rest: Sequence[Message]) -> list[Message]:
+    """Puts a system message before the text of the first message, or in a user's of its own."""
+    if rest and rest[0]["role"] == "user":
+        return [{**rest[0], "content": _joined(system["content"], rest[0]["content"])}, *rest[1:]]
+    return [_as_user(system), *rest]
+
+
+def _merge_repeats(messages: Sequence[Message]) -> list[Message]:
+    """Merges consecutive messages of the user or of the assistant."""
+    merged: list[Message] = []
+    for message in messages:
+        if merged and message["role"] == merged[-1]["role"] in ("user", "assistant"):
+            merged[-1] = _merged(merged[-1], message)
+        else:
+            merged.append(message)
+    return merged
+
+
+def _part_tools_from_users(messages: Sequence[Message]) -> list[Message]:
+    """Puts a blank answer between a tool's result and a user's message."""
+    parted: list[Message] = []
+    for message in messages:
+        if parted and parted[-1]["role"] == "tool" and message["role"] == "user":
+            parted.append({"role": "assistant", "content": " "})
+        parted.append(message)
+    return parted
+
+
+def _begin_with_user(messages: Sequence[Message]) -> list[Message]:
+    """Puts an empty message of the user before an assistant's that comes first."""
+    start = 1 if messages and messages[0]["role"] in SYSTEM_ROLES else 0
+    if start < len(messages) and messages[start]["role"] == "assistant":
+        return [*messages[:start], {"role": "user", "content": ""}, *messages[start:]]
+    return list(messages)
+
+
+def _in_call_form(message: Message, rules: RoleRules) -> list[Message]:
+    """Returns a message whose calls have the form that the template takes; its text is a message of
+    its own if none may stand beside calls.
+    """
+    if not message.get("tool_calls"):
+        return [message]
+    made = dict(message)
+    if not rules.arguments_are_objects:
+        made["tool_calls"] = [_with_text_arguments(call) for call in made["tool_calls"]]
+    if rules.calls_have_content:
+        return [made]
+    before = [{"role": made["role"], "content": made["content"]}] if made["content"] else []
+    return [*before, {**made, "content": None}]
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _merged(first: Message, second: Message) -> Message:
+    """Returns two messages of one role as one: texts one after the other, the calls of both."""
+    both = {**second, **first, "content": _joined(first["content"], second["content"])}
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    thoughts = [
+        message["reasoning_content"]
+        for message in (first, second)
+        if message.get("reasoning_content")
+    ]
+    if calls:
+        both["tool_calls"] = calls
+    if thoughts:
+        both["reasoning_content"] = GAP.join(thoughts)
+    return both
+
+
+def _joined(first: Content, second: Content) -> Content:
+    """Returns two contents as one: texts with a gap, or the parts of both."""
+    if isinstance(first, str) and isinstance(second, str):
+        return GAP.join(text for text in (first, second) if text)
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: Content) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [text_part(content)] if content else []
+    return content

@@ -1,0 +1,110 @@
+"""Finds out which sequences of roles a chat template takes, by rendering small conversations.
+
+A template may raise an exception for a system message in the middle, or leave its text out without
+a word; both count as not taken. `server/roles.py` changes conversations accordingly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from octavo.errors import InvalidRequest
+from octavo.prompt_ports import RoleRules
+
+CALL_ID = "a1b2c3d4e"
+"""Id of a call, in the only form that Mistral's templates take."""
+ARGUMENT = "Fir"
+"""Text of the argument of a call, which must reach the rendered text too."""
+CALL_FORMS = tuple(
+    (has_content, is_object) for has_content in (True, False) for is_object in (True, False)
+)
+"""Rows of (calls_have_content, arguments_are_objects), the usual form first."""
+PARAMETERS = {"type": "object", "properties": {}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "find", "description": "Finds it.", "parameters": PARAMETERS},
+}
+VARIABLES: tuple[dict[str, Any], ...] = ({}, {"tools": [TOOL]})
+"""Variables to try: a template for conversations with tools may need some."""
+WORDS = ("Amber", "Birch", "Cedar", "Dahlia", "Elder")
+"""Contents of the probe messages; each must reach the rendered text."""
+LATE_SYSTEM = (
+    ("user", "assistant", "system", "user"),
+    ("system", "user", "system"),
+)
+LATE_DEVELOPER = ("user", "assistant", "developer", "user")
+
+Render = Callable[[Sequence[Any], bool, Mapping[str, Any]], str]
+"""Renders messages with add_generation_prompt and further variables, as ChatTemplate.render."""
+
+
+def find_role_rules(render: Render) -> RoleRules:
+    """Returns what a template takes; all of it if it does not even render one user's message."""
+    for variables in VARIABLES:
+        probe = RoleProbe(render, variables)
+        if probe.takes("user"):
+            return probe.find_rules()
+    return RoleRules()
+
+
+class RoleProbe:
+    """One template, rendered with the same variables each time."""
+
+    def __init__(self, render: Render, variables: Mapping[str, Any]) -> None:
+        self._render = render
+        self._variables = variables
+
+    def find_rules(self) -> RoleRules:
+        developer = self.takes("developer", "user")
+        form = next((form for form in CALL_FORMS if self._takes_call(*form)), CALL_FORMS[0])
+        late = (*LATE_SYSTEM, LATE_DEVELOPER) if developer else LATE_SYSTEM
+        return RoleRules(
+            system=self.takes("system", "user"),
+            developer=developer,
+            system_alone=self.takes("system"),
+            late_system=all(self.takes(*roles) for roles in late),
+            repeats=self.takes("user", "user")
+            and self.takes("user", "assistant", "assistant", "user"),
+            assistant_first=self.takes("assistant", "user"),
+            user_after_tool=self._takes_user_after_tool(*form),
+            calls_have_content=form[0],
+            arguments_are_objects=form[1],
+        )
+
+    def takes(self, *roles: str) -> bool:
+        """Returns whether messages of these roles render."""
+        return self._renders(
+            [{"role": role, "content": word} for role, word in zip(roles, WORDS, strict=False)]
+        )
+
+    def _takes_call(self, has_content: bool, is_object: bool) -> bool:
+        messages = _call_messages(has_content, is_object)
+        return self._renders(messages) and ARGUMENT in self._render(messages, True, self._variables)
+
+    def _takes_user_after_tool(self, has_content: bool, is_object: bool) -> bool:
+        """Returns whether a user may speak right after a tool's result; True without tools."""
+        messages = _call_messages(has_content, is_object)
+        after = [*messages, {"role": "user", "content": WORDS[2]}]
+        return not self._renders(messages) or self._renders(after)
+
+    def _renders(self, messages: Sequence[dict[str, Any]]) -> bool:
+        """Returns whether a conversation renders, with all of its texts."""
+        try:
+            text = self._render(messages, True, self._variables)
+        except InvalidRequest:
+            return False
+        return all((message["content"] or "") in text for message in messages)
+
+
+def _call_messages(has_content: bool, is_object: bool) -> list[dict[str, Any]]:
+    """Returns a question, a call in one of its forms, and the call's result."""
+    arguments = {"word": ARGUMENT}
+    function = {"name": "find", "arguments": arguments if is_object else json.dumps(arguments)}
+    call = {"id": CALL_ID, "type": "function", "function": function}
+    return [
+        {"role": "user", "content": WORDS[0]},
+        {"role": "assistant", "content": "" if has_content else None, "tool_calls": [call]},
+        {"role": "tool", "name": "find", "content": WORDS[1], "tool_call_id": CALL_ID},
+    ]
