@@ -294,8 +294,8 @@ def rope_scaling(header: Header) -> Config | None:
     kind = header.get("rope.scaling.type", "linear")
     if not isinstance(kind, str) or kind not in ("none", "linear", "yarn", "longrope"):
         raise UnsupportedModel(
-            f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear, yarn"
-            " and longrope"
+            f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear and"
+            " yarn, and longrope"
         )
     factor = 1.0 if kind == "none" else _rope_factor(header)
     if "rope_freqs.weight" in header.file.tensors:
