@@ -25,7 +25,9 @@ from octavo import errors
 from octavo.cli.app import build_app
 from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
 from octavo.cli.flags import flag_help
+from octavo.cli.foreign_flags import MODEL, ForeignFlag
 from octavo.cli.help import option_text
+from octavo.cli.translate_flags import ROWS
 from octavo.config.engine_config import option_fields
 from octavo.config.option import Group, OptionField, options_of
 from octavo.server.app import ROUTES, create_app
@@ -62,6 +64,7 @@ def pages() -> dict[str, str]:
     found = {
         "options.md": options(),
         "cli.md": cli(),
+        "foreign-flags.md": foreign_flags(),
         "errors.md": errors_page(),
         "http.md": http(),
         "metrics.md": metrics(),
@@ -244,6 +247,33 @@ def is_made_of(spec: OptionField | None, text: str) -> bool:
     flag.
     """
     return spec is not None and text == flag_help(spec)
+
+
+# -- flags of other engines ------------------------------------------------------------------------
+
+
+def foreign_flags() -> str:
+    intro = (
+        "Flags of llama.cpp's server, of `vllm serve` and of Ollama work on Octavo's commands where"
+        " they have a counterpart. The others are ignored with a line that says why, or refused"
+        " with the option that does the same. Flags of the same name are not listed."
+    )
+    rows = [
+        (", ".join(f"`{name}`" for name in row.names), row.engine, counterpart(row)) for row in ROWS
+    ]
+    return "\n\n".join(
+        ["# Flags of other engines", intro, table(("flag", "engine", "in Octavo"), rows)]
+    )
+
+
+def counterpart(row: ForeignFlag) -> str:
+    """Returns what a row makes of its flags."""
+    if row.is_refused:
+        return f"refused: {row.text}"
+    made = [flag for flag in (row.target, *row.extra) if flag]
+    if not made:
+        return f"ignored: {row.text}"
+    return " ".join("the model" if flag == MODEL else f"`{flag}`" for flag in made)
 
 
 # -- errors ----------------------------------------------------------------------------------------

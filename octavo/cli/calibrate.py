@@ -49,8 +49,8 @@ def calibrate(
     ] = 0,
     options: dict[str, Any],
 ) -> None:
-    """Measure a model for --activation-sparsity, --ffn-sparsity gate:SHARE, --sparsity-predictor
-    and --hot-neurons, by running a text through it.
+    """Measure a model's activations over a text, for the sparsity options. These are
+    --activation-sparsity, --ffn-sparsity gate:SHARE, --sparsity-predictor and --hot-neurons.
     """
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring.calibrate import calibrate_model, read_text, recall_of

@@ -26,7 +26,7 @@ def chat(
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Talk with a model of this server (OpenAI's API), instead of one here."),
+        typer.Option(help="Talk with a model of this server"),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help=f"With --url: its key; default ${KEY_VARIABLE}.")
@@ -37,7 +37,7 @@ def chat(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw among the likeliest tokens of this much probability together."),
+        typer.Option(help="Sample among the likeliest tokens of this total probability"),
     ] = None,
     max_tokens: Annotated[
         int | None,

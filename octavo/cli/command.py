@@ -16,6 +16,13 @@ from octavo.cli.help import format_help
 
 TEXT = (str, str | None)
 
+GROUP_HELP = {
+    "install_completion": "Install completion for the current shell",
+    "show_completion": "Print completion for the current shell",
+    "help": "Show this help",
+}
+"""Help texts that take the place of Typer's own."""
+
 
 class Command(TyperCommand):
     """A command whose options are validated as needed; `--help-all` shows all of them."""
@@ -28,6 +35,14 @@ class Command(TyperCommand):
             self._help_all = _help_all_option(parameters[-1])
         return _validated_as_needed([*parameters, self._help_all])
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {word for word in args if word.startswith("-")}
+        if not ctx.resilient_parsing and flags - {"-h", "--help", "--help-all"}:
+            from octavo.cli.translate_flags import translate
+
+            args = translate(ctx.command_path, self.get_params(ctx), args)
+        return super().parse_args(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(format_help(self, ctx, shows_all=False))
 
@@ -36,7 +51,10 @@ class Group(TyperGroup):
     """A group of commands whose options are validated as needed."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _validated_as_needed(super().get_params(ctx))
+        parameters: list[Any] = super().get_params(ctx)
+        for param in parameters:
+            param.help = GROUP_HELP.get(param.name, param.help)
+        return _validated_as_needed(parameters)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(format_help(self, ctx, shows_all=True))

@@ -39,8 +39,8 @@ class Finding:
 def doctor(
     *, json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 ) -> None:
-    """Report PyTorch, CUDA, Triton, FlashInfer, the driver, free memory, and the CPU's level. Exit
-    code 1 where no fast backend can run.
+    """Report what can run here: PyTorch, CUDA, kernels, free memory, the CPU's level. The exit
+    code is 1 if no fast backend can run.
     """
     found = list(findings())
     if json:

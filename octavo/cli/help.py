@@ -24,11 +24,14 @@ MAX_WIDTH = 100
 """Columns of the help in a wider terminal, and if the output is no terminal."""
 MAX_NAMES_WIDTH = 36
 """Columns of the flags' names; the text of a longer one starts behind it."""
+MAX_SUMMARY_LENGTH = 85
+"""Most characters of a command's line in the list of commands."""
 PLACEHOLDERS = {
     "int": "N",
     "float": "N",
     "str": "TEXT",
     "Path": "FILE",
+    "path": "FILE",
     "file": "FILE",
     "directory": "DIR",
 }
@@ -76,7 +79,7 @@ def format_help(command: Any, context: Any, *, shows_all: bool) -> str:
             HelpLine((_argument_name(param),), "", option_text(param)) for param in arguments
         ],
         "Commands": [
-            HelpLine((name,), "", each.get_short_help_str(MAX_WIDTH))
+            HelpLine((name,), "", each.get_short_help_str(MAX_SUMMARY_LENGTH))
             for name, each in subcommands.items()
             if not each.hidden
         ],

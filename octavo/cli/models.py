@@ -29,14 +29,13 @@ def models(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Short name, local path (config.json suffices) or Hugging Face repository; none"
-            " for a list of all there is."
+            help="Short name, path (config.json suffices) or Hugging Face repository to describe"
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
-    """List families, formats, short names and cached models, or say from its headers what a model
-    is and which backend runs it. The exit code is 2 where none does.
+    """List families, formats, short names and cached models, or describe one model. A model is
+    described from its headers, with the backends that run it; the exit code is 2 if none does.
     """
     if model is None:
         _print(_listing() if json else None, _list_lines(), as_json=json)

@@ -12,9 +12,7 @@ from octavo.config.model_options import DEFAULT_MODEL
 def pull(
     name: Annotated[
         str,
-        typer.Argument(
-            help="Short name, or OWNER/REPO[:QUANT] or OWNER/REPO/FILE.gguf on Hugging Face."
-        ),
+        typer.Argument(help="Short name, OWNER/REPO[:QUANT] or OWNER/REPO/FILE.gguf."),
     ] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache, check it, and print its path."""

@@ -17,9 +17,9 @@ def rank(
     *,
     number: Annotated[int, typer.Option("--rank", min=1, help="Be rank N of the engine, from 1")],
 ) -> None:
-    """Be one rank of an engine on another machine (`octavo serve --rank-address`): wait for its
-    first rank, load this one's part of the model, and compute until that one ends. The secret comes
-    from OCTAVO_RANK_SECRET.
+    """Be one rank of an engine on another machine. Waits for the first rank (`octavo serve
+    --rank-address`), loads this one's part of the model, and computes until the first one ends. The
+    secret comes from OCTAVO_RANK_SECRET.
     """
     from octavo.config.rank_address import check_rank_secret, parse_rank_address
     from octavo.errors import EngineDead

@@ -24,7 +24,7 @@ def route(
     ],
     settings: dict[str, Any],
 ) -> None:
-    """Route requests to several servers, to where most of a prompt is cached and least waits."""
+    """Route requests to several servers, by cached prefixes and load."""
     from octavo.server.router.run import route as run_router
 
     keys = (*settings.get("api_key", ()), *filter(None, [os.environ.get(KEY_VARIABLE)]))

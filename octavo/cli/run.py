@@ -39,7 +39,7 @@ def run(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw among the likeliest tokens of this much probability together."),
+        typer.Option(help="Sample among the likeliest tokens of this total probability"),
     ] = None,
     max_tokens: Annotated[
         int | None,

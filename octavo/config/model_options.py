@@ -82,7 +82,7 @@ class ModelOptions:
     chat_template: str | None = option(
         None,
         "Model",
-        "Use this Jinja template, file, or named template of the model",
+        "Use this Jinja template, file or name",
         derived="the model's",
         common=True,
     )

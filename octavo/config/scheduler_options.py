@@ -129,7 +129,7 @@ class SchedulerOptions:
     ) = option(
         None,
         "Speculative decoding",
-        "Draft tokens by ngram, suffix, draft_model, ...",
+        "Draft tokens by ngram, suffix or another method",
         details="Draft tokens are verified in one step, where that is measured to pay; the output"
         " does not change. ngram: what followed the last few tokens before; suffix: what followed"
         " the longest match; draft_model: the model of spec_model; eagle3: the head of spec_model,"

@@ -60,7 +60,7 @@ class ServerSettings:
         (), "Security", "Allow web pages of this origin, or * (CORS)"
     )
     allow_local_origins: bool = option(
-        True, "Security", "Let web pages of this machine (http://localhost:3000) use this server"
+        True, "Security", "Let web pages of this machine use this server"
     )
     api_key: tuple[str, ...] = option(
         (),

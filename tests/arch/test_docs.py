@@ -14,8 +14,10 @@ import pytest
 import typer
 
 from octavo.cli.app import build_app
+from octavo.cli.help import format_help
 from octavo.server.app import create_app
 from octavo.server.state.slot import EngineSlot
+from tests.support.commands import every_command
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 ROOT = Path(__file__).parents[2]
@@ -237,6 +239,18 @@ def test_the_reference_is_up_to_date(monkeypatch):
     stale = [name for name, text in made.items() if (REFERENCE / name).read_text() != text]
     assert not stale, "run `python docs/generate.py`"
     assert generate.GUIDE.read_text() == generate.guide(), "run `python docs/generate.py`"
+
+
+def test_an_option_takes_one_line_of_help(monkeypatch):
+    """At 100 columns, with its default; see `option` in octavo/config/option.py."""
+    monkeypatch.setenv("COLUMNS", "100")
+    long = [
+        f"{context.command_path}: {line}"
+        for command, context in every_command()
+        for line in format_help(command, context, shows_all=True).splitlines()
+        if line.startswith("   ")
+    ]
+    assert not long, "shorten the help text, and move the rest into `details`"
 
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])

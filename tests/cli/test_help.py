@@ -1,0 +1,123 @@
+"""Help: the common options in few lines, all of them by group, one line each."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from octavo.cli.help import format_help
+from octavo.config.engine_config import option_fields
+from octavo.config.option import COMMON, Group, options_of
+from octavo.server.router.settings import RouterSettings
+from octavo.server.settings import ServerSettings
+from tests.support.commands import every_command
+
+MAX_LINES = 60
+MAX_COMMON = 27
+"""Most options of a command under Common: fifteen of engine and server, and the command's own."""
+OWN_GROUPS = {"Simulation of several machines"}
+OPTIONS = [
+    (kind, name, spec)
+    for kind, specs in {
+        "engine": option_fields(),
+        "server": options_of(ServerSettings),
+        "router": options_of(RouterSettings),
+    }.items()
+    for name, spec in specs.items()
+]
+
+
+every = pytest.mark.parametrize(
+    ("command", "context"), [pytest.param(*one, id=one[1].command_path) for one in every_command()]
+)
+
+
+def sections_of(text: str) -> dict[str, list[str]]:
+    """Returns the lines under each title of a help text."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if re.fullmatch(r"\S.*:", line):
+            found[line[:-1]] = lines = []
+        elif line.startswith("  ") and found:
+            lines.append(line)
+    return found
+
+
+@every
+def test_help_is_short_and_help_all_is_complete(command, context, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    short = format_help(command, context, shows_all=False)
+    assert len(short.splitlines()) <= MAX_LINES
+    groups = sections_of(format_help(command, context, shows_all=True))
+    lines = [line for title, lines in groups.items() if title != "Arguments" for line in lines]
+    assert all(re.match(r"  \S", line) for line in lines), "one line for each option"
+    assert all(len(line) <= 100 for line in lines)
+    shown = [
+        flag
+        for title, lines in groups.items()
+        if title not in ("Arguments", "Commands")
+        for line in lines
+        for flag in re.findall(r"(?<= )--[\w\[\]-]+", line.split("   ")[0] + " ")[:1]
+    ]
+    options = [param for param in command.get_params(context) if param.param_type_name == "option"]
+    assert len(shown) == len(set(shown)) == len([param for param in options if not param.hidden])
+    known = {COMMON, *get_args(Group), *OWN_GROUPS, "Arguments", "Commands"}
+    assert set(groups) <= known
+    assert len(groups[COMMON]) <= MAX_COMMON
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for *_, spec in OPTIONS], ids=[f"{kind}-{name}" for kind, name, _ in OPTIONS]
+)
+def test_help_texts_are_one_plain_line(spec):
+    """The imperative, without a full stop; sentences in the details."""
+    assert spec.group in get_args(Group)
+    assert len(spec.help) <= 66 and not spec.help.endswith(".") and spec.help[0].isupper()
+    assert "default" not in spec.help, "the default is shown from the field"
+    assert not spec.details or spec.details.endswith(".") or spec.details.endswith("'.")
+
+
+def test_about_fifteen_options_of_serve_are_common():
+    specs = [*option_fields().values(), *options_of(ServerSettings).values()]
+    assert 10 <= sum(spec.panel == COMMON for spec in specs) <= 16
+
+
+def shown_on_a_terminal(*arguments: str, **environment: str) -> str:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "octavo.cli.main", *arguments]
+    clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    running = subprocess.Popen(
+        command, stdout=theirs, env={**clean, "TERM": "xterm-256color", **environment}
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    except OSError:  # the other end has closed
+        pass
+    os.close(ours)
+    assert running.wait(30) == 0
+    return shown.decode()
+
+
+def test_colours_are_for_terminals_only(octavo):
+    """NO_COLOR turns them off (no-color.org), and so does a pipe."""
+    assert "\x1b[" in shown_on_a_terminal("serve", "--help")
+    assert "\x1b[" not in shown_on_a_terminal("serve", "--help", NO_COLOR="1")
+    assert "\x1b[" not in shown_on_a_terminal("serve", "--help", TERM="dumb")
+    assert "\x1b[" not in octavo("serve", "--help").out
+
+
+def test_help_imports_no_rich():
+    """Its import would take longer than all of the help."""
+    code = "import sys; from octavo.cli.app import run_command; run_command(['serve', '--help']);"
+    code += "sys.exit('rich' in sys.modules or 'octavo.cli.translate_flags' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
+        == 0
+    )
