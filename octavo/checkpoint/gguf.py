@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.checkpoint.placeholder import refuse_placeholder
 from octavo.errors import UnsupportedModel, WeightMismatch, shown
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
@@ -212,6 +213,7 @@ class _HeaderReader:
 
     def header(self) -> tuple[dict[str, Any], dict[str, TensorEntry], int]:
         if self.buffer[:4] != MAGIC:
+            refuse_placeholder(self.path)
             raise WeightMismatch(
                 f"{self.path}: not a GGUF file: it starts with {self.buffer[:4]!r}, not with"
                 f" {MAGIC!r}"

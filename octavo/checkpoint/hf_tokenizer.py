@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.json_file import read_json_if_there
+from octavo.checkpoint.placeholder import refuse_placeholder
 from octavo.checkpoint.sentencepiece_model import (
     CHATGLM_PREFIX,
     chatglm_tokens,
@@ -39,6 +40,7 @@ def tokenizer_source(
     file, pieces = path / "tokenizer.json", path / "tokenizer.model"
     if not file.exists() and not pieces.exists():
         return None
+    refuse_placeholder(file if file.exists() else pieces)
     settings = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(
         path / "tokenizer_config.json"
     )

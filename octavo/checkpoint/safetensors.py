@@ -29,6 +29,7 @@ from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.pickled import PICKLE_INDEX, find_pickled_files, no_weights, read_pickled
+from octavo.checkpoint.placeholder import refuse_placeholder
 from octavo.checkpoint.sentence_modules import with_pooling
 from octavo.checkpoint.tied_head import OWN_HEAD, has_own_head, other_names
 from octavo.checkpoint_ports import StoredTensor, TokenizerSource
@@ -366,6 +367,7 @@ def _read_file(file: Path) -> dict[str, _Entry]:
     """Returns the places of a file's tensors."""
     if file.suffix != ".bin":
         return _read_header(file)
+    refuse_placeholder(file)
     return {
         name: _Entry(file, data, dtype, shape, 0, len(data))
         for name, dtype, shape, data in read_pickled(file)
@@ -374,6 +376,7 @@ def _read_file(file: Path) -> dict[str, _Entry]:
 
 def _read_header(path: Path, *, mapped: bool = True) -> dict[str, _Entry]:
     """Reads a header: 8 bytes of length, then JSON of name -> dtype, shape, data_offsets."""
+    refuse_placeholder(path)
     size = path.stat().st_size
     if size < 8:
         raise _corrupt(path, f"it has {size} bytes")

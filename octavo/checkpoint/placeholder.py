@@ -1,0 +1,29 @@
+"""Files that stand for a file which was not downloaded: Git LFS pointers and web pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.errors import WeightMismatch
+
+LFS_POINTER = b"version https://git-lfs"
+PAGES = (b"<!doctype html", b"<html")
+LENGTH = 64
+"""Bytes at the start of a file that are looked at."""
+
+
+def refuse_placeholder(path: Path) -> None:
+    """Raises WeightMismatch if a file is a Git LFS pointer or a web page."""
+    with path.open("rb") as file:
+        start = file.read(LENGTH).lstrip().lower()
+    if start.startswith(LFS_POINTER):
+        raise WeightMismatch(
+            f"{path}: a Git LFS pointer, not the file itself",
+            hint=f"run `git lfs pull` in {path.parent}",
+        )
+    if start.startswith(PAGES):
+        raise WeightMismatch(
+            f"{path}: a web page, not a model's file",
+            hint="download the file again, from the link to the file itself; the site may require"
+            " a log-in",
+        )
