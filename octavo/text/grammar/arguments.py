@@ -9,7 +9,7 @@ behind them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
 SPACED = {"whitespace_pattern": WHITESPACE}
 INLINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """Options of JSON that stands in place of other texts, which are told apart by their beginning."""
+EMPTY = literal("")
 TEXT_ONLY = frozenset({"string"})
 PLAIN_NAME = r'/[^"\\\x00-\x1f\x7f]*/'
 """Names that stand in quotes without escapes."""
@@ -78,7 +79,7 @@ def types_of_text(schema: str) -> ArgumentTypes:
     return ArgumentTypes(json.loads(schema))
 
 
-class Notation(Protocol):
+class Notation(Hashable, Protocol):
     """How a format writes a property."""
 
     @property
@@ -107,10 +108,15 @@ class ArgumentValue:
 
 def arguments_grammar(root: Mapping[str, Any], notation: Notation) -> str:
     """Returns the grammar of a function's arguments; SchemaError if its schema has no object."""
-    types = types_of_text(json.dumps(root))
-    lines = [f"start: {' | '.join(f'shape_{i}' for i in range(len(types.shapes)))}"]
+    return _grammar(json.dumps(root), notation)
+
+
+@lru_cache(maxsize=1024)
+def _grammar(text: str, notation: Notation) -> str:
+    root, types = json.loads(text), types_of_text(text)
+    lines = [f"start: {' | '.join(f's{i}' for i in range(len(types.shapes)))}"]
     for index, shape in enumerate(types.shapes):
-        lines += _shape_lines(f"shape_{index}", root, shape, types, notation)
+        lines += _shape_lines(f"s{index}", root, shape, types, notation)
     return "\n".join(lines) + "\n"
 
 
@@ -133,7 +139,7 @@ def _shape_lines(
         lines.append(f"{rule}_free: {' | '.join(free)}")
     else:
         free = []
-    sequence = _sequence(rule, pairs, shape if free else None, literal(notation.separator))
+    sequence = _sequence(rule, pairs, shape if free else None, notation.separator)
     return [*sequence, *lines]
 
 
@@ -141,7 +147,13 @@ def _sequence(
     rule: str, pairs: Sequence[tuple[str, bool]], free: ObjectShape | None, separator: str
 ) -> list[str]:
     """Returns the rules of pairs in a row: `first` before the first of them, `rest` behind it."""
-    empty = literal("")
+    least, most = (0, 0) if free is None else (free.least, free.most)
+    bounds = f"{{{least},{'' if most is None else most}}}"
+    if not separator:
+        row = [pair if is_required else f"{pair}?" for pair, is_required in pairs]
+        row += [] if free is None else [f"{rule}_free{bounds}"]
+        return [f"{rule}: {' '.join(row) or EMPTY}"]
+    separator = literal(separator)
     lines = [f"{rule}: {rule}_first_0"]
     for index, (pair, is_required) in enumerate(pairs):
         after = f"{rule}_rest_{index + 1}"
@@ -151,12 +163,10 @@ def _sequence(
         lines.append(f"{rule}_rest_{index}: {separator} {pair} {after}{skips}")
     end = len(pairs)
     if free is None:
-        return [*lines, f"{rule}_first_{end}: {empty}", f"{rule}_rest_{end}: {empty}"]
-    least, most = free.least, free.most
+        return [*lines, f"{rule}_first_{end}: {EMPTY}", f"{rule}_rest_{end}: {EMPTY}"]
     more = f"({separator} {rule}_free)"
     rest = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-    first = f"{rule}_free {more}{rest}" + ("" if least else f" | {empty}")
-    bounds = f"{{{least},{'' if most is None else most}}}"
+    first = f"{rule}_free {more}{rest}" + ("" if least else f" | {EMPTY}")
     return [*lines, f"{rule}_first_{end}: {first}", f"{rule}_rest_{end}: {more}{bounds}"]
 
 
@@ -210,22 +220,24 @@ class PairLayout:
         if self.key_end in name:
             name = raw_values.quote(name, self.key_end)
         front = literal(f"{self.key_open}{name}{self._between}")
-        return [f"{rule}: {front} {rule}_value", *self._value(f"{rule}_value", value)]
+        written, lines = self._value(rule, value)
+        return [f"{rule}: {front} {written}", *lines]
 
     def unnamed(self, rule: str, names: str, value: ArgumentValue) -> list[str]:
         plain = raw_values.plain_terminal(self.key_end, TEXT_ONLY)
+        written, lines = self._value(rule, value)
         return [
-            f"{rule}: {rule}_key {rule}_value",
+            f"{rule}: {rule}_key {written}",
             f"{rule}_key[suffix={literal(self._between)}]: {rule.upper()}_KEY",
             f"{rule.upper()}_KEY: {literal(self.key_open)} {rule.upper()}_NAME",
             f"{rule.upper()}_NAME: {plain}{' & ' if names else ''}{names}",
-            *self._value(f"{rule}_value", value),
+            *lines,
         ]
 
-    def _value(self, rule: str, value: ArgumentValue) -> list[str]:
+    def _value(self, rule: str, value: ArgumentValue) -> tuple[str, list[str]]:
         ending = literal(f"{self.line}{self.value_end}\n")
         if "string" not in value.types:
-            return [f"{rule}: {rule}_json {ending}", f"{rule}_json: %json {_json(value, SPACED)}"]
+            return f"{rule}_json {ending}", [f"{rule}_json: %json {_json(value, SPACED)}"]
         found = leaves(value.root, value.schema)
         texts = raw_values.raw_terminal(found, self.value_end, value.types)
         lines, options = [], []
@@ -240,7 +252,7 @@ class PairLayout:
             lines.append(f"{rule}_json: %json {inline}")
         if not options:
             raise SchemaError("#", f"no text stands for a value of {rule}")
-        return [f"{rule}: {' | '.join(options)}", *lines]
+        return f"({' | '.join(options)})", lines
 
 
 # -- Python's keyword arguments --------------------------------------------------------------------
@@ -257,25 +269,25 @@ class PythonKeywords:
             front, back = literal(f"{name}="), ""
         else:
             front, back = literal(f"**{{{json.dumps(name, ensure_ascii=False)}: "), literal("}")
-        return [f"{rule}: {front} {rule}_value {back}", *self._value(f"{rule}_value", value)]
+        written, lines = self._value(rule, value)
+        return [f"{rule}: {front} {written} {back}", *lines]
 
     def unnamed(self, rule: str, names: str, value: ArgumentValue) -> list[str]:
         key, more = rule.upper(), f" & {names}" if names else ""
+        written, lines = self._value(rule, value)
         return [
-            f'{rule}: {key} {rule}_value | {key}_QUOTED {rule}_value "}}"',
+            f'{rule}: {key} {written} | {key}_QUOTED {written} "}}"',
             f'{key}: (/[A-Za-z_][0-9A-Za-z_]*/{more}) "="',
             f"{key}_QUOTED: {QUOTED_FRONT} ({PLAIN_NAME}{more}) {QUOTED_BACK}",
-            *self._value(f"{rule}_value", value),
+            *lines,
         ]
 
-    def _value(self, rule: str, value: ArgumentValue) -> list[str]:
+    def _value(self, rule: str, value: ArgumentValue) -> tuple[str, list[str]]:
         found = leaves(value.root, value.schema)
         words = [
             literal(text)
             for text, constant in WORDS.items()
             if any(leaf.admits(constant) for leaf in found)
         ]
-        return [
-            f"{rule}: {' | '.join([f'{rule}_json', *words])}",
-            f"{rule}_json: %json {_json(value, INLINE)}",
-        ]
+        options = " | ".join([f"{rule}_json", *words])
+        return f"({options})", [f"{rule}_json: %json {_json(value, INLINE)}"]
