@@ -390,8 +390,14 @@ class AsyncLLM:
         return self._front.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the params of a request that names none: the model's own."""
+        """Returns the params of a request that sets none: the model's recommended values."""
         return self._front.default_params
+
+    def get_default_chat_params(self) -> SamplingParams:
+        """Returns the params of a chat request that sets none: as get_default_sampling_params, but
+        max_tokens is None unless one is recommended.
+        """
+        return self._front.default_chat_params
 
     def stats(self) -> EngineStats:
         """Returns gauges and counters after the last step."""

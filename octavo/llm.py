@@ -92,11 +92,6 @@ class LLM:
         """Vocabulary, context and what the KV cache holds."""
         return self.front.info
 
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """Sampling values that the model's makers recommend; {} where they name none."""
-        return self.front.generation_config
-
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -259,6 +254,8 @@ class LLM:
             self.chat_prompt(conversation, **rendering)
             for conversation in conversation_list(messages)
         ]
+        if sampling_params is None:
+            sampling_params = self.get_default_chat_params()
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_prompt(
@@ -302,8 +299,14 @@ class LLM:
         return self.front.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the params of a request that names none: the model's own."""
+        """Returns the params of a request that sets none: the model's recommended values."""
         return self.front.default_params
+
+    def get_default_chat_params(self) -> SamplingParams:
+        """Returns the params of a chat request that sets none: as get_default_sampling_params, but
+        max_tokens is None unless one is recommended.
+        """
+        return self.front.default_chat_params
 
     def get_metrics(self) -> EngineStats:
         """Returns gauges and counters after the last step."""

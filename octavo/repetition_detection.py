@@ -78,3 +78,11 @@ def _check(name: str, value: object, low: int, high: int) -> None:
             f" to {high}",
             param="repetition_detection",
         )
+
+
+LOOP = RepetitionDetection(max_pattern_size=256, min_pattern_size=16, min_count=5)
+"""A loop that no useful answer holds: at least 80 tokens of the same text, five times in a row.
+
+Shorter patterns count by their multiples. Rows of a table, lists and code differ from line to line;
+a model that repeats a line or a paragraph hardly ever leaves the loop.
+"""

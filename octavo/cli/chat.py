@@ -10,10 +10,11 @@ import typer
 
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.model import fetched
-from octavo.cli.run import DEFAULT_MAX_TOKENS, check_sampling
+from octavo.cli.run import DEFAULT_MAX_TOKENS, RepetitionFlag, check_sampling
 from octavo.config.paths import state_home
+from octavo.repetition_detection import LOOP
 
-GREETING = "/help lists the commands; Ctrl-C stops an answer, /exit or Ctrl-D ends"
+GREETING = "/help lists the commands; Ctrl-C stops an answer, /bye or Ctrl-D ends"
 KEY_VARIABLE = "OCTAVO_API_KEY"
 
 
@@ -33,7 +34,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")
+        float | None, typer.Option(help="0 is greedy; default what is recommended for the model.")
     ] = None,
     top_p: Annotated[
         float | None,
@@ -41,9 +42,12 @@ def chat(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help=f"Most tokens of an answer; default {DEFAULT_MAX_TOKENS}."),
+        typer.Option(
+            help=f"Most tokens of an answer; default the model's, or {DEFAULT_MAX_TOKENS}."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    repetition_detection: RepetitionFlag = True,
     options: dict[str, Any],
 ) -> None:
     """Talk with a model. /help lists what can be said besides questions."""
@@ -54,6 +58,7 @@ def chat(
         "seed": seed,
     }
     check_sampling(sampling)
+    sampling["repetition_detection"] = LOOP if repetition_detection else None
     options = options | _named(name, options)
     if url is not None:
         _with_server(url, api_key or os.environ.get(KEY_VARIABLE), sampling, system, options)
@@ -62,7 +67,7 @@ def chat(
 
         raise ConfigError("api_key: allowed only with --url: a model here needs none")
     else:
-        _with_engine(sampling, system, options)
+        chat_with_engine(sampling, system, options)
 
 
 def _named(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -76,11 +81,12 @@ def _named(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
     return {"model": name}
 
 
-def _with_engine(sampling: dict[str, Any], system: str | None, options: dict[str, Any]) -> None:
+def chat_with_engine(sampling: dict[str, Any], system: str | None, options: dict[str, Any]) -> None:
+    """Loads a model and talks with it until the user ends the conversation."""
     from octavo.cli.chat_models import LocalModel
     from octavo.llm import LLM
 
-    with LLM(**fetched(options)) as llm:
+    with LLM(**fetched({"max_num_seqs": 1, **options})) as llm:
         _talk(LocalModel(llm), sampling, system)
 
 

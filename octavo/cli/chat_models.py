@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.cli import run
 from octavo.cli.run import Statistics, sampling_for
 from octavo.errors import ConfigError, WorkerFailed
 
@@ -31,6 +32,8 @@ class ChatReply:
     statistics: Statistics | None = None
     error: str | None = None
     """Reason why it came to an early end, other than Ctrl-C."""
+    default_limit: int | None = None
+    """Limit of its tokens that the user did not give."""
 
 
 class Answering(Protocol):
@@ -40,6 +43,9 @@ class Answering(Protocol):
         self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
     ) -> ChatReply:
         """Answers the last message, and shows the answer as it comes."""
+
+    def describe(self) -> str:
+        """Returns what is known of the model, in lines."""
 
 
 class LocalModel:
@@ -52,6 +58,7 @@ class LocalModel:
         self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
     ) -> ChatReply:
         params = sampling_for(self._llm, dict(sampling))
+        limit = params.max_tokens if sampling.get("max_tokens") is None else None
         outputs = self._llm.stream(self._llm.chat_prompt(list(messages)), params)
         text, output = "", None
         with _ctrl_c() as pressed, contextlib.closing(outputs):  # type: ignore[type-var]  # a generator
@@ -62,7 +69,20 @@ class LocalModel:
                     break
         if output is None:
             return ChatReply(text)
-        return ChatReply(text, Statistics.of(output, ""), output.error)
+        statistics = Statistics.of(output, "")
+        return ChatReply(text, statistics, output.error, limit)
+
+    def describe(self) -> str:
+        config, facts = self._llm.config, self._llm.info.model
+        return "\n".join(
+            [
+                f"model       {config.model.served_model_name}, {facts.family},"
+                f" {facts.num_parameters / 1e6:,.1f} M parameters, {facts.weight_format}",
+                f"context     {self._llm.info.max_model_len:,} tokens",
+                f"backend     {config.backend.backend}, {config.backend.threads} threads",
+                self._llm.front.sampling.describe(),
+            ]
+        )
 
 
 @contextlib.contextmanager
@@ -82,6 +102,7 @@ class RemoteModel:
     def __init__(self, client: HttpClient, name: str | None = None) -> None:
         self._client = client
         self.name = name or self._first_name()
+        self._is_octavo = client.get("/v1/capabilities").status == 200
 
     def _first_name(self) -> str:
         answer = self._client.get("/v1/models")
@@ -95,8 +116,13 @@ class RemoteModel:
     def reply(
         self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
     ) -> ChatReply:
+        given = {name: value for name, value in sampling.items() if value is not None}
+        if not self._is_octavo:
+            given.pop("repetition_detection", None)  # a field that other servers may refuse
+        limit = None if "max_tokens" in given else run.DEFAULT_MAX_TOKENS
         body = {
-            **{name: value for name, value in sampling.items() if value is not None},
+            **given,
+            "max_tokens": given.get("max_tokens", limit),
             "model": self.name,
             "messages": messages,
             "stream": True,
@@ -115,7 +141,10 @@ class RemoteModel:
             error = failure.message
         finally:
             events.close()  # type: ignore[attr-defined]  # a generator
-        return ChatReply(answer.text, answer.statistics(), error)
+        return ChatReply(answer.text, answer.statistics(), error, limit)
+
+    def describe(self) -> str:
+        return f"model       {self.name}\nserver      {self._client.url}"
 
 
 class _RemoteAnswer:

@@ -10,7 +10,7 @@ from typing import Any
 from octavo.cli.chat_input import ChatInput, Entry
 from octavo.cli.chat_models import Answering, ChatReply
 from octavo.cli.chat_screen import answer_screen
-from octavo.cli.run import DEFAULT_MAX_TOKENS, check_sampling
+from octavo.cli.run import check_sampling, explain_end
 from octavo.cli.saved_chat import SavedChat, SavedMessage, read_chat, write_chat
 from octavo.errors import (
     ConfigError,
@@ -34,16 +34,19 @@ SETTABLE = (
     "frequency_penalty",
 )
 """Sampling values that /set takes."""
+ENDS = ("/bye", "/exit")
+"""Commands that end the conversation."""
 HELP = """\
 /help                 shows this
-/reset                starts over
+/clear, /reset        starts over
+/show                 shows the model and its default sampling params
 /retry                answers the last question once more
 /undo                 takes back the last question and its answer
 /system [TEXT]        shows or sets the system message; - removes it
 /set [NAME [VALUE]]   shows or sets sampling values; no value, the model's own
 /save FILE            writes the conversation to a file
 /load FILE            goes on with a conversation from a file
-/exit                 ends, as Ctrl-D does
+/bye, /exit           ends, as Ctrl-D does
 Ctrl-C stops an answer. A message of several lines is written in triple quotes (\"\"\"), or with a
 backslash at the end of each line but the last."""
 
@@ -56,12 +59,16 @@ class ChatSession:
     ) -> None:
         self._model = model
         self._input = said
-        self._sampling = {name: value for name, value in sampling.items() if value is not None}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        self._sampling = {name: value for name, value in given.items() if name in SETTABLE}
+        self._unsettable = {name: value for name, value in given.items() if name not in SETTABLE}
         self._system = system
         self._messages: list[SavedMessage] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: _say(HELP),
             "/reset": lambda _: self._messages.clear(),
+            "/clear": lambda _: self._messages.clear(),
+            "/show": lambda _: _say(self._model.describe()),
             "/retry": self._retry,
             "/undo": self._undo,
             "/system": self._set_system,
@@ -80,9 +87,9 @@ class ChatSession:
             except KeyboardInterrupt:
                 if not self._input.is_terminal:
                     return _say("")
-                _say("\n(Ctrl-D or /exit ends)")
+                _say("\n(Ctrl-D or /bye ends)")
                 continue
-            if entry.is_command and entry.text == "/exit":
+            if entry.is_command and entry.text in ENDS:
                 return None
             self._take(entry)
 
@@ -103,7 +110,7 @@ class ChatSession:
         name, _, argument = text.partition(" ")
         command = self._commands.get(name)
         if command is None:
-            known = [*self._commands, "/exit"]
+            known = [*self._commands, *ENDS]
             raise InvalidRequest(f"no such command: {name}", hint=did_you_mean(name, known))
         command(argument.strip())
 
@@ -128,7 +135,7 @@ class ChatSession:
             spoken.insert(0, {"role": "system", "content": self._system})
         screen = answer_screen()
         try:
-            sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **self._sampling}
+            sampling = {**self._unsettable, **self._sampling}
             reply = self._model.reply(spoken, sampling, screen.add)
         finally:
             screen.close()
@@ -141,12 +148,10 @@ class ChatSession:
         if reply.statistics is None:
             return
         _say(reply.statistics.describe())
-        is_default = "max_tokens" not in self._sampling
-        if is_default and reply.statistics.completion_tokens == DEFAULT_MAX_TOKENS:
-            _say(
-                f"the answer was cut off after {DEFAULT_MAX_TOKENS} tokens, the default of"
-                " max_tokens: /set max_tokens N for more"
-            )
+        change = "max_tokens: /set max_tokens N for more"
+        note = explain_end(reply.statistics, reply.default_limit, change)
+        if note is not None:
+            _say(note)
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -186,8 +191,8 @@ class ChatSession:
                 changed[name] = _value(name, value.strip())
             check_sampling(changed)
             self._sampling = changed
-        shown = {"max_tokens": f"{DEFAULT_MAX_TOKENS} (the default)", **self._sampling}
-        _say(", ".join(f"{key} {shown[key]}" for key in SETTABLE if key in shown))
+        shown = [f"{key} {self._sampling[key]}" for key in SETTABLE if key in self._sampling]
+        _say(", ".join(shown) or "the default sampling params, see /show")
 
     def _save(self, path: str) -> None:
         write_chat(_path(path, "/save"), SavedChat(self._messages, self._system, self._sampling))

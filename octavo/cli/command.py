@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from octavo.cli.help import format_help
 
 TEXT = (str, str | None)
+TEXTS = (list[str], list[str] | None)
 
 GROUP_HELP = {
     "install_completion": "Install completion for the current shell",
@@ -93,5 +94,7 @@ class _AsNeeded:
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         if value is None or value == () or param.type_descriptor.annotation in TEXT:
             return value
+        if param.type_descriptor.annotation in TEXTS:
+            return list(value)
         param._runtime_param = None
         return param.get_runtime_param().coerce(value, param=param, ctx=ctx)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.config.model_options import DEFAULT_MODEL
-from octavo.config.paths import public_name
+from octavo.config.paths import is_there, public_name, user_path
 
 
 def fetched(options: dict[str, Any]) -> dict[str, Any]:
@@ -15,3 +16,34 @@ def fetched(options: dict[str, Any]) -> dict[str, Any]:
     name = options.get("model", DEFAULT_MODEL)
     path = str(resolve(name, progress=True))
     return {"served_model_name": public_name(name), **options, "model": path}
+
+
+def names_model(text: str) -> bool:
+    """Returns whether a word on the command line names a model: a short name, an existing
+    directory of one, a .gguf file, or a repository of a hub.
+    """
+    from octavo.checkpoint.catalogue import short_name
+    from octavo.config.model_reference import parse_hub_reference
+
+    if short_name(text) is not None:
+        return True
+    path = user_path(text)
+    if is_there(path) and (path.suffix == ".gguf" or is_there(path / "config.json")):
+        return True
+    if any(char.isspace() for char in text):
+        return False
+    return path.suffix == ".gguf" or ("/" in text and parse_hub_reference(text) is not None)
+
+
+def split_words(words: Sequence[str], model: str | None) -> tuple[str | None, str | None]:
+    """Returns the model and the prompt of `octavo run [MODEL] [PROMPT]`; None for what is missing.
+
+    With --model all words are the prompt. Of several words the first is the model, and a word
+    alone is the model if it names one, else the prompt.
+    """
+    if model is not None or not words:
+        return model, " ".join(words) or None
+    first, *rest = words
+    if rest or names_model(first):
+        return first, " ".join(rest) or None
+    return None, first

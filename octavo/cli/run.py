@@ -1,4 +1,4 @@
-"""`octavo run PROMPT`: streams one answer to stdout and prints statistics to stderr."""
+"""`octavo run [MODEL] PROMPT`: streams one answer to stdout and prints statistics to stderr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.flags import with_engine_flags
-from octavo.cli.model import fetched
+from octavo.cli.model import fetched, split_words
+from octavo.repetition_detection import LOOP
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -20,13 +21,27 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 1024
 """Upper bound on an answer that has no --max-tokens: a small model may never come to an end."""
 
+RepetitionFlag = Annotated[
+    bool,
+    typer.Option(
+        "--repetition-detection/--no-repetition-detection",
+        help="Stop an answer that repeats itself.",
+    ),
+]
+
 
 @with_engine_flags(without=("seed",))
 def run(
     *,
-    prompt: Annotated[
-        str, typer.Argument(help="What to ask; - reads it from standard input.", show_default=False)
-    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]",
+            help="Model, by default smollm2, and what to ask; - reads it from standard input,"
+            " nothing opens a chat",
+            show_default=False,
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     raw: Annotated[
         bool,
@@ -35,7 +50,7 @@ def run(
         ),
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; default what the model recommends, else 0.")
+        float | None, typer.Option(help="0 is greedy; default what is recommended for the model.")
     ] = None,
     top_p: Annotated[
         float | None,
@@ -43,9 +58,12 @@ def run(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help=f"Most tokens of the answer; default {DEFAULT_MAX_TOKENS}."),
+        typer.Option(
+            help=f"Most tokens of the answer; default the model's, or {DEFAULT_MAX_TOKENS}."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    repetition_detection: RepetitionFlag = True,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
     ] = False,
@@ -55,33 +73,34 @@ def run(
     from octavo.errors import InvalidRequest
     from octavo.llm import LLM
 
+    model, prompt = split_words(words or [], options.get("model"))
+    options = options | ({} if model is None else {"model": model})
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+        "seed": seed,
+    }
+    check_sampling(sampling)
+    sampling["repetition_detection"] = LOOP if repetition_detection else None
     if raw and system is not None:
         raise InvalidRequest(
             "--system: a raw prompt has no system message", hint="leave out --raw or --system"
         )
-    text = _read_prompt(prompt, raw=raw)
-    sampling: dict[str, Any] = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_tokens": DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
-        "seed": seed,
-    }
-    check_sampling(sampling)
-    with LLM(**fetched(options)) as llm:
-        messages = [{"role": "system", "content": system}] * (system is not None) + [
-            {"role": "user", "content": text}
-        ]
-        output = _stream(
-            llm, text if raw else llm.chat_prompt(messages), sampling_for(llm, sampling), quiet=json
-        )
+    if prompt is None and sys.stdin.isatty() and not (raw or json):
+        from octavo.cli.chat import chat_with_engine
+
+        return chat_with_engine(sampling, system, options)
+    text = _read_prompt("-" if prompt is None else prompt, raw=raw)
+    with LLM(**fetched({"max_num_seqs": 1, **options})) as llm:
+        params = sampling_for(llm, sampling)
+        output = _stream(llm, _prompt(llm, text, system, raw=raw), params, quiet=json)
         statistics = Statistics.of(output, llm.config.model.served_model_name or "")
     _report(output, statistics, json=json)
-    if max_tokens is None and statistics.completion_tokens == DEFAULT_MAX_TOKENS:
-        print(
-            f"the answer was cut off after {DEFAULT_MAX_TOKENS} tokens, the default of"
-            " --max-tokens: give a larger one for more",
-            file=sys.stderr,
-        )
+    limit = params.max_tokens if max_tokens is None else None
+    note = explain_end(statistics, limit, "--max-tokens: give a larger one for more")
+    if note is not None:
+        print(note, file=sys.stderr)
 
 
 def _read_prompt(argument: str, *, raw: bool) -> str:
@@ -94,6 +113,24 @@ def _read_prompt(argument: str, *, raw: bool) -> str:
         raise InvalidRequest("prompt: got an empty text", hint="octavo run 'What is a prompt?'")
     check_unicode(text)
     return text
+
+
+def _prompt(llm: LLM, text: str, system: str | None, *, raw: bool) -> Any:
+    """Returns what the model continues: the text, or the text as a question in a conversation.
+
+    A model without a chat template completes the text, and stderr says so.
+    """
+    from octavo.errors import ConfigError
+
+    if raw or not llm.get_tokenizer().has_chat_template:
+        if system is not None:
+            raise ConfigError("--system: the model has no chat template", hint="leave it out")
+        if not raw:
+            name = llm.config.model.served_model_name
+            print(f"{name} has no chat template: it completes the text", file=sys.stderr)
+        return text
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return llm.chat_prompt([*messages, {"role": "user", "content": text}])
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +189,28 @@ def check_sampling(given: dict[str, Any]) -> None:
 
 
 def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
-    """Returns the params that were given, filled up with what the model's makers recommend.
-
-    Without a recommendation sampling is greedy, and without a limit until the context's end.
+    """Returns the params that were given over those recommended for the model; without either, an
+    answer has at most DEFAULT_MAX_TOKENS.
     """
-    import msgspec
+    from octavo.engine.front.sampling_defaults import params_over
 
-    params = llm.get_default_sampling_params()
-    chosen = {"temperature": llm.generation_config.get("temperature") or 0.0, "max_tokens": None}
-    chosen |= {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(params, **chosen)
+    defaults = llm.get_default_chat_params()
+    if defaults.max_tokens is None:
+        defaults.max_tokens = DEFAULT_MAX_TOKENS
+    return params_over(defaults, {name: v for name, v in given.items() if v is not None})
+
+
+def explain_end(statistics: Statistics, default_limit: int | None, change: str) -> str | None:
+    """Returns why an answer ended early that its user did not limit; None if it did not.
+
+    `default_limit` is the max_tokens that the user did not give, and `change` says how to.
+    """
+    if statistics.finish_reason == "repetition":
+        return "the answer was stopped because it repeats itself: ask in other words"
+    is_cut = statistics.finish_reason == "length" and default_limit is not None
+    if is_cut and statistics.completion_tokens == default_limit:
+        return f"the answer was cut off after {default_limit} tokens, the default of {change}"
+    return None
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, *, quiet: bool) -> RequestOutput:

@@ -108,6 +108,22 @@ class ModelOptions:
         " first's, as Qwen3-Reranker needs. By default modules.json decides.",
         metavar="NO,YES",
     )
+    generation_config: str = option(
+        "auto",
+        "Sampling",
+        "Read default sampling params from auto, vllm or a path",
+        details="auto: the model's generation_config, else the values recommended for a short name,"
+        " else values that suit most models. vllm: those of SamplingParams. A path: a"
+        " generation_config.json or its directory.",
+        metavar="SOURCE",
+    )
+    override_generation_config: str | None = option(
+        None,
+        "Sampling",
+        "Set default sampling params, as JSON",
+        details="""For example '{"temperature": 0.6, "max_new_tokens": 512}'.""",
+        metavar="JSON",
+    )
     seed: int = option(0, "Sampling", "Seed requests that have no seed of their own")
     max_logprobs: int = option(
         20, "Sampling", "Limit the logprobs of a request to N per token", low=0

@@ -12,13 +12,13 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from pydantic import BaseModel
 from starlette.types import Receive
 
 from octavo.engine.front.arguments import Prompt
 from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
 from octavo.engine.front.prompt_inputs import Truncation
+from octavo.engine.front.sampling_defaults import params_over
 from octavo.errors import ClientError, InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
@@ -169,7 +169,7 @@ def params_of(
         if (value := getattr(asked, theirs)) is not None
     }
     with in_their_words(names):
-        return SamplingParams(**{**msgspec.structs.asdict(defaults), **given, **others})
+        return params_over(defaults, {**given, **others})
 
 
 @contextmanager

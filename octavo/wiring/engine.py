@@ -62,6 +62,7 @@ from octavo.wiring.model import (
 from octavo.wiring.place import RankPlace
 from octavo.wiring.processes import start_processes
 from octavo.wiring.ranks import start_other_ranks
+from octavo.wiring.sampling_defaults import sampling_defaults
 from octavo.wiring.tiers import build_tiers
 from octavo.worker.loaded_model import LoadedModel, device_memory
 from octavo.worker.memory import KvBudget, memory_table
@@ -116,7 +117,13 @@ def build_in_process(config: EngineConfig, report: Report) -> Front:
         built = build_core(model, report, texts)
         client = InProcessClient(built.core, built.info)
         front = _build_front(
-            model, client, built.info, tokenizer, grammars=texts.grammars, profiler=built.worker
+            model,
+            client,
+            built.info,
+            tokenizer,
+            report,
+            grammars=texts.grammars,
+            profiler=built.worker,
         )
     except BaseException:
         _close(publishers)
@@ -152,7 +159,7 @@ def _build_with_process(config: EngineConfig, report: Report, when_started: When
         client.close()
         raise
     grammars = lazy_grammars(model, lambda: tokenizer)
-    return _build_front(model, client, info, tokenizer, grammars=grammars)
+    return _build_front(model, client, info, tokenizer, report, grammars=grammars)
 
 
 def encoder_inputs(model: Model) -> EncoderInputs | None:
@@ -173,6 +180,7 @@ def _build_front(
     client: EngineClient,
     info: EngineInfo,
     tokenizer: Tokenizer | None,
+    report: Report,
     *,
     grammars: LazyGrammars,
     profiler: Profiler | None = None,
@@ -201,13 +209,21 @@ def _build_front(
         images=reader_of(model.config, model.checkpoint, tokenizer),
         encoder=encoder_inputs(model),
     )
+    sampling = sampling_defaults(
+        model.config.model,
+        model.checkpoint,
+        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        has_encoder=model.config.model.max_encoder_len is not None,
+    )
+    if pools is None and sampling.values:
+        report(sampling.describe())
     return Front(
         config=model.config,
         client=client,
         inputs=inputs,
         pooling=None if pools is None else PoolingInputs(pools, inputs),
         outputs=OutputProcessor(tokenizer),
-        generation_config=model.checkpoint.generation_config,
+        sampling=sampling,
         profiler=profiler,
         transcriptions=transcriptions_of(model, inputs),
         adapters=adapter_names(model.config, model.program(), model.checkpoint.path),

@@ -13,7 +13,18 @@ import pytest
 from octavo.cli.main import main
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
-SMALL = ("--threads=1", "--kv-cache-memory-bytes=64MiB", "--max-model-len=256", "--max-num-seqs=8")
+SMALL = (
+    "--threads=1",
+    "--kv-cache-memory-bytes=64MiB",
+    "--max-model-len=256",
+    "--max-num-seqs=8",
+    "--generation-config=vllm",
+    '--override-generation-config={"temperature": 0}',
+)
+
+
+REPORTS = ("loading ", "KV cache ", "default sampling params: ")
+"""Beginnings of the lines that report how a model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +39,7 @@ class Ended:
     def message(self) -> list[str]:
         """Lines on stderr that are no report of loading."""
         assert "Traceback" not in self.err, self.err
-        return [
-            line for line in self.err.splitlines() if not line.startswith(("loading ", "KV cache "))
-        ]
+        return [line for line in self.err.splitlines() if not line.startswith(REPORTS)]
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ import time
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.cli.run import sampling_for
+from octavo.cli.model import split_words
+from octavo.cli.run import DEFAULT_MAX_TOKENS, sampling_for
+from octavo.engine.front.sampling_defaults import SamplingDefaults
 from tests.cli.conftest import SMALL, process
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
@@ -137,19 +139,67 @@ def test_the_least_top_p_is_greedy(octavo, tiny):
 
 @pytest.mark.parametrize(
     ("recommended", "given", "expected"),
-    [({}, None, 0), ({"temperature": 0.6}, None, 0.6), ({"temperature": 0.6}, 0, 0)],
+    [
+        ({}, {}, (1.0, 1.0, DEFAULT_MAX_TOKENS)),
+        ({"temperature": 0.6, "max_tokens": 50}, {}, (0.6, 1.0, 50)),
+        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"temperature": 0}, (0, 1.1, 1024)),
+        ({"max_tokens": 50}, {"max_tokens": 9}, (1.0, 1.0, 9)),
+    ],
 )
-def test_the_temperature_is_what_is_given_else_what_the_makers_say_else_0(
-    recommended, given, expected
-):
+def test_what_is_given_goes_over_what_is_recommended(recommended, given, expected):
     class Model:
-        generation_config = recommended
+        def get_default_chat_params(self):
+            return SamplingDefaults(recommended).chat_params
 
-        def get_default_sampling_params(self):
-            return SamplingParams(**recommended)
+    params = sampling_for(Model(), {"temperature": None, "max_tokens": None, "seed": None} | given)
+    assert (params.temperature, params.repetition_penalty, params.max_tokens) == expected
 
-    params = sampling_for(Model(), {"temperature": given, "max_tokens": None, "seed": None})
-    assert (params.temperature, params.max_tokens) == (expected, None)
+
+@pytest.mark.parametrize(
+    ("words", "model", "expected"),
+    [
+        ((), None, (None, None)),
+        (("hello",), None, (None, "hello")),
+        (("smollm2",), None, ("smollm2", None)),
+        (("smollm2:latest",), None, ("smollm2:latest", None)),
+        (("smollm2", "hello"), None, ("smollm2", "hello")),
+        (("smollm2", "why", "so?"), None, ("smollm2", "why so?")),
+        (("./x.gguf", "hello"), None, ("./x.gguf", "hello")),
+        (("./x.gguf",), None, ("./x.gguf", None)),
+        (("owner/repo",), None, ("owner/repo", None)),
+        (("hf.co/owner/repo:Q4_K_M", "hi"), None, ("hf.co/owner/repo:Q4_K_M", "hi")),
+        (("What is a/b?",), None, (None, "What is a/b?")),
+        (("smollm2",), "tiny", ("tiny", "smollm2")),
+        (("hello", "there"), "tiny", ("tiny", "hello there")),
+        (("",), None, (None, "")),
+        (("-",), None, (None, "-")),
+        (("Summarize x.gguf",), None, (None, "Summarize x.gguf")),
+    ],
+)
+def test_the_first_word_may_name_the_model(words, model, expected):
+    assert split_words(words, model) == expected
+
+
+def test_a_model_alone_reads_the_prompt_from_stdin(octavo, tiny, monkeypatch):
+    model, *options = tiny
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    ended = octavo("run", model.removeprefix("--model="), *options, "--raw", "--max-tokens=8")
+    assert ended.out == answer_of("hello", max_tokens=8) + "\n"
+
+
+def test_two_words_without_a_model_say_how_to_quote(octavo):
+    ended = octavo("run", "hello", "there")
+    assert ended.code == 2 and "model 'hello'" in ended.message[0]
+
+
+def test_a_repetition_ends_the_answer_with_a_message(octavo, tiny):
+    """The bias leaves the tiny model one token, which it repeats."""
+    override = '--override-generation-config={"temperature": 0, "repetition_penalty": 0.01}'
+    command = ["run", "--raw", "hello", *tiny, override, "--max-tokens=200"]
+    ended = octavo(*command)
+    assert "the answer was stopped because it repeats itself" in ended.message[-1]
+    assert "200 new tokens" not in ended.err
+    assert "200 new tokens" in octavo(*command, "--no-repetition-detection").err
 
 
 @pytest.mark.alone

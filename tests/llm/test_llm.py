@@ -87,7 +87,7 @@ def test_without_params_the_models_defaults_hold(tmp_path):
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"temperature": 0.25, "top_k": 7, "max_new_tokens": 3, "eos_token_id": 2})
     )
-    with make_llm(model_path=tmp_path) as llm:
+    with make_llm(model_path=tmp_path, generation_config="auto") as llm:
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 7, 3)
         assert len(llm.generate(prompts_of(4))[0].outputs[0].token_ids) <= 3

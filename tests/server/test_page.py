@@ -3,7 +3,10 @@ and open to a visitor without a key.
 """
 
 import asyncio
+import json
 import re
+import shutil
+import subprocess
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +18,7 @@ import tree_sitter_javascript
 from fastapi import FastAPI
 
 import octavo.server
+from octavo.repetition_detection import LOOP, RepetitionDetection
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
 from octavo.server.state.slot import EngineSlot
@@ -155,3 +159,33 @@ def test_the_page_needs_no_key_and_all_else_does():
 @pytest.mark.parametrize("name", ["nothing.js", "../routes/page.py", "%2e%2e/settings.py"])
 def test_only_the_pages_files_are_served(name):
     assert get(f"/web/{name}").status_code == 404
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (b"hi", "hi"),
+        ("€ 😀\ufffd".encode(), "€ 😀\ufffd"),
+        (b"\xe2\x82", "<0xE2><0x82>"),
+        (b"A\xf0\x9f", "A<0xF0><0x9F>"),
+        (b"\x98\x80 b", "<0x98><0x80> b"),
+        (b"\xef\xbb\xbf\xff\x00", "\ufeff<0xFF>\x00"),
+        (b"", ""),
+    ],
+)
+def test_the_token_view_spells_the_bytes_of_a_part_of_a_character(content, shown):
+    script = (
+        "globalThis.document = { getElementById: () => ({}), addEventListener() {} };"
+        f"const {{ spelled }} = await import({json.dumps((FOLDER / 'tokens.js').as_uri())});"
+        f"process.stdout.write(JSON.stringify(spelled({list(content)})));"
+    )
+    command = ["node", "--input-type=module", "-e", script]
+    made = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    assert json.loads(made.stdout) == shown
+
+
+def test_the_page_stops_at_the_repetition_that_the_terminal_stops_at():
+    (found,) = re.findall(r"const LOOP = \{(.*)\};", (FOLDER / "chat.js").read_text())
+    given = {key.strip(): int(value) for key, value in (p.split(":") for p in found.split(","))}
+    assert RepetitionDetection(**given) == LOOP

@@ -27,6 +27,7 @@ ARGUMENTS = (
     "--max-model-len=512",
     "--max-num-seqs=64",
     "--port=0",
+    "--generation-config=vllm",
 )
 PACES = ["--logits-processors=paces=tests.support.processors:paces"]
 PACE_FLAGS = [] if chosen_backend("native") == "torch" else PACES

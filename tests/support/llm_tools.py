@@ -45,6 +45,7 @@ def small_options(family: str = "llama", *, model_path: Path | None = None) -> d
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": "64MiB",
         "threads": 1,
+        "generation_config": "vllm",
     }
 
 

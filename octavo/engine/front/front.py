@@ -24,13 +24,13 @@ from octavo.engine.front.input_processor import (
     FrontRequest,
     InputProcessor,
     Origin,
-    default_sampling_params,
 )
 from octavo.engine.front.output_processor import LostRequest, OutputProcessor, RequestState
 from octavo.engine.front.pooling_inputs import PoolingInputs
 from octavo.engine.front.pooling_jobs import PoolingJobs
 from octavo.engine.front.prompt_inputs import Truncation
 from octavo.engine.front.recent_requests import KEPT_S
+from octavo.engine.front.sampling_defaults import SamplingDefaults
 from octavo.engine.front.transcriptions import Transcriptions
 from octavo.engine.kv.pin import COMPUTE, check_pin, pin_of
 from octavo.engine.live.requests import LiveRequest, live_request, views_by_id
@@ -70,8 +70,8 @@ class Front:
     pooling: PoolingInputs | None
     """Checks of requests that want a pooled row; None for a model that generates."""
     outputs: OutputProcessor
-    generation_config: Mapping[str, Any]
-    """Sampling values that the model's makers recommend; {} where they name none."""
+    sampling: SamplingDefaults
+    """Sampling values of requests that set none."""
     transcriptions: Transcriptions | None = None
     """Maker of requests of sounds; None for a model that does not hear."""
     adapters: AdapterNames | None = None
@@ -95,11 +95,15 @@ class Front:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Params of a request that names none: the model's own; InvalidRequest where it generates
-        nothing.
-        """
+        """Params of a request that sets none; InvalidRequest where the model generates nothing."""
         self.check_generates()
-        return default_sampling_params(self.generation_config)
+        return self.sampling.params
+
+    @property
+    def default_chat_params(self) -> SamplingParams:
+        """Params of a chat request that sets none; max_tokens is None unless one is recommended."""
+        self.check_generates()
+        return self.sampling.chat_params
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -396,15 +396,3 @@ def _samples(first: EngineRequest) -> list[EngineRequest]:
         )
         for index in range(1, params.num_samples)
     ]
-
-
-def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Returns the SamplingParams that a model's generation_config recommends."""
-    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-    names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-    given = {
-        ours: generation_config[theirs]
-        for theirs, ours in names.items()
-        if generation_config.get(theirs) is not None
-    }
-    return SamplingParams(**given)

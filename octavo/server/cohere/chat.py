@@ -45,10 +45,9 @@ async def chat(
     logprobs = 0 if body.logprobs else None
     others: dict[str, Any] = {
         "logprobs": logprobs,
-        "max_tokens": body.max_tokens,
         "structured_outputs": _form(body.response_format),
     }
-    params = params_of(body, NAMES, model.llm.get_default_sampling_params(), **others)
+    params = params_of(body, NAMES, model.llm.get_default_chat_params(), **others)
     answer = CohereAnswer(model.tokenizer)
     origin = origin_of(request, body.priority, None)
     stream = bool(body.stream)

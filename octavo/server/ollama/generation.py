@@ -193,15 +193,13 @@ def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
     _check_thinking(body, model)
     options = body.options or RunOptions.model_validate({})
     _check_context(options, model)
-    if options.num_predict in UNBOUNDED:
-        options = options.model_copy(update={"num_predict": None})
     others: dict[str, Any] = {
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "structured_outputs": _form(body.format),
     }
-    if options.num_predict is None:
+    if options.num_predict in UNBOUNDED:
         others["max_tokens"] = None
-    return params_of(options, NAMES, model.llm.get_default_sampling_params(), **others)
+    return params_of(options, NAMES, model.llm.get_default_chat_params(), **others)
 
 
 def _form(given: str | dict[str, Any] | None) -> StructuredOutputs | None:

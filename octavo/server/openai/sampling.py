@@ -5,11 +5,9 @@ A field that is not given has the model's recommended value, else the API's defa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
+from octavo.engine.front.sampling_defaults import params_over
 from octavo.sampling_params import SamplingParams
 from octavo.server.openai.bodies import SAMPLING_FIELDS, SamplingBody
 from octavo.server.openai.structured import structured_outputs_of
@@ -25,23 +23,19 @@ def sampling_params(
     logprobs: int | None,
     **others: Any,
 ) -> SamplingParams:
-    """Returns a body's SamplingParams; `others` are fields that the route sets over the body's."""
+    """Returns a body's SamplingParams; `others` are fields that the route sets over the body's, and
+    a max_tokens of None is the default. A beam search takes no recommended value but that.
+    """
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if given.get("logit_bias") == {}:
         del given["logit_bias"]
+    if max_tokens is not None:
+        given["max_tokens"] = max_tokens
     search = _search(body)
-    recommended: Mapping[str, Any] = {} if search else msgspec.structs.asdict(defaults)
-    return SamplingParams(
-        **{
-            **recommended,
-            **given,
-            **search,
-            "max_tokens": max_tokens,
-            "logprobs": logprobs,
-            "structured_outputs": structured_outputs_of(body),
-            **others,
-        }
-    )
+    if search:
+        defaults = SamplingParams(max_tokens=defaults.max_tokens)
+    given |= {"logprobs": logprobs, "structured_outputs": structured_outputs_of(body)}
+    return params_over(defaults, {**given, **search, **others})
 
 
 def _search(body: SamplingBody) -> dict[str, Any]:

@@ -93,13 +93,15 @@ def _fields(model: ServedModel) -> Iterator[dict[str, Any]]:
     comes once for each.
     """
     pools = model.llm.pools
-    defaults = {} if pools else msgspec.structs.asdict(model.llm.get_default_sampling_params())
+    defaults = {} if pools else msgspec.structs.asdict(model.llm.get_default_chat_params())
     rows: dict[str, list[dict[str, Any]]] = {}
     for path, kind in (POOLING_BODIES[pools] if pools else BODIES).items():
         for name, row in described(kind).items():
             row = _fitted(row, model, defaults)
-            if path == completions.PATH and name == "max_tokens":
+            if name in LONGEST_ANSWER and path == completions.PATH:
                 row["default"] = completions.DEFAULT_MAX_TOKENS
+            elif name in LONGEST_ANSWER and defaults:
+                row["default"] = defaults["max_tokens"]
             alike = [known for known in rows.setdefault(name, []) if known | {"paths": 0} == row]
             if alike:
                 alike[0]["paths"].append(path)

@@ -10,6 +10,8 @@ import { popover, textOf, tokenOf } from "./tokens.js";
 
 const NUM_ALTERNATIVES = 5;
 const NEAR_END_PX = 90;
+/** A repetition that ends an answer, as in `octavo chat` (octavo/repetition_detection.py). */
+const LOOP = { max_pattern_size: 256, min_pattern_size: 16, min_count: 5 };
 const SUGGESTIONS = [
   "Write a haiku about memory.",
   "Explain continuous batching to a student.",
@@ -149,7 +151,12 @@ export class ChatView {
   /** Yields the events of an answer; a branch is one that goes on from a beginning. */
   async *chunks(turn, branch, signal) {
     const options = { method: "POST", signal };
-    const body = { stream: true, stream_options: { include_usage: true }, ...this.settings.chosen() };
+    const body = {
+      stream: true,
+      stream_options: { include_usage: true },
+      repetition_detection: LOOP,
+      ...this.settings.chosen(),
+    };
     const names = { return_tokens_as_token_ids: true };
     if (branch?.point && branch.then !== null) {
       const fork = { ...body, ...names, keep: branch.point.keep, then: [branch.then] };

@@ -9,6 +9,7 @@ import { shown } from "./conversation.js";
 const ENDS = {
   length: "cut off at the largest length",
   abort: "stopped",
+  repetition: "stopped because it repeats itself",
   content_filter: "filtered",
   error: "failed",
 };

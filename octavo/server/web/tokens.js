@@ -11,14 +11,33 @@ export function tokenOf({ token, bytes, logprob, top_logprobs: others = [] }) {
   const id = token.match(ID)?.[1];
   return {
     id: id === undefined ? null : Number(id),
-    text: id !== undefined && bytes ? decoded(bytes) : token,
+    text: id !== undefined && bytes ? spelled(bytes) : token,
     bytes: bytes ?? [...new TextEncoder().encode(token)],
     logprob,
     top: others.map((other) => tokenOf({ ...other, top_logprobs: [] })),
   };
 }
 
-const decoded = (bytes) => new TextDecoder().decode(new Uint8Array(bytes));
+const decoded = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
+
+/** Returns a token's bytes as text, each byte of a part of a character as <0xE2>. */
+export function spelled(bytes) {
+  let text = "";
+  for (let at = 0; at < bytes.length; ) {
+    const size = [1, 2, 3, 4].find((length) => isCharacter(bytes.slice(at, at + length)));
+    text += size ? decoded(bytes.slice(at, at + size)) : `<0x${bytes[at].toString(16).toUpperCase().padStart(2, "0")}>`;
+    at += size ?? 1;
+  }
+  return text;
+}
+
+function isCharacter(bytes) {
+  try {
+    return [...new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes))].length === 1;
+  } catch {
+    return false;
+  }
+}
 
 /** Joins tokens to the text that they make; a character may take several. */
 export const textOf = (tokens) => decoded(tokens.flatMap((token) => token.bytes));

@@ -5,12 +5,11 @@ Names and rules are OpenAI's; sampling fields beyond them are those of the chat 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from pydantic import Field
 
+from octavo.engine.front.sampling_defaults import params_over
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.body_part import BodyPart
@@ -245,16 +244,10 @@ class ResponseBody(FilterBody):
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """Returns the SamplingParams; a field that is not given has the model's own value."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        recommended: Mapping[str, Any] = msgspec.structs.asdict(defaults)
-        return SamplingParams(
-            **{
-                **recommended,
-                **given,
-                "max_tokens": self.max_output_tokens,
-                "logprobs": self._num_logprobs(),
-                "structured_outputs": self._form(),
-            }
-        )
+        given |= {"logprobs": self._num_logprobs(), "structured_outputs": self._form()}
+        if self.max_output_tokens is not None:
+            given["max_tokens"] = self.max_output_tokens
+        return params_over(defaults, given)
 
     def _num_logprobs(self) -> int | None:
         """Returns the number of alternatives that each token's logprobs have."""

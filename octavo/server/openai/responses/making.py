@@ -146,7 +146,7 @@ async def _talk_of(
 async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prepared:
     """Returns the response with its prompt; raises what is wrong with it."""
     body = asked.body
-    params = body.params(model.llm.get_default_sampling_params())
+    params = body.params(model.llm.get_default_chat_params())
     talk, num_system = await _talk_of(asked, model, store)
     prompt = (
         await _truncated(talk, asked, model, num_system)
@@ -172,7 +172,7 @@ async def refused(
     asked: Asked, model: ServedModel, error: OctavoError
 ) -> AsyncGenerator[list[Event], None]:
     """Yields the events of a stream that fails before its first token."""
-    params = asked.body.params(model.llm.get_default_sampling_params())
+    params = asked.body.params(model.llm.get_default_chat_params())
     first = _first(asked, model, params, is_stored=False)
     writer = EventWriter(first)
     yield [*writer.opening(), *writer.closing(failed(first, error))]

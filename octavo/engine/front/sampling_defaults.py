@@ -1,0 +1,90 @@
+"""SamplingDefaults: the sampling values of requests that set none, and where they come from.
+
+Knows no file; `octavo/wiring/sampling_defaults.py` chooses the values for a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from octavo.errors import ConfigError, InvalidRequest
+from octavo.sampling_limits import DRAWS_ONLY
+from octavo.sampling_params import SamplingParams
+
+SAMPLED_TEMPERATURE = 0.7
+"""Temperature of a request that needs chance, where the default is greedy."""
+NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of generation_config.json and their names in SamplingParams."""
+
+
+def params_over(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """Returns a request's params: the values that it sets, and the defaults for the others.
+
+    A default that would contradict what the request sets does not apply: a max_tokens below its
+    min_tokens, and greedy sampling with several samples or with filters that need chance.
+    """
+    values = {**msgspec.structs.asdict(defaults), **given}
+    most, least = values["max_tokens"], values["min_tokens"]
+    if "max_tokens" not in given and isinstance(least, int) and least > (most or least):
+        values["max_tokens"] = None
+    if "temperature" not in given and defaults.is_greedy and _needs_chance(given):
+        values["temperature"] = SAMPLED_TEMPERATURE
+    return SamplingParams(**values)
+
+
+def _needs_chance(given: Mapping[str, Any]) -> bool:
+    """Returns whether a request sets a value that greedy sampling refuses or ignores."""
+    if any(given.get(name) not in (None, 1) for name in ("n", "best_of")):
+        return "beam_width" not in given
+    neutral = {**DRAWS_ONLY, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "top_n_sigma": 0.0}
+    return any(given.get(name, value) not in (value, None, -1) for name, value in neutral.items())
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Values of a generation_config that replace those of SamplingParams()."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling values by the names of SamplingParams."""
+    source: str = "vllm"
+    """Where they come from, for the line at start-up."""
+
+    @staticmethod
+    def from_generation_config(given: Mapping[str, Any], source: str) -> SamplingDefaults:
+        """Takes the sampling values of a generation_config; ConfigError if one is out of range."""
+        values = {ours: given[key] for key, ours in NAMES.items() if given.get(key) is not None}
+        try:
+            SamplingParams(**values)
+        except InvalidRequest as error:
+            raise ConfigError(
+                f"{source}: {error.message}", hint="--generation-config vllm ignores it"
+            ) from error
+        return SamplingDefaults(values, source)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Params of a request that sets none; without a recommended max_tokens at most 16."""
+        return SamplingParams(**self.values)
+
+    @property
+    def chat_params(self) -> SamplingParams:
+        """Params of a chat request that sets none: as `params`, but without a recommended
+        max_tokens an answer may go on until the context ends.
+        """
+        return msgspec.structs.replace(self.params, max_tokens=self.values.get("max_tokens"))
+
+    def describe(self) -> str:
+        """Returns the line for the log at start-up."""
+        shown = ", ".join(f"{name} {value:g}" for name, value in self.values.items())
+        return f"default sampling params: {shown or 'those of SamplingParams'} ({self.source})"

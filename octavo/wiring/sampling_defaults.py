@@ -1,0 +1,90 @@
+"""Chooses the sampling defaults of a model: its generation_config, the catalogue's values for it,
+or values that suit models of its kind.
+
+The one place that decides what a request gets that sets no temperature, top_p, repetition penalty
+or max_tokens. `--generation-config` names another source, `--override-generation-config` changes
+single values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.checkpoint.catalogue import recommended_sampling
+from octavo.checkpoint.json_file import read_json
+from octavo.checkpoint_ports import Checkpoint
+from octavo.config.model_options import ModelOptions
+from octavo.config.paths import user_path
+from octavo.engine.front.sampling_defaults import NAMES, SamplingDefaults
+from octavo.errors import ConfigError
+
+CHAT = {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.05}
+"""Values for a model with a chat template whose makers recommend none: between llama.cpp's
+temperature of 0.8 with top_p 0.95 and the 0.6 to 0.7 that most instruct models recommend."""
+BASE = {**CHAT, "repetition_penalty": 1.1, "max_new_tokens": 256}
+"""Values for a model without one: it continues a text, seldom ends it and soon repeats itself."""
+ENCODER_DECODER = {"temperature": 0.0}
+"""Values for models that translate or transcribe: the most likely text."""
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Keys of which a generation_config that recommends sampling values has at least one."""
+
+
+def sampling_defaults(
+    options: ModelOptions, checkpoint: Checkpoint, *, has_chat_template: bool, has_encoder: bool
+) -> SamplingDefaults:
+    """Returns the sampling values of requests that set none."""
+    values, source = _values(
+        options, checkpoint, has_chat_template=has_chat_template, has_encoder=has_encoder
+    )
+    overrides = _overrides(options.override_generation_config)
+    if overrides:
+        source += ", --override-generation-config"
+    return SamplingDefaults.from_generation_config({**values, **overrides}, source)
+
+
+def _values(
+    options: ModelOptions, checkpoint: Checkpoint, *, has_chat_template: bool, has_encoder: bool
+) -> tuple[Mapping[str, Any], str]:
+    """Returns a generation_config and where it comes from."""
+    if options.generation_config == "vllm":
+        return {}, "--generation-config vllm"
+    if options.generation_config != "auto":
+        path = user_path(options.generation_config)
+        path = path / "generation_config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigError(
+                f"generation_config: got {options.generation_config!r}, allowed are auto, vllm and"
+                " the path of a generation_config.json or of its directory"
+            )
+        return read_json(path), path.name
+    own = checkpoint.generation_config
+    if any(own.get(key) is not None for key in SAMPLING_KEYS):
+        is_gguf = checkpoint.path.suffix == ".gguf"
+        return own, "general.sampling of the GGUF file" if is_gguf else "generation_config.json"
+    catalogued = recommended_sampling(checkpoint.path)
+    if catalogued is not None:
+        name, values = catalogued
+        return {**own, **values}, f"recommended for {name}"
+    if has_encoder:
+        return {**ENCODER_DECODER, **own}, "the model recommends none: greedy"
+    kind = "chat" if has_chat_template else "base"
+    return {**(CHAT if has_chat_template else BASE), **own}, f"the model recommends none: {kind}"
+
+
+def _overrides(text: str | None) -> dict[str, Any]:
+    """Returns the values of --override-generation-config; ConfigError if it is no JSON object of
+    sampling values.
+    """
+    try:
+        given = json.loads(text) if text else {}
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or not given.keys() <= NAMES.keys():
+        raise ConfigError(
+            f"override_generation_config: got {text!r}, allowed is a JSON object of"
+            f" {', '.join(NAMES)}",
+            hint="""for example '{"temperature": 0.6, "top_p": 0.9}'""",
+        )
+    return given
