@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 
 from octavo.errors import InvalidRequest
 from octavo.server.body_part import BodyPart, note_ignored
-from octavo.server.error_forms import form_of, ollama_form
 from octavo.server.fields import check_interactions
 from octavo.server.ignored import SCOPE_KEY, IgnoredFields
 from octavo.server.json_size import check_json_size
@@ -99,9 +98,9 @@ def get_ignored(request: Request, *, is_strict: bool = False) -> IgnoredFields:
 
 
 def _check_content(request: Request) -> None:
-    """Raises 415 where the body is declared as anything but plain JSON. One without a type is
-    taken, or with curl's on Ollama's routes, but not from a browser, where any page could send it
-    to a server on its user's machine.
+    """Raises 415 if the body is declared as anything but plain JSON. A body without a type, or with
+    the type that `curl -d` sends, is accepted except from a browser, in which any page could send
+    it to a server on its user's machine.
     """
     encoding = request.headers.get("content-encoding", PLAIN_ENCODING)
     if encoding.strip().lower() != PLAIN_ENCODING:
@@ -116,7 +115,7 @@ def _check_content(request: Request) -> None:
         return
     declared = declared or "none"
     media_type = declared.partition(";")[0].strip().lower()
-    if media_type == CURLS_TYPE and not is_browser and form_of(request.scope) is ollama_form:
+    if media_type == CURLS_TYPE and not is_browser:
         return
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise HTTPException(

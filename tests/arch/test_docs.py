@@ -15,6 +15,7 @@ import typer
 
 from octavo.cli.app import build_app
 from octavo.cli.help import format_help
+from octavo.cli.translate_flags import FOREIGN_FLAGS
 from octavo.server.app import create_app
 from octavo.server.state.slot import EngineSlot
 from tests.support.commands import every_command
@@ -104,7 +105,7 @@ def routes() -> set[str]:
 
 @cache
 def flags_of() -> dict[str, set[str]]:
-    """Returns the flags of each command, and all of them together under ""."""
+    """Returns the flags of each command, other engines' too, and all of them under ""."""
     found: dict[str, set[str]] = defaultdict(set)
 
     def walk(command, path: str) -> None:
@@ -114,7 +115,7 @@ def flags_of() -> dict[str, set[str]]:
             flag
             for param in getattr(command, "params", ())
             for flag in (*param.opts, *param.secondary_opts)
-        }
+        } | {*FOREIGN_FLAGS, "--help", "--help-all"}
         found[path] |= own
         found[""] |= own
 

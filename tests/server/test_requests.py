@@ -27,7 +27,7 @@ def impatient():
     assert server.stop() == 0
 
 
-@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "x"])
+@pytest.mark.parametrize("media_type", ["text/plain", "multipart/form-data", "x"])
 def test_a_body_of_another_media_type_is_refused(http, media_type):
     headers = {"Content-Type": media_type}
     answer = http.post("/v1/completions", content=json.dumps(PROMPT), headers=headers)
@@ -60,15 +60,21 @@ def test_a_browser_declares_what_it_sends(http, site, status):
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/generate", {"model": "tiny", "prompt": "Hi", "options": {"num_predict": 1}}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}),
+    ],
+)
+@pytest.mark.parametrize(
     ("headers", "status"),
     [({}, 200), ({"Origin": "http://other.example"}, 403), ({"Origin": "SELF"}, 415)],
 )
-def test_curl_without_a_header_asks_as_ollamas_documents_do(server, http, headers, status):
+def test_curl_without_a_header_is_answered(server, http, headers, status, path, body):
     """`curl -d` declares a form; a page that sends one to the user's own server is refused."""
     headers = {name: value.replace("SELF", server.url) for name, value in headers.items()}
     headers["Content-Type"] = "application/x-www-form-urlencoded"
-    body = json.dumps({"model": "tiny", "prompt": "Hi", "options": {"num_predict": 1}})
-    answer = http.post("/api/generate", content=body, headers=headers)
+    answer = http.post(path, content=json.dumps(body), headers=headers)
     assert answer.status_code == status, answer.text
 
 
