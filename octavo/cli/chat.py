@@ -23,18 +23,19 @@ def chat(
     *,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="The model, as --model; default smollm2."),
+        typer.Argument(metavar="[MODEL]", help="The model, as --model", show_default="smollm2"),
     ] = None,
     url: Annotated[
         str | None,
         typer.Option(help="Talk with a model of this server"),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help=f"With --url: its key; default ${KEY_VARIABLE}.")
+        str | None, typer.Option(help="Send this key to --url", show_default=f"${KEY_VARIABLE}")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(help="Set the system message")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; default what is recommended for the model.")
+        float | None,
+        typer.Option(help="Sample at this temperature, 0 is greedy", show_default="the model's"),
     ] = None,
     top_p: Annotated[
         float | None,
@@ -43,10 +44,11 @@ def chat(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Most tokens of an answer; default the model's, or {DEFAULT_MAX_TOKENS}."
+            help="Generate at most N tokens",
+            show_default=f"the model's, or {DEFAULT_MAX_TOKENS}",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed the sampling")] = None,
     repetition_detection: RepetitionFlag = True,
     options: dict[str, Any],
 ) -> None:

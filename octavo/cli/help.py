@@ -131,7 +131,7 @@ def option_text(param: Any) -> str:
     """Returns the help text and the default."""
     text = " ".join(str(param.help or "").split()).removesuffix(".")
     default: object = param.show_default if isinstance(param.show_default, str) else param.default
-    has_default = bool(param.show_default) and default not in (None, False, (), [])
+    has_default = bool(param.show_default) and default not in (None, False, True, (), [])
     return f"{text} [default: {default}]" if has_default else text
 
 

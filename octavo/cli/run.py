@@ -25,7 +25,7 @@ RepetitionFlag = Annotated[
     bool,
     typer.Option(
         "--repetition-detection/--no-repetition-detection",
-        help="Stop an answer that repeats itself.",
+        help="Stop an answer that repeats itself",
     ),
 ]
 
@@ -37,20 +37,18 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [PROMPT]",
-            help="Model, by default smollm2, and what to ask; - reads it from standard input,"
-            " nothing opens a chat",
+            help="Model (default: smollm2) and prompt; - reads standard input, none: chat",
             show_default=False,
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(help="Set the system message")] = None,
     raw: Annotated[
         bool,
-        typer.Option(
-            "--raw", help="Continue the prompt as it is, without the model's chat template."
-        ),
+        typer.Option("--raw", help="Continue the prompt without the chat template"),
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; default what is recommended for the model.")
+        float | None,
+        typer.Option(help="Sample at this temperature, 0 is greedy", show_default="the model's"),
     ] = None,
     top_p: Annotated[
         float | None,
@@ -59,13 +57,14 @@ def run(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Most tokens of the answer; default the model's, or {DEFAULT_MAX_TOKENS}."
+            help="Generate at most N tokens",
+            show_default=f"the model's, or {DEFAULT_MAX_TOKENS}",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed the sampling")] = None,
     repetition_detection: RepetitionFlag = True,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+        bool, typer.Option("--json", help="Print one JSON object instead of the text")
     ] = False,
     options: dict[str, Any],
 ) -> None:

@@ -111,7 +111,7 @@ class ModelOptions:
     generation_config: str = option(
         "auto",
         "Sampling",
-        "Read default sampling params from auto, vllm or a path",
+        "Take sampling defaults from here",
         details="auto: the model's generation_config, else the values recommended for a short name,"
         " else values that suit most models. vllm: those of SamplingParams. A path: a"
         " generation_config.json or its directory.",
@@ -120,7 +120,7 @@ class ModelOptions:
     override_generation_config: str | None = option(
         None,
         "Sampling",
-        "Set default sampling params, as JSON",
+        "Set sampling defaults, as a JSON object",
         details="""For example '{"temperature": 0.6, "max_new_tokens": 512}'.""",
         metavar="JSON",
     )

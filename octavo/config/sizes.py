@@ -57,11 +57,11 @@ def format_bytes(count: float) -> str:
 
 
 def format_size(count: int) -> str:
-    """Writes a number of bytes as an option takes it, exactly: "2GiB", "20MiB" or "1000"."""
+    """Writes a number of bytes as an option takes it, exactly: "2GiB", "20MiB" or "1000B"."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count and count % (1 << shift) == 0:
             return f"{count >> shift}{unit}"
-    return str(count)
+    return f"{count}B" if count else "0"
 
 
 def _parse(text: str, units: dict[str, int], *, name: str, allowed: str) -> int:

@@ -33,8 +33,11 @@ def model_copy(tmp_path):
             ],
         ),
         (
-            ["run"],
-            ["octavo: Missing argument 'prompt'.", "hint: octavo run --help says what there is"],
+            ["quantize"],
+            [
+                "octavo: Missing argument 'model'.",
+                "hint: octavo quantize --help says what there is",
+            ],
         ),
         (
             ["run", "hi", "--threads=many"],

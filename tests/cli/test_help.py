@@ -77,7 +77,7 @@ def test_help_texts_are_one_plain_line(spec):
     """The imperative, without a full stop; sentences in the details."""
     assert spec.group in get_args(Group)
     assert len(spec.help) <= 66 and not spec.help.endswith(".") and spec.help[0].isupper()
-    assert "default" not in spec.help, "the default is shown from the field"
+    assert "; default" not in spec.help, "the default is shown from the field"
     assert not spec.details or spec.details.endswith(".") or spec.details.endswith("'.")
 
 
