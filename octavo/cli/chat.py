@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.cli.answers import DEFAULT_MAX_TOKENS, RepetitionFlag, check_sampling
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.model import fetched
-from octavo.cli.run import DEFAULT_MAX_TOKENS, RepetitionFlag, check_sampling
 from octavo.config.paths import state_home
 from octavo.repetition_detection import LOOP
 

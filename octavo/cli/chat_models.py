@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.cli import run
-from octavo.cli.run import Statistics, sampling_for
+from octavo.cli import answers
+from octavo.cli.answers import Statistics, sampling_for
 from octavo.errors import ConfigError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class RemoteModel:
         given = {name: value for name, value in sampling.items() if value is not None}
         if not self._is_octavo:
             given.pop("repetition_detection", None)  # a field that other servers may refuse
-        limit = None if "max_tokens" in given else run.DEFAULT_MAX_TOKENS
+        limit = None if "max_tokens" in given else answers.DEFAULT_MAX_TOKENS
         body = {
             **given,
             "max_tokens": given.get("max_tokens", limit),

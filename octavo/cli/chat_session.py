@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.answers import check_sampling, explain_end
 from octavo.cli.chat_input import ChatInput, Entry
 from octavo.cli.chat_models import Answering, ChatReply
 from octavo.cli.chat_screen import answer_screen
-from octavo.cli.run import check_sampling, explain_end
 from octavo.cli.saved_chat import SavedChat, SavedMessage, read_chat, write_chat
 from octavo.errors import (
     ConfigError,

@@ -69,7 +69,15 @@ def rename(
     text: str = "Octavo decides this itself",
     extra: tuple[str, ...] = (),
 ) -> ForeignFlag:
-    return ForeignFlag(tuple(names.split()), engine, "value", text, target, convert, extra)
+    return ForeignFlag(
+        tuple(names.split()),
+        engine,
+        "value",
+        text,
+        target=target,
+        convert=convert,
+        extra=extra,
+    )
 
 
 def sampling(
@@ -77,7 +85,13 @@ def sampling(
 ) -> ForeignFlag:
     text, target = "this is the default", f"--{field.replace('_', '-')}"
     return ForeignFlag(
-        tuple(names.split()), LLAMA, "value", text, target, convert, is_sampling=True
+        tuple(names.split()),
+        LLAMA,
+        "value",
+        text,
+        target=target,
+        convert=convert,
+        is_sampling=True,
     )
 
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.cli.answers import DEFAULT_MAX_TOKENS, sampling_for
 from octavo.cli.model import split_words
-from octavo.cli.run import DEFAULT_MAX_TOKENS, sampling_for
 from octavo.engine.front.sampling_defaults import SamplingDefaults
 from tests.cli.conftest import SMALL, process
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -113,7 +113,7 @@ def test_without_max_tokens_the_context_is_the_end(octavo, tiny):
 
 
 def test_an_answer_without_a_limit_has_a_default_cap_that_is_named(octavo, tiny, monkeypatch):
-    monkeypatch.setattr("octavo.cli.run.DEFAULT_MAX_TOKENS", 7)
+    monkeypatch.setattr("octavo.cli.answers.DEFAULT_MAX_TOKENS", 7)
     said = "the answer was cut off after 7 tokens, the default of --max-tokens: give a larger one"
     ended = octavo("run", "--raw", "hello", *tiny)
     assert "7 new tokens" in ended.message[0] and ended.message[-1].startswith(said)

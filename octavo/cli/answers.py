@@ -1,0 +1,107 @@
+"""What `octavo run` and `octavo chat` share: sampling params of an answer, its statistics, and why
+it ended.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.outputs import RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 1024
+"""Upper bound on an answer that has no --max-tokens: a small model may never come to an end."""
+
+RepetitionFlag = Annotated[
+    bool,
+    typer.Option(
+        "--repetition-detection/--no-repetition-detection",
+        help="Stop an answer that repeats itself",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """An answer's token counts and times."""
+
+    model: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    time_to_first_token_s: float | None
+    tokens_per_second: float | None
+    """Rate of the tokens after the first."""
+    total_s: float
+
+    @staticmethod
+    def of(output: RequestOutput, model: str) -> Statistics:
+        (sample,), metrics = output.outputs, output.metrics
+        assert metrics is not None, "the front always measures"
+        times = metrics.token_times
+        num_more, spent_s = len(times) - 1, times[-1] - times[0] if times else 0.0
+        return Statistics(
+            model=model,
+            finish_reason=sample.finish_reason,
+            prompt_tokens=len(output.prompt_token_ids),
+            completion_tokens=len(sample.token_ids),
+            time_to_first_token_s=metrics.first_token_latency,
+            tokens_per_second=num_more / spent_s if spent_s > 0 else None,
+            total_s=time.monotonic() - metrics.arrival_time,
+        )
+
+    def describe(self) -> str:
+        text = (
+            f"{self.prompt_tokens} prompt tokens, {self.completion_tokens} new tokens in"
+            f" {self.total_s:.2f} s"
+        )
+        if self.time_to_first_token_s is not None:
+            text += f"; first token after {self.time_to_first_token_s:.3f} s"
+        if self.tokens_per_second is not None:
+            text += f", then {self.tokens_per_second:.1f} tokens/s"
+        return text + (
+            " (cut off: the limit of tokens was reached)" if self.finish_reason == "length" else ""
+        )
+
+
+def check_sampling(given: dict[str, Any]) -> None:
+    """Refuses bad values before a model is loaded."""
+    from octavo.sampling_params import SamplingParams
+
+    SamplingParams(
+        **{
+            "max_tokens": None,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+    )
+
+
+def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+    """Returns the params that were given over those recommended for the model; without either, an
+    answer has at most DEFAULT_MAX_TOKENS.
+    """
+    from octavo.engine.front.sampling_defaults import params_over
+
+    defaults = llm.get_default_chat_params()
+    if defaults.max_tokens is None:
+        defaults.max_tokens = DEFAULT_MAX_TOKENS
+    return params_over(defaults, {name: v for name, v in given.items() if v is not None})
+
+
+def explain_end(statistics: Statistics, default_limit: int | None, change: str) -> str | None:
+    """Returns why an answer ended early that its user did not limit; None if it did not.
+
+    `default_limit` is the max_tokens that the user did not give, and `change` says how to.
+    """
+    if statistics.finish_reason == "repetition":
+        return "the answer was stopped because it repeats itself: ask in other words"
+    is_cut = statistics.finish_reason == "length" and default_limit is not None
+    if is_cut and statistics.completion_tokens == default_limit:
+        return f"the answer was cut off after {default_limit} tokens, the default of {change}"
+    return None
