@@ -159,7 +159,6 @@ def change(folder, array):
         ({"lora_name": "tiny"}, "a model is called `tiny`"),
         ({"lora_name": 3}, "lora_name"),
         ({"load_inplace": "perhaps"}, "load_inplace"),
-        ({"unknown": 1}, "unknown"),
     ],
 )
 def test_bad_adapters_are_refused_and_the_server_goes_on(http, operator, folder, fields, message):

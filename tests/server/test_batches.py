@@ -96,14 +96,14 @@ def test_chat_and_responses_run_in_batches_too(kept, endpoint):
 
 
 def test_a_line_that_fails_is_reported_beside_the_others(kept):
-    lines = [line(0), line(1, temperature=9), line(2, colour="red"), line(3)]
+    lines = [line(0), line(1, temperature=9), line(2, top_p=7), line(3)]
     batch = ended(kept, start(kept, lines))
     assert batch.status == "completed"
     assert batch.request_counts.to_dict() == {"total": 4, "completed": 2, "failed": 2}
     assert set(lines_of(kept, batch.output_file_id)) == {"line-0", "line-3"}
     errors = lines_of(kept, batch.error_file_id)
     assert [one["response"]["status_code"] for one in errors.values()] == [400, 400]
-    assert errors["line-2"]["response"]["body"]["error"]["param"] == "colour"
+    assert errors["line-2"]["response"]["body"]["error"]["param"] == "top_p"
 
 
 @pytest.mark.parametrize(
