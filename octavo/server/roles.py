@@ -34,7 +34,7 @@ def fit_roles(messages: Sequence[Message], rules: RoleRules) -> list[Message]:
         elif not rules.system:
             fitted = _fold_system(fitted[0], fitted[1:])
     if not rules.repeats:
-        fitted = _merge_repeats(fitted)
+        fitted = _merge_repeats(_with_lost_results_as_users(fitted))
     if not rules.user_after_tool:
         fitted = _part_tools_from_users(fitted)
     if not rules.assistant_first:
@@ -89,6 +89,18 @@ def _fold_system(system: Message, rest: Sequence[Message]) -> list[Message]:
     return [_as_user(system), *rest]
 
 
+def _with_lost_results_as_users(messages: Sequence[Message]) -> list[Message]:
+    """Makes a tool's result a user's message if no call is before it."""
+    made: list[Message] = []
+    for message in messages:
+        before = made[-1] if made else {}
+        is_lost = before.get("role") != "tool" and not before.get("tool_calls")
+        if message["role"] == "tool" and is_lost:
+            message = {"role": "user", "content": message["content"]}
+        made.append(message)
+    return made
+
+
 def _merge_repeats(messages: Sequence[Message]) -> list[Message]:
     """Merges consecutive messages of the user or of the assistant."""
     merged: list[Message] = []
@@ -101,10 +113,12 @@ def _merge_repeats(messages: Sequence[Message]) -> list[Message]:
 
 
 def _part_tools_from_users(messages: Sequence[Message]) -> list[Message]:
-    """Puts a blank answer between a tool's result and a user's message."""
+    """Puts a blank answer between a call or its result and a user's message."""
     parted: list[Message] = []
     for message in messages:
-        if parted and parted[-1]["role"] == "tool" and message["role"] == "user":
+        before = parted[-1] if parted else {}
+        is_open = before.get("role") == "tool" or bool(before.get("tool_calls"))
+        if is_open and message["role"] == "user":
             parted.append({"role": "assistant", "content": " "})
         parted.append(message)
     return parted

@@ -71,11 +71,13 @@ def test_what_a_template_refuses_is_changed(name, roles, expected):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_short_conversation_renders_with_all_of_its_texts(name):
     kinds = ("system", "developer", "user", "assistant")
-    kinds += ("tool",) if name in ("free", "forgetful") else ()
+    kinds += ("tool", "call") if name != "no-system" else ()
     for length in (1, 2, 3, 4):
         for roles in product(kinds, repeat=length):
             text = render(name, roles)
-            places = [text.find(f"<text {index}>") for index in range(len(roles))]
+            told = [index for index, role in enumerate(roles) if role != "call"]
+            places = [text.find(f"<text {index}>") for index in told] or [0]
+            assert text.count("<call>f") == roles.count("call"), (roles, text)
             assert min(places) >= 0 and places == sorted(places), (roles, text)
 
 

@@ -189,10 +189,12 @@ def _plain(message: OllamaMessage) -> dict[str, Any]:
 
 def _params(body: OllamaBody, model: ServedModel) -> SamplingParams:
     """Checks the fields that all requests share; returns their SamplingParams."""
-    refuse_values(body, ["truncate", "shift"])
+    for name in ("truncate", "shift"):
+        if getattr(body, name):
+            body.ignored.add(name)
     _check_thinking(body, model)
     options = body.options or RunOptions.model_validate({})
-    _check_context(options, model)
+    _check_context(body, options, model)
     others: dict[str, Any] = {
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "structured_outputs": _form(body.format),
@@ -226,19 +228,21 @@ def _check_thinking(body: OllamaBody, model: ServedModel) -> None:
         )
     variables = frozenset() if model.tokenizer is None else model.tokenizer.template_variables
     if isinstance(body.think, str) and "reasoning_effort" not in variables:
-        raise InvalidRequest(
-            f"think: got {body.think!r}, but the model's chat template reads no efforts",
+        body.ignored.add(
+            "think",
+            f"got {body.think!r}, but the model's chat template reads no efforts",
             hint="send true",
-            param="think",
         )
 
 
-def _check_context(options: RunOptions, model: ServedModel) -> None:
+def _check_context(body: OllamaBody, options: RunOptions, model: ServedModel) -> None:
+    """Notes a context that is longer than the model's as ignored: a prompt that is too long for the
+    model has an error of its own.
+    """
     longest = model.llm.info.max_model_len
     if options.num_ctx is not None and options.num_ctx > longest:
-        raise InvalidRequest(
-            f"options.num_ctx: got {options.num_ctx}, allowed is at most {longest}, the context of"
-            f" `{model.name}`",
+        body.ignored.add(
+            "options.num_ctx",
+            f"got {options.num_ctx}, allowed is at most {longest}, the context of `{model.name}`",
             hint="leave it out, or start the server with --max-model-len",
-            param="options.num_ctx",
         )

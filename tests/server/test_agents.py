@@ -1,0 +1,251 @@
+"""Requests as coding agents and chat pages send them, to models with four kinds of chat templates:
+each is answered, and the header names what is ignored.
+
+`tests/data/agent_requests.jsonl` has one request a line: a name, a path, a body without its model,
+and the paths that are ignored.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from octavo.server.anthropic.bodies import CountTokensBody, MessagesBody
+from octavo.server.body import Body
+from octavo.server.body_part import BodyPart
+from octavo.server.cohere.bodies import CohereChatBody
+from octavo.server.ignored import join_path
+from octavo.server.ollama.bodies import OllamaChatBody
+from octavo.server.openai.bodies import ChatBody, CompletionBody
+from octavo.server.openai.embeddings import EmbeddingBody
+from octavo.server.openai.responses.body import ResponseBody
+from octavo.server.routes.tokenize import TokenizeBody
+from tests.support.live_server import LiveServer
+from tests.support.role_templates import TEMPLATES
+from tests.support.tiny_tokenizer import tiny_model_with_text
+
+CASES = [
+    json.loads(line)
+    for line in Path("tests/data/agent_requests.jsonl").read_text("utf-8").splitlines()
+]
+CONTEXT_TOKENS = 16384
+BODIES: dict[str, type[Body]] = {
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponseBody,
+    "/v2/chat": CohereChatBody,
+    "/api/chat": OllamaChatBody,
+    "/tokenize": TokenizeBody,
+}
+MAX_TOKENS = 8
+SEEDS = 40
+
+
+def save_model(folder, template):
+    """Saves the tiny model with a template, and with room for an agent's prompt."""
+    shutil.copytree(tiny_model_with_text(), folder)
+    for file, fields in (
+        ("config.json", {"max_position_embeddings": CONTEXT_TOKENS}),
+        ("tokenizer_config.json", {"chat_template": template}),
+    ):
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def agents_server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    models = [f"{name}={save_model(folder / name, text)}" for name, text in TEMPLATES.items()]
+    server = LiveServer(*models, "--max-num-seqs=4", f"--max-model-len={CONTEXT_TOKENS}")
+    yield server
+    assert server.stop() == 0
+    assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.fixture
+def agents(agents_server):
+    with agents_server.http() as client:
+        yield client
+
+
+def named(header):
+    """Returns the paths of a header's value; [] without one."""
+    return sorted(header.split(", ")) if header else []
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_an_agents_request_is_answered(agents, case, template):
+    for stream in (False, True):
+        body = case["body"] | {"model": template}
+        if not case["path"].endswith("count_tokens"):
+            body |= {"stream": stream}
+        body = {k: v for k, v in body.items() if k != "stream_options" or stream}
+        if body.get("max_tokens", 0) > MAX_TOKENS:
+            body["max_tokens"] = MAX_TOKENS
+        answer = agents.post(case["path"], json=body)
+        assert answer.status_code == 200, answer.text
+        assert '"error"' not in answer.text.replace('"error":null', ""), answer.text
+        assert named(answer.headers.get("x-octavo-ignored")) == case["ignored"]
+        assert '"thinking"' not in answer.text, "no model here thinks"
+
+
+# -- random extra fields ---------------------------------------------------------------------------
+
+
+def places(part, data, path=""):
+    """Yields (object, its path) for all objects of a body whose fields the server knows."""
+    yield data, path
+    for name, info in type(part).model_fields.items():
+        key = info.alias or name
+        value, where = getattr(part, name), join_path(path, key)
+        if isinstance(value, BodyPart):
+            yield from places(value, data[key], where)
+        elif isinstance(value, list):
+            for inner, given in zip(value, data[key], strict=False):
+                if isinstance(inner, BodyPart):
+                    yield from places(inner, given, f"{where}[]")
+
+
+def random_value(rng, depth=3):
+    kind = rng.choice(["number", "text", "flag", "list", "object"] if depth else ["text"])
+    if kind == "list":
+        return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 2))]
+    if kind == "object":
+        return {f"k{i}": random_value(rng, depth - 1) for i in range(rng.randint(0, 2))}
+    return {"number": rng.uniform(-9, 9), "text": rng.choice(["", "é", "x, y"]), "flag": True}[kind]
+
+
+FUZZED = [
+    *(case for case in CASES if case["path"] in BODIES),
+    {
+        "name": "tokenize",
+        "path": "/tokenize",
+        "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        "ignored": [],
+    },
+]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_extra_fields_are_named_exactly(agents, seed):
+    rng = random.Random(seed)
+    for case in rng.sample(FUZZED, 6):
+        body = json.loads(json.dumps(case["body"])) | {"model": "free"}
+        parsed = BODIES[case["path"]].model_validate_json(json.dumps(body))
+        found = list(places(parsed, body))
+        expected = set(case["ignored"])
+        for index in range(rng.randint(1, 5)):
+            data, path = rng.choice(found)
+            name = rng.choice([f"x_{index}", f"x-{index}", f"x {index}", f"ü{index}", f"[{index}]"])
+            data[name] = random_value(rng)
+            expected.add(join_path(path, name))
+        answer = agents.post(case["path"], json=body)
+        assert answer.status_code == 200, (case["name"], answer.text)
+        assert named(answer.headers["x-octavo-ignored"]) == sorted(expected), case["name"]
+
+
+def test_bodies_of_embeddings_are_read_the_same_way():
+    body = EmbeddingBody.model_validate({"input": "a", "task": "x", "extra": {"deep": 1}})
+    body.take_unknown_fields(body.ignored)
+    assert body.ignored.paths == ["task", "extra"]
+
+
+# -- what reaches the prompt -----------------------------------------------------------------------
+
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "no such file"}
+USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
+
+
+def test_a_failed_tools_result_says_so_in_the_prompt(agents):
+    def count(**fields):
+        talk = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [RESULT | fields]},
+        ]
+        body = {"model": "free", "messages": talk}
+        return agents.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+
+    assert count(is_error=True) - count() == len("Error:\n")
+    told = {"content": "Error: no such file", "is_error": True}
+    assert count(**told) == count(content="Error: no such file"), "it says so already"
+
+
+def test_what_is_dropped_leaves_the_rest_of_the_prompt_as_it_is(agents):
+    """The prompt of a body is that of the same body without its unknown parts."""
+    plain = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    odd = {"role": "user", "content": [{"type": "sparkle"}, {"type": "text", "text": "a", "z": 1}]}
+    texts = [
+        agents.post(
+            "/v1/chat/completions",
+            json={
+                "model": "strict",
+                "messages": [message],
+                "max_tokens": 1,
+                "return_prompt_text": True,
+                **fields,
+            },
+        ).json()["prompt_text"]
+        for message, fields in ((plain, {}), (odd, {"tools": [{"type": "web_search"}]}))
+    ]
+    assert texts[0] == texts[1] and texts[0].endswith("[user]a[assistant]")
+
+
+def test_pages_that_say_what_the_engine_is_given_fit_roles_too(agents):
+    talk = [{"role": role, "content": role[0]} for role in ("system", "developer", "user")]
+    body = {"model": "no-system", "messages": talk}
+    answer = agents.post("/apply-template", json=body)
+    assert answer.json()["prompt"] == "[user]s\n\nd\n\nu[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"input": []}, "input"),
+        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input"),
+        ("/v1/responses", {"input": "a", "conversation": "conv_1"}, "conversation"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input[0].content[0]",
+        ),
+        ("/v1/responses", {"input": "a", "tools": [{"name": "f"}]}, "tools[0].type"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
+            "tool_choice",
+        ),
+    ],
+)
+def test_what_cannot_be_left_out_is_still_a_400(agents, path, body, param):
+    answer = agents.post(path, json=body | {"model": "free"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "AA"}
+PNG = {"type": "base64", "media_type": "image/png", "data": "AA"}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "document", "source": PDF},
+        {"type": "image", "source": PNG},
+        RESULT | {"content": [{"type": "image", "source": PNG}]},
+    ],
+)
+def test_what_a_text_model_cannot_read_is_an_error(agents, block):
+    talk = [{"role": "user", "content": [block]}]
+    body = {"model": "free", "max_tokens": 1, "messages": talk}
+    answer = agents.post("/v1/messages", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
