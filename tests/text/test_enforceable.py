@@ -116,3 +116,17 @@ def test_no_schema_at_all_keeps_a_call_from_compiling(compiler, seed):
     found = enforceable(schema, is_strict=False)
     json.dumps(found.schema)
     compiles(compiler, found.schema)
+
+
+UNWRITABLE = ['"\\u003c/parameter>"', '"\\u003c/arg_value>"']
+
+
+def test_strings_for_which_no_text_stands_fail_no_request(compiler):
+    schema = {"type": "object", "properties": {"x": {"enum": UNWRITABLE}}, "required": ["x"]}
+    compiles(compiler, enforceable(schema, is_strict=True).schema)
+
+
+def test_values_that_their_limits_exclude_are_left_out(compiler):
+    none = {"allOf": [{"enum": ["abcde", 7]}, {"maxLength": 4, "maximum": 3}]}
+    schema = {"type": "object", "properties": {"x": none}, "additionalProperties": none}
+    compiles(compiler, enforceable(schema, is_strict=True).schema)

@@ -23,7 +23,7 @@ from octavo.text.grammar.normal_schema import (
     standalone,
     types_of,
 )
-from octavo.text.grammar.schema import OPTIONS, Schema, SchemaError
+from octavo.text.grammar.schema import OPTIONS, Schema
 from octavo.text.grammar.string_patterns import whole_pattern
 from octavo.text.grammar.strings import escape_options, rewrite_patterns
 
@@ -250,8 +250,6 @@ class PairLayout:
             options.append(f"{rule}_json {ending}")
             inline = _json(ArgumentValue(value.root, schema, value.types), INLINE)
             lines.append(f"{rule}_json: %json {inline}")
-        if not options:
-            raise SchemaError("#", f"no text stands for a value of {rule}")
         return f"({' | '.join(options)})", lines
 
 

@@ -48,7 +48,11 @@ class Leaf:
         kept = self.types & frozenset(types)
         values = self.values
         if values is not None:
-            values = tuple(value for value in values if type_of(value) in kept)
+            values = tuple(
+                value
+                for value in values
+                if type_of(value) in kept and is_within(value, self.limits)
+            )
         return None if not kept or values == () else replace(self, types=kept, values=values)
 
     @property
@@ -98,6 +102,26 @@ def type_of(value: Any) -> str:
         return "integer" if value.is_integer() else "number"
     names = {int: "integer", str: "string", list: "array", dict: "object"}
     return names[type(value)]
+
+
+def is_within(value: Any, limits: Iterable[tuple[str, Any]]) -> bool:
+    """Returns whether a scalar is within limits; multiples and formats are not compared."""
+    if isinstance(value, str):
+        return all(
+            (key != "minLength" or len(value) >= limit)
+            and (key != "maxLength" or len(value) <= limit)
+            and (key != "pattern" or matches(limit, value))
+            for key, limit in limits
+        )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    return all(
+        (key != "minimum" or value >= limit)
+        and (key != "maximum" or value <= limit)
+        and (key != "exclusiveMinimum" or isinstance(limit, bool) or value > limit)
+        and (key != "exclusiveMaximum" or isinstance(limit, bool) or value < limit)
+        for key, limit in limits
+    )
 
 
 def matches(pattern: str, name: str) -> bool:

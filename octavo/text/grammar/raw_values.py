@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from octavo.text.grammar.lark import literal
-from octavo.text.grammar.normal_schema import NUMBERS, Leaf, matches
+from octavo.text.grammar.normal_schema import NUMBERS, Leaf
 from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
 
 MAX_QUOTED = 1024
@@ -144,6 +144,8 @@ def raw_terminal(leaves: Sequence[Leaf], closing: str, types: Collection[str]) -
         others = leaf.having(leaf.types - STRING - by_json)
         if others is not None:
             options += _others(others)
+    if not options and not by_json:  # an enumeration of strings for which no text stands
+        options.append(plain)
     return " | ".join(dict.fromkeys(options))
 
 
@@ -161,20 +163,13 @@ def plain_terminal(closing: str, types: Collection[str], by_json: Collection[str
 
 
 def _strings(leaf: Leaf, closing: str, types: Collection[str], plain: str) -> list[str]:
-    patterns = leaf.limits_of("pattern")
+    if leaf.values is not None:
+        spelled = (_spelled(text, closing, types) for text in leaf.values)
+        return [literal(text) for text in spelled if text is not None]
+    limits = [f"/{whole_pattern(pattern)}/" for pattern in leaf.limits_of("pattern")]
+    limits += [f"/{FORMATS[name]}/" for name in leaf.limits_of("format") if name in FORMATS]
     least = max(leaf.limits_of("minLength"), default=0)
     most = min(leaf.limits_of("maxLength"), default=None)
-    if leaf.values is not None:
-        kept = (
-            text
-            for text in leaf.values
-            if least <= len(text) and (most is None or len(text) <= most)
-            if all(matches(pattern, text) for pattern in patterns)
-        )
-        spelled = (_spelled(text, closing, types) for text in kept)
-        return [literal(text) for text in spelled if text is not None]
-    limits = [f"/{whole_pattern(pattern)}/" for pattern in patterns]
-    limits += [f"/{FORMATS[name]}/" for name in leaf.limits_of("format") if name in FORMATS]
     if least or most is not None:
         limits.append(rf"/(.|\n){{{least},{'' if most is None else most}}}/")
     return [" & ".join([*limits, plain])]
