@@ -184,7 +184,6 @@ def test_resetting(http):
             {"prompt": "a", "chat_template_kwargs": {}},
             "chat_template_kwargs: allowed only with messages",
         ),
-        ({"prompt": [5] * 5000}, "context"),
     ],
 )
 def test_bad_pins_are_named(http, body, message):
@@ -195,6 +194,12 @@ def test_bad_pins_are_named(http, body, message):
         and error["type"] == "BadRequestError"
         and message in error["message"]
     )
+
+
+def test_a_pin_beyond_the_context_is_refused(http):
+    response = http.post("/v1/cache/pin", json={"prompt": [5] * 5000})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["code"] == "context_length_exceeded"
 
 
 def test_bad_resets_and_models_are_named(http):
