@@ -141,7 +141,8 @@ def test_a_model_answers(tmp_path: Path) -> None:
             max_model_len=128,
             **options,
         ) as llm:
-            (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], use_tqdm=False)
+            params = SamplingParams(max_tokens=16)
+            (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
             assert len(output.outputs[0].token_ids) == 16
 
 
