@@ -129,7 +129,6 @@ def error_of(response, status):
             "length_penalty",
             "length_penalty: allowed only where use_beam_search is true",
         ),
-        ({"store": True}, "store", "store: got True, allowed is false; this route keeps no answer"),
         (
             {"stream_options": {"include": 1}, "stream": True},
             "stream_options.include",

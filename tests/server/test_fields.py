@@ -10,6 +10,7 @@ CHAT = {"messages": HELLO, "max_tokens": 2, "allowed_token_ids": [70, 71]}
 TAKEN = [
     {"metadata": {"a": "b"}},
     {"store": False},
+    {"store": True},
     {"service_tier": "auto"},
     {"safety_identifier": "u-1"},
     {"prompt_cache_key": "k"},
@@ -32,7 +33,6 @@ REFUSED = [
     ({"metadata": {"a": 1}}, "metadata"),
     ({"metadata": {str(key): "" for key in range(17)}}, "metadata"),
     ({"metadata": {"a": "x" * 513}}, "metadata"),
-    ({"store": True}, "store"),
     ({"service_tier": "best"}, "service_tier"),
     ({"safety_identifier": "x" * 513}, "safety_identifier"),
     ({"prompt_cache_key": 7}, "prompt_cache_key"),

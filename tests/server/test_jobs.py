@@ -88,7 +88,6 @@ def test_an_unknown_job(http):
     [
         ({"stream": True}, "stream"),
         ({"prompt": [[1], [2]]}, "prompt"),
-        ({"echo": True}, "echo"),
         ({"model": "x"}, "model"),
     ],
 )
