@@ -37,6 +37,7 @@ def server(tmp_path_factory):
         "--served-model-name=tiny",
         f"--state-dir={folder}",
         "--request-timeout-s=2",
+        "--strict",
         *PACE_FLAGS,
     )
     yield server
