@@ -32,7 +32,8 @@ from octavo.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.text.grammar.compiler import GrammarError
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.text.tokenizer import TextTokenizer
-from octavo.wiring.model import build_tokenizer, lazy_grammars, open_model
+from octavo.wiring.grammars import lazy_grammars
+from octavo.wiring.model import build_tokenizer, open_model
 
 MOST_PARTS = {True: 20_000, False: 2_000}
 """Texts that are tried for one instance, by whether it is valid: its members have many orders."""

@@ -38,7 +38,8 @@ from typing import Any
 from octavo import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from octavo.config.engine_config import EngineConfig
 from octavo.text.grammar.lazy import LazyGrammars
-from octavo.wiring.model import build_tokenizer, lazy_grammars, open_model
+from octavo.wiring.grammars import lazy_grammars
+from octavo.wiring.model import build_tokenizer, open_model
 from octavo.worker.grammar_rows import CompiledGrammars
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

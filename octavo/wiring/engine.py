@@ -48,14 +48,13 @@ from octavo.transfer.kv_wire import logged_only
 from octavo.version import __version__
 from octavo.wiring.adapters import adapter_names
 from octavo.wiring.events import open_publishers
+from octavo.wiring.grammars import end_token_ids, lazy_grammars
 from octavo.wiring.hearing import hears, transcriptions_of
 from octavo.wiring.images import reader_of
 from octavo.wiring.meeting import among_engines
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
-    end_token_ids,
-    lazy_grammars,
     load_model,
     open_model,
 )

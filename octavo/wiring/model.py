@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,7 +48,6 @@ from octavo.program.passes.stages import stages
 from octavo.program.program import Program, Weight
 from octavo.progress import Report
 from octavo.prompt_ports import Grammars, Tokenizer
-from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.version import __version__
 from octavo.wiring.adapters import adapter_store, for_adapters
 from octavo.wiring.auto_speculation import with_forced_guesses, with_spec_method
@@ -485,21 +484,3 @@ def build_tokenizer(model: Model) -> Tokenizer | None:
     )
     formats_of(tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser)
     return tokenizer
-
-
-def end_token_ids(info: ModelInfo, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the tokens that end an answer; without a tokenizer those that the configs name."""
-    return info.eos_token_ids if tokenizer is None else tokenizer.eos_token_ids
-
-
-def lazy_grammars(model: Model, read: Callable[[], Tokenizer | None]) -> LazyGrammars:
-    """Makes what compiles the model's grammars; `read` gives its tokenizer."""
-    # What is kept here keeps no checkpoint: its file would stay mapped as long as the engine lives.
-    info = model.info
-
-    def setup() -> GrammarSetup:
-        tokenizer = read()
-        assert tokenizer is not None, "the front refuses grammars where there is no tokenizer"
-        return GrammarSetup(tokenizer, info.vocab_size, end_token_ids(info, tokenizer))
-
-    return LazyGrammars(setup, opens_objects=model.config.draws.structured_open_objects)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import parse_rank_address
 from octavo.progress import quiet
+from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.meeting import ModelMeeting, joining
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
-    lazy_grammars,
     load_model,
     open_model,
     part_of,

@@ -20,8 +20,9 @@ from octavo.engine.front.images import ImageInputs, PlacedImages
 from octavo.program.ops import num_position_axes
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow, ScheduledRow, StepPlan
+from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.images import reader_of
-from octavo.wiring.model import build_tokenizer, lazy_grammars, load_model, open_model
+from octavo.wiring.model import build_tokenizer, load_model, open_model
 from octavo.worker.block_places import PagedPlaces
 from octavo.worker.patches import patches_of
 from octavo.worker.request_rows import RequestRows

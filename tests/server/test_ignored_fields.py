@@ -86,3 +86,16 @@ def test_streams_and_errors_have_the_header_too(http):
     refused = http.post("/v1/chat/completions", json=body | {"temperature": 9})
     assert refused.status_code == 400
     assert refused.headers["x-octavo-ignored"] == "cache"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("chat/completions", {"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ("responses", {"text": {"format": {"type": "text", "x": 1}}}, "text.format.x"),
+    ],
+)
+def test_a_format_of_plain_text_is_read_as_others_are(http, path, fields, name):
+    asked = HELLO if path.startswith("chat") else {"input": "Hi", "max_output_tokens": 1}
+    response = http.post(f"/v1/{path}", json=asked | fields)
+    assert response.status_code == 200 and response.headers["x-octavo-ignored"] == name

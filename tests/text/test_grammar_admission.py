@@ -7,29 +7,14 @@ import time
 
 import pytest
 
-from octavo.checkpoint_ports import TokenizerSource
 from octavo.errors import InvalidRequest
 from octavo.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.text.grammar.compiler import GrammarCompiler, GrammarError
-from octavo.text.grammar.lazy import AdmittedForms, GrammarSetup, LazyGrammars, digest_of
-from octavo.text.tokenizer import load_tokenizer
-from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer
+from octavo.text.grammar.lazy import AdmittedForms, digest_of
+from tests.support.tiny_tokenizer import SPECIALS
 
 END = SPECIALS.index("<eos>")
 TURN = SPECIALS.index("<|turn|>")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tiny_tokenizer(folder)
-    source = TokenizerSource(folder, json=folder / "tokenizer.json", eos_token_ids=(END,))
-    return load_tokenizer(source)
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer):
-    return LazyGrammars(lambda: GrammarSetup(tokenizer, 300, (END,)))
 
 
 @pytest.fixture

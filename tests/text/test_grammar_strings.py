@@ -8,12 +8,10 @@ import warnings
 
 import pytest
 
-from octavo.checkpoint_ports import TokenizerSource
 from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.text.grammar.strings import rewrite_pattern
-from octavo.text.tokenizer import load_tokenizer
-from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer
+from tests.support.tiny_tokenizer import SPECIALS
 
 END = SPECIALS.index("<eos>")
 CHARACTERS = [*map(chr, range(0x20, 0x7F)), *"\b\t\n\f\r\u00a0\u2028é😀"]
@@ -52,19 +50,6 @@ PATTERNS = [
     r'"',
     r"\\",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tiny_tokenizer(folder)
-    source = TokenizerSource(folder, json=folder / "tokenizer.json", eos_token_ids=(END,))
-    return load_tokenizer(source)
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer):
-    return LazyGrammars(lambda: GrammarSetup(tokenizer, 300, (END,)))
 
 
 @pytest.fixture

@@ -46,9 +46,10 @@ def structured_outputs_of(body: FormFields) -> StructuredOutputs | None:
     """Returns the form that a body asks for; None for any text. More than one are refused."""
     forms = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
     for name in ("response_format", "structured_outputs"):
-        value = getattr(body, name)
-        if value is not None and not (name == "response_format" and value.get("type") == "text"):
+        if (value := getattr(body, name)) is not None:
             forms[name] = value
+    if forms.get("response_format", {}).get("type") == "text":
+        response_format(forms.pop("response_format"), body.ignored)
     if len(forms) > 1:
         first, second, *_ = forms
         raise InvalidRequest(f"{second}: got it with {first}, allowed is one form", param=second)
@@ -56,7 +57,7 @@ def structured_outputs_of(body: FormFields) -> StructuredOutputs | None:
     return None if value is None else _form(body, name, value)
 
 
-def _form(body: FormFields, name: str, value: Any) -> StructuredOutputs:
+def _form(body: FormFields, name: str, value: Any) -> StructuredOutputs | None:
     if name == "response_format":
         return response_format(value, body.ignored)
     if name == "structured_outputs":
@@ -67,9 +68,12 @@ def _form(body: FormFields, name: str, value: Any) -> StructuredOutputs:
 
 def response_format(
     given: Mapping[str, Any], ignored: IgnoredFields, name: str = "response_format"
-) -> StructuredOutputs:
-    """Returns the form of a response_format that is not text; `name` is its field's."""
+) -> StructuredOutputs | None:
+    """Returns the structured output of a response_format, None for text; `name` is its field's."""
     kind = given.get("type")
+    if kind == "text":
+        _known(name, given, ("type",), ignored)
+        return None
     if kind == "json_object":
         _known(name, given, ("type", "schema"), ignored)
         schema = given.get("schema")  # llama.cpp's form

@@ -5,7 +5,6 @@ import random
 
 import jsonschema
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.errors import InvalidRequest
@@ -27,6 +26,7 @@ from octavo.text.parsers.formats import (
 )
 from octavo.text.parsers.reader import MessageForm, read_message
 from octavo.text.tokenizer import load_tokenizer
+from tests.support.call_texts import marked_vocabulary
 from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
 FUNCTIONS = {
@@ -128,16 +128,7 @@ def test_a_call_that_has_begun_is_completed(compiler, tokenizer, name):
 @pytest.fixture(scope="module")
 def channels(tmp_path_factory):
     """A tokenizer and a compiler of a vocabulary with the marks of messages."""
-    folder = tmp_path_factory.mktemp("channels")
-    save_tiny_tokenizer(folder)
-    file = str(folder / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in HARMONY.marks])
-    tokenizer.save(file)
-    source = tokenizer_source(folder, {}, {})
-    assert source is not None
-    loaded = load_tokenizer(source)
-    return loaded, GrammarCompiler(loaded, vocab_size=loaded.vocab_size, end_token_ids=[END])
+    return marked_vocabulary(tmp_path_factory.mktemp("channels"))
 
 
 ANALYSIS = "<|channel|>analysis<|message|>I to=functions.x it.<|end|><|start|>assistant"

@@ -267,7 +267,7 @@ class ResponseBody(FilterBody):
     def _form(self) -> StructuredOutputs | None:
         """Returns the form that `text.format` asks for; None for any text."""
         given = None if self.text is None else self.text.format
-        if given is None or given.get("type") == "text":
+        if given is None:
             return None
         if given.get("type") == "json_schema":
             schema = {name: value for name, value in given.items() if name != "type"}
