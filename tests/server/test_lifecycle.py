@@ -156,8 +156,14 @@ def test_a_template_that_fails(guarded):
 
 
 def test_a_full_queue_asks_for_patience(start):
-    server = start("--max-num-queued-reqs=64", "--max-num-seqs=1", *PACE_FLAGS)
-    running, waiting = LASTING | {"stream": True}, LONG | {"n": 64, "stream": True}
+    crawls = "--logits-processors=crawls=tests.support.processors:crawls"
+    server = start(
+        "--max-num-queued-reqs=64", "--max-num-seqs=1", *([crawls] if PACE_FLAGS else [])
+    )
+    # The first runs for more than a minute, so that the queue stays full however slow the machine.
+    running = LASTING | ({"logits_processors": ["crawls"]} if PACE_FLAGS else {})
+    running |= {"stream": True}
+    waiting = LONG | {"n": 64, "stream": True}
     with server.http() as first, server.http() as second, server.http() as third:
         with first.stream("POST", "/v1/completions", json=running) as stream:
             next(stream.iter_lines())

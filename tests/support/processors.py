@@ -43,6 +43,11 @@ def paces(token_ids, logits):
     time.sleep(PACE_S)
 
 
+def crawls(token_ids, logits):
+    """Takes ten times as long as `paces`."""
+    time.sleep(10 * PACE_S)
+
+
 def waits(token_ids, logits):
     released.wait(30)
     return logits

@@ -122,13 +122,27 @@ def test_those_without_the_secret_are_left_and_hold_up_no_other(
     noise.close()
 
 
-def test_a_rank_that_is_started_again_before_its_turn_takes_its_place(meeting: Meeting) -> None:
+def test_a_rank_that_is_started_again_before_its_turn_takes_its_place(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[socket.socket] = []
+    connect = socket.create_connection
+
+    def create_connection(address: tuple[str, int], timeout_s: float) -> socket.socket:
+        connected.append(connect(address, timeout_s))
+        return connected[-1]
+
+    monkeypatch.setattr(joining.socket, "create_connection", create_connection)
+    coming = []
     for rank in (2, 2, 1):
-        coming = meeting.come(rank)
-        if rank == 1:
-            meeting.start(1)
-        coming.join(10 if rank == 1 else 0.3)
-    meeting.start(2).send_bytes(b"x")
+        coming.append(meeting.come(rank))
+        while len(connected) < len(coming):
+            time.sleep(0.01)
+    meeting.start(1)
+    end = meeting.start(2)
+    for thread in coming:
+        thread.join(10)
+    end.send_bytes(b"x")
     found = []
     for rank, end in meeting.theirs:
         if rank == 2:
