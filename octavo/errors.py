@@ -16,6 +16,7 @@
     |  `- Unavailable         loading or draining; HTTP 503
     `- SetupError             before anything is served; the CLI prints it and exits with 2
        |- ConfigError         an option's value, or two options together
+       |  `- InsufficientMemory  a model that does not fit the memory
        |- BackendUnavailable  the chosen backend cannot run here, or cannot run this Program
        |- UnsupportedModel    a family, op or format that is not known
        |- WeightMismatch      a checkpoint that is corrupt, truncated or of other shapes
@@ -187,6 +188,10 @@ class SetupError(OctavoError):
 
 class ConfigError(SetupError):
     """An option that is unknown, out of its range, or at odds with another."""
+
+
+class InsufficientMemory(ConfigError):
+    """A model that needs more memory than is free."""
 
 
 class BackendUnavailable(SetupError):

@@ -208,6 +208,7 @@ def resolve(
     verify: bool = False,
     report: Report = quiet,
     watch: Watch = unwatched,
+    takes_paths: bool = True,
 ) -> Path:
     """Returns the local path of a model, which is fetched first where it is not there.
 
@@ -215,7 +216,7 @@ def resolve(
     the hub. `progress` shows bars on stderr, `report` is told where a model comes from, `watch` how
     its files proceed. A cached short-name model is checked by its size, with `verify` by its
     checksum, and fetched again where it does not match; `verify` checks the hashes of a
-    repository's files as well.
+    repository's files as well. Without `takes_paths` a name is never one of a local file.
     """
     short = short_name(name)
     if short is not None:
@@ -223,7 +224,7 @@ def resolve(
             report(f"{short}: {_origin(CATALOGUE[short])}")
         return _fetch_catalogued(short, progress=progress, verify=verify, watch=watch)
     path = user_path(name)
-    if name and is_there(path):
+    if takes_paths and name and is_there(path):
         return path
     with _hub_model(name, report, watch) as model:
         return model.fetch(progress=progress, verify=verify)

@@ -8,13 +8,13 @@ lie elsewhere are not listed and not removed. Reads file names and sizes only.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.checkpoint.catalogue import CATALOGUE, fetched, short_name
-from octavo.checkpoint.hub_files import GgufModel, first_part, gguf_models, of_quant
+from octavo.checkpoint.hub_files import GgufModel, best_of, first_part, gguf_models, of_quant
 from octavo.config.model_reference import parse_hub_reference
 from octavo.config.paths import cache_dir
 
@@ -58,13 +58,23 @@ def find_local_model(name: str) -> CachedModel | None:
         return None
     if not reference.file and not reference.quant:
         return _repository(reference.repository)
+    return match_local_model(name, list(_hub_models()))
+
+
+def match_local_model(name: str, models: Sequence[CachedModel]) -> CachedModel | None:
+    """Returns the model among these that `--model` takes by this name, without a network."""
+    by_name = {model.name: model for model in models}
+    short, reference = short_name(name), parse_hub_reference(name)
+    if short is not None or reference is None:
+        return by_name.get(short or "")
     start = f"{reference.repository}/"
-    models = {m.name: m for m in _hub_models() if m.name.startswith(start)}
     if reference.file:
-        return models.get(start + first_part(reference.file))
-    whole = [GgufModel((name.removeprefix(start),), 1) for name in models]
-    found = of_quant(whole, reference.quant)
-    return models[start + found[0].main] if found else None
+        return by_name.get(start + first_part(reference.file))
+    if not reference.quant and reference.repository in by_name:
+        return by_name[reference.repository]
+    files = [GgufModel((each.removeprefix(start),), 1) for each in by_name if start in each]
+    found = of_quant(files, reference.quant) if reference.quant else files
+    return by_name[start + best_of(found).main] if found else None
 
 
 def remove_local_model(model: CachedModel) -> None:

@@ -27,6 +27,7 @@ from octavo.server.openai import audio, batches, chat, completions, embeddings, 
 from octavo.server.openai.responses import routes as responses
 from octavo.server.openapi import describe
 from octavo.server.request_log import Reader, RequestLog, SlowLog, log_access
+from octavo.server.residency import Residency
 from octavo.server.routes import (
     adapters,
     admin,
@@ -93,6 +94,7 @@ def create_app(
     settings: ServerSettings | None = None,
     *,
     loader: ModelLoader | None = None,
+    residency: Residency | None = None,
     lifespan: Lifespan[FastAPI] | None = None,
     store: Store | None = None,
 ) -> FastAPI:
@@ -106,10 +108,12 @@ def create_app(
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan, **pages)
     keys = KeyRing(settings)
+    loader = loader or ModelLoader(directory)
     kept_jobs = Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s)
     app.state.service = Service(
         models=directory,
-        loader=loader or ModelLoader(directory),
+        loader=loader,
+        residency=residency or Residency(directory, loader, settings),
         settings=settings,
         metrics=ServerMetrics(directory),
         jobs=kept_jobs,

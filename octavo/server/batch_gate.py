@@ -137,6 +137,6 @@ class _Lane:
     def _llm(self) -> AsyncLLM | None:
         """Returns the engine of the model; None while it cannot take requests."""
         try:
-            return self._service.model(self._model).llm
+            return self._service.loaded_model(self._model).llm
         except OctavoError:
             return None

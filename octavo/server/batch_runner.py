@@ -229,7 +229,7 @@ class BatchRunner:
         if answer.status < 500:
             return answer.status not in NOT_YET
         try:
-            self._service.model(model).llm.check_health()
+            self._service.loaded_model(model).llm.check_health()
         except OctavoError:
             return False
         return answer.status not in NOT_YET and tries >= TRIES

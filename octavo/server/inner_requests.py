@@ -47,6 +47,7 @@ class InnerRequests:
 
     async def post(self, path: str, body: bytes, owner: str) -> InnerAnswer:
         """Returns a route's answer to an owner's body; cancelling it aborts the request."""
+        record = self._service.background_record(owner)
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -61,11 +62,14 @@ class InnerRequests:
             "client": None,
             "server": None,
             IS_BACKGROUND: True,
-            SCOPE_KEY: self._service.background_record(owner),
+            SCOPE_KEY: record,
             **({KEY_NAME: owner} if owner else {}),
         }
         exchange = _Exchange(body)
-        await self._app(scope, exchange.receive, exchange.send)
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        finally:
+            record.release()
         return InnerAnswer(exchange.status, b"".join(exchange.parts), exchange.retry_after_s)
 
 

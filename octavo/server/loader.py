@@ -20,7 +20,7 @@ from octavo.backends.devices import default_backend
 from octavo.checkpoint.catalogue import resolve
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InsufficientMemory
 from octavo.progress import Report, quiet
 from octavo.server.state.adapters import LoraModule, ServedAdapter
 from octavo.server.state.directory import ModelDirectory
@@ -45,6 +45,9 @@ class LoadTask:
     slot: EngineSlot
     loop: asyncio.AbstractEventLoop
     options: dict[str, Any] = field(default_factory=dict)
+
+    reports_memory: bool = True
+    """Whether `when_failed` is told of a model that does not fit; False where room may be made."""
 
     @property
     def is_wanted(self) -> bool:
@@ -97,6 +100,22 @@ class ModelLoader:
         run = partial(self._run, tasks, partial(loop.call_soon_threadsafe, when_done))
         threading.Thread(target=run, name="octavo-loader", daemon=True).start()
 
+    async def load(self, slot: EngineSlot) -> None:
+        """Loads the model of one slot; returns when it is ready or has failed.
+
+        `note_failure` is left to the caller if it does not fit the memory.
+        """
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        task = LoadTask(slot, loop, dict(slot.spec.options), reports_memory=False)
+        run = partial(self._run, [task], partial(loop.call_soon_threadsafe, done.set))
+        threading.Thread(target=run, name="octavo-loader", daemon=True).start()
+        await done.wait()
+
+    def note_failure(self, slot: EngineSlot) -> None:
+        """Tells `when_failed` of a load that has failed."""
+        if slot.error is not None:
+            self._when_failed(slot, slot.error)
+
     def _run(self, tasks: list[LoadTask], done: Callable[[], object]) -> None:
         fetched = [task for task in tasks if self._attempt(task, partial(_fetch, task))]
         with self._turn:
@@ -111,15 +130,16 @@ class ModelLoader:
         try:
             step()
         except Exception as error:
-            task.post(self._fail, task.slot, error)
+            task.post(self._fail, task, error)
             return False
         return True
 
-    def _fail(self, slot: EngineSlot, error: Exception) -> None:
+    def _fail(self, task: LoadTask, error: Exception) -> None:
         """Notes why a model cannot be served, unless it is no longer wanted."""
-        if not slot.is_draining:
-            slot.fail(error)
-            self._when_failed(slot, error)
+        if not task.slot.is_draining:
+            task.slot.fail(error)
+            if task.reports_memory or not isinstance(error, InsufficientMemory):
+                self.note_failure(task.slot)
 
     def _build(self, task: LoadTask) -> None:
         slot = task.slot
@@ -155,6 +175,7 @@ class ModelLoader:
         """Listens to a new engine, in the event loop, unless it is no longer wanted."""
         if not slot.is_draining:
             llm.start()
+            slot.uses.used_at = time.monotonic()
             self._when_ready(slot)
 
     # -- memory ------------------------------------------------------------------------------------
@@ -177,7 +198,7 @@ class ModelLoader:
             kv_bytes = share_memory(capacities, free)
         except ConfigError as error:
             for task in planned:
-                task.post(self._fail, task.slot, error)
+                task.post(self._fail, task, error)
             return []
         for task in planned:
             self._set_share(task, capacities, kv_bytes)
@@ -227,13 +248,17 @@ class ModelLoader:
         llm, end = slot.loaded, time.monotonic() + timeout_s
         while llm is not None and llm.num_unfinished and time.monotonic() < end:
             await asyncio.sleep(DRAIN_INTERVAL_S)
-        await asyncio.to_thread(slot.close)
+        del llm
+        await self.close(slot)
         self._models.remove(slot)
-        name = slot.name
-        del slot, llm
+
+    async def close(self, slot: EngineSlot, reason: str = "") -> None:
+        """Ends the engine of a slot that takes no new requests, and frees what it took."""
+        await asyncio.to_thread(slot.close)
+        slot.forget_engine()
         # A front's parts refer to each other, and collections are rare in a process that serves.
         await asyncio.to_thread(gc.collect)
-        self._report(f"{name} was unloaded")
+        self._report(f"{slot.name} was unloaded" + (f": {reason}" if reason else ""))
 
     def _say(self, slot: EngineSlot, text: str) -> None:
         """Reports a line of a load; it begins with the model's name where there are several."""

@@ -103,6 +103,7 @@ class RequestLog:
                 await error_response(error, form_of(scope))(scope, receive, send_with_id)
             raise
         finally:
+            record.release()
             duration_s = time.monotonic() - started_s
             code = status or CLIENT_CLOSED_REQUEST
             self._tell(FinishedRequest(scope, record, code, started_s, duration_s))

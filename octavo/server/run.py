@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,7 @@ from octavo.server.listener import leave_path, listen
 from octavo.server.loader import ModelLoader
 from octavo.server.log_format import NOTICES, configure_logging
 from octavo.server.request_timeout import ConnectionLimits, TimedHttp
+from octavo.server.residency import Residency
 from octavo.server.settings import ServerSettings
 from octavo.server.state.adapters import LoraModule
 from octavo.server.state.directory import ModelDirectory
@@ -57,7 +59,8 @@ def serve(
             f"warning: {settings.host} can be reached from other machines and no --api-key is set:"
             " anyone may use this server"
         )
-    models = ModelDirectory(map(EngineSlot, specs), settings.model_aliases())
+    slots = (EngineSlot(spec, is_unloaded=settings.lazy_load) for spec in pinned(specs, settings))
+    models = ModelDirectory(slots, settings.model_aliases())
     start = Start(models, settings, _port_of(listener))
     adapters = adapters_of(settings, models)
     models.check_aliases(module.name for module in adapters)
@@ -73,17 +76,26 @@ def serve(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loader.start(list(models), when_done=lambda: start.end(server.stop))
+        at_start = [slot for slot in models if slot.state == "loading"]
+        loader.start(at_start, when_done=lambda: start.end(server.stop))
         if settings.api_key_file is not None:
             keys: KeyRing = app.state.service.keys
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
-        async with stored_work(app):
+        async with stored_work(app), residency.watching():
             yield
         await asyncio.to_thread(models.close)
         if app.state.tracer is not None:
             await asyncio.to_thread(app.state.tracer.close)
 
-    app = create_app(models, settings, loader=loader, lifespan=lifespan, store=store_for(settings))
+    residency = Residency(models, loader, settings)
+    app = create_app(
+        models,
+        settings,
+        loader=loader,
+        residency=residency,
+        lifespan=lifespan,
+        store=store_for(settings),
+    )
     protocol = TimedHttp.for_server(WriteBatch(), ConnectionLimits.of(settings))
     config = uvicorn.Config(
         app,
@@ -106,6 +118,15 @@ def serve(
             leave_path(settings.uds)
     if start.failure is not None:
         raise start.failure
+
+
+def pinned(specs: Sequence[ModelSpec], settings: ServerSettings) -> list[ModelSpec]:
+    """Returns the specs, those that the settings pin marked so; ConfigError for an unknown name."""
+    names = [spec.name for spec in specs]
+    for name in settings.pin:
+        if name not in names and settings.load_on_demand == "none":
+            raise ConfigError(f"pin: {name} is not served", hint=f"this server has {names}")
+    return [replace(spec, is_pinned=spec.is_pinned or spec.name in settings.pin) for spec in specs]
 
 
 def adapters_of(settings: ServerSettings, models: ModelDirectory) -> list[LoraModule]:
@@ -174,7 +195,7 @@ class Start:
     def end(self, stop: Callable[[], None]) -> None:
         """Greets once all models are ready or have failed; stops the server where none is ready."""
         self._is_over = True
-        ready = [slot for slot in self._models if slot.loaded is not None]
+        ready = [slot for slot in self._models if slot.state in ("ready", "unloaded")]
         if ready and not self._models.is_stopping:
             _say(_greeting(ready, self._settings, self._port))
         elif self._errors and not self._models.is_stopping:

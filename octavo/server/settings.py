@@ -137,7 +137,7 @@ class ServerSettings:
         16,
         "Server limits",
         "Load at most N models",
-        details="Counts models that load or have failed too.",
+        details="Counts models that load or have failed too, not those that are unloaded.",
         low=1,
     )
     model_alias: tuple[str, ...] = option(
@@ -146,6 +146,31 @@ class ServerSettings:
         "Answer to another name of a model or adapter",
         details="ALIAS=NAME; ALIAS may be a pattern, such as claude-*.",
         metavar="ALIAS=NAME",
+    )
+    lazy_load: bool = option(
+        False, "Server", "Load each model at its first request, not at the start"
+    )
+    idle_unload: float | None = option(
+        None,
+        "Server",
+        "Unload a model after N seconds without a request",
+        details="The next request loads it again. By default models stay loaded.",
+        low=0,
+    )
+    pin: tuple[str, ...] = option(
+        (),
+        "Server",
+        "Keep the model of this name loaded",
+        details="It is not unloaded when idle, nor to make room for another model.",
+        metavar="NAME",
+    )
+    load_on_demand: Literal["none", "known", "local"] = option(
+        "known",
+        "Server",
+        "Let requests load models that are not in memory",
+        details="known: models of the command line and those that the operator has pulled; local:"
+        " also every model in this machine's caches; none: no model, and none is unloaded when"
+        " idle. A request never loads a path.",
     )
     lora_modules: tuple[str, ...] = option(
         (),

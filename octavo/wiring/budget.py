@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
+from octavo.errors import InsufficientMemory
 from octavo.worker.capacity import Capacity
 from octavo.worker.memory import SAFE_SHARE, plan_kv
 
@@ -31,7 +31,7 @@ class KvShare:
 def share_memory(capacities: Mapping[str, Capacity], memory_bytes: int) -> dict[str, int]:
     """Returns the bytes of each engine's KV cache.
 
-    Raises ConfigError where the models do not fit into the memory together. An engine whose
+    Raises InsufficientMemory where the models do not fit into the memory together. An engine whose
     options name its bytes gets these.
     """
     fixed = sum(capacity.fixed_bytes for capacity in capacities.values())
@@ -86,14 +86,14 @@ def _fill(shares: list[KvShare], rest: int) -> None:
         shares = [share for share in shares if share not in full]
 
 
-def _too_large(capacities: Mapping[str, Capacity], memory_bytes: int) -> ConfigError:
+def _too_large(capacities: Mapping[str, Capacity], memory_bytes: int) -> InsufficientMemory:
     def parts() -> Iterator[str]:
         for name, capacity in capacities.items():
             least = format_bytes(capacity.fixed_bytes + capacity.least_kv_bytes)
             yield f"{name} {least} with weights {format_bytes(capacity.weight_bytes)}"
 
     what = "do not fit together" if len(capacities) > 1 else "does not fit"
-    return ConfigError(
+    return InsufficientMemory(
         f"{', '.join(capacities)} {what}: needed are at least {'; '.join(parts())}; free are"
         f" {format_bytes(memory_bytes)}, of which KV caches may take {SAFE_SHARE:.0%} of what"
         " weights leave",

@@ -13,7 +13,7 @@ from octavo.backends.base import Footprint
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
+from octavo.errors import InsufficientMemory
 from octavo.group_life import KvDemand
 from octavo.worker.memory import (
     SAFE_SHARE,
@@ -142,7 +142,7 @@ class Capacity:
                 f" {format_bytes(self.step_bytes)}, {kv}"
             )
             needed = format_bytes(self.fixed_bytes + self.least_kv_bytes)
-            raise ConfigError(
+            raise InsufficientMemory(
                 f"{name} does not fit: needed are {needed} ({parts}), free are"
                 f" {format_bytes(self.memory_bytes)}; {format_bytes(self.shortfall_bytes)} are"
                 " missing",

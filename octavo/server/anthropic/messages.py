@@ -29,7 +29,7 @@ async def create_message(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[MessagesBody, Depends(body_of(MessagesBody))],
 ) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     params = params_of(
         body, NAMES, model.llm.get_default_sampling_params(), structured_outputs=_form(body)
     )
@@ -63,6 +63,6 @@ async def count_tokens(
     body: Annotated[CountTokensBody, Depends(body_of(CountTokensBody))],
 ) -> dict[str, Any]:
     """Counts the tokens of a conversation as the model's template writes it."""
-    model = service.model(body.model)
+    model = await service.model(body.model)
     prompt = await conversation_of(body, model).prompt(model)
     return {"input_tokens": len(prompt["prompt_token_ids"])}

@@ -40,7 +40,7 @@ async def chat(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[CohereChatBody, Depends(body_of(CohereChatBody))],
 ) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     refuse_values(body, ["documents"])
     logprobs = 0 if body.logprobs else None
     others: dict[str, Any] = {

@@ -101,7 +101,7 @@ async def _outputs(
 ) -> list[RequestOutput]:
     name = f"ollama-{secrets.token_hex(12)}"
     origin = origin_of(request, None, None)
-    model = service.model(known_name(service, body.model))
+    model = await service.model(known_name(service, body.model))
     words = {"input": "prompt"} if isinstance(body, OllamaEmbedBody) else {}
     call = PoolingCall(name, model.llm.pooling_jobs.embedding(texts, params), origin, words)
     return (await pooled(request, model, call)).rows

@@ -50,7 +50,7 @@ async def chat(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[OllamaChatBody, Depends(body_of(OllamaChatBody))],
 ) -> Response:
-    model = service.model(known_name(service, body.model))
+    model = await service.model(known_name(service, body.model))
     params = _params(body, model)
     answer = ChatLines(body.model, model, params)
     if not body.messages:
@@ -75,7 +75,7 @@ async def generate(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[OllamaGenerateBody, Depends(body_of(OllamaGenerateBody))],
 ) -> Response:
-    model = service.model(known_name(service, body.model))
+    model = await service.model(known_name(service, body.model))
     refuse_values(body, ["template", "context"])
     params = _params(body, model)
     answer = GenerateLines(body.model, model, params)

@@ -95,7 +95,7 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         request, file, max_bytes=MAX_BYTES, timeout_s=service.settings.request_timeout_s
     )
     answer_format = _checked(form, get_ignored(request))
-    model = service.model(form.fields.get("model", ""))
+    model = await service.model(form.fields.get("model", ""))
     options = SpeechOptions(
         language=form.fields.get("language") or None,
         task=task,

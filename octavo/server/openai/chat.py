@@ -57,7 +57,7 @@ async def chat(
 
 
 async def _answered(request: Request, service: Service, body: ChatBody) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     params = _params(body, model.llm.get_default_chat_params())
     conversation = _conversation(body, model, service.settings)
     answer = ChatAnswer(

@@ -46,7 +46,7 @@ async def complete(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[CompletionBody, Depends(body_of(CompletionBody))],
 ) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     llm = model.llm
     _check(body)
     params = _params(body, llm.get_default_sampling_params())

@@ -77,7 +77,7 @@ async def embed(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[EmbeddingBody, Depends(body_of(EmbeddingBody))],
 ) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     params = PoolingParams(
         dimensions=body.dimensions,
         normalize=body.normalize,

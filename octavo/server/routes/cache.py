@@ -64,7 +64,7 @@ async def pin(
     """Computes a prompt prefix where it is not cached yet, and pins it on disk. For the operator:
     what is pinned takes room from everyone.
     """
-    model = service.model(body.model)
+    model = await service.model(body.model)
     llm = model.llm
     prompt = await _prompt_of(llm, body)
     num_tokens = await unless_gone(request.receive, llm.pin_prefix(prompt, ttl_s=body.ttl_s))
@@ -82,7 +82,7 @@ async def read(
     service: Annotated[Service, Depends(service_of)], model: str | None = None
 ) -> dict[str, Any]:
     """Reports the contents of a model's prefix cache tier by tier, and its hits."""
-    llm = service.model(model).llm
+    llm = service.loaded_model(model).llm
     return describe(
         llm.stats(),
         llm.config.cache.prefix_cache_size if llm.config.cache.prefix_cache_dir else None,
@@ -97,7 +97,7 @@ async def reset(
     """Forgets all cached prefixes, of all keys, for the operator; answers false, and forgets
     nothing, while requests run.
     """
-    llm = service.model(body.model).llm
+    llm = service.loaded_model(body.model).llm
     return {"reset": await llm.reset_prefix_cache(reset_connector=body.reset_connector)}
 
 

@@ -49,7 +49,7 @@ async def capabilities(
     model: Annotated[str | None, Query(description="a model's name")] = None,
 ) -> dict[str, Any]:
     """Lists fields, ranges, defaults and interactions of a model, and the server's routes."""
-    served = service.model(model)
+    served = await service.model(model)
     info, config = served.llm.info, served.llm.config
     return {
         "object": "capabilities",

@@ -32,7 +32,7 @@ async def events(
 ) -> Response:
     """Streams what the engine of a model does, to the operator."""
     require_operator(request)
-    served = service.model(model)
+    served = service.loaded_model(model)
     return EventStream(_events(served, await served.llm.watch()))
 
 

@@ -46,7 +46,7 @@ async def generate(
     body: Annotated[GenerateBody, Depends(body_of(GenerateBody))],
 ) -> dict[str, str]:
     """Starts a job and answers with its request id."""
-    model = service.model(body.model)
+    model = await service.model(body.model)
     llm = model.llm
     params = _params(body, llm)
     prompt = await prompt_of(llm, body.prompt, cache_salt=body.cache_salt)

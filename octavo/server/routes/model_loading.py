@@ -64,6 +64,9 @@ class LoadBody(Body):
     name: Annotated[str | None, Field(description="the public name; default the model's own")] = (
         None
     )
+    pin: Annotated[
+        bool | None, Field(description="keeps the model loaded until it is unloaded by this API")
+    ] = None
     options: Annotated[
         dict[str, str | int | float | bool | None] | None,
         Field(description="an object of engine options, over those of the command line"),
@@ -95,7 +98,7 @@ async def load(
     slot = EngineSlot(_spec_of(service, body))
     _make_room(service, slot.name)
     service.models.add(slot)
-    service.loader.start([slot])
+    service.residency.start(slot)
     return card_of(slot)
 
 
@@ -136,7 +139,7 @@ def _spec_of(service: Service, body: LoadBody) -> ModelSpec:
         options = {**service.loader.defaults, "model": body.model, "served_model_name": None}
     if body.name is not None:
         options["served_model_name"] = body.name
-    return ModelSpec.of(options | _checked(body.options or {}))
+    return ModelSpec.of(options | _checked(body.options or {}), is_pinned=bool(body.pin))
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
@@ -172,8 +175,9 @@ def _make_room(service: Service, name: str) -> None:
     if service.models.with_adapter(name) is not None:
         raise HTTPException(409, f"an adapter is called `{name}` (hint: give another name)")
     limit = service.settings.max_models
-    if taken is None and len(service.models) >= limit:
+    num_models = service.models.num_in_memory
+    if taken is None and num_models >= limit:
         raise Overloaded(
-            f"the server has {len(service.models)} models, allowed are {limit}",
+            f"the server has {num_models} models, allowed are {limit}",
             hint="unload one, or raise max_models",
         )

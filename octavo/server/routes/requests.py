@@ -153,7 +153,7 @@ async def fork(
     answer has the form of the request's own.
     """
     found = await _find(request, service, request_id)
-    model = service.model(found.model.name)  # which takes no new work while it drains
+    model = await service.model(found.model.name)  # which takes no new work while it drains
     body.request_id = body.request_id or secrets.token_hex(12)
     kind = CompletionAnswer if request_id.startswith(CompletionAnswer.prefix) else ChatAnswer
     reading = _reading(service.readings.find(found.name), model, found, body)

@@ -76,7 +76,7 @@ async def tokenize(
     body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))],
 ) -> Response:
     """Returns the token ids of a text or of a conversation."""
-    model = service.model(body.model)
+    model = await service.model(body.model)
     tokenizer = model.llm.get_tokenizer()
     token_ids = await _token_ids(body, model, tokenizer, service)
     pieces = [_piece(tokenizer, one) for one in token_ids] if body.with_pieces else token_ids
@@ -98,7 +98,7 @@ async def detokenize(
     body: Annotated[DetokenizeBody, Depends(body_of(DetokenizeBody))],
 ) -> dict[str, str]:
     """Returns the text of token ids, by vLLM's name and by llama.cpp's."""
-    model = service.model(body.model)
+    model = await service.model(body.model)
     tokenizer = model.llm.get_tokenizer()
     highest = model.llm.info.vocab_size - 1
     for token_id in body.tokens:
@@ -119,7 +119,7 @@ async def apply_template(
     body: Annotated[ApplyTemplateBody, Depends(body_of(ApplyTemplateBody))],
 ) -> dict[str, str]:
     """Returns a conversation as the chat template writes it."""
-    model = service.model(body.model)
+    model = await service.model(body.model)
     rendering = rendering_of(body, model, service.settings)
     messages = fit_messages(model.llm, plain_messages(body.messages), rendering)
     return {"prompt": await asyncio.to_thread(model.llm.render_chat, messages, rendering)}
@@ -132,7 +132,7 @@ async def tokenizer_info(
     model: Annotated[str | None, Query(description="a model's name")] = None,
 ) -> dict[str, Any]:
     """Describes a model's tokenizer and its chat template's variables."""
-    served = service.model(model)
+    served = await service.model(model)
     tokenizer = served.llm.get_tokenizer()
     return {
         "model": served.name,

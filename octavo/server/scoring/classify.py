@@ -55,7 +55,7 @@ async def classify(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ClassifyBody, Depends(body_of(ClassifyBody))],
 ) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     name = f"classify-{secrets.token_hex(12)}"
     with in_their_words(WORDS):
         job = model.llm.pooling_jobs.classification(_prompts(body), body.params)

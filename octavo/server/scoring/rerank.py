@@ -59,7 +59,7 @@ async def rerank(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[RerankBody, Depends(body_of(RerankBody))],
 ) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     name = f"rerank-{secrets.token_hex(12)}"
     answer = await _scored(request, model, body, name)
     results = _results(answer.outputs, body, repeats=body.return_documents is not False)
@@ -75,7 +75,7 @@ async def cohere_rerank(
     body: Annotated[CohereRerankBody, Depends(body_of(CohereRerankBody))],
 ) -> Response:
     name = secrets.token_hex(16)
-    answer = await _scored(request, service.model(body.model), body, name)
+    answer = await _scored(request, await service.model(body.model), body, name)
     made = {
         "id": name,
         "results": _results(answer.outputs, body, repeats=body.return_documents is True),

@@ -51,7 +51,7 @@ async def score(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ScoreBody, Depends(body_of(ScoreBody))],
 ) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     name = f"score-{secrets.token_hex(12)}"
     first, second = body.names
     with in_their_words({first: "data_1", second: "data_2"}):

@@ -50,7 +50,13 @@ class ModelDirectory:
     @property
     def is_starting(self) -> bool:
         """Whether the models that the server was started with all still load."""
-        return not self._changed and all(slot.state == "loading" for slot in self)
+        states = [slot.state for slot in self if slot.state != "unloaded"]
+        return not self._changed and bool(states) and set(states) == {"loading"}
+
+    @property
+    def num_in_memory(self) -> int:
+        """Models that are loaded or load, failed ones too."""
+        return sum(slot.state != "unloaded" for slot in self)
 
     @property
     def is_stopping(self) -> bool:
@@ -148,6 +154,8 @@ class ModelDirectory:
         if not self._slots:
             raise ModelNotFound("no model is loaded", hint="load one by POST /v1/models/load")
         slots = list(self)
+        if len(slots) > 1:  # models that were pulled are meant by name alone
+            slots = [slot for slot in slots if not slot.spec.is_remote] or slots
         if len(slots) > 1:  # one that failed to load stands in no other's way
             slots = [slot for slot in slots if slot.state != "failed"] or slots
         if len(slots) > 1:

@@ -304,7 +304,7 @@ class ServerMetrics:
     def _readiness(self) -> Metric:
         family = GaugeMetricFamily(*READINESS, labels=LABELS)
         for slot in self._models:
-            family.add_metric((slot.name, ENGINE), not slot.trouble)
+            family.add_metric((slot.name, ENGINE), slot.loaded is not None and not slot.trouble)
         return family
 
 

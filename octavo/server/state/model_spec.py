@@ -23,6 +23,12 @@ class ModelSpec:
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options with `model`, the text by which the model is found, and `served_model_name`."""
+    is_pinned: bool = False
+    """Whether the model stays in memory until the operator unloads it."""
+    is_remote: bool = False
+    """Whether `model` came by HTTP: then it never means a path of this machine, and requests that
+    name no model do not mean this one.
+    """
 
     @property
     def model(self) -> str:
@@ -30,11 +36,14 @@ class ModelSpec:
         return str(self.options.get("model", DEFAULT_MODEL))
 
     @staticmethod
-    def of(options: Mapping[str, Any]) -> ModelSpec:
+    def of(
+        options: Mapping[str, Any], *, is_pinned: bool = False, is_remote: bool = False
+    ) -> ModelSpec:
         """Makes a spec of options; its name is served_model_name, else the model's own."""
         model = str(options.get("model", DEFAULT_MODEL))
         name = options.get("served_model_name") or public_name(model)
-        return ModelSpec(name, {**options, "model": model, "served_model_name": name})
+        options = {**options, "model": model, "served_model_name": name}
+        return ModelSpec(name, options, is_pinned, is_remote)
 
 
 def name_and_model(text: str) -> tuple[str | None, str]:

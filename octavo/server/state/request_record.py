@@ -11,6 +11,7 @@ from starlette.types import Scope
 
 from octavo.outputs import RequestOutput
 from octavo.server.state.account import Account
+from octavo.server.state.model_uses import ModelUses
 
 SCOPE_KEY = "octavo_request_record"
 
@@ -29,8 +30,20 @@ class RequestRecord:
     """Whether the server asks itself, with no client waiting: then its tokens count for the key,
     and the work does not count as running.
     """
+    held: list[ModelUses] = field(default_factory=list)
+    """Models that stay in memory until the request has been answered."""
     outputs: list[RequestOutput] = field(default_factory=list)
     """Final outputs of the engine's work for it, for its log line and its trace."""
+
+    def hold(self, uses: ModelUses) -> None:
+        """Keeps a model in memory until `release`."""
+        uses.hold()
+        self.held.append(uses)
+
+    def release(self) -> None:
+        """Lets go of all models, when the request has been answered."""
+        while self.held:
+            self.held.pop().release()
 
     def start(self) -> None:
         """Counts work that starts; raises what the key's limits refuse."""

@@ -31,6 +31,8 @@ class ServedModel:
     """Formats of its calls and its reasoning."""
     adapter: AdapterRef | None = None
     """Adapter that its requests are computed with; None: the plain model."""
+    load_s: float = 0.0
+    """Seconds for which the request waited for the model's load."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:

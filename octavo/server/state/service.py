@@ -5,6 +5,7 @@ Holds no route and knows no wire format.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
 from fastapi import Request
@@ -12,6 +13,7 @@ from fastapi import Request
 from octavo.async_llm import AsyncLLM
 from octavo.server.loader import ModelLoader
 from octavo.server.request_limits import RequestLimits
+from octavo.server.residency import Residency
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
@@ -30,6 +32,7 @@ class Service:
 
     models: ModelDirectory
     loader: ModelLoader
+    residency: Residency
     settings: ServerSettings
     metrics: ServerMetrics
     jobs: Jobs
@@ -41,11 +44,23 @@ class Service:
     record: RequestRecord = field(default_factory=RequestRecord)
     """Record of the HTTP request that is answered; an empty one outside of requests."""
 
-    def model(self, name: str | None = None) -> ServedModel:
+    async def model(self, name: str | None = None) -> ServedModel:
         """Returns the model that a request names, for new work; None stands for the only one. An
         adapter's name is one of its model.
 
-        Raises ModelNotFound for an unknown one, and Unavailable for one that is not ready.
+        A model that is not in memory is loaded first, if that is allowed, and stays there until the
+        request has been answered. Raises ModelNotFound for an unknown one, and Unavailable for one
+        that cannot be used.
+        """
+        began = time.monotonic()
+        slot = await self.residency.find(name)
+        self.record.hold(slot.uses)
+        await self.residency.load(slot)
+        return replace(self.loaded_model(name), load_s=time.monotonic() - began)
+
+    def loaded_model(self, name: str | None = None) -> ServedModel:
+        """Returns the model that a request names if it is in memory, without holding it there;
+        raises ModelNotFound, and Unavailable.
         """
         name = None if name is None else self.models.resolve(name)
         slot = self.models.find(name)

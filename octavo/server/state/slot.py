@@ -1,7 +1,8 @@
-"""The slot of one model's engine: loading, ready, draining or failed.
+"""The slot of one model's engine: unloaded, loading, ready, draining or failed.
 
-An engine comes some time after the server has begun to listen, and may go before the server ends;
-requests in between get a 503.
+An engine comes some time after the server has begun to listen, and may go before the server ends.
+Requests for a slot that is unloaded have it loaded (`residency.py`); otherwise they get a 503
+without an engine.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from octavo.server.state.adapters import ServedAdapter
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.model_spec import ModelSpec
+from octavo.server.state.model_uses import ModelUses
 
-SlotState = Literal["loading", "ready", "draining", "failed"]
+SlotState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
 CAPABILITIES: Mapping[PoolingTask, str] = {"embed": "embeddings", "classify": "classify"}
 """Words of a model's card for what is made of its pooled rows."""
@@ -28,7 +30,14 @@ CAPABILITIES: Mapping[PoolingTask, str] = {"embed": "embeddings", "classify": "c
 class EngineSlot:
     """A served model: its name, its engine once there is one, and its requests' metrics."""
 
-    def __init__(self, spec: ModelSpec | None = None, llm: AsyncLLM | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec | None = None,
+        llm: AsyncLLM | None = None,
+        *,
+        is_unloaded: bool = False,
+    ) -> None:
+        """`is_unloaded` leaves the load to the first request."""
         self.spec = spec or ModelSpec()
         self.created = int(time.time())
         """Unix time at which the model was asked for, in seconds."""
@@ -37,12 +46,18 @@ class EngineSlot:
         """Memory set aside for the engine, in bytes; 0 where none was planned."""
         self.adapters: dict[str, ServedAdapter] = {}
         """Adapters of the model by their public names."""
+        self.uses = ModelUses()
+        self._is_unloaded = is_unloaded
         self._llm = llm
         self._formats: ModelFormats | None = None
         self._progress = "starting"
         self._refusal = ""
         """Reason why no new work is taken while it drains."""
         self._failure = ""
+        self.error: Exception | None = None
+        """Why the latest load failed."""
+        self.failed_at = 0.0
+        """Moment of that failure, on the monotonic clock."""
         self._cancel: Callable[[], None] | None = None
 
     @staticmethod
@@ -61,6 +76,8 @@ class EngineSlot:
             return "failed"
         if self._refusal:
             return "draining"
+        if self._is_unloaded:
+            return "unloaded"
         return "loading" if self._llm is None else "ready"
 
     @property
@@ -79,6 +96,10 @@ class EngineSlot:
                 f"the model `{self.name}` failed to load: {self._failure}",
                 hint="an operator may load it again by POST /v1/models/load",
             )
+        if self._is_unloaded:
+            raise Unavailable(
+                f"the model `{self.name}` is not loaded", hint="a request for an answer loads it"
+            )
         if self._llm is None:
             raise Unavailable(
                 f"the model `{self.name}` is not ready yet: {self._progress}",
@@ -93,7 +114,11 @@ class EngineSlot:
 
     @property
     def trouble(self) -> str:
-        """Reason why a request would not be computed at the moment; "" if all is well."""
+        """Reason why a request would not be computed at the moment; "" if all is well, or if a
+        request has the model loaded.
+        """
+        if self.state == "unloaded" or (self.uses.loads_on_request and self.state == "loading"):
+            return ""
         try:
             self.llm.check_health()
         except (Unavailable, EngineDead) as error:
@@ -140,12 +165,29 @@ class EngineSlot:
         if self._refusal:
             cancel()
 
+    def begin_load(self) -> None:
+        """Leaves the state unloaded or failed: a load follows."""
+        self._is_unloaded, self._failure, self._progress = False, "", "starting"
+        self.error = None
+
     def fill(self, llm: AsyncLLM) -> None:
         self._llm = llm
+
+    def forget_engine(self) -> None:
+        """Lets go of an engine that has ended."""
+        self._llm = self._formats = self._cancel = None
+
+    def reset(self) -> None:
+        """Returns to the state unloaded, once the engine has ended."""
+        self.forget_engine()
+        self._refusal = self._failure = ""
+        self._is_unloaded = True
+        self.memory_bytes = 0
 
     def fail(self, error: Exception) -> None:
         """Notes why the load failed; what is not ours shows nothing of its inside."""
         unknown = f"an internal error ({type(error).__name__})"
+        self.error, self.failed_at = error, time.monotonic()
         self._failure = error.message if isinstance(error, OctavoError) else unknown
 
     def drain(self, reason: str = "the server is stopping") -> None:

@@ -57,7 +57,7 @@ async def create(
     runs: RunsHere,
     body: Annotated[ResponseBody, Depends(body_of(ResponseBody))],
 ) -> Response:
-    model = service.model(body.model)
+    model = await service.model(body.model)
     body.check()
     _check_kept(body, service.store)
     store = service.store if body.is_stored else None
@@ -91,7 +91,7 @@ async def count_tokens(
     body: Annotated[InputTokensBody, Depends(body_of(InputTokensBody))],
 ) -> dict[str, Any]:
     """Counts the tokens of a response's prompt, as the model's template writes it."""
-    model = service.model(body.model)
+    model = await service.model(body.model)
     _check_kept(body, service.store)
     asked = await new_asked(body, owner_of(request), origin_of(request, None, None), service.store)
     num_tokens = await count_input_tokens(asked, model, service.store)

@@ -217,8 +217,11 @@ class ResponseRuns:
 
     async def _prepared(self, asked: Asked) -> Prepared:
         record = self._service.background_record(asked.owner)
-        model = replace(self._service, record=record).model(asked.body.model)
-        return await prepare(asked, model, self._store)
+        try:
+            model = await replace(self._service, record=record).model(asked.body.model)
+            return await prepare(asked, model, self._store)
+        finally:
+            record.release()  # from here on the model's own work keeps it in memory
 
     async def _patiently(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """Returns what work returns, once the engine is there and its queue has a place."""
