@@ -18,14 +18,17 @@ from octavo.server.cohere import chat as cohere_chat
 from octavo.server.errors import add_error_handlers
 from octavo.server.head_requests import HeadAsGet
 from octavo.server.ignored import IgnoredHeader
+from octavo.server.known_models import KnownModels
 from octavo.server.loader import ModelLoader
 from octavo.server.ollama import embeddings as ollama_embeddings
 from octavo.server.ollama import generation as ollama_generation
 from octavo.server.ollama import models as ollama_models
+from octavo.server.ollama import pulling as ollama_pulling
 from octavo.server.ollama import refusals as ollama_refusals
 from octavo.server.openai import audio, batches, chat, completions, embeddings, files, models
 from octavo.server.openai.responses import routes as responses
 from octavo.server.openapi import describe
+from octavo.server.pulls import Pulls
 from octavo.server.request_log import Reader, RequestLog, SlowLog, log_access
 from octavo.server.residency import Residency
 from octavo.server.routes import (
@@ -48,6 +51,7 @@ from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
 from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
+from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.service import Service
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store
@@ -73,6 +77,7 @@ ROUTES = (
     ollama_embeddings,
     ollama_generation,
     ollama_models,
+    ollama_pulling,
     ollama_refusals,
     responses,
     files,
@@ -94,7 +99,7 @@ def create_app(
     settings: ServerSettings | None = None,
     *,
     loader: ModelLoader | None = None,
-    residency: Residency | None = None,
+    pulled: PulledModels | None = None,
     lifespan: Lifespan[FastAPI] | None = None,
     store: Store | None = None,
 ) -> FastAPI:
@@ -109,11 +114,14 @@ def create_app(
     app = FastAPI(title="Octavo", version=__version__, lifespan=lifespan, **pages)
     keys = KeyRing(settings)
     loader = loader or ModelLoader(directory)
+    known = KnownModels(directory, loader, settings, pulled)
     kept_jobs = Jobs(max_jobs=settings.max_jobs, ttl_s=settings.job_ttl_s)
     app.state.service = Service(
         models=directory,
         loader=loader,
-        residency=residency or Residency(directory, loader, settings),
+        residency=Residency(directory, loader, settings, known),
+        known=known,
+        pulls=Pulls(),
         settings=settings,
         metrics=ServerMetrics(directory),
         jobs=kept_jobs,

@@ -239,12 +239,15 @@ class ModelLoader:
 
         Requests that still run after `timeout_s` seconds end with an error.
         """
+        unloading = self.unload_now(slot, timeout_s=timeout_s)
         slot.drain(f"the model `{slot.name}` is being unloaded")
-        task = asyncio.get_running_loop().create_task(self._unload(slot, timeout_s))
+        task = asyncio.get_running_loop().create_task(unloading)
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
 
-    async def _unload(self, slot: EngineSlot, timeout_s: float) -> None:
+    async def unload_now(self, slot: EngineSlot, *, timeout_s: float) -> None:
+        """Drains a model, ends its engine and takes it out of the directory."""
+        slot.drain(f"the model `{slot.name}` is being unloaded")
         llm, end = slot.loaded, time.monotonic() + timeout_s
         while llm is not None and llm.num_unfinished and time.monotonic() < end:
             await asyncio.sleep(DRAIN_INTERVAL_S)

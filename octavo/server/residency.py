@@ -11,14 +11,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 from octavo.errors import InsufficientMemory, ModelNotFound, Unavailable
+from octavo.server.known_models import KnownModels
 from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
-from octavo.server.state.local_names import LocalNames
-from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.slot import EngineSlot
 
 LOOK_EVERY_S = 0.25
@@ -31,12 +29,16 @@ class Residency:
     """Loads and unloads the models of a directory as requests come and stay away."""
 
     def __init__(
-        self, models: ModelDirectory, loader: ModelLoader, settings: ServerSettings
+        self,
+        models: ModelDirectory,
+        loader: ModelLoader,
+        settings: ServerSettings,
+        known: KnownModels,
     ) -> None:
         self._models = models
         self._loader = loader
         self._settings = settings
-        self._local = LocalNames()
+        self._known = known
         self._loads: dict[EngineSlot, asyncio.Task[None]] = {}
         self._unloads: dict[EngineSlot, asyncio.Task[None]] = {}
         for slot in models:
@@ -51,28 +53,10 @@ class Residency:
         try:
             return self._models.find(name)
         except ModelNotFound:
-            if name is None or self._settings.load_on_demand != "local":
-                raise
-            found = await self._local.find(name)
+            found = None if name is None else await self._known.find_local(name)
             if found is None:
                 raise
-            return self.add(name, found.path)
-
-    def add(self, name: str, path: Path) -> EngineSlot:
-        """Makes a model of the caches known, for the first request to load; returns its slot.
-
-        One that is known by this name keeps its slot, and has the new files at its next load.
-        """
-        options = {**self._loader.defaults, "model": str(path), "served_model_name": name}
-        spec = ModelSpec.of(options, is_pinned=name in self._settings.pin, is_remote=True)
-        slot = self._models.get(name)
-        if slot is None:
-            slot = EngineSlot(spec, is_unloaded=True)
-            slot.uses.keep_s = self._settings.idle_unload
-            self._models.add(slot)
-        elif slot.spec.is_remote:
-            slot.spec = spec
-        return slot
+            return found
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -153,10 +137,6 @@ class Residency:
                 left_s = slot.uses.expires_in_s
                 if left_s is not None and left_s <= 0 and self._is_idle(slot):
                     self._unload(slot, "it was idle")
-
-    def keep(self, slot: EngineSlot, seconds: float | None) -> None:
-        """Sets how long a model stays after its last request; None: for good."""
-        slot.uses.keep_s = seconds
 
     async def _evict_for(self, wanted: EngineSlot) -> bool:
         """Unloads the model that was idle for longest; returns False if none is idle."""

@@ -34,6 +34,7 @@ from octavo.server.state.adapters import LoraModule
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.model_spec import ModelSpec
+from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store, StoreLimits, open_store
 from octavo.server.stored_work import StoredWork
@@ -81,18 +82,18 @@ def serve(
         if settings.api_key_file is not None:
             keys: KeyRing = app.state.service.keys
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
+        residency: Residency = app.state.service.residency
         async with stored_work(app), residency.watching():
             yield
         await asyncio.to_thread(models.close)
         if app.state.tracer is not None:
             await asyncio.to_thread(app.state.tracer.close)
 
-    residency = Residency(models, loader, settings)
     app = create_app(
         models,
         settings,
         loader=loader,
-        residency=residency,
+        pulled=PulledModels(settings.state_folder),
         lifespan=lifespan,
         store=store_for(settings),
     )
@@ -195,7 +196,8 @@ class Start:
     def end(self, stop: Callable[[], None]) -> None:
         """Greets once all models are ready or have failed; stops the server where none is ready."""
         self._is_over = True
-        ready = [slot for slot in self._models if slot.state in ("ready", "unloaded")]
+        own = (slot for slot in self._models if not slot.spec.is_remote)
+        ready = [slot for slot in own if slot.state in ("ready", "unloaded")]
         if ready and not self._models.is_stopping:
             _say(_greeting(ready, self._settings, self._port))
         elif self._errors and not self._models.is_stopping:

@@ -1,6 +1,6 @@
 """An answer in Ollama's form: a JSON object, or one a line with statistics in the last.
 
-Durations are in nanoseconds. A model is loaded before any request comes, so load_duration is 0.
+Durations are in nanoseconds.
 """
 
 from __future__ import annotations
@@ -53,13 +53,20 @@ class OllamaAnswer(ABC):
         self._names = TokenNames(model.tokenizer, as_ids=False)
         self._start = time.monotonic()
 
+    @staticmethod
     @abstractmethod
-    def part(self, message: MessageText) -> Line:
+    def part(message: MessageText) -> Line:
         """Returns the fields that hold a part of the answer."""
 
     def loaded(self) -> Line:
         """Returns the answer to a request that asks for no text: the model is there."""
         return self._line(MessageText(), done=True) | {"done_reason": "load"}
+
+    @classmethod
+    def unloaded(cls, name: str) -> Line:
+        """Returns the answer to a request that has a model unloaded."""
+        line = {"model": name, "created_at": _now(), **cls.part(MessageText())}
+        return line | {"done": True, "done_reason": "unload"}
 
     def whole(self, turn: Turn, output: RequestOutput) -> Line:
         sample = output.outputs[0]
@@ -99,8 +106,7 @@ class OllamaAnswer(ABC):
         *,
         done: bool = False,
     ) -> Line:
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        line = {"model": self._name, "created_at": now, **self.part(message), "done": done}
+        line = {"model": self._name, "created_at": _now(), **self.part(message), "done": done}
         if gained is not None and self.params.logprobs is not None and gained.logprobs:
             found = chat_logprobs(
                 gained.token_ids, gained.logprobs, self.params.logprobs, self._names
@@ -113,8 +119,8 @@ class OllamaAnswer(ABC):
         timings, metrics = output.timings, output.metrics
         return {
             "done_reason": output.outputs[0].finish_reason,
-            "total_duration": _nanoseconds(time.monotonic() - self._start),
-            "load_duration": 0,
+            "total_duration": _nanoseconds(time.monotonic() - self._start + self.model.load_s),
+            "load_duration": _nanoseconds(self.model.load_s),
             "prompt_eval_count": len(output.prompt_token_ids),
             "prompt_eval_duration": 0 if timings is None else _nanoseconds(timings.prefill_s),
             "eval_count": 0 if metrics is None else metrics.num_generation_tokens,
@@ -125,7 +131,8 @@ class OllamaAnswer(ABC):
 class ChatLines(OllamaAnswer):
     """An answer to POST /api/chat."""
 
-    def part(self, message: MessageText) -> Line:
+    @staticmethod
+    def part(message: MessageText) -> Line:
         made: Line = {"role": "assistant", "content": message.content}
         if message.reasoning:
             made["thinking"] = message.reasoning
@@ -140,9 +147,14 @@ class ChatLines(OllamaAnswer):
 class GenerateLines(OllamaAnswer):
     """An answer to POST /api/generate."""
 
-    def part(self, message: MessageText) -> Line:
+    @staticmethod
+    def part(message: MessageText) -> Line:
         thought = {"thinking": message.reasoning} if message.reasoning else {}
         return {"response": message.content, **thought}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -6,9 +6,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from octavo.errors import InvalidRequest
 from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
 from octavo.server.fields import field, needed, taken
+from octavo.server.ollama.keep_alive import TAKES, KeepAlive
 from octavo.server.openai.message_bodies import ToolBody
 
 NAMES = {
@@ -96,7 +98,9 @@ class OllamaBody(Body):
         ge=0,
         le=20,
     )
-    keep_alive: str | int | float | None = taken("a duration; a model stays until it is unloaded")
+    keep_alive: KeepAlive = field(
+        TAKES, "how long the model stays in memory after the request; for the operator"
+    )
     truncate: bool | None = field(
         "false or null; a conversation that is too long is refused", "cuts a long conversation"
     )
@@ -174,9 +178,46 @@ class OllamaGenerateBody(OllamaBody):
     )
 
 
-class ShowBody(Body):
+class NameBody(Body):
+    """Base of the bodies that name a model and ask for no text."""
+
+    model: str | None = field("the name of a model", "the model")
+    name: str | None = field("the name of a model", "the old name of model")
+
+    @property
+    def known_as(self) -> str:
+        """The name that was given; raises InvalidRequest without one."""
+        name = self.model or self.name
+        if not name:
+            raise InvalidRequest("model: needed, and not given", param="model")
+        return name
+
+
+class PullBody(NameBody):
+    """Body of POST /api/pull."""
+
+    stream_type = "application/x-ndjson"
+
+    stream: bool | None = field(
+        "true or false; null is true", "tells of the progress, one JSON object a line"
+    )
+    insecure: bool | None = taken("true or false")
+    username: str | None = taken("a text")
+    password: str | None = taken("a text")
+
+
+class DeleteBody(NameBody):
+    """Body of DELETE /api/delete."""
+
+
+class CopyBody(Body):
+    """Body of POST /api/copy."""
+
+    source: str = needed("the name of a model", "model that gets another name")
+    destination: str = needed("a name", "its new name")
+
+
+class ShowBody(NameBody):
     """Body of POST /api/show."""
 
-    model: str | None = field("the name of a model", "model that is described")
-    name: str | None = field("the name of a model", "the old name of model")
     verbose: bool | None = taken("true or false")

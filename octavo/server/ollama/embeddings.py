@@ -19,7 +19,9 @@ from octavo.pooling_params import MODEL_LIMIT, PoolingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import Body, body_of
 from octavo.server.fields import Whole, field, needed, taken
+from octavo.server.ollama.answer import NANOSECONDS
 from octavo.server.ollama.bodies import RunOptions
+from octavo.server.ollama.keep_alive import TAKES, KeepAlive, apply_keep_alive
 from octavo.server.ollama.names import known_name
 from octavo.server.pooling import PoolingCall, pooled
 from octavo.server.state.service import Service, service_of
@@ -34,7 +36,9 @@ class OllamaPoolingBody(Body):
 
     model: str = needed("the name of a model, with or without :latest", "model that answers")
     options: RunOptions | None = taken("an object of Ollama's options")
-    keep_alive: str | int | float | None = taken("a duration; a model stays until it is unloaded")
+    keep_alive: KeepAlive = field(
+        TAKES, "how long the model stays in memory after the request; for the operator"
+    )
 
 
 class OllamaEmbedBody(OllamaPoolingBody):
@@ -71,12 +75,12 @@ async def embed(
         normalize=True,
         truncate_prompt_tokens=None if body.truncate is False else MODEL_LIMIT,
     )
-    outputs = await _outputs(request, service, body, texts, params)
+    outputs, load_s = await _outputs(request, service, body, texts, params)
     return {
         "model": body.model,
         "embeddings": list(map(pooled_row, outputs)),
         "total_duration": time.monotonic_ns() - began,
-        "load_duration": 0,
+        "load_duration": round(load_s * NANOSECONDS),
         "prompt_eval_count": sum(len(output.prompt_token_ids) for output in outputs),
     }
 
@@ -88,7 +92,7 @@ async def embed_one(
     body: Annotated[OllamaEmbeddingsBody, Depends(body_of(OllamaEmbeddingsBody))],
 ) -> dict[str, Any]:
     params = PoolingParams(truncate_prompt_tokens=MODEL_LIMIT)
-    (output,) = await _outputs(request, service, body, [body.prompt], params)
+    (output,), _ = await _outputs(request, service, body, [body.prompt], params)
     return {"embedding": pooled_row(output)}
 
 
@@ -98,10 +102,12 @@ async def _outputs(
     body: OllamaPoolingBody,
     texts: Sequence[str],
     params: PoolingParams,
-) -> list[RequestOutput]:
+) -> tuple[list[RequestOutput], float]:
+    """Returns the outputs of texts, and the seconds that the model's load took."""
     name = f"ollama-{secrets.token_hex(12)}"
     origin = origin_of(request, None, None)
     model = await service.model(known_name(service, body.model))
+    apply_keep_alive(request, service, body.model, body.keep_alive)
     words = {"input": "prompt"} if isinstance(body, OllamaEmbedBody) else {}
     call = PoolingCall(name, model.llm.pooling_jobs.embedding(texts, params), origin, words)
-    return (await pooled(request, model, call)).rows
+    return (await pooled(request, model, call)).rows, model.load_s

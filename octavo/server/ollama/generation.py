@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from octavo.engine.front.arguments import Prompt
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
-from octavo.server.auth import origin_of
+from octavo.server.auth import origin_of, require_operator
 from octavo.server.body import body_bytes, body_of
 from octavo.server.generation import prompt_of
 from octavo.server.images import Content, base64_source, image_part, text_part
@@ -31,6 +31,7 @@ from octavo.server.ollama.bodies import (
     OllamaMessage,
     RunOptions,
 )
+from octavo.server.ollama.keep_alive import apply_keep_alive, asks_to_unload
 from octavo.server.ollama.names import known_name
 from octavo.server.openai.tools import offered
 from octavo.server.plain_chat import refuse_values, rendering_of
@@ -50,7 +51,10 @@ async def chat(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[OllamaChatBody, Depends(body_of(OllamaChatBody))],
 ) -> Response:
+    if not body.messages and asks_to_unload(body.keep_alive):
+        return _unloaded(request, service, body, ChatLines)
     model = await service.model(known_name(service, body.model))
+    apply_keep_alive(request, service, body.model, body.keep_alive)
     params = _params(body, model)
     answer = ChatLines(body.model, model, params)
     if not body.messages:
@@ -75,7 +79,10 @@ async def generate(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[OllamaGenerateBody, Depends(body_of(OllamaGenerateBody))],
 ) -> Response:
+    if not body.prompt and not body.suffix and asks_to_unload(body.keep_alive):
+        return _unloaded(request, service, body, GenerateLines)
     model = await service.model(known_name(service, body.model))
+    apply_keep_alive(request, service, body.model, body.keep_alive)
     refuse_values(body, ["template", "context"])
     params = _params(body, model)
     answer = GenerateLines(body.model, model, params)
@@ -125,6 +132,15 @@ async def _answer(
 
 def _loaded(answer: OllamaAnswer, body: OllamaBody) -> Response:
     return _json(answer.loaded(), body)
+
+
+def _unloaded(
+    request: Request, service: Service, body: OllamaBody, kind: type[OllamaAnswer]
+) -> Response:
+    """Has a model unloaded as soon as no request uses it."""
+    require_operator(request)
+    apply_keep_alive(request, service, body.model, body.keep_alive)
+    return _json(kind.unloaded(body.model), body)
 
 
 def _json(made: dict[str, Any], body: OllamaBody) -> Response:

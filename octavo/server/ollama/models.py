@@ -6,23 +6,25 @@ Sizes and families are 0 or empty before a model has been loaded.
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
+from octavo.checkpoint.local_models import CachedModel, match_local_model
 from octavo.engine.clients.client import ModelFacts
-from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import body_of
 from octavo.server.ollama.bodies import NAMES, ShowBody
 from octavo.server.ollama.names import find, tagged
 from octavo.server.state.service import Service, service_of
-from octavo.server.state.slot import EngineSlot
+from octavo.server.state.slot import EngineSlot, SlotState
 from octavo.version import __version__
 
 NEVER = "9999-12-31T23:59:59Z"
-"""Time at which a model is unloaded by itself."""
+"""Time at which a model is unloaded that stays for good."""
 
 router = APIRouter()
 
@@ -34,8 +36,19 @@ async def version() -> dict[str, str]:
 
 @router.get("/api/tags")
 async def tags(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
-    """Lists the models in any state."""
-    return {"models": [_entry(slot) for slot in service.models]}
+    """Lists the models that requests may name, in any state; `load_on_demand` local adds all that
+    lie in this machine's caches.
+    """
+    cached = await service.known.local()
+    known = [
+        _entry(slot, name, cached)
+        for slot in service.models
+        for name in (slot.name, *service.models.aliases_of(slot))
+    ]
+    if service.settings.load_on_demand != "local":
+        return {"models": known}
+    others = [each for each in cached if not service.models.answers_to(each.name)]
+    return {"models": known + [_cached_entry(each) for each in others]}
 
 
 @router.get("/api/ps")
@@ -43,9 +56,9 @@ async def running(service: Annotated[Service, Depends(service_of)]) -> dict[str,
     """Lists the models that are loaded."""
     return {
         "models": [
-            _entry(slot)
+            _entry(slot, slot.name)
             | {
-                "expires_at": NEVER,
+                "expires_at": _expiry(slot),
                 "size_vram": 0,
                 "context_length": slot.loaded.info.max_model_len,
             }
@@ -61,10 +74,7 @@ async def show(
     body: Annotated[ShowBody, Depends(body_of(ShowBody))],
 ) -> dict[str, Any]:
     """Describes one model."""
-    name = body.model or body.name
-    if name is None:
-        raise InvalidRequest("model: needed, and not given", param="model")
-    slot = find(service, name)
+    slot = find(service, body.known_as)
     return {
         "modelfile": f"FROM {slot.name}\n",
         "parameters": _parameters(slot),
@@ -72,19 +82,43 @@ async def show(
         "details": _details(slot),
         "model_info": {"general.basename": slot.name, **_model_info(slot)},
         "capabilities": _capabilities(slot),
-        "modified_at": _time(slot),
+        "modified_at": _time(slot.created),
     }
 
 
-def _entry(slot: EngineSlot) -> dict[str, Any]:
+def _entry(slot: EngineSlot, name: str, cached: Sequence[CachedModel] = ()) -> dict[str, Any]:
+    """Describes a model under one of its names; `cached` has its size before it is loaded."""
+    num_bytes = _facts(slot).num_bytes
+    if not num_bytes:
+        at_path = (each for each in cached if str(each.path) == slot.spec.model)
+        found = next(at_path, None) or match_local_model(slot.spec.model, cached)
+        num_bytes = 0 if found is None else found.num_bytes
+    return _row(name, _time(slot.created), num_bytes, slot.state, _details(slot))
+
+
+def _cached_entry(model: CachedModel) -> dict[str, Any]:
+    details = _details(EngineSlot(is_unloaded=True))
+    return _row(model.name, _time(model.modified_s), model.num_bytes, "unloaded", details)
+
+
+def _row(
+    name: str, modified_at: str, num_bytes: int, state: SlotState, details: dict[str, Any]
+) -> dict[str, Any]:
     return {
-        "name": tagged(slot.name),
-        "model": tagged(slot.name),
-        "modified_at": _time(slot),
-        "size": _facts(slot).num_bytes,
-        "digest": hashlib.sha256(slot.name.encode()).hexdigest(),
-        "details": _details(slot),
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": modified_at,
+        "size": num_bytes,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": details,
+        "state": state,
     }
+
+
+def _expiry(slot: EngineSlot) -> str:
+    """Returns the time at which a model is unloaded if no request comes."""
+    left_s = None if slot.spec.is_pinned else slot.uses.expires_in_s
+    return NEVER if left_s is None else _time(time.time() + left_s)
 
 
 def _facts(slot: EngineSlot) -> ModelFacts:
@@ -162,5 +196,5 @@ def _capabilities(slot: EngineSlot) -> list[str]:
     return found if slot.formats(slot.loaded).reasoning is None else [*found, "thinking"]
 
 
-def _time(slot: EngineSlot) -> str:
-    return datetime.fromtimestamp(slot.created, UTC).isoformat().replace("+00:00", "Z")
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")

@@ -8,11 +8,8 @@ from starlette.exceptions import HTTPException
 NOT_IMPLEMENTED = 501
 
 HINTS = {
-    "/api/pull": "fetch a model by `octavo pull`, and load it by POST /v1/models/load",
     "/api/push": "this server publishes no models",
     "/api/create": "load a checkpoint as it is by POST /v1/models/load",
-    "/api/copy": "give a model another name by POST /v1/models/load",
-    "/api/delete": "unload a model by POST /v1/models/unload",
     "/api/blobs/{digest}": "load a checkpoint as it is by POST /v1/models/load",
 }
 """Hints by path."""

@@ -93,6 +93,19 @@ class ModelDirectory:
         matches = (target for alias, target in self._aliases.items() if fnmatchcase(name, alias))
         return next(matches, name)
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Names that aliases stand for."""
+        return dict(self._aliases)
+
+    def set_alias(self, alias: str, name: str) -> None:
+        """Gives a model or adapter another name, in place of what that name stood for."""
+        self._aliases[alias] = name
+
+    def drop_alias(self, alias: str) -> bool:
+        """Takes back an alias; returns False where there is none of this name."""
+        return self._aliases.pop(alias, None) is not None
+
     def check_aliases(self, adapters: Iterable[str]) -> None:
         """Raises ConfigError for an alias of what is not served, or with the name of what is."""
         adapters = list(adapters)
@@ -129,7 +142,7 @@ class ModelDirectory:
         if self._stopping:
             raise Unavailable("the server is stopping")
         self._slots[slot.name] = slot
-        self._changed = True
+        self._changed |= slot.state != "unloaded"
 
     def remove(self, slot: EngineSlot) -> None:
         """Forgets a slot, unless another has taken its name."""

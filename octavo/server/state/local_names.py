@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from octavo.checkpoint.local_models import CachedModel, list_local_models, match_local_model
+from octavo.checkpoint.local_models import CachedModel, list_local_models
 
 FRESH_S = 5.0
 """Seconds for which a listing is used again."""
@@ -22,9 +22,9 @@ class LocalNames:
         self._read_at = float("-inf")
         self._turn = asyncio.Lock()
 
-    async def find(self, name: str) -> CachedModel | None:
-        """Returns the complete model of a name, as `--model` takes it."""
-        return match_local_model(name, await self.list())
+    def forget(self) -> None:
+        """Has the caches read again at the next question: they have changed."""
+        self._read_at = float("-inf")
 
     async def list(self) -> list[CachedModel]:
         async with self._turn:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from fastapi import Request
 
 from octavo.async_llm import AsyncLLM
+from octavo.server.known_models import KnownModels
 from octavo.server.loader import ModelLoader
+from octavo.server.pulls import Pulls
 from octavo.server.request_limits import RequestLimits
 from octavo.server.residency import Residency
 from octavo.server.settings import ServerSettings
@@ -33,6 +35,8 @@ class Service:
     models: ModelDirectory
     loader: ModelLoader
     residency: Residency
+    known: KnownModels
+    pulls: Pulls
     settings: ServerSettings
     metrics: ServerMetrics
     jobs: Jobs

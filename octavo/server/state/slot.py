@@ -153,7 +153,8 @@ class EngineSlot:
         """Tells whether a request's model is this one: by public name, or as it was asked for, also
         in another spelling of the hub's.
         """
-        return name in (self.name, self.spec.model) or same_model(name, self.spec.model)
+        own = (self.name, self.spec.model)
+        return name in own or any(same_model(name, each) for each in own)
 
     def report(self, text: str) -> None:
         """Notes the progress of the load, which a 503 and the model's card quote."""

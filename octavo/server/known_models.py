@@ -1,0 +1,179 @@
+"""The models that requests may name: makes pulled and cached ones known, copies names, deletes.
+
+Files are deleted from this machine's caches only, and only with the last name that means them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+
+from octavo.checkpoint.local_models import CachedModel, match_local_model, remove_local_model
+from octavo.errors import InvalidRequest, ModelNotFound, OctavoError, shown
+from octavo.server.loader import ModelLoader
+from octavo.server.settings import ServerSettings
+from octavo.server.state.directory import ModelDirectory
+from octavo.server.state.local_names import LocalNames
+from octavo.server.state.model_spec import ModelSpec
+from octavo.server.state.pulled_models import PulledModels
+from octavo.server.state.slot import EngineSlot
+
+NAME = re.compile(r"[\w.:/-]{1,200}", re.ASCII)
+NAME_RULE = "1 to 200 letters, digits and any of . : / _ -"
+DRAIN_S = 30.0
+"""Seconds that running requests get to finish when their model is deleted."""
+
+
+class KnownModels:
+    """The slots of models that came by HTTP, and the caches that they lie in."""
+
+    def __init__(
+        self,
+        models: ModelDirectory,
+        loader: ModelLoader,
+        settings: ServerSettings,
+        pulled: PulledModels | None = None,
+    ) -> None:
+        self._models = models
+        self._loader = loader
+        self._settings = settings
+        self._pulled = pulled or PulledModels()
+        self._local = LocalNames()
+        self._restore()
+
+    def _restore(self) -> None:
+        """Makes known what an earlier server has pulled and copied."""
+        if self.are_loadable:
+            for name, path in self._pulled.models.items():
+                if not self._models.answers_to(name):
+                    self.add(name, Path(path))
+        for alias, name in self._pulled.aliases.items():
+            if self._models.answers_to(name) and not self._models.answers_to(alias):
+                self._models.set_alias(alias, name)
+
+    @property
+    def are_loadable(self) -> bool:
+        """Whether requests may load the models that are made known here."""
+        return self._settings.load_on_demand != "none"
+
+    async def local(self) -> Sequence[CachedModel]:
+        """Returns the complete models of this machine's caches."""
+        return await self._local.list()
+
+    async def find_local(self, name: str) -> EngineSlot | None:
+        """Makes a model of the caches known by its name, where settings allow that."""
+        if self._settings.load_on_demand != "local" or not NAME.fullmatch(name):
+            return None
+        found = match_local_model(name, await self.local())
+        return None if found is None else self.add(name, found.path)
+
+    def add(self, name: str, path: Path) -> EngineSlot:
+        """Makes a model known, for the first request to load; returns its slot.
+
+        One that is known by this name keeps its slot, and has the new files at its next load.
+        """
+        options = {**self._loader.defaults, "model": str(path), "served_model_name": name}
+        spec = ModelSpec.of(options, is_pinned=name in self._settings.pin, is_remote=True)
+        slot = self._models.get(name)
+        if slot is None:
+            slot = EngineSlot(spec, is_unloaded=True)
+            slot.uses.keep_s = self._settings.idle_unload
+            self._models.add(slot)
+        elif slot.spec.is_remote:
+            slot.spec = spec
+        return slot
+
+    async def add_pulled(self, name: str, path: Path) -> None:
+        """Makes a model known that was pulled, also to the next server with this state folder."""
+        self._local.forget()
+        if self.are_loadable and not self._models.answers_to(name):
+            self.add(name, path)
+        self._pulled.models[name] = str(path)
+        await asyncio.to_thread(self._pulled.save)
+
+    async def copy(self, source: EngineSlot, name: str) -> None:
+        """Gives a model another name; one that an earlier copy made may be given again."""
+        if not NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"destination: got {shown(name)}, allowed are {NAME_RULE}", param="destination"
+            )
+        if self._models.answers_to(name) or self._models.with_adapter(name) is not None:
+            if self._models.find(name) is source:
+                return
+            raise HTTPException(
+                409, f"a model is called `{name}` (hint: give another name, or delete it first)"
+            )
+        self._models.set_alias(name, source.name)
+        self._pulled.aliases[name] = source.name
+        await asyncio.to_thread(self._pulled.save)
+
+    async def delete(self, name: str) -> None:
+        """Removes a name, and with the last name of a model its files; running requests may end.
+
+        Raises ModelNotFound, and InvalidRequest for a model that lies in no cache.
+        """
+        if self._models.drop_alias(name):
+            await self._forget(name)
+            return
+        slot = self._slot(name)
+        cached = await self._cached(name if slot is None else slot.spec.model)
+        if slot is None and cached is None:
+            raise ModelNotFound(f"The model `{shown(name)[1:-1]}` does not exist.", param="model")
+        if cached is None:
+            raise InvalidRequest(
+                f"model: the files of `{name}` are in no cache of this machine",
+                hint="unload it by POST /v1/models/unload",
+                param="model",
+            )
+        if slot is not None:
+            await self._leave(slot, cached)
+            name = slot.name
+        await self._forget(name)
+        if not any(self._lies_at(each, cached) for each in self._models):
+            await asyncio.to_thread(remove_local_model, cached)
+        self._local.forget()
+
+    def _slot(self, name: str) -> EngineSlot | None:
+        try:
+            return self._models.find(name) if self._models.answers_to(name) else None
+        except OctavoError:
+            return None
+
+    async def _leave(self, slot: EngineSlot, cached: CachedModel) -> None:
+        """Takes a model out of the directory; its first copy takes its place."""
+        if slot.state in ("loading", "draining"):
+            raise HTTPException(409, f"the model `{slot.name}` is {slot.state}, try again soon")
+        await self._loader.unload_now(slot, timeout_s=DRAIN_S)
+        copies = [alias for alias, target in self._models.aliases.items() if target == slot.name]
+        for alias in copies:
+            self._models.drop_alias(alias)
+            self._pulled.aliases.pop(alias, None)
+        if copies:
+            first, *others = copies
+            self.add(first, cached.path)
+            self._pulled.models[first] = str(cached.path)
+            for other in others:
+                self._models.set_alias(other, first)
+                self._pulled.aliases[other] = first
+
+    async def _cached(self, model: str) -> CachedModel | None:
+        """Returns the model of the caches that a text, or the path of its files, means."""
+        self._local.forget()
+        models = await self.local()
+        at_path = (each for each in models if str(each.path) == model)
+        return next(at_path, None) or match_local_model(model, models)
+
+    def _lies_at(self, slot: EngineSlot, cached: CachedModel) -> bool:
+        """Tells whether a slot's model is made of the files of a cached one."""
+        model = slot.spec.model
+        found = match_local_model(model, [cached])
+        return found is cached or model == str(cached.path)
+
+    async def _forget(self, name: str) -> None:
+        self._pulled.models.pop(name, None)
+        self._pulled.aliases.pop(name, None)
+        await asyncio.to_thread(self._pulled.save)

@@ -1,0 +1,132 @@
+"""POST /api/pull, POST /api/copy and DELETE /api/delete: models come, get names and go.
+
+Source: Ollama's API reference. For the operator. A model is a short name or one of the Hugging Face
+hub; a path of this machine is never taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from octavo.checkpoint.catalogue import CATALOGUE, short_name
+from octavo.config.model_reference import parse_hub_reference
+from octavo.errors import DownloadFailed, InvalidRequest, shown
+from octavo.progress import FileProgress
+from octavo.server.auth import require_operator
+from octavo.server.body import body_of
+from octavo.server.connection import unless_gone
+from octavo.server.known_models import NAME
+from octavo.server.ollama.answer import LineStream
+from octavo.server.ollama.bodies import CopyBody, DeleteBody, PullBody
+from octavo.server.ollama.names import LATEST, known_name
+from octavo.server.pulls import Pull
+from octavo.server.state.service import Service, service_of
+
+SHOWN_DIGITS = 12
+"""Digits of a digest that a status shows."""
+BAD_GATEWAY = 502
+
+router = APIRouter()
+
+
+@router.post(
+    "/api/pull",
+    dependencies=[Depends(require_operator)],
+    response_class=Response,
+    responses={200: {"content": {LineStream.media_type: {}}}},
+)
+async def pull(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[PullBody, Depends(body_of(PullBody))],
+) -> Response:
+    """Fetches a model, tells how far it is, and makes it known for requests to load."""
+    name = _name_to_pull(body.known_as)
+    lines = _progress(service, name)
+    if body.stream is not False:
+        return LineStream(lines, body.headers)
+    last = await unless_gone(request.receive, _last(lines))
+    return JSONResponse(last, headers=body.headers)
+
+
+@router.delete("/api/delete", dependencies=[Depends(require_operator)])
+async def delete(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[DeleteBody, Depends(body_of(DeleteBody))],
+) -> Response:
+    """Forgets a model and deletes its files from this machine's caches."""
+    await service.known.delete(known_name(service, body.known_as))
+    return Response()
+
+
+@router.post("/api/copy", dependencies=[Depends(require_operator)])
+async def copy(
+    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[CopyBody, Depends(body_of(CopyBody))],
+) -> Response:
+    """Gives a model another name, under which the same engine answers."""
+    source = await service.residency.find(known_name(service, body.source))
+    await service.known.copy(source, body.destination.removesuffix(LATEST))
+    return Response()
+
+
+def _name_to_pull(text: str) -> str:
+    """Returns the name under which a model is pulled; InvalidRequest for what is none."""
+    short, reference = short_name(text), parse_hub_reference(text)
+    if short is not None:
+        return short
+    name = str(reference) if "://" in text else text.removesuffix(LATEST)
+    if reference is None or not NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"model: got {shown(text)}, allowed are {', '.join(CATALOGUE)}, and OWNER/REPO,"
+            " OWNER/REPO:QUANT and OWNER/REPO/FILE.gguf on Hugging Face",
+            param="model",
+        )
+    return name
+
+
+async def _progress(service: Service, name: str) -> AsyncGenerator[list[dict[str, Any]], None]:
+    """Yields the lines of a pull, the last of which says that it is done."""
+    yield [{"status": "pulling manifest"}]
+    download = service.pulls.start(name)
+    is_verified = False
+    try:
+        async for changed in download.follow():
+            yield [_line(each) for each in changed]
+            if not is_verified and _is_whole(download):
+                is_verified = True
+                yield [{"status": "verifying sha256 digest"}]
+        path = await download.path()
+    except DownloadFailed as error:
+        hint = f" (hint: {error.hint})" if error.hint else ""
+        raise HTTPException(BAD_GATEWAY, f"pull model manifest: {error.message}{hint}") from error
+    yield [{"status": "writing manifest"}]
+    await service.known.add_pulled(name, path)
+    yield [{"status": "success"}]
+
+
+def _line(progress: FileProgress) -> dict[str, Any]:
+    digest = progress.sha256
+    return {
+        "status": f"pulling {digest[:SHOWN_DIGITS]}",
+        "digest": f"sha256:{digest}",
+        "total": progress.num_bytes,
+        "completed": progress.completed_bytes,
+    }
+
+
+def _is_whole(download: Pull) -> bool:
+    return all(each.completed_bytes == each.num_bytes for each in download.files.values())
+
+
+async def _last(lines: AsyncGenerator[list[dict[str, Any]], None]) -> dict[str, Any]:
+    """Returns the last line of a pull, once it is done."""
+    last: dict[str, Any] = {}
+    async for some in lines:
+        last = some[-1]
+    return last

@@ -1,0 +1,109 @@
+"""Downloads of models while the server runs, each followed by any number of requests.
+
+Requests for one model share its download, which ends when the last of them is gone; the next one
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from octavo.checkpoint.catalogue import resolve
+from octavo.progress import FileProgress
+
+TELL_EVERY_S = 0.1
+"""Shortest time between two reports to a request, in seconds."""
+
+
+class PullCancelled(Exception):
+    """Nobody follows the download any more."""
+
+
+class Pull:
+    """The download of one model, in a thread."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.num_followers = 0
+        self.files: dict[str, FileProgress] = {}
+        """Latest progress of each file, in the order in which they came."""
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        """Set at the next change, and then replaced."""
+        self._cancelled = threading.Event()
+        self._ended: asyncio.Future[Path] = self._loop.create_future()
+        threading.Thread(target=self._run, name="octavo-pull", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._ended.done() or self._cancelled.is_set()
+
+    async def follow(self) -> AsyncGenerator[list[FileProgress], None]:
+        """Yields what has changed of the files, until all are there; raises why they cannot be."""
+        told: dict[str, FileProgress] = {}
+        self.num_followers += 1
+        try:
+            while not self._ended.done() or told != self.files:
+                changed = self._changed
+                new = [each for file, each in self.files.items() if told.get(file) != each]
+                told = dict(self.files)
+                if new:
+                    yield new
+                    await asyncio.sleep(TELL_EVERY_S)
+                elif not self._ended.done():
+                    await changed.wait()
+            self._ended.result()
+        finally:
+            self.num_followers -= 1
+            if not self.num_followers and not self._ended.done():
+                self._cancelled.set()
+
+    async def path(self) -> Path:
+        """Returns the place of the model, once it is there."""
+        return await asyncio.shield(self._ended)
+
+    def _run(self) -> None:
+        try:
+            path = resolve(self.model, watch=self._watch, takes_paths=False)
+        except BaseException as error:
+            self._post(error)
+        else:
+            self._post(path)
+
+    def _watch(self, progress: FileProgress) -> None:
+        if self._cancelled.is_set():
+            raise PullCancelled
+        self._post(progress)
+
+    def _post(self, news: FileProgress | Path | BaseException) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._note, news)
+
+    def _note(self, news: FileProgress | Path | BaseException) -> None:
+        match news:
+            case FileProgress():
+                self.files[news.file] = news
+            case Path():
+                self._ended.set_result(news)
+            case _:
+                self._ended.set_exception(news)
+                self._ended.exception()  # which nobody may ask for
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Pulls:
+    """The downloads that run, by model."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Pull] = {}
+
+    def start(self, model: str) -> Pull:
+        """Returns the download of a model, a new one unless it runs already."""
+        self._running = {name: pull for name, pull in self._running.items() if not pull.is_over}
+        if model not in self._running:
+            self._running[model] = Pull(model)
+        return self._running[model]

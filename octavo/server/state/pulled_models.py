@@ -1,0 +1,54 @@
+"""The models that the operator has pulled and the names that copies gave them, kept in a file.
+
+So that a server that starts again knows them. What is not in the cache any more is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+FILE = "models.json"
+
+logger = logging.getLogger(__name__)
+
+
+class PulledModels:
+    """Names of pulled models with the places of their files, and aliases."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Reads the file in a folder; without one nothing is kept."""
+        self._file = None if folder is None else folder / FILE
+        kept = _read(self._file) if self._file is not None else {}
+        models, aliases = _texts(kept.get("models")), _texts(kept.get("aliases"))
+        self.models = {name: path for name, path in models.items() if Path(path).exists()}
+        self.aliases = dict(aliases)
+
+    def save(self) -> None:
+        """Writes the file, whole or not at all."""
+        if self._file is None:
+            return
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new = self._file.with_name(f".{FILE}.{os.getpid()}")
+        new.write_text(json.dumps({"models": self.models, "aliases": self.aliases}, indent=1))
+        new.replace(self._file)
+
+
+def _read(file: Path) -> Mapping[str, object]:
+    try:
+        kept = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read, pulled models are not known: %s", file, error)
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _texts(given: object) -> dict[str, str]:
+    if not isinstance(given, dict):
+        return {}
+    return {str(name): text for name, text in given.items() if isinstance(text, str)}
