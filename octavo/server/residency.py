@@ -60,12 +60,14 @@ class Residency:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    async def load(self, slot: EngineSlot) -> None:
-        """Returns when a model that loads on request is ready, has failed or does not fit; others
-        are left as they are.
+    async def load(self, slot: EngineSlot) -> float:
+        """Waits until a model that loads on request is ready or has failed; returns the seconds.
 
-        Raises Unavailable if there is no room for it.
+        Other models are left as they are. Raises Unavailable if there is no room for it.
         """
+        if slot.state == "ready":
+            return 0.0
+        began = time.monotonic()
         while (leaving := self._unloads.get(slot)) is not None:
             await asyncio.shield(leaving)
         if slot not in self._loads and self._may_load(slot):
@@ -73,6 +75,7 @@ class Residency:
         loading = self._loads.get(slot)
         if loading is not None and slot.uses.loads_on_request:
             await asyncio.shield(loading)
+        return time.monotonic() - began
 
     def start(self, slot: EngineSlot, *, on_request: bool = False) -> None:
         """Loads a model in the background, after others have made room where that is needed."""

@@ -59,9 +59,9 @@ def test_errors_are_the_clients_own(client):
     assert unknown.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="does not support thinking"):
         client.chat(**ASK, think=True)
-    with pytest.raises(ollama.ResponseError, match="octavo pull") as pulled:
-        client.pull(MODEL)
-    assert pulled.value.status_code == 501
+    with pytest.raises(ollama.ResponseError, match="publishes no models") as pushed:
+        client.push(MODEL)
+    assert pushed.value.status_code == 501
 
 
 def test_a_form_and_tools(client):

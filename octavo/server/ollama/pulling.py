@@ -49,9 +49,9 @@ async def pull(
     name = _name_to_pull(body.known_as)
     lines = _progress(service, name)
     if body.stream is not False:
-        return LineStream(lines, body.headers)
+        return LineStream(lines)
     last = await unless_gone(request.receive, _last(lines))
-    return JSONResponse(last, headers=body.headers)
+    return JSONResponse(last)
 
 
 @router.delete("/api/delete", dependencies=[Depends(require_operator)])

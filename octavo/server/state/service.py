@@ -5,7 +5,6 @@ Holds no route and knows no wire format.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 
 from fastapi import Request
@@ -56,23 +55,24 @@ class Service:
         request has been answered. Raises ModelNotFound for an unknown one, and Unavailable for one
         that cannot be used.
         """
-        began = time.monotonic()
         slot = await self.residency.find(name)
         self.record.hold(slot.uses)
-        await self.residency.load(slot)
-        return replace(self.loaded_model(name), load_s=time.monotonic() - began)
+        load_s = await self.residency.load(slot)
+        return replace(self._named(slot, name), load_s=load_s)
 
     def loaded_model(self, name: str | None = None) -> ServedModel:
         """Returns the model that a request names if it is in memory, without holding it there;
         raises ModelNotFound, and Unavailable.
         """
-        name = None if name is None else self.models.resolve(name)
-        slot = self.models.find(name)
+        return self._named(self.models.find(name), name)
+
+    def _named(self, slot: EngineSlot, name: str | None) -> ServedModel:
+        """Returns a slot's model, with the adapter if the name is one's."""
         served = self._served(slot, slot.llm)
-        if name is None or self.models.answers_to(name):
-            return served
-        adapter = slot.adapters[name]
-        return replace(served, name=adapter.name, adapter=adapter.ref)
+        adapter = None if name is None else slot.adapters.get(self.models.resolve(name))
+        return (
+            served if adapter is None else replace(served, name=adapter.name, adapter=adapter.ref)
+        )
 
     def background_record(self, owner: str) -> RequestRecord:
         """Returns the record of work that the server does by itself for a key."""
