@@ -348,7 +348,12 @@ class EngineCore:
         """Fails the request that keeps the others waiting, where steps go on but compute none for
         `stall_timeout_s`.
         """
-        is_busy = plan.rows or self._in_flight or self.scheduler.pause_s(now)
+        is_busy = (
+            plan.rows
+            or self._in_flight
+            or self.scheduler.is_compiling  # the front has seen the grammar compile
+            or self.scheduler.pause_s(now)
+        )
         first = None if is_busy else self.scheduler.next_to_run
         if first is None or self._moved is None:
             self._moved = now

@@ -12,13 +12,14 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint_ports import Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.text.encoding import added_runs, without_special_tokens
 from octavo.text.pre_tokenization import PRE_TOKENIZATIONS
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiers import examples
@@ -245,3 +246,19 @@ def test_a_template_file_that_is_no_text(tmp_path: Path) -> None:
     (path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(WeightMismatch, match=r"chat_template\.jinja: cannot be read"):
         tokenizer_source(path, {}, {})
+
+
+def test_added_tokens_are_added_in_few_calls() -> None:
+    """Each call that adds tokens takes time for all of them."""
+    tokenizer = Tokenizer.from_str(trained_bpe().to_str())
+    first = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([AddedToken(f"<unused{i}>", special=True) for i in range(500)])
+    tokenizer.add_tokens([AddedToken(f"plain{i}") for i in range(20)])
+    tokenizer.add_special_tokens([AddedToken("<last>", special=True)])
+    runs = added_runs(tokenizer.get_added_tokens_decoder())
+    assert len(runs) <= 4 and [is_special for is_special, _ in runs][-2:] == [False, True]
+    plain = without_special_tokens(tokenizer)
+    assert plain.get_vocab() == tokenizer.get_vocab()
+    assert plain.encode("plain7", add_special_tokens=False).ids == [first + 507]
+    assert tokenizer.encode("<unused7>", add_special_tokens=False).ids == [first + 7]
+    assert first + 7 not in plain.encode("<unused7>", add_special_tokens=False).ids

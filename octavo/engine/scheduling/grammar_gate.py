@@ -34,6 +34,11 @@ class GrammarGate:
         """Returns whether a request with that grammar need not wait for it."""
         return spec is None or spec.digest not in self._asked
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the worker still has a grammar to compile."""
+        return bool(self._asked)
+
     def take_wanted(self) -> list[GrammarSpec]:
         """Removes and returns the grammars that the next plan has compiled."""
         wanted, self._to_ask = self._to_ask, []

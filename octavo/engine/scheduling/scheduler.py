@@ -269,6 +269,11 @@ class Scheduler:
         return None if first is None else first.request_id
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether requests wait for a grammar that the worker compiles."""
+        return self._grammars.is_compiling
+
+    @property
     def waits_for(self) -> str:
         """Reason why the first waiting request did not start in the last plan; "" where none
         waits.

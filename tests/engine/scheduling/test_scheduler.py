@@ -2,9 +2,11 @@
 KV entry.
 """
 
+import msgspec
 import pytest
 
 from octavo.engine.core import EngineCore
+from octavo.structured_outputs import GrammarSpec
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,
@@ -368,6 +370,31 @@ def test_steps_that_compute_nothing_end_in_a_failure():
     now[0] = 500.0
     core.add(make_request("c", [1] * 40))
     assert core.step().outputs == [], "time without work does not count"
+
+
+class CompiledExecutor:
+    """An executor whose steps report that grammars are compiled."""
+
+    def __init__(self, executor, digests):
+        self.executor, self.digests = executor, digests
+
+    def execute(self, plan, between=None):
+        return msgspec.structs.replace(self.executor.execute(plan), compiled=self.digests)
+
+
+def test_a_request_whose_grammar_is_compiling_does_not_fail():
+    """A machine that is busy with other work may need minutes to compile a grammar."""
+    now = [0.0]
+    core = make_core(clock=lambda: now[0])
+    core = EngineCore(core.scheduler, core.executor, clock=lambda: now[0], stall_timeout_s=60)
+    spec = GrammarSpec("regex", "a+")
+    core.add(msgspec.structs.replace(make_request("a", [1] * 4), grammar=spec))
+    for second in range(0, 600, 50):
+        now[0] = float(second)
+        assert core.step().outputs == []
+    assert core.scheduler.waits_for == "compiling its grammar"
+    core.executor = CompiledExecutor(core.executor, [spec.digest])
+    assert [end.finish_reason for end in run_all(core)["a"]][-1] == "length"
 
 
 def test_tokens_whose_kv_does_not_hold_are_computed_again():
