@@ -20,7 +20,8 @@
        |- BackendUnavailable  the chosen backend cannot run here, or cannot run this Program
        |- UnsupportedModel    a family, op or format that is not known
        |- WeightMismatch      a checkpoint that is corrupt, truncated or of other shapes
-       `- DownloadFailed      a model that could not be fetched, or whose checksum is wrong
+       `- DownloadFailed      502: a model that could not be fetched, or whose checksum is wrong
+          `- NotOnHub         404: a model that the hub does not have
 
 A message says what was wrong, what was got and what is allowed; `hint` says what to do.
 """
@@ -209,3 +210,11 @@ class WeightMismatch(SetupError):
 
 class DownloadFailed(SetupError):
     """A model that could not be fetched, or that is not the file its checksum names."""
+
+    status = 502
+
+
+class NotOnHub(DownloadFailed):
+    """A model that the hub does not have."""
+
+    status = 404

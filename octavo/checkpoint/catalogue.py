@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from octavo.checkpoint.model_file import ModelFile, WheelMember
 from octavo.config.model_reference import LATEST, HubReference, parse_hub_reference
 from octavo.config.paths import cache_dir, is_there, user_path
-from octavo.errors import DownloadFailed, OctavoError
+from octavo.errors import DownloadFailed, NotOnHub, OctavoError
 from octavo.progress import Report, Watch, quiet, unwatched
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def _hub_model(name: str, report: Report, watch: Watch) -> Iterator[HubModel]:
     """
     reference = parse_hub_reference(name)
     if reference is None:
-        raise DownloadFailed(f"model {name!r}: no such file or directory", hint=_hint(name))
+        raise NotOnHub(f"model {name!r}: no such file or directory", hint=_hint(name))
     from octavo.checkpoint.hub_download import HubModel
 
     try:
@@ -306,12 +306,13 @@ def _hub_model(name: str, report: Report, watch: Watch) -> Iterator[HubModel]:
 
 
 def _not_found(name: str, reference: HubReference, error: Exception) -> DownloadFailed:
-    from octavo.checkpoint.hub_errors import describe_hub_error
+    from octavo.checkpoint.hub_errors import describe_hub_error, is_missing
 
     said = describe_hub_error(reference, error)
     if name == reference.repository:  # which may have been meant as a path or a short name
         said = f"no local path, no short name ({', '.join(CATALOGUE)}), and {said}"
-    return DownloadFailed(f"model {name!r}: {said}", hint=_hint(name))
+    kind = NotOnHub if is_missing(error) else DownloadFailed
+    return kind(f"model {name!r}: {said}", hint=_hint(name))
 
 
 def _hint(name: str) -> str:

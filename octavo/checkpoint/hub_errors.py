@@ -18,6 +18,13 @@ from octavo.config.model_reference import HubReference
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (401, 403)
 
+MISSING = (HFValidationError, RevisionNotFoundError, RepositoryNotFoundError)
+
+
+def is_missing(error: Exception) -> bool:
+    """Tells whether the hub has no such model, rather than that it refuses it or fails."""
+    return isinstance(error, MISSING) and not isinstance(error, GatedRepoError)
+
 
 def describe_hub_error(reference: HubReference, error: Exception) -> str:
     """Returns why a model could not be fetched, as the end of a sentence."""

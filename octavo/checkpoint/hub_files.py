@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from octavo.checkpoint.gguf import PART_NAME
 from octavo.config.model_reference import HubReference
-from octavo.errors import DownloadFailed
+from octavo.errors import NotOnHub
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
 HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]
@@ -77,7 +77,7 @@ def choose_files(reference: HubReference, names: Collection[str]) -> ChosenFiles
     """Returns the files that a reference means.
 
     A repository without a named file or quantization is read as safetensors if it has them. Raises
-    DownloadFailed if what is named is not there.
+    NotOnHub if what is named is not there.
     """
     whole = [name for name in sorted(names) if is_wanted(name)]
     models = gguf_models(names)
@@ -88,7 +88,7 @@ def choose_files(reference: HubReference, names: Collection[str]) -> ChosenFiles
     else:
         chosen = best_of(models)
     if not chosen.is_whole:
-        raise DownloadFailed(
+        raise NotOnHub(
             f"{reference}: {len(chosen.files)} of the model's {chosen.num_parts} parts are there",
             hint=_hint(reference, [model for model in models if model.is_whole]),
         )
@@ -142,7 +142,7 @@ def _named(reference: HubReference, models: Sequence[GgufModel]) -> GgufModel:
         what = f"no quantization {reference.quant}"
     if found:
         return found[0]
-    raise DownloadFailed(
+    raise NotOnHub(
         f"{reference.repository} has {what}: {_described(models)}", hint=_hint(reference, models)
     )
 

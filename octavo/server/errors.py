@@ -28,6 +28,8 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Overloaded, 429, "RateLimitError"),
     (errors.ClientError, 400, "BadRequestError"),
     (errors.Unavailable, 503, "ServiceUnavailableError"),
+    (errors.NotOnHub, 404, "NotFoundError"),
+    (errors.DownloadFailed, 502, "BadGatewayError"),
     (errors.ServerError, 500, "InternalServerError"),
 )
 """Rows of (error, status, type); the first that fits counts."""

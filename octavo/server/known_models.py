@@ -6,7 +6,6 @@ Files are deleted from this machine's caches only, and only with the last name t
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from octavo.checkpoint.local_models import CachedModel, match_local_model, remov
 from octavo.errors import InvalidRequest, ModelNotFound, OctavoError, shown
 from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
+from octavo.server.state.adapters import NAME, NAME_RULE
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.local_names import LocalNames
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.slot import EngineSlot
 
-NAME = re.compile(r"[\w.:/-]{1,200}", re.ASCII)
-NAME_RULE = "1 to 200 letters, digits and any of . : / _ -"
 DRAIN_S = 30.0
 """Seconds that running requests get to finish when their model is deleted."""
 
@@ -69,12 +67,14 @@ class KnownModels:
         if self._settings.load_on_demand != "local" or not NAME.fullmatch(name):
             return None
         found = match_local_model(name, await self.local())
-        return None if found is None else self.add(name, found.path)
+        if found is None:
+            return None
+        return self._models.get(found.name) or self.add(found.name, found.path)
 
     def add(self, name: str, path: Path) -> EngineSlot:
         """Makes a model known, for the first request to load; returns its slot.
 
-        One that is known by this name keeps its slot, and has the new files at its next load.
+        One that came by HTTP keeps its slot, and has the new files at its next load.
         """
         options = {**self._loader.defaults, "model": str(path), "served_model_name": name}
         spec = ModelSpec.of(options, is_pinned=name in self._settings.pin, is_remote=True)
@@ -90,8 +90,12 @@ class KnownModels:
     async def add_pulled(self, name: str, path: Path) -> None:
         """Makes a model known that was pulled, also to the next server with this state folder."""
         self._local.forget()
-        if self.are_loadable and not self._models.answers_to(name):
+        known = self._models.get(name)
+        is_served = self._models.answers_to(name) if known is None else not known.spec.is_remote
+        if self.are_loadable and not is_served:
             self.add(name, path)
+        self._models.drop_alias(name)
+        self._pulled.aliases.pop(name, None)
         self._pulled.models[name] = str(path)
         await asyncio.to_thread(self._pulled.save)
 
@@ -102,7 +106,7 @@ class KnownModels:
                 f"destination: got {shown(name)}, allowed are {NAME_RULE}", param="destination"
             )
         if self._models.answers_to(name) or self._models.with_adapter(name) is not None:
-            if self._models.find(name) is source:
+            if self._models.get(name) is source:
                 return
             raise HTTPException(
                 409, f"a model is called `{name}` (hint: give another name, or delete it first)"
@@ -130,8 +134,8 @@ class KnownModels:
                 param="model",
             )
         if slot is not None:
-            await self._leave(slot, cached)
             name = slot.name
+            await self._leave(slot, cached)
         await self._forget(name)
         if not any(self._lies_at(each, cached) for each in self._models):
             await asyncio.to_thread(remove_local_model, cached)
@@ -144,21 +148,21 @@ class KnownModels:
             return None
 
     async def _leave(self, slot: EngineSlot, cached: CachedModel) -> None:
-        """Takes a model out of the directory; its first copy takes its place."""
-        if slot.state in ("loading", "draining"):
-            raise HTTPException(409, f"the model `{slot.name}` is {slot.state}, try again soon")
-        await self._loader.unload_now(slot, timeout_s=DRAIN_S)
-        copies = [alias for alias, target in self._models.aliases.items() if target == slot.name]
-        for alias in copies:
-            self._models.drop_alias(alias)
-            self._pulled.aliases.pop(alias, None)
-        if copies:
-            first, *others = copies
-            self.add(first, cached.path)
-            self._pulled.models[first] = str(cached.path)
-            for other in others:
-                self._models.set_alias(other, first)
-                self._pulled.aliases[other] = first
+        """Takes a name from a model: it goes on under its first copy's, or else it is unloaded."""
+        copies = [name for name, target in self._pulled.aliases.items() if target == slot.name]
+        if not copies:
+            if slot.state in ("loading", "draining"):
+                raise HTTPException(409, f"the model `{slot.name}` is {slot.state}, try again soon")
+            await self._loader.unload_now(slot, timeout_s=DRAIN_S)
+            return
+        first, *others = copies
+        self._models.drop_alias(first)
+        del self._pulled.aliases[first]
+        self._pulled.models[first] = str(cached.path)
+        self._models.rename(slot, first, str(cached.path))
+        for other in others:
+            self._models.set_alias(other, first)
+            self._pulled.aliases[other] = first
 
     async def _cached(self, model: str) -> CachedModel | None:
         """Returns the model of the caches that a text, or the path of its files, means."""

@@ -7,18 +7,22 @@ goes on where it stopped.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from octavo.checkpoint.catalogue import resolve
+from octavo.errors import DownloadFailed, OctavoError
 from octavo.progress import FileProgress
 
 TELL_EVERY_S = 0.1
 """Shortest time between two reports to a request, in seconds."""
 
+logger = logging.getLogger(__name__)
 
-class PullCancelled(Exception):
+
+class PullCancelled(DownloadFailed):
     """Nobody follows the download any more."""
 
 
@@ -67,22 +71,23 @@ class Pull:
 
     def _run(self) -> None:
         try:
-            path = resolve(self.model, watch=self._watch, takes_paths=False)
-        except BaseException as error:
+            self._post(resolve(self.model, watch=self._watch, takes_paths=False))
+        except OctavoError as error:
             self._post(error)
-        else:
-            self._post(path)
+        except BaseException as error:
+            logger.exception("the download of %s failed", self.model)
+            self._post(DownloadFailed(f"{self.model}: an internal error ({type(error).__name__})"))
 
     def _watch(self, progress: FileProgress) -> None:
         if self._cancelled.is_set():
-            raise PullCancelled
+            raise PullCancelled(f"{self.model}: nobody follows the download any more")
         self._post(progress)
 
-    def _post(self, news: FileProgress | Path | BaseException) -> None:
+    def _post(self, news: FileProgress | Path | OctavoError) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._note, news)
 
-    def _note(self, news: FileProgress | Path | BaseException) -> None:
+    def _note(self, news: FileProgress | Path | OctavoError) -> None:
         match news:
             case FileProgress():
                 self.files[news.file] = news

@@ -11,8 +11,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import NoReturn
 
-from octavo.errors import InsufficientMemory, ModelNotFound, Unavailable
+from octavo.errors import (
+    DownloadFailed,
+    InsufficientMemory,
+    ModelNotFound,
+    OctavoError,
+    ServerError,
+    Unavailable,
+)
 from octavo.server.known_models import KnownModels
 from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
@@ -21,8 +29,8 @@ from octavo.server.state.slot import EngineSlot
 
 LOOK_EVERY_S = 0.25
 """Period at which idle models are looked for, in seconds."""
-RETRY_S = 10.0
-"""Seconds after a failed load before a request tries it again."""
+ROOM_WAIT_S = 60.0
+"""Seconds for which a load waits until a model in use becomes idle and can make room."""
 
 
 class Residency:
@@ -41,6 +49,8 @@ class Residency:
         self._known = known
         self._loads: dict[EngineSlot, asyncio.Task[None]] = {}
         self._unloads: dict[EngineSlot, asyncio.Task[None]] = {}
+        self._room = asyncio.Lock()
+        """Held while room is made, so that two loads do not unload two models for one place."""
         for slot in models:
             slot.uses.keep_s = settings.idle_unload
 
@@ -61,16 +71,17 @@ class Residency:
     # -- loading -----------------------------------------------------------------------------------
 
     async def load(self, slot: EngineSlot) -> float:
-        """Waits until a model that loads on request is ready or has failed; returns the seconds.
+        """Has a model that is unloaded loaded; returns the seconds that it took.
 
-        Other models are left as they are. Raises Unavailable if there is no room for it.
+        Requests share a load, and a load that failed is tried again by the next. Raises Unavailable
+        if there is no room, DownloadFailed, and ServerError for a model that cannot be loaded.
         """
         if slot.state == "ready":
             return 0.0
         began = time.monotonic()
         while (leaving := self._unloads.get(slot)) is not None:
             await asyncio.shield(leaving)
-        if slot not in self._loads and self._may_load(slot):
+        if slot.state == "unloaded" and slot not in self._loads and self.are_loadable:
             self.start(slot, on_request=True)
         loading = self._loads.get(slot)
         if loading is not None and slot.uses.loads_on_request:
@@ -78,45 +89,56 @@ class Residency:
         return time.monotonic() - began
 
     def start(self, slot: EngineSlot, *, on_request: bool = False) -> None:
-        """Loads a model in the background, after others have made room where that is needed."""
+        """Loads a model in the background, after others have made room if that is needed."""
         slot.uses.loads_on_request = on_request
         slot.uses.keep_s = self._settings.idle_unload
-        slot.begin_load()
-        task = asyncio.get_running_loop().create_task(self._load(slot))
-        self._loads[slot] = task
-        task.add_done_callback(lambda _: self._loads.pop(slot, None))
-        task.add_done_callback(_retrieve)
+        self._loads[slot] = asyncio.get_running_loop().create_task(self._load(slot))
+        self._loads[slot].add_done_callback(_retrieve)
 
-    def _may_load(self, slot: EngineSlot) -> bool:
-        """Tells whether a request may load a model now."""
-        if self._models.is_stopping or self._settings.load_on_demand == "none":
-            return False
-        is_old = slot.state == "failed" and time.monotonic() - slot.failed_at > RETRY_S
-        return slot.state == "unloaded" or (is_old and slot.uses.loads_on_request)
+    @property
+    def are_loadable(self) -> bool:
+        """Whether requests may load models now."""
+        return self._settings.load_on_demand != "none" and not self._models.is_stopping
 
     async def _load(self, slot: EngineSlot) -> None:
-        while self._models.num_in_memory > self._settings.max_models:
-            if not await self._evict_for(slot):
-                limit = self._settings.max_models
-                self._refuse(slot, f"{limit} models are loaded, and allowed are {limit}")
-        while True:
+        try:
+            await self._admit(slot)
             await self._loader.load(slot)
-            if not isinstance(slot.error, InsufficientMemory) or slot.is_draining:
+            while isinstance(slot.error, InsufficientMemory) and await self._has_made_room(slot):
+                slot.begin_load()
+                await self._loader.load(slot)
+            if slot.error is None or slot.is_draining:
                 return
-            if not await self._evict_for(slot):
-                break
-            slot.begin_load()
-        if slot.uses.loads_on_request:
-            self._refuse(slot, slot.error.message)
-        self._loader.note_failure(slot)
+            self._loader.note_failure(slot)
+            if slot.uses.loads_on_request:
+                self._give_up(slot, slot.error)
+        finally:
+            del self._loads[slot]
 
-    def _refuse(self, slot: EngineSlot, reason: str) -> None:
-        """Gives up a load for want of room; a later request may try again."""
+    async def _admit(self, slot: EngineSlot) -> None:
+        """Leaves the state unloaded once fewer than `max_models` are in memory."""
+        limit = self._settings.max_models
+        while slot.state == "unloaded":
+            if self._models.num_in_memory < limit:
+                slot.begin_load()
+            elif not await self._has_made_room(slot):
+                self._refuse(slot, f"{limit} models are loaded, and allowed are {limit}")
+
+    def _refuse(self, slot: EngineSlot, reason: str) -> NoReturn:
         slot.reset()
         raise Unavailable(
             f"the model `{slot.name}` cannot be loaded now: {reason}",
             hint="models that are in use or pinned stay; try again when one of them is idle",
         )
+
+    def _give_up(self, slot: EngineSlot, error: Exception) -> NoReturn:
+        """Raises why a load failed; the next request tries again."""
+        reason = slot.reason
+        if isinstance(error, InsufficientMemory):
+            self._refuse(slot, reason)
+        slot.reset()
+        kind = DownloadFailed if isinstance(error, DownloadFailed) else ServerError
+        raise kind(f"the model `{slot.name}` failed to load: {reason}", hint=_hint_of(error))
 
     # -- unloading ---------------------------------------------------------------------------------
 
@@ -141,22 +163,34 @@ class Residency:
                 if left_s is not None and left_s <= 0 and self._is_idle(slot):
                     self._unload(slot, "it was idle")
 
-    async def _evict_for(self, wanted: EngineSlot) -> bool:
-        """Unloads the model that was idle for longest; returns False if none is idle."""
-        idle = [slot for slot in self._models if slot is not wanted and self._is_idle(slot)]
-        if not idle:
-            return False
-        oldest = min(idle, key=lambda slot: slot.uses.used_at)
-        await asyncio.shield(self._unload(oldest, f"to make room for {wanted.name}"))
-        return True
+    async def _has_made_room(self, wanted: EngineSlot) -> bool:
+        """Unloads the model that was idle for longest, and waits for one if all are in use.
+
+        Returns False if there is none to unload, or none becomes idle within ROOM_WAIT_S.
+        """
+        end = time.monotonic() + ROOM_WAIT_S
+        async with self._room:
+            while True:
+                others = [slot for slot in self._models if slot is not wanted]
+                idle = [slot for slot in others if self._is_idle(slot)]
+                if idle:
+                    oldest = min(idle, key=lambda slot: slot.uses.used_at)
+                    await asyncio.shield(self._unload(oldest, f"to make room for {wanted.name}"))
+                    return True
+                if not any(map(self.may_unload, others)) or time.monotonic() > end:
+                    return False
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    def may_unload(self, slot: EngineSlot) -> bool:
+        """Tells whether a model may be unloaded and loaded again by a request, once it is idle."""
+        is_in_memory = slot.state in ("loading", "ready")
+        return self.are_loadable and is_in_memory and not slot.spec.is_pinned
 
     def _is_idle(self, slot: EngineSlot) -> bool:
-        """Tells whether a model may be unloaded and loaded again by a request."""
         llm = slot.loaded
-        if llm is None or slot.state != "ready" or slot.spec.is_pinned:
+        if llm is None or slot.state != "ready" or not self.may_unload(slot):
             return False
-        is_unused = slot.uses.num_held == 0 and llm.num_unfinished == 0
-        return is_unused and self._settings.load_on_demand != "none"
+        return slot.uses.num_held == 0 and llm.num_unfinished == 0
 
     def _unload(self, slot: EngineSlot, reason: str) -> asyncio.Task[None]:
         slot.drain(f"the model `{slot.name}` is being unloaded")
@@ -171,6 +205,10 @@ class Residency:
             del self._unloads[slot]
         if not self._models.is_stopping:
             slot.reset()
+
+
+def _hint_of(error: Exception) -> str | None:
+    return error.hint if isinstance(error, OctavoError) else None
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

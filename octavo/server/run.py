@@ -131,10 +131,14 @@ def pinned(specs: Sequence[ModelSpec], settings: ServerSettings) -> list[ModelSp
 
 
 def adapters_of(settings: ServerSettings, models: ModelDirectory) -> list[LoraModule]:
-    """Returns the command line's adapters; ConfigError where one is called as a model is, or is for
-    a model that is not served.
+    """Returns the command line's adapters; ConfigError if one has a model's name, is for a model
+    that is not served, or is to be read before its model is loaded.
     """
     modules = LoraModule.parse_all(settings.lora_modules)
+    if modules and settings.lazy_load:
+        raise ConfigError(
+            "lazy_load: not allowed with lora_modules, which are read when their model is loaded"
+        )
     for module in modules:
         if models.answers_to(module.name):
             raise ConfigError(f"lora_modules: a model is called {module.name} too")

@@ -107,7 +107,7 @@ async def _outputs(
     name = f"ollama-{secrets.token_hex(12)}"
     origin = origin_of(request, None, None)
     model = await service.model(known_name(service, body.model))
-    apply_keep_alive(request, service, body.model, body.keep_alive)
+    apply_keep_alive(request, model.uses, body.keep_alive)
     words = {"input": "prompt"} if isinstance(body, OllamaEmbedBody) else {}
     call = PoolingCall(name, model.llm.pooling_jobs.embedding(texts, params), origin, words)
     return (await pooled(request, model, call)).rows, model.load_s

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
+from starlette.exceptions import HTTPException
 
 from octavo.engine.front.arguments import Prompt
 from octavo.errors import InvalidRequest
@@ -32,7 +33,7 @@ from octavo.server.ollama.bodies import (
     RunOptions,
 )
 from octavo.server.ollama.keep_alive import apply_keep_alive, asks_to_unload
-from octavo.server.ollama.names import known_name
+from octavo.server.ollama.names import find, known_name
 from octavo.server.openai.tools import offered
 from octavo.server.plain_chat import refuse_values, rendering_of
 from octavo.server.reading import PLAIN, AnswerReading
@@ -54,7 +55,7 @@ async def chat(
     if not body.messages and asks_to_unload(body.keep_alive):
         return _unloaded(request, service, body, ChatLines)
     model = await service.model(known_name(service, body.model))
-    apply_keep_alive(request, service, body.model, body.keep_alive)
+    apply_keep_alive(request, model.uses, body.keep_alive)
     params = _params(body, model)
     answer = ChatLines(body.model, model, params)
     if not body.messages:
@@ -82,7 +83,7 @@ async def generate(
     if not body.prompt and not body.suffix and asks_to_unload(body.keep_alive):
         return _unloaded(request, service, body, GenerateLines)
     model = await service.model(known_name(service, body.model))
-    apply_keep_alive(request, service, body.model, body.keep_alive)
+    apply_keep_alive(request, model.uses, body.keep_alive)
     refuse_values(body, ["template", "context"])
     params = _params(body, model)
     answer = GenerateLines(body.model, model, params)
@@ -139,7 +140,14 @@ def _unloaded(
 ) -> Response:
     """Has a model unloaded as soon as no request uses it."""
     require_operator(request)
-    apply_keep_alive(request, service, body.model, body.keep_alive)
+    slot = find(service, body.model)
+    if slot.loaded is not None and not service.residency.may_unload(slot):
+        raise HTTPException(
+            409,
+            f"the model `{slot.name}` stays loaded: it is pinned, or --load-on-demand is none (hint:"
+            " POST /v1/models/unload removes it from the server)",
+        )
+    slot.uses.keep_s = 0.0
     return _json(kind.unloaded(body.model), body)
 
 

@@ -12,8 +12,8 @@ from fastapi import Request
 
 from octavo.errors import InvalidRequest, shown
 from octavo.server.auth import is_operator
-from octavo.server.ollama.names import find
-from octavo.server.state.service import Service
+from octavo.server.body import get_ignored
+from octavo.server.state.model_uses import ModelUses
 
 KeepAlive = str | int | float | None
 
@@ -50,9 +50,12 @@ def asks_to_unload(given: KeepAlive) -> bool:
     return given is not None and parse_keep_alive(given) == 0
 
 
-def apply_keep_alive(request: Request, service: Service, name: str, given: KeepAlive) -> None:
-    """Sets how long a model stays after this request; the operator's requests alone do."""
-    if given is not None:
-        seconds = parse_keep_alive(given)
-        if is_operator(request):
-            find(service, name).uses.keep_s = seconds
+def apply_keep_alive(request: Request, uses: ModelUses, given: KeepAlive) -> None:
+    """Sets how long a model stays after this request; ignored unless the operator sends it."""
+    if given is None:
+        return
+    seconds = parse_keep_alive(given)
+    if is_operator(request):
+        uses.keep_s = seconds
+    else:
+        get_ignored(request).add("keep_alive", "only the operator's key may set it")

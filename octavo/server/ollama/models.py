@@ -93,26 +93,32 @@ def _entry(slot: EngineSlot, name: str, cached: Sequence[CachedModel] = ()) -> d
         at_path = (each for each in cached if str(each.path) == slot.spec.model)
         found = next(at_path, None) or match_local_model(slot.spec.model, cached)
         num_bytes = 0 if found is None else found.num_bytes
-    return _row(name, _time(slot.created), num_bytes, slot.state, _details(slot))
+    row = _row(name, slot.created, num_bytes, slot.state, _details(slot))
+    return row | {"digest": _digest(slot.name)}  # the same under all names of a model
 
 
 def _cached_entry(model: CachedModel) -> dict[str, Any]:
     details = _details(EngineSlot(is_unloaded=True))
-    return _row(model.name, _time(model.modified_s), model.num_bytes, "unloaded", details)
+    return _row(model.name, model.modified_s, model.num_bytes, "unloaded", details)
 
 
 def _row(
-    name: str, modified_at: str, num_bytes: int, state: SlotState, details: dict[str, Any]
+    name: str, modified_s: float, num_bytes: int, state: SlotState, details: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "name": tagged(name),
         "model": tagged(name),
-        "modified_at": modified_at,
+        "modified_at": _time(modified_s),
         "size": num_bytes,
-        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "digest": _digest(name),
         "details": details,
         "state": state,
     }
+
+
+def _digest(name: str) -> str:
+    """Returns what stands for a model's files, of which this server keeps no digest."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _expiry(slot: EngineSlot) -> str:

@@ -7,29 +7,27 @@ hub; a path of this machine is never taken.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from octavo.checkpoint.catalogue import CATALOGUE, short_name
 from octavo.config.model_reference import parse_hub_reference
-from octavo.errors import DownloadFailed, InvalidRequest, shown
+from octavo.errors import InvalidRequest, shown
 from octavo.progress import FileProgress
 from octavo.server.auth import require_operator
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
-from octavo.server.known_models import NAME
 from octavo.server.ollama.answer import LineStream
 from octavo.server.ollama.bodies import CopyBody, DeleteBody, PullBody
 from octavo.server.ollama.names import LATEST, known_name
-from octavo.server.pulls import Pull
+from octavo.server.state.adapters import NAME
 from octavo.server.state.service import Service, service_of
 
 SHOWN_DIGITS = 12
 """Digits of a digest that a status shows."""
-BAD_GATEWAY = 502
 
 router = APIRouter()
 
@@ -94,19 +92,11 @@ async def _progress(service: Service, name: str) -> AsyncGenerator[list[dict[str
     """Yields the lines of a pull, the last of which says that it is done."""
     yield [{"status": "pulling manifest"}]
     download = service.pulls.start(name)
-    is_verified = False
-    try:
-        async for changed in download.follow():
+    async with aclosing(download.follow()) as changes:
+        async for changed in changes:
             yield [_line(each) for each in changed]
-            if not is_verified and _is_whole(download):
-                is_verified = True
-                yield [{"status": "verifying sha256 digest"}]
-        path = await download.path()
-    except DownloadFailed as error:
-        hint = f" (hint: {error.hint})" if error.hint else ""
-        raise HTTPException(BAD_GATEWAY, f"pull model manifest: {error.message}{hint}") from error
-    yield [{"status": "writing manifest"}]
-    await service.known.add_pulled(name, path)
+    yield [{"status": "verifying sha256 digest"}, {"status": "writing manifest"}]
+    await service.known.add_pulled(name, await download.path())
     yield [{"status": "success"}]
 
 
@@ -120,13 +110,10 @@ def _line(progress: FileProgress) -> dict[str, Any]:
     }
 
 
-def _is_whole(download: Pull) -> bool:
-    return all(each.completed_bytes == each.num_bytes for each in download.files.values())
-
-
 async def _last(lines: AsyncGenerator[list[dict[str, Any]], None]) -> dict[str, Any]:
     """Returns the last line of a pull, once it is done."""
     last: dict[str, Any] = {}
-    async for some in lines:
-        last = some[-1]
+    async with aclosing(lines):
+        async for some in lines:
+            last = some[-1]
     return last

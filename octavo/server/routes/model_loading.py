@@ -5,7 +5,6 @@ For the operator only. Both answer at once; GET /v1/models says how far it is.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -17,6 +16,7 @@ from octavo.errors import ConfigError, InvalidRequest, Overloaded, did_you_mean,
 from octavo.server.auth import require_operator
 from octavo.server.body import Body, body_of
 from octavo.server.openai.models import card_of
+from octavo.server.state.adapters import NAME, NAME_RULE
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
@@ -40,7 +40,8 @@ OF_THE_MACHINE = frozenset(
 OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})
 """Engine options that a load may name."""
 
-NAME = re.compile(r"[\w.:/-]{1,200}")
+WITHOUT_ENGINE = ("unloaded", "failed")
+"""States in which a model may be loaded again."""
 MAX_DRAIN_S = 3600.0
 DRAIN_S = 30.0
 
@@ -56,7 +57,7 @@ class LoadBody(Body):
         str,
         Field(
             description="a short name, a path on the server or a repository, of 1 to 4096"
-            " characters; or the name of a model that failed, to load it again",
+            " characters; or the name of a model that failed or is unloaded, to load it again",
             min_length=1,
             max_length=4096,
         ),
@@ -128,13 +129,12 @@ def _spec_of(service: Service, body: LoadBody) -> ModelSpec:
     """Returns what is to be loaded; raises InvalidRequest for a bad name or option."""
     if body.name is not None and not NAME.fullmatch(body.name):
         raise InvalidRequest(
-            f"name: got {body.name[:80]!r}, allowed are 1 to 200 letters, digits and any of . : / _"
-            " -",
+            f"name: got {body.name[:80]!r}, allowed are {NAME_RULE}",
             param="name",
         )
-    failed = service.models.get(body.model)
-    if failed is not None and failed.state == "failed":
-        options = dict(failed.spec.options)
+    known = service.models.get(body.model)
+    if known is not None and known.state in WITHOUT_ENGINE:
+        options = dict(known.spec.options)
     else:
         options = {**service.loader.defaults, "model": body.model, "served_model_name": None}
     if body.name is not None:
@@ -163,10 +163,10 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 def _make_room(service: Service, name: str) -> None:
     """Raises 409 where the name is taken, and Overloaded where there are too many models.
 
-    A model that failed gives way to one of the same name.
+    A model that failed or is unloaded gives way to one of the same name.
     """
     taken = service.models.get(name)
-    if taken is not None and taken.state != "failed":
+    if taken is not None and taken.state not in WITHOUT_ENGINE:
         raise HTTPException(
             409,
             f"the model `{name}` exists and is {taken.state} (hint: give another name, or unload"
@@ -176,7 +176,7 @@ def _make_room(service: Service, name: str) -> None:
         raise HTTPException(409, f"an adapter is called `{name}` (hint: give another name)")
     limit = service.settings.max_models
     num_models = service.models.num_in_memory
-    if taken is None and num_models >= limit:
+    if (taken is None or taken.state == "unloaded") and num_models >= limit:
         raise Overloaded(
             f"the server has {num_models} models, allowed are {limit}",
             hint="unload one, or raise max_models",

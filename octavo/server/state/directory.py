@@ -144,6 +144,12 @@ class ModelDirectory:
         self._slots[slot.name] = slot
         self._changed |= slot.state != "unloaded"
 
+    def rename(self, slot: EngineSlot, name: str, model: str) -> None:
+        """Gives a model another public name, and another text by which it is found."""
+        del self._slots[slot.name]
+        slot.rename(name, model)
+        self._slots[name] = slot
+
     def remove(self, slot: EngineSlot) -> None:
         """Forgets a slot, unless another has taken its name."""
         if self._slots.get(slot.name) is slot:

@@ -26,8 +26,8 @@ class ModelSpec:
     is_pinned: bool = False
     """Whether the model stays in memory until the operator unloads it."""
     is_remote: bool = False
-    """Whether `model` came by HTTP: then it never means a path of this machine, and requests that
-    name no model do not mean this one.
+    """Whether it was made known by HTTP: pulled, or found in this machine's caches. Requests that
+    name no model do not mean it.
     """
 
     @property

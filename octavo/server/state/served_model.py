@@ -5,13 +5,14 @@ Made for one HTTP request by `Service.model`; knows no wire format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.async_llm import AsyncLLM
 from octavo.prompt_ports import Tokenizer
 from octavo.server.request_limits import RequestLimits
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
+from octavo.server.state.model_uses import ModelUses
 from octavo.server.state.request_record import RequestRecord
 from octavo.step import AdapterRef
 
@@ -31,6 +32,7 @@ class ServedModel:
     """Formats of its calls and its reasoning."""
     adapter: AdapterRef | None = None
     """Adapter that its requests are computed with; None: the plain model."""
+    uses: ModelUses = field(default_factory=ModelUses)
     load_s: float = 0.0
     """Seconds for which the request waited for the model's load."""
 

@@ -85,7 +85,15 @@ class Service:
 
     def _served(self, slot: EngineSlot, llm: AsyncLLM) -> ServedModel:
         limits = RequestLimits.of(self.settings)
-        return ServedModel(slot.name, llm, slot.metrics, limits, self.record, slot.formats(llm))
+        return ServedModel(
+            slot.name,
+            llm,
+            slot.metrics,
+            limits,
+            self.record,
+            slot.formats(llm),
+            uses=slot.uses,
+        )
 
 
 async def service_of(request: Request) -> Service:

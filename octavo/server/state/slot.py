@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from octavo.async_llm import AsyncLLM
@@ -56,8 +57,6 @@ class EngineSlot:
         self._failure = ""
         self.error: Exception | None = None
         """Why the latest load failed."""
-        self.failed_at = 0.0
-        """Moment of that failure, on the monotonic clock."""
         self._cancel: Callable[[], None] | None = None
 
     @staticmethod
@@ -156,6 +155,10 @@ class EngineSlot:
         own = (self.name, self.spec.model)
         return name in own or any(same_model(name, each) for each in own)
 
+    def rename(self, name: str, model: str) -> None:
+        options = {**self.spec.options, "model": model, "served_model_name": name}
+        self.spec = replace(self.spec, name=name, options=options)
+
     def report(self, text: str) -> None:
         """Notes the progress of the load, which a 503 and the model's card quote."""
         self._progress = text
@@ -188,7 +191,7 @@ class EngineSlot:
     def fail(self, error: Exception) -> None:
         """Notes why the load failed; what is not ours shows nothing of its inside."""
         unknown = f"an internal error ({type(error).__name__})"
-        self.error, self.failed_at = error, time.monotonic()
+        self.error = error
         self._failure = error.message if isinstance(error, OctavoError) else unknown
 
     def drain(self, reason: str = "the server is stopping") -> None:
