@@ -144,8 +144,8 @@ def _unloaded(
     if slot.loaded is not None and not service.residency.may_unload(slot):
         raise HTTPException(
             409,
-            f"the model `{slot.name}` stays loaded: it is pinned, or --load-on-demand is none (hint:"
-            " POST /v1/models/unload removes it from the server)",
+            f"the model `{slot.name}` stays loaded, as it is pinned or --load-on-demand is none"
+            " (hint: POST /v1/models/unload removes it)",
         )
     slot.uses.keep_s = 0.0
     return _json(kind.unloaded(body.model), body)

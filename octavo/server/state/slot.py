@@ -171,7 +171,9 @@ class EngineSlot:
 
     def begin_load(self) -> None:
         """Leaves the state unloaded or failed: a load follows."""
-        self._is_unloaded, self._failure, self._progress = False, "", "starting"
+        self._is_unloaded = False
+        self._failure = ""
+        self._progress = "starting"
         self.error = None
 
     def fill(self, llm: AsyncLLM) -> None:
