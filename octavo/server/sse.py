@@ -26,6 +26,10 @@ from octavo.server.time_limit import DEADLINE, Deadline
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+PING_INTERVAL_S = 15.0
+"""Longest silence on a stream, in seconds: many clients and proxies give up on a connection that
+sends nothing for some minutes, which a long prompt takes on a slow machine.
+"""
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 Events = AsyncGenerator[list[Any], None]
@@ -37,6 +41,8 @@ class EventStream(Response):
 
     end = DONE
     """Bytes that follow the last event."""
+    ping = b": ping\n\n"
+    """Bytes that a client skips, sent while there is no event; empty for none."""
     media_type = "text/event-stream"
 
     def __init__(self, events: Events, headers: Mapping[str, str] = NO_HEADERS) -> None:
@@ -46,6 +52,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._encoder = msgspec.json.Encoder()
+        self._sent_at_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(
@@ -59,16 +66,35 @@ class EventStream(Response):
 
     async def _write(self, send: Send, deadline: Deadline) -> None:
         """Sends all events; an error becomes an event of its own, as the status has been sent."""
+        pings = asyncio.ensure_future(self._send_pings(send))
         try:
             async with asyncio.timeout_at(deadline.at_s) as limit:
                 async for payloads in self._events:
-                    await _send_part(send, self.format_events(payloads))
+                    await self._send_part(send, self.format_events(payloads))
         except Exception as error:
             told: Exception = deadline.error if limit.expired() else error
             if told is error and not isinstance(error, OctavoError):
                 logger.exception("a stream failed")
-            await _send_part(send, self.format_events(self.failure(told)))
+            await self._send_part(send, self.format_events(self.failure(told)))
+        finally:
+            pings.cancel()
         await send({"type": "http.response.body", "body": self.end, "more_body": False})
+
+    async def _send_pings(self, send: Send) -> None:
+        """Sends a ping after each `PING_INTERVAL_S` without an event, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        self._sent_at_s = loop.time()
+        with suppress(OSError, ClientDisconnect):
+            while self.ping:
+                silence_left_s = self._sent_at_s + PING_INTERVAL_S - loop.time()
+                if silence_left_s > 0:
+                    await asyncio.sleep(silence_left_s)
+                else:
+                    await self._send_part(send, self.ping)
+
+    async def _send_part(self, send: Send, body: bytes) -> None:
+        self._sent_at_s = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def failure(self, error: Exception) -> list[Any]:
         """Returns the events that tell of an error."""
@@ -93,7 +119,3 @@ class NamedEventStream(EventStream):
             for payload in payloads
         ]
         return b"".join(parts)
-
-
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})

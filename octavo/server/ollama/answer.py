@@ -33,6 +33,7 @@ class LineStream(EventStream):
     """A stream of one JSON object a line; an error is a line too."""
 
     end = b""
+    ping = b""
     media_type = "application/x-ndjson"
 
     def failure(self, error: Exception) -> list[Line]:
