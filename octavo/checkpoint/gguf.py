@@ -10,7 +10,6 @@ versions 2 and 3, little-endian.
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.checkpoint.model_file import PART_NAME
 from octavo.checkpoint.placeholder import refuse_placeholder
 from octavo.errors import UnsupportedModel, WeightMismatch, shown
 from octavo.quant.blocks import StoredWeight
@@ -142,10 +142,6 @@ def header_bytes(path: Path) -> int:
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         raise _corrupt(path, "its header breaks off") from error
     return reader.offset
-
-
-PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-"""Names of the files of a model in several, as llama-gguf-split gives them."""
 
 
 def read_gguf_model(path: Path) -> GgufFile:

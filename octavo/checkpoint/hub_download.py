@@ -78,6 +78,8 @@ class HubModel:
             self._fetch_large(listing, chosen.files)
             folder = self._snapshot(listing.revision, chosen.files)
         self._check(folder, chosen, before=set() if verify else before)
+        if verify and before >= set(self._blobs().glob("*")):
+            self.report(f"{self.reference}: already cached, and its checksums match")
         return folder / chosen.main
 
     def fetch_header(self) -> Path:
@@ -147,6 +149,7 @@ class HubModel:
             ) from None
         if verify:
             self._check(folder, chosen, before=set())
+            self.report(f"{self.reference}: already cached; the hub cannot be reached")
         return folder / chosen.main
 
     # -- transfers ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from octavo.checkpoint.gguf import PART_NAME
+from octavo.checkpoint.model_file import PART_NAME
 from octavo.config.model_reference import HubReference
 from octavo.errors import NotOnHub
 

@@ -7,6 +7,7 @@ lie elsewhere are not listed and not removed. Reads file names and sizes only.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,19 @@ class CachedModel:
     """Time of its newest file, in seconds since the epoch."""
     removed: tuple[Path, ...]
     """Files and directories that are deleted with the model."""
+
+    @property
+    def quantization(self) -> str:
+        """The quantization that the file's name or config.json has, or else the data type; "" if
+        neither says."""
+        if self.path.suffix == ".gguf":
+            return GgufModel((self.path.name,), 1).quant
+        try:
+            config = json.loads((self.path / "config.json").read_bytes())
+            method = (config.get("quantization_config") or {}).get("quant_method")
+            return str(method or config.get("torch_dtype") or config.get("dtype") or "")
+        except (OSError, ValueError, AttributeError):
+            return ""
 
 
 def list_local_models() -> list[CachedModel]:
@@ -78,9 +92,9 @@ def match_local_model(name: str, models: Sequence[CachedModel]) -> CachedModel |
 
 
 def remove_local_model(model: CachedModel) -> None:
-    """Deletes a model's files from its cache."""
+    """Deletes a model's files from its cache; of a link, not what it leads to."""
     for path in model.removed:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
@@ -140,7 +154,8 @@ def _models_of(repo: CachedRepoInfo) -> Iterator[CachedModel]:
         blobs = {path.resolve() for path in paths}
         # Without its only model a repository has nothing left to run.
         is_only = len(found) == 1 and not has_safetensors
-        removed = [repo.repo_path] if is_only else [*paths, *blobs]
+        own = [blob for blob in blobs if blob.is_relative_to(repo.repo_path.resolve())]
+        removed = [repo.repo_path] if is_only else [*paths, *own]
         local = _local_model(f"{repo.repo_id}/{file}", paths[0], blobs, removed)
         if local is not None:
             yield local

@@ -1,8 +1,14 @@
-"""A catalogue model's files: names, sizes, checksums, and the wheels that hold them."""
+"""A catalogue model's files: names, sizes, checksums, and the wheels that hold them; and the names
+of the files of a split GGUF model.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Names of the files of a model in several, as llama-gguf-split gives them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from octavo.checkpoint.config_file import ConfigFile
-from octavo.checkpoint.gguf import PART_NAME
 from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.model_file import PART_NAME
 from octavo.checkpoint.pickled import PICKLE, find_pickled_files, no_weights
 from octavo.checkpoint.safetensors import SafetensorsCheckpoint
 from octavo.checkpoint_ports import Checkpoint, ModelHeader

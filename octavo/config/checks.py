@@ -126,7 +126,7 @@ def _check_importance(config: EngineConfig) -> None:
         f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
         "beside engines that share experts": config.fleet.num_sharing > 1,
         "beside kv_transfer": config.transfer.kv_transfer is not None,
-        "beside spec_method": config.scheduler.spec_method is not None,
+        "beside spec_method": config.scheduler.guesses,
         "beside weights_memory_bytes": config.offload.weights_memory_bytes is not None,
         "beside sparsity_predictor": config.sparsity.sparsity_predictor is not None,
         "beside kv_selection": config.sparsity.kv_selection is not None,

@@ -42,6 +42,8 @@ def with_forced_guesses(config: EngineConfig, program: Program) -> EngineConfig:
     options, backend = config.scheduler, config.backend
     if options.spec_method is not None or not _can_guess(config, program):
         return config
+    if config.cache.weighs_prefixes:  # its requests have no draft tokens
+        return config
     keeps = backend.backend != "torch" or (
         backend.batch_invariant and options.async_scheduling == "off"
     )

@@ -438,12 +438,25 @@ def _check_fits(
     approximate = describe(config.sparsity)
     left_out = describe_left_out(config.cache)
     unread = describe_unread(config.scheduler.spec_method, model.checkpoint)
+    larger = _describe_larger(model, sum(footprint.weight_bytes.values()))
     adapters = describe_lora_dtype(config.lora.lora_dtype) if config.lora.enable_lora else ""
-    for line in filter(None, (approximate, adapters, left_out, unread)):
+    for line in filter(None, (approximate, adapters, left_out, unread, larger)):
         report(line)
     report(
         f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}"
         f"{streamed}"
+    )
+
+
+def _describe_larger(model: Model, weight_bytes: int) -> str | None:
+    """Returns a warning if quantization at load makes the weights larger than their files."""
+    file_bytes = sum(file.stat().st_size for file in model.checkpoint.weight_files)
+    if model.config.model.quantization is None or weight_bytes <= file_bytes:
+        return None
+    return (
+        f"WARNING: --quantization {model.config.model.quantization} makes the weights larger:"
+        f" {format_bytes(weight_bytes)} in memory, {format_bytes(file_bytes)} in the file, whose"
+        " weights are quantized already; leave the option out"
     )
 
 

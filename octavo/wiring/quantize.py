@@ -23,6 +23,7 @@ from octavo.checkpoint.weights import WeightReader, sensitive_weights
 from octavo.checkpoint.writing.class_names import CLASS_NAMES
 from octavo.checkpoint.writing.destination import Destination, GgufDirectory, HfDirectory
 from octavo.checkpoint_ports import Checkpoint, TokenizerSource
+from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError, SetupError, UnsupportedModel
 from octavo.models.hf_config import model_info
 from octavo.models.registry import build_programs
@@ -101,6 +102,8 @@ def quantize_checkpoint(
     identity = _identity(checkpoint, recipe, token_ids)
     with Journal(output, identity) as journal, writing_to(journal.folder):
         _begin(destination, plan, journal, _state_bytes(program, recipe, token_ids))
+        if (warning := _describe_larger(checkpoint, journal.folder)) is not None:
+            report(warning)
         quantizer = Quantizer(
             program=program,
             checkpoint=checkpoint,
@@ -123,9 +126,28 @@ def quantize_checkpoint(
         num_matrices=len(plan.matrices),
         left=plan.left,
         fell_back=tuple(journal.listed),
-        num_bytes=sum(file.stat().st_size for file in output.rglob("*") if file.is_file()),
-        source_bytes=sum(file.stat().st_size for file in checkpoint.weight_files),
+        num_bytes=_folder_bytes(output),
+        source_bytes=_weight_bytes(checkpoint),
     )
+
+
+def _describe_larger(checkpoint: Checkpoint, folder: Path) -> str | None:
+    """Returns a warning if the result, whose space is reserved, is not smaller than its source."""
+    made, source = _folder_bytes(folder), _weight_bytes(checkpoint)
+    if made < source:
+        return None
+    return (
+        f"WARNING: the result takes {format_bytes(made)}, the source only {format_bytes(source)}:"
+        " its weights are quantized already; quantize the original model instead"
+    )
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _weight_bytes(checkpoint: Checkpoint) -> int:
+    return sum(file.stat().st_size for file in checkpoint.weight_files)
 
 
 def _begin(

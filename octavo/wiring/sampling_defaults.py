@@ -39,9 +39,14 @@ def sampling_defaults(
         options, checkpoint, has_chat_template=has_chat_template, has_encoder=has_encoder
     )
     overrides = _overrides(options.override_generation_config)
+    is_given = "max_new_tokens" in {**checkpoint.generation_config, **overrides}
     if overrides:
         source += ", --override-generation-config"
-    return SamplingDefaults.from_generation_config({**values, **overrides}, source)
+    return SamplingDefaults.from_generation_config(
+        {**values, **overrides},
+        source,
+        limits_chats_only=options.generation_config == "auto" and not is_given,
+    )
 
 
 def _values(

@@ -11,18 +11,21 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo.checkpoint.catalogue import CATALOGUE, fetched, resolve_header
+from octavo.checkpoint.catalogue import CATALOGUE, fetched, name_at, resolve_header
+from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
 from octavo.checkpoint.open import open_header
 from octavo.checkpoint.safetensors import DTYPES
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint_ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.config.engine_config import EngineConfig
+from octavo.engine.front.sampling_defaults import SamplingDefaults
 from octavo.errors import BackendUnavailable, ConfigError, OctavoError
 from octavo.models.hf_config import ModelInfo
 from octavo.models.registry import FAMILIES, ModelFamily
 from octavo.program.program import Program
 from octavo.quant.gguf import BLOCK_TYPES
+from octavo.text.parsers.choice import formats_of as formats_of_answers
 from octavo.wiring.backend import build_backend
 from octavo.wiring.model import (
     derive_from,
@@ -30,6 +33,7 @@ from octavo.wiring.model import (
     formats_of,
     programs_of,
 )
+from octavo.wiring.sampling_defaults import sampling_defaults
 
 
 class ShortName(NamedTuple):
@@ -75,6 +79,13 @@ class ModelReport:
     has_tokenizer: bool | None
     """Whether a tokenizer lies with it; None where that is not known."""
     has_chat_template: bool
+    tool_format: str | None
+    """Name of the format of tool calls; None where the chat template shows none."""
+    reasoning_format: str | None
+    sampling: SamplingDefaults | None
+    """Sampling values of requests that set none; None for a model that does not generate, and where
+    only config.json is there."""
+    license: str | None
     verdicts: tuple[BackendVerdict, ...]
 
     @property
@@ -131,6 +142,9 @@ def report_on(name: str) -> ModelReport:
     for weight, format_ in formats_by_weight(config, header, programs):
         sizes[format_] += prod(weight.shape)
     files, source = _beside(header)
+    template = None if source is None else source.chat_template
+    tool_template = None if source is None else source.named_templates.get("tool_use")
+    answers = formats_of_answers(template, None, None, tool_template)
     return ModelReport(
         path=header.path,
         info=info,
@@ -138,7 +152,11 @@ def report_on(name: str) -> ModelReport:
         formats=dict(sizes.most_common()),
         num_bytes=sum(file.stat().st_size for file in files),
         has_tokenizer=source is not None if files else None,
-        has_chat_template=source is not None and source.chat_template is not None,
+        has_chat_template=template is not None,
+        tool_format=None if answers.tools is None else answers.tools.name,
+        reasoning_format=None if answers.reasoning is None else answers.reasoning.name,
+        sampling=_sampling(config, header, programs, has_chat_template=template is not None),
+        license=_license(header),
         verdicts=tuple(_verdicts(name, header, programs)),
     )
 
@@ -148,6 +166,33 @@ def _beside(header: ModelHeader) -> tuple[Sequence[Path], TokenizerSource | None
     if not isinstance(header, Checkpoint):
         return (), None
     return header.weight_files, header.tokenizer_source()
+
+
+def _sampling(
+    config: EngineConfig,
+    header: ModelHeader,
+    programs: Sequence[Program],
+    *,
+    has_chat_template: bool,
+) -> SamplingDefaults | None:
+    if not isinstance(header, Checkpoint) or "pooled" in programs[0].outputs:
+        return None
+    return sampling_defaults(
+        config.model,
+        header,
+        has_chat_template=has_chat_template,
+        has_encoder=config.model.max_encoder_len is not None,
+    )
+
+
+def _license(header: ModelHeader) -> str | None:
+    """Returns the license that a GGUF file names, or the catalogue's for its models."""
+    if isinstance(header, GgufCheckpoint):
+        named = header.file.metadata.get("general.license")
+        if isinstance(named, str):
+            return named
+    short = name_at(header.path)
+    return None if short is None else CATALOGUE[short].license
 
 
 def _verdicts(

@@ -4,11 +4,8 @@ of curl by their routes, and octavo's command lines, values too, by its own pars
 
 import json
 import re
-import shlex
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import typer
@@ -25,47 +22,12 @@ from octavo.server.openapi import bodies_of
 from octavo.server.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
 from tests.arch.test_docs import PAGES, ROOT
+from tests.support.doc_blocks import Block, blocks, commands
 
 PAGES = [*PAGES, ROOT / "deploy" / "README.md"]
 LOADERS = {"keys": lambda path: read_key_file(str(path)), "serve": read_config, "plan": read_plan}
-PROGRAMS = "octavo|curl|make|pip|export|ray|python|pytest|[A-Z_]+=\\S+|\\.venv\\S*"
-SHELLS = ("bash", "sh", "shell", "console")
 PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_:=]*|.*[A-Z]{3,}.*|N|\.\.\.")
 """A word that stands for a value."""
-
-
-class Block(NamedTuple):
-    """A code block of a page."""
-
-    page: str
-    line: int
-    language: str
-    """Language of a fence; "" for an indented block."""
-    mark: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    lines = page.read_text().splitlines()
-    name, at = str(page.relative_to(ROOT)), 0
-    while at < len(lines):
-        start = at
-        if opened := re.match(r"( *)```(\w*) *(\w*)", lines[at]):
-            at += 1
-            while not lines[at].strip().startswith("```"):
-                at += 1
-            text = "\n".join(line.removeprefix(opened[1]) for line in lines[start + 1 : at])
-            yield Block(name, start + 1, opened[2], opened[3], text)
-        elif lines[at].startswith("    ") and (at == 0 or not lines[at - 1].strip()):
-            while at < len(lines) and (lines[at].startswith("    ") or not lines[at].strip()):
-                at += 1
-            text = "\n".join(line[4:] for line in lines[start:at]).rstrip()
-            yield Block(name, start + 1, "", "", text)
-            continue
-        at += 1
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -73,34 +35,6 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 def of(*languages: str) -> list[Block]:
     return [block for block in BLOCKS if block.language in languages]
-
-
-def words_of(line: str) -> list[str] | None:
-    """Returns the words of a command; None if a quotation in it does not end."""
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:
-        return None
-
-
-def commands(block: Block) -> list[list[str]]:
-    """Returns the words of each command of a block in a shell's language."""
-    if block.language not in ("", *SHELLS):
-        return []
-    found, lines = [], re.sub(r"\\\n\s*", " ", block.text).splitlines()
-    while lines:
-        line = lines.pop(0).removeprefix("$ ")
-        if block.language == "" and not re.match(rf"({PROGRAMS})(\s|$)", line):
-            continue
-        words = words_of(line)
-        while words is None and lines:  # a quoted text goes on
-            line += "\n" + lines.pop(0)
-            words = words_of(line)
-        assert words is not None, f"{block}: a quotation does not end"
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words = words[1:]
-        found.append(words)
-    return [words for words in found if words]
 
 
 COMMANDS = [(block, words) for block in BLOCKS for words in commands(block)]

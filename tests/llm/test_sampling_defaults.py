@@ -58,6 +58,15 @@ def test_a_model_without_one_has_the_values_of_its_kind():
     assert base.chat_params.max_tokens == BASE["max_new_tokens"]
 
 
+def test_a_recommended_limit_is_for_chats_and_a_given_one_for_completions_too(tmp_path):
+    base = tiny_model("llama").path
+    assert defaults_of(base).params.max_tokens == NEUTRAL.max_tokens
+    override = '{"max_new_tokens": 7}'
+    assert defaults_of(base, override_generation_config=override).params.max_tokens == 7
+    path = with_config(tmp_path, {"max_new_tokens": 99})
+    assert defaults_of(path).params.max_tokens == 99
+
+
 def test_an_encoder_decoder_is_greedy():
     assert defaults_of(tiny_model("t5").path).values == ENCODER_DECODER
 

@@ -59,9 +59,13 @@ class SamplingDefaults:
     """Sampling values by the names of SamplingParams."""
     source: str = "vllm"
     """Where they come from, for the line at start-up."""
+    limits_chats_only: bool = False
+    """Whether max_tokens is for chats; a completion that sets none then has at most 16 tokens."""
 
     @staticmethod
-    def from_generation_config(given: Mapping[str, Any], source: str) -> SamplingDefaults:
+    def from_generation_config(
+        given: Mapping[str, Any], source: str, *, limits_chats_only: bool = False
+    ) -> SamplingDefaults:
         """Takes the sampling values of a generation_config; ConfigError if one is out of range."""
         values = {ours: given[key] for key, ours in NAMES.items() if given.get(key) is not None}
         try:
@@ -70,12 +74,13 @@ class SamplingDefaults:
             raise ConfigError(
                 f"{source}: {error.message}", hint="--generation-config vllm ignores it"
             ) from error
-        return SamplingDefaults(values, source)
+        return SamplingDefaults(values, source, limits_chats_only)
 
     @property
     def params(self) -> SamplingParams:
-        """Params of a request that sets none; without a recommended max_tokens at most 16."""
-        return SamplingParams(**self.values)
+        """Params of a completion that sets none; without a max_tokens for it, at most 16 tokens."""
+        left_out = {"max_tokens"} if self.limits_chats_only else set()
+        return SamplingParams(**{k: v for k, v in self.values.items() if k not in left_out})
 
     @property
     def chat_params(self) -> SamplingParams:
@@ -86,5 +91,8 @@ class SamplingDefaults:
 
     def describe(self) -> str:
         """Returns the line for the log at start-up."""
+        return f"default sampling params: {self.describe_values()}"
+
+    def describe_values(self) -> str:
         shown = ", ".join(f"{name} {value:g}" for name, value in self.values.items())
-        return f"default sampling params: {shown or 'those of SamplingParams'} ({self.source})"
+        return f"{shown or 'those of SamplingParams'} ({self.source})"

@@ -1,0 +1,61 @@
+"""`octavo ps`: the models that a server has loaded."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.top import DEFAULT_URL, KEY_VARIABLES
+from octavo.config.sizes import format_bytes
+
+FOREVER_YEAR = 9999
+"""Year in which Ollama's API has a model expire that stays."""
+
+
+def ps(
+    *,
+    url: Annotated[str, typer.Option(help="Ask this server")] = DEFAULT_URL,
+    api_key: Annotated[
+        str | None, typer.Option(help="Send this key", show_default=f"${KEY_VARIABLES[1]}")
+    ] = None,
+) -> None:
+    """List the models that a running server has loaded."""
+    from octavo.cli.columns import format_columns
+    from octavo.cli.http_client import HttpClient
+    from octavo.errors import WorkerFailed
+    from octavo.progress import to_stderr
+
+    key = api_key or next(filter(None, map(os.environ.get, reversed(KEY_VARIABLES))), None)
+    client = HttpClient(url, key)
+    answer = client.get("/api/ps")
+    if answer.status != 200:
+        raise WorkerFailed(f"url: {client.url}/api/ps answers {answer.refusal()}")
+    try:
+        rows = [_row(model) for model in answer.json()["models"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WorkerFailed(f"url: {client.url}/api/ps is no list of models") from error
+    print(format_columns(("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "UNTIL"), rows))
+    if not rows:
+        to_stderr(f"no model is loaded at {client.url}")
+
+
+def _row(model: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        str(model["name"]),
+        format_bytes(int(model["size"])),
+        str(model["details"]["quantization_level"]) or "-",
+        f"{model['context_length']:,}" if "context_length" in model else "-",
+        _until(str(model["expires_at"])),
+    )
+
+
+def _until(expires_at: str) -> str:
+    """Returns when a model is unloaded if no request comes."""
+    expiry = datetime.fromisoformat(expires_at)
+    if expiry.year >= FOREVER_YEAR:
+        return "forever"
+    left_s = max(0, round((expiry - datetime.now(UTC)).total_seconds()))
+    return f"in {left_s} s" if left_s < 120 else f"in {left_s // 60} min"

@@ -1,0 +1,48 @@
+"""`octavo rm MODEL...`: deletes models from the caches of this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.local_models import CachedModel
+
+
+def rm(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Names as `octavo list` prints them"),
+    ],
+) -> None:
+    """Delete models from the cache. Nothing is deleted if one of the names is unknown."""
+    from octavo.checkpoint.local_models import remove_local_model
+    from octavo.config.sizes import format_bytes
+
+    found = {model.path: model for model in map(_find, names)}
+    for model in found.values():
+        remove_local_model(model)
+        print(f"removed {model.name}: {format_bytes(model.num_bytes)} freed")
+
+
+def _find(name: str) -> CachedModel:
+    """Returns a cached model; raises ModelNotFound if there is none of that name."""
+    import difflib
+
+    from octavo.checkpoint.local_models import find_local_model, list_local_models
+    from octavo.config.paths import is_there, user_path
+    from octavo.errors import ModelNotFound
+
+    model = find_local_model(name)
+    if model is not None:
+        return model
+    if name and is_there(user_path(name)):
+        raise ModelNotFound(
+            f"model {name!r}: it is not in the cache",
+            hint="octavo rm deletes cached models only; delete your own file or directory yourself",
+        )
+    known = [each.name for each in list_local_models()]
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]}?" if close else "octavo list names the cached models"
+    raise ModelNotFound(f"model {name!r}: it is not in the cache", hint=hint)

@@ -1,0 +1,92 @@
+"""`octavo show MODEL`: what a checkpoint's headers say of it, and which backend runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.config.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from octavo.wiring.survey import ModelReport
+
+WIDTH = 15
+"""Columns of the names."""
+
+
+def show(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Short name, path (config.json suffices) or Hugging Face repository to describe"
+        ),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """Describe a model from its headers, with the backends that run it. The exit code is 2 if none
+    does.
+    """
+    from octavo.wiring.survey import report_on
+
+    report = report_on(model)
+    if json:
+        import json as json_format
+
+        print(json_format.dumps(_shown(report)))
+    else:
+        print("\n".join(_lines(model, report)))
+    if not report.runs:
+        raise typer.Exit(2)
+
+
+def _lines(name: str, report: ModelReport) -> Iterator[str]:
+    shares = ", ".join(
+        f"{kind} {count / report.num_parameters:.0%}" for kind, count in report.formats.items()
+    )
+    size = f", {format_bytes(report.num_bytes)}" if report.num_bytes else ""
+    tokenizer = {True: "included", False: "none", None: "unknown: no weights here"}
+    has_template = "included" if report.has_chat_template else "none: it completes texts"
+    yield f"{name}: {report.info.model_type}, {report.num_parameters / 1e6:,.1f} M parameters{size}"
+    facts = {
+        "quantization": shares,
+        "context": f"{report.info.max_context_tokens:,} tokens",
+        "vocabulary": f"{report.info.vocab_size:,} tokens",
+        "tokenizer": tokenizer[report.has_tokenizer],
+        "chat template": None if report.has_tokenizer is None else has_template,
+        "tool format": report.tool_format,
+        "reasoning": report.reasoning_format,
+        "sampling": None if report.sampling is None else report.sampling.describe_values(),
+        "license": report.license,
+    }
+    for fact, text in facts.items():
+        if text is not None:
+            yield f"  {fact:<{WIDTH}}{text}"
+    for verdict in report.verdicts:
+        if verdict.refusal is None:
+            yield f"  {verdict.backend:<{WIDTH}}runs it"
+        else:
+            state = "refuses it" if verdict.is_installed else "cannot run here"
+            yield f"  {verdict.backend:<{WIDTH}}{state}: {verdict.refusal}"
+
+
+def _shown(report: ModelReport) -> dict[str, Any]:
+    """Returns a report in JSON's types."""
+    sampling = report.sampling
+    return {
+        "path": str(report.path),
+        **asdict(report.info),
+        "num_parameters": report.num_parameters,
+        "formats": report.formats,
+        "num_bytes": report.num_bytes,
+        "has_tokenizer": report.has_tokenizer,
+        "has_chat_template": report.has_chat_template,
+        "tool_format": report.tool_format,
+        "reasoning_format": report.reasoning_format,
+        "sampling": None if sampling is None else dict(sampling.values),
+        "sampling_source": None if sampling is None else sampling.source,
+        "license": report.license,
+        "backends": {each.backend: each.refusal or "runs it" for each in report.verdicts},
+    }

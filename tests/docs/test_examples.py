@@ -1,0 +1,161 @@
+"""Every example of README.md, of the guides and of examples/ runs as a reader would run it, with
+the default model, and its answer is sensible.
+
+An example that cannot run here is named in NOT_RUN, with the reason.
+"""
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+from octavo.checkpoint.catalogue import resolve
+from tests.support.doc_blocks import ROOT
+from tests.support.doc_session import DocSession, Ended, Example, examples_in
+from tests.support.sensible import faults_of, response_faults
+
+README = ROOT / "README.md"
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+NOT_RUN = {
+    ("README.md", "make"): "installs; the other examples need what it installed",
+    ("docs/guides/adapters.md", ""): "needs adapters",
+    ("docs/guides/add-a-family.md", "from octavo"): "has no answer; tests/arch runs it",
+    ("docs/guides/clients.md", "octavo serve qwen3-8b"): "another model",
+    ("docs/guides/clients.md", "ANTHROPIC_"): "Claude Code",
+    ("docs/guides/cluster.md", ""): "Ray on several machines",
+    ("docs/guides/embeddings.md", ""): "another model",
+    (
+        "docs/guides/larger-than-memory.md",
+        "octavo serve MODEL --quantization int8 --ffn-sparsity e",
+    ): ("a model with the activation relu"),
+    ("docs/guides/models.md", "octavo pull unsloth"): "another model",
+    ("docs/guides/models.md", "octavo serve hf.co"): "another model",
+    ("docs/guides/page.md", "octavo replay"): "a page in a browser; see tests/browser",
+    ("docs/guides/prefill-and-decode.md", "octavo serve MODEL"): "a model with 4 KV heads",
+    ("docs/guides/prefill-and-decode.md", "octavo serve --kv-transfer"): "several machines",
+    ("docs/guides/prefill-and-decode.md", "pip"): "installs",
+    ("docs/guides/prefill-and-decode.md", "octavo serve smollm2 --port 8001 --kv-transfer m"): (
+        "needs mooncake"
+    ),
+    ("docs/guides/prefill-and-decode.md", "octavo serve smollm2 --port 8001 --kv-transfer n"): (
+        "needs nixl"
+    ),
+    ("docs/guides/quantization.md", "octavo quantize"): "minutes; see tests/cli",
+    ("docs/guides/quantization.md", "octavo bench quant"): "minutes; see tests/cli",
+    ("docs/guides/quickstart.md", "make"): "installs",
+    ("docs/guides/running-requests.md", "curl -X PATCH"): "needs a running request",
+    ("docs/guides/running-requests.md", "curl http://127.0.0.1:8000/v1/requests/"): (
+        "needs a running request"
+    ),
+    ("docs/guides/serving.md", "octavo serve smollm2 --host 0.0.0.0"): "certificates; see test_tls",
+    ("docs/guides/serving.md", "octavo serve smollm2 --uds"): "a directory of the system",
+    ("docs/guides/serving.md", "octavo bench serve"): "minutes; see tests/cli",
+    ("docs/guides/serving.md", "octavo top"): "runs until it is stopped; see tests/cli",
+    ("docs/guides/several-models.md", ""): "other models",
+    ("docs/guides/several-servers.md", ""): "several machines",
+    ("docs/guides/speculation.md", "python benchmarks"): "minutes",
+    ("docs/guides/two-machines.md", ""): "several machines",
+    ("docs/guides/vllm-router.md", ""): "another project's router",
+}
+"""Why examples do not run, by their page and their beginning."""
+
+CONFIG = {
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+"""The config.json that a reader of the serving guide has: sizes of Llama 3 8B."""
+
+
+def key_of(example: Example) -> tuple[str, str] | None:
+    return next(
+        (
+            (page, start)
+            for page, start in NOT_RUN
+            if page == example.page and example.text.startswith(start)
+        ),
+        None,
+    )
+
+
+def missing_packages(example: Example) -> list[str]:
+    """Returns the packages that a Python example imports and that are not installed."""
+    found = re.findall(r"^(?:from|import) (\w+)", example.text, re.MULTILINE)
+    return [name for name in found if importlib.util.find_spec(name) is None]
+
+
+def is_run(example: Example) -> bool:
+    return key_of(example) is None and not (
+        example.language == "python" and missing_packages(example)
+    )
+
+
+def faults(example: Example, ended: Ended) -> list[str]:
+    """Returns what a reader would complain about."""
+    if ended.code:
+        return [f"exit code {ended.code}: {ended.err[-800:]}"]
+    if example.printed:
+        return [] if example.printed in ended.out else [f"it prints {ended.out!r}"]
+    words = example.words if example.language == "shell" else []
+    if words[:1] == ["curl"] or example.is_server:
+        return response_faults(example.text, ended.out)
+    if words[:2] in (["octavo", "run"], ["octavo", "chat"]) or example.language == "python":
+        found = faults_of(example.text, ended.out)
+        notes = re.findall(r".*(?:repeats itself|cut off after).*", ended.err)
+        return found + notes
+    return [] if ended.out.strip() else ["it prints nothing"]
+
+
+def check(page, tmp_path):
+    session, found = DocSession(tmp_path), []
+    weights = resolve("smollm2")
+    (tmp_path / "model.gguf").symlink_to(weights)
+    (tmp_path / "text.txt").write_text(
+        (ROOT / "docs" / "guides" / "larger-than-memory.md").read_text()
+    )
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "data").mkdir()
+    try:
+        for example in filter(is_run, examples_in(page)):
+            ended = session.run(example)
+            print(f"--- {example}\n{ended.out}")
+            found += [f"{example}: {fault}\n{ended.out}" for fault in faults(example, ended)]
+    finally:
+        session.close()
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.model
+def test_readme(tmp_path):
+    check(README, tmp_path)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(3600)
+@pytest.mark.sampled(one_in=12)
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_guide(page, tmp_path):
+    check(page, tmp_path)
+
+
+@pytest.mark.model
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_script(script, tmp_path):
+    assert len(script.read_text().splitlines()) < 40
+    check(script, tmp_path)
+
+
+def test_the_table_names_examples():
+    examples = [example for page in (README, *GUIDES, *SCRIPTS) for example in examples_in(page)]
+    assert NOT_RUN.keys() == {key for each in examples if (key := key_of(each)) is not None}
+    assert sum(map(is_run, examples)) > 50
