@@ -88,8 +88,12 @@ def test_both_kinds_of_guesses_change_no_bit(head, monkeypatch):
     with make_llm(**options) as llm:
         plain = llm.generate(PROMPTS, PARAMS)
     with verified_at_any_cost(), make_llm(**options, spec_method="auto") as llm:
-        found = llm.generate(PROMPTS, PARAMS)
-        num_guessed, num_held = guess_counts(llm)
-        assert core_of(llm).scheduler.stats().num_used_blocks == 0
-    assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+        # Which steps hold guesses depends on what steps took: in one run none may hold.
+        for _ in range(5):
+            found = llm.generate(PROMPTS, PARAMS)
+            num_guessed, num_held = guess_counts(llm)
+            assert core_of(llm).scheduler.stats().num_used_blocks == 0
+            assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
+            if num_held:
+                break
     assert asked and 0 < num_held <= num_guessed

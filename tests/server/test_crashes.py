@@ -34,6 +34,8 @@ class Writer:
         self.batches = []
         self.responses = {}
         self.background = []
+        self.has_written = threading.Event()
+        """Set once something of each kind was acknowledged."""
 
     def write_until_gone(self, server):
         with server.openai() as client, contextlib.suppress(openai.APIConnectionError):
@@ -64,6 +66,7 @@ class Writer:
                 input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
             ).id
         )
+        self.has_written.set()
 
     def check(self, client):
         """Checks that the newest of what was acknowledged is there, whole."""
@@ -91,9 +94,12 @@ def start(folder):
 
 
 def kill_at_random(server, writer):
-    """Kills a server while it is written to."""
+    """Kills a server while it is written to, the first one after something was acknowledged."""
+    is_first = not writer.has_written.is_set()
     thread = threading.Thread(target=writer.write_until_gone, args=[server])
     thread.start()
+    if is_first:
+        assert writer.has_written.wait(60)
     thread.join(writer.draw.uniform(0.02, MOST_UNTIL_KILL_S))
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
