@@ -30,6 +30,16 @@ def byte_level_table() -> dict[str, int]:
     }
 
 
+def format_token(content: bytes) -> str:
+    """Returns a token's bytes as text, each byte of a part of a character as `<0xE2>`."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        before, broken = content[: error.start], content[error.start : error.end]
+        spelled = "".join(f"<0x{byte:02X}>" for byte in broken)
+        return before.decode() + spelled + format_token(content[error.end :])
+
+
 class TokenBytes:
     """The bytes of each token id, remembered. `strips_space` says that the tokenizer's own decoding
     drops a text's first space.

@@ -27,7 +27,7 @@ from octavo.text.length_bound import LengthBound
 from octavo.text.pair import cut_pair, cut_second, encode_texts, pair_messages, reads_pairs
 from octavo.text.special_text import Guard, SpecialText
 from octavo.text.template_process import render_apart
-from octavo.text.token_bytes import TokenBytes
+from octavo.text.token_bytes import TokenBytes, format_token
 from octavo.text.unicode import check_unicode
 from octavo.text.vocabulary import build_tokenizer
 
@@ -159,8 +159,8 @@ class TextTokenizer:
         return self._length_bound.fewest_tokens(text)
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token for a person to read."""
-        return self._bytes[token_id].decode(errors="replace")
+        """Returns one token for a person to read; a part of a character is spelled in bytes."""
+        return format_token(self._bytes[token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to a text; none for an id without a token."""

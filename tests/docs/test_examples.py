@@ -31,6 +31,12 @@ NOT_RUN = {
         "docs/guides/larger-than-memory.md",
         "octavo serve MODEL --quantization int8 --ffn-sparsity e",
     ): ("a model with the activation relu"),
+    ("docs/guides/larger-than-memory.md", "octavo calibrate MODEL --quantization"): "minutes",
+    ("docs/guides/larger-than-memory.md", "octavo serve MODEL --quantization int8 --sp"): (
+        "needs the predictors of the minutes before"
+    ),
+    ("docs/guides/models.md", "octavo rm"): "deletes; see tests/cli",
+    ("docs/guides/models.md", "octavo ps"): "asks port 8000; see tests/cli",
     ("docs/guides/models.md", "octavo pull unsloth"): "another model",
     ("docs/guides/models.md", "octavo serve hf.co"): "another model",
     ("docs/guides/page.md", "octavo replay"): "a page in a browser; see tests/browser",

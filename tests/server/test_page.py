@@ -22,6 +22,7 @@ from octavo.repetition_detection import LOOP, RepetitionDetection
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
 from octavo.server.state.slot import EngineSlot
+from tests.support.token_spellings import SPELLINGS
 
 FOLDER = Path(octavo.server.__file__).parent / "web"
 FILES = sorted(FOLDER.iterdir())
@@ -162,18 +163,7 @@ def test_only_the_pages_files_are_served(name):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-@pytest.mark.parametrize(
-    ("content", "shown"),
-    [
-        (b"hi", "hi"),
-        ("€ 😀\ufffd".encode(), "€ 😀\ufffd"),
-        (b"\xe2\x82", "<0xE2><0x82>"),
-        (b"A\xf0\x9f", "A<0xF0><0x9F>"),
-        (b"\x98\x80 b", "<0x98><0x80> b"),
-        (b"\xef\xbb\xbf\xff\x00", "\ufeff<0xFF>\x00"),
-        (b"", ""),
-    ],
-)
+@pytest.mark.parametrize(("content", "shown"), SPELLINGS)
 def test_the_token_view_spells_the_bytes_of_a_part_of_a_character(content, shown):
     script = (
         "globalThis.document = { getElementById: () => ({}), addEventListener() {} };"

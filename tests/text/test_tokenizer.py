@@ -21,6 +21,7 @@ from octavo.checkpoint_ports import Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.text.encoding import added_runs, without_special_tokens
 from octavo.text.pre_tokenization import PRE_TOKENIZATIONS
+from octavo.text.token_bytes import format_token
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiers import examples
 from tests.support.tiny_vocabularies import (
@@ -32,6 +33,7 @@ from tests.support.tiny_vocabularies import (
     trained_bpe,
     trained_sentencepiece,
 )
+from tests.support.token_spellings import SPELLINGS
 
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -262,3 +264,8 @@ def test_added_tokens_are_added_in_few_calls() -> None:
     assert plain.encode("plain7", add_special_tokens=False).ids == [first + 507]
     assert tokenizer.encode("<unused7>", add_special_tokens=False).ids == [first + 7]
     assert first + 7 not in plain.encode("<unused7>", add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(("content", "shown"), SPELLINGS)
+def test_a_part_of_a_character_is_spelled_in_bytes(content: bytes, shown: str) -> None:
+    assert format_token(content) == shown

@@ -38,12 +38,13 @@ class TokenNames:
 
     def unique_text(self, token_id: int) -> str:
         """Returns a text that tells parts of characters apart: "bytes:\\xe2\\x82"."""
-        text = self.text(token_id)
-        if "\ufffd" not in text or self._tokenizer is None:
-            return text
-        return "bytes:" + "".join(
-            f"\\x{byte:02x}" for byte in self._tokenizer.token_bytes(token_id)
-        )
+        if self._as_ids or self._tokenizer is None:
+            return self.text(token_id)
+        content = self._tokenizer.token_bytes(token_id)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def bytes(self, token_id: int) -> list[int] | None:
         return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
