@@ -179,6 +179,8 @@ def allowed(spec: OptionField) -> str:
         return "text"
     low, unit = spec.entry.metadata["low"], spec.entry.metadata["unit"]
     kind = "bytes" if unit == "bytes" else "number" if spec.number is float else "whole number"
+    if unit == "seconds":
+        kind = "seconds, or a time such as `5m`,"
     return kind + ("" if low is None else f" from {low} up")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from octavo.config.sizes import format_size, parse_bytes, parse_count
+from octavo.config.sizes import format_size, parse_bytes, parse_count, read_seconds
 from octavo.errors import ConfigError
 
 MAX_COUNT = (1 << 31) - 1
@@ -50,7 +50,7 @@ def option(
     derived: str = "",
     common: bool = False,
     metavar: str | None = None,
-    unit: Literal["bytes", "count"] | None = None,
+    unit: Literal["bytes", "count", "seconds"] | None = None,
     low: float | None = None,
     short: str | None = None,
 ) -> Any:
@@ -58,8 +58,8 @@ def option(
 
     `text` is one line in the imperative; `details` is the rest, for the reference page. `derived`
     says what a default of None becomes. A `common` option is part of `--help`; the others are shown
-    by `--help-all`. `unit` lets texts such as "2GiB" or "8k" stand for numbers, `low` is the least
-    value, `short` a short flag beside the long one.
+    by `--help-all`. `unit` lets texts such as "2GiB", "8k" or "5m" stand for numbers, `low` is the
+    least value, `short` a short flag beside the long one.
     """
     return field(
         default=default,
@@ -167,7 +167,10 @@ def convert(spec: OptionField, value: Any) -> Any:
         raise ConfigError(f"{name}: got None, allowed is {_allowed(spec)}")
     if isinstance(value, list):
         value = tuple(value)
-    if isinstance(value, str) and unit:
+    if isinstance(value, str) and unit == "seconds":
+        seconds = read_seconds(value)
+        value = value if seconds is None else seconds
+    elif isinstance(value, str) and unit:
         value = (parse_bytes if unit == "bytes" else parse_count)(value, name=name)
     elif isinstance(value, str) and spec.number is not None:
         value = _parse_number(value, spec.number)
@@ -211,4 +214,6 @@ def _allowed(spec: OptionField) -> str:
     ]
     words = {"int": "a whole number", "str": "a text", "bool": "True or False", "float": "a number"}
     low = spec.entry.metadata["low"]
+    if spec.entry.metadata["unit"] == "seconds":
+        return f"a number of seconds of at least {low}, or a time such as 30s, 5m or 1h30m"
     return words[kinds[0]] + ("" if low is None else f" of at least {low}")

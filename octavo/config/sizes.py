@@ -13,6 +13,9 @@ _BYTES = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix in ("", "B", "iB")
 }
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|ms|s|m|h)", re.ASCII)
+_SECONDS_ALONE = re.compile(r"[+-]?\d+(?:\.\d+)?", re.ASCII)
 _COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 
 
@@ -40,11 +43,24 @@ def parse_rate(text: str, *, name: str) -> float:
 
 
 def parse_duration_s(name: str, text: str) -> float:
-    """Parses a time such as "2s" or "80ms" into seconds."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
-    if not match or float(match[1]) == 0:
+    """Parses a time above 0 such as "2s" or "80ms" into seconds."""
+    seconds = read_seconds(text.replace(" ", ""))
+    if not seconds or seconds < 0:
         raise ConfigError(f"{name}: got {text!r}, allowed is a time above 0 such as 2s or 80ms")
-    return float(match[1]) * {"ms": 1e-3, "s": 1.0}[match[2]]
+    return seconds
+
+
+def read_seconds(text: str) -> float | None:
+    """Returns the seconds of a number, or of a time as Go writes it ("5m", "1h30m", "-1s"); None
+    for another text.
+    """
+    if _SECONDS_ALONE.fullmatch(text):
+        return float(text)
+    sign, parts = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
+    found = _TIME.findall(parts)
+    if not found or "".join(number + unit for number, unit in found) != parts:
+        return None
+    return sign * sum(float(number) * _SECONDS[unit] for number, unit in found)
 
 
 def format_bytes(count: float) -> str:

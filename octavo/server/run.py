@@ -60,7 +60,9 @@ def serve(
             f"warning: {settings.host} can be reached from other machines and no --api-key is set:"
             " anyone may use this server"
         )
-    slots = (EngineSlot(spec, is_unloaded=settings.lazy_load) for spec in pinned(specs, settings))
+    pulled = PulledModels(settings.state_folder)
+    own = pinned(specs, settings, pulled)
+    slots = [EngineSlot(spec, is_unloaded=settings.lazy_load) for spec in own]
     models = ModelDirectory(slots, settings.model_aliases())
     start = Start(models, settings, _port_of(listener))
     adapters = adapters_of(settings, models)
@@ -93,7 +95,7 @@ def serve(
         models,
         settings,
         loader=loader,
-        pulled=PulledModels(settings.state_folder),
+        pulled=pulled,
         lifespan=lifespan,
         store=store_for(settings),
     )
@@ -121,12 +123,16 @@ def serve(
         raise start.failure
 
 
-def pinned(specs: Sequence[ModelSpec], settings: ServerSettings) -> list[ModelSpec]:
+def pinned(
+    specs: Sequence[ModelSpec], settings: ServerSettings, pulled: PulledModels
+) -> list[ModelSpec]:
     """Returns the specs, those that the settings pin marked so; ConfigError for an unknown name."""
-    names = [spec.name for spec in specs]
+    names = [*(spec.name for spec in specs), *pulled.models]
     for name in settings.pin:
-        if name not in names and settings.load_on_demand == "none":
-            raise ConfigError(f"pin: {name} is not served", hint=f"this server has {names}")
+        if name not in names and settings.load_on_demand != "local":
+            raise ConfigError(
+                f"pin: {name} is not served", hint=f"this server has {', '.join(names)}"
+            )
     return [replace(spec, is_pinned=spec.is_pinned or spec.name in settings.pin) for spec in specs]
 
 

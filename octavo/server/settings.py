@@ -153,8 +153,10 @@ class ServerSettings:
     idle_unload: float | None = option(
         None,
         "Server",
-        "Unload a model after N seconds without a request",
+        "Unload a model after a time without a request",
         details="The next request loads it again. By default models stay loaded.",
+        metavar="TIME",
+        unit="seconds",
         low=0,
     )
     pin: tuple[str, ...] = option(

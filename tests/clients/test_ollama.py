@@ -53,6 +53,21 @@ def test_models_are_listed_shown_and_running(client):
     assert client.show(MODEL).capabilities == ["completion", "tools"]
 
 
+def test_a_model_is_pulled_copied_and_its_copy_deleted(client):
+    assert client.pull(MODEL).status == "success"
+    assert [told.status for told in client.pull(f"{MODEL}:latest", stream=True)][-1] == "success"
+    assert client.copy(MODEL, "copied").status == "success"
+    assert {model.model for model in client.list().models} == {f"{MODEL}:latest", "copied:latest"}
+    assert client.chat(**ASK | {"model": "copied"}).message.content
+    assert client.ps().models[0].expires_at.year == 9999
+    assert client.delete("copied").status == "success"
+    with pytest.raises(ollama.ResponseError, match="does not exist"):
+        client.delete("copied")
+    with pytest.raises(ollama.ResponseError, match="allowed are") as unknown:
+        client.pull("no such model")
+    assert unknown.value.status_code == 400
+
+
 def test_errors_are_the_clients_own(client):
     with pytest.raises(ollama.ResponseError, match="does not exist") as unknown:
         client.chat(**ASK | {"model": "other"})

@@ -344,7 +344,8 @@ def test_a_model_is_described_before_and_after_it_is_loaded(http):
     http.post("/api/generate", json={"model": "maker/one", "keep_alive": 0})
     assert until(lambda: states(http)["maker/one:latest"] == "unloaded")
     tags = {one["name"]: one for one in http.get("/api/tags").json()["models"]}
-    assert tags["maker/one:latest"]["size"] > 0
+    for field in ("digest", "size", "details"):
+        assert tags["maker/one:latest"][field] == loaded[field]
 
 
 # -- another server ------------------------------------------------------------------------------

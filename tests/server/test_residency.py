@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from octavo.engine.clients.client import ModelFacts
 from octavo.errors import (
     ConfigError,
     DownloadFailed,
@@ -27,6 +29,7 @@ from octavo.server.state.slot import EngineSlot
 
 class FakeEngine:
     num_unfinished = 0
+    info = SimpleNamespace(model=ModelFacts())
 
     def close(self):
         """Ends nothing."""

@@ -6,10 +6,10 @@ Source: Ollama's API reference, and Go's durations, in which it is written.
 from __future__ import annotations
 
 import math
-import re
 
 from fastapi import Request
 
+from octavo.config.sizes import read_seconds
 from octavo.errors import InvalidRequest, shown
 from octavo.server.auth import is_operator
 from octavo.server.body import get_ignored
@@ -18,32 +18,18 @@ from octavo.server.state.model_uses import ModelUses
 KeepAlive = str | int | float | None
 
 TAKES = 'a duration such as "5m" or "1h30m", seconds, 0 to unload at once, or -1 for good'
-UNITS_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-PART = r"(\d+\.?\d*|\.\d+)(ns|us|ms|s|m|h)"
-DURATION = re.compile(rf"(?P<sign>[+-]?)(?P<parts>({PART})+)", re.ASCII)
-NUMBER = re.compile(r"[+-]?\d+(\.\d+)?", re.ASCII)
 MAX_S = 1e9
 """Longest time that is told from forever, in seconds."""
 
 
 def parse_keep_alive(given: str | int | float) -> float | None:
     """Returns seconds; None for a model that stays for good. Raises InvalidRequest."""
-    seconds = _seconds(given.strip()) if isinstance(given, str) else float(given)
+    seconds = read_seconds(given.strip()) if isinstance(given, str) else float(given)
     if seconds is None or math.isnan(seconds):
         raise InvalidRequest(
             f"keep_alive: got {shown(given)}, allowed are {TAKES}", param="keep_alive"
         )
     return seconds if 0 <= seconds <= MAX_S else None
-
-
-def _seconds(text: str) -> float | None:
-    if NUMBER.fullmatch(text):
-        return float(text)
-    found = DURATION.fullmatch(text)
-    if found is None:
-        return None
-    total = sum(float(number) * UNITS_S[unit] for number, unit in re.findall(PART, found["parts"]))
-    return -total if found["sign"] == "-" else total
 
 
 def asks_to_unload(given: KeepAlive) -> bool:

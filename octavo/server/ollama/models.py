@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 
 from octavo.checkpoint.local_models import CachedModel, match_local_model
-from octavo.engine.clients.client import ModelFacts
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import body_of
 from octavo.server.ollama.bodies import NAMES, ShowBody
@@ -88,7 +87,7 @@ async def show(
 
 def _entry(slot: EngineSlot, name: str, cached: Sequence[CachedModel] = ()) -> dict[str, Any]:
     """Describes a model under one of its names; `cached` has its size before it is loaded."""
-    num_bytes = _facts(slot).num_bytes
+    num_bytes = slot.facts.num_bytes
     if not num_bytes:
         at_path = (each for each in cached if str(each.path) == slot.spec.model)
         found = next(at_path, None) or match_local_model(slot.spec.model, cached)
@@ -127,13 +126,8 @@ def _expiry(slot: EngineSlot) -> str:
     return NEVER if left_s is None else _time(time.time() + left_s)
 
 
-def _facts(slot: EngineSlot) -> ModelFacts:
-    """Returns what is known of a model; nothing before it has been loaded."""
-    return ModelFacts() if slot.loaded is None else slot.loaded.info.model
-
-
 def _details(slot: EngineSlot) -> dict[str, Any]:
-    facts = _facts(slot)
+    facts = slot.facts
     return {
         "parent_model": "",
         "format": facts.file_format,
@@ -148,7 +142,7 @@ def _model_info(slot: EngineSlot) -> dict[str, Any]:
     """Returns GGUF's keys of a model that has been loaded."""
     if slot.loaded is None:
         return {"general.architecture": ""}
-    facts = _facts(slot)
+    facts = slot.facts
     return {
         "general.architecture": facts.family,
         "general.parameter_count": facts.num_parameters,

@@ -14,6 +14,7 @@ from typing import Literal
 
 from octavo.async_llm import AsyncLLM
 from octavo.config.model_reference import same_model
+from octavo.engine.clients.client import ModelFacts
 from octavo.errors import EngineDead, OctavoError, Unavailable
 from octavo.pooling_params import PoolingTask
 from octavo.server.state.adapters import ServedAdapter
@@ -49,6 +50,8 @@ class EngineSlot:
         """Adapters of the model by their public names."""
         self.uses = ModelUses()
         self._is_unloaded = is_unloaded
+        self.facts = ModelFacts() if llm is None else llm.info.model
+        """Size and format of the model; nothing before its first load."""
         self._llm = llm
         self._formats: ModelFormats | None = None
         self._progress = "starting"
@@ -178,6 +181,7 @@ class EngineSlot:
 
     def fill(self, llm: AsyncLLM) -> None:
         self._llm = llm
+        self.facts = llm.info.model
 
     def forget_engine(self) -> None:
         """Lets go of an engine that has ended."""
