@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class PullCancelled(DownloadFailed):
-    """Nobody follows the download any more."""
+    """The last request that followed the download has gone."""
 
 
 class Pull:
@@ -80,7 +80,7 @@ class Pull:
 
     def _watch(self, progress: FileProgress) -> None:
         if self._cancelled.is_set():
-            raise PullCancelled(f"{self.model}: nobody follows the download any more")
+            raise PullCancelled(f"{self.model}: no request follows the download any more")
         self._post(progress)
 
     def _post(self, news: FileProgress | Path | OctavoError) -> None:
@@ -95,7 +95,7 @@ class Pull:
                 self._ended.set_result(news)
             case _:
                 self._ended.set_exception(news)
-                self._ended.exception()  # which nobody may ask for
+                self._ended.exception()  # marks it as retrieved, as there may be no follower
         self._changed.set()
         self._changed = asyncio.Event()
 

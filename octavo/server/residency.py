@@ -1,4 +1,4 @@
-"""Which models are in memory: loads one at its first request, unloads those that nobody uses.
+"""Which models are in memory: loads one at its first request, unloads those that are idle.
 
 Works in the event loop; the engines come and go in the loader's threads. A model that HTTP requests
 hold or that computes is never unloaded here, nor one that is pinned. Requests that come while their

@@ -169,7 +169,7 @@ class ServerSettings:
     load_on_demand: Literal["none", "known", "local"] = option(
         "known",
         "Server",
-        "Let requests load models that are not in memory",
+        "Choose which models requests may load",
         details="known: models of the command line and those that the operator has pulled; local:"
         " also every model in this machine's caches; none: no model, and none is unloaded when"
         " idle. A request never loads a path.",

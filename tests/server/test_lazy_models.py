@@ -156,6 +156,7 @@ def test_a_load_outlives_its_clients_but_not_the_server(start, tmp_path, monkeyp
     hub.pace_s = 0.2
     with live_hub(hub):
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("HF_HOME", str(tmp_path))
         server = start("--lazy-load", model="maker/slow")
         with server.http() as http, server.http() as second:

@@ -55,6 +55,7 @@ def puller(hubs, home):
     """A server whose tests leave the models that they have pulled; `tiny` is its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ENDPOINT", hubs["one"].url)
+        patch.setenv("HF_HUB_OFFLINE", "0")
         patch.setenv("HF_HOME", str(home))
         patch.setenv("OCTAVO_CACHE", str(home / "octavo"))
         flags = (f"--state-dir={home / 'state'}", "--load-on-demand=local", *PACE_FLAGS)
@@ -353,6 +354,7 @@ def test_a_model_is_described_before_and_after_it_is_loaded(http):
 
 def test_pulls_and_copies_outlive_the_server_and_need_the_operator(hubs, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hubs["one"].url)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "octavo"))
     flags = ("--served-model-name=tiny", f"--state-dir={tmp_path}", "--operator-key=operators")
