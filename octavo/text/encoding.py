@@ -43,7 +43,7 @@ def added_runs(added: Mapping[int, AddedToken]) -> list[tuple[bool, list[AddedTo
     """Groups added tokens into runs of special and of plain ones, in the order of their ids, which
     is the order in which `tokenizers` numbers them.
 
-    `tokenizers` builds its search for all added tokens anew in every call that adds some: Gemma's
+    `tokenizers` rebuilds its search for all added tokens in every call that adds some: Gemma's
     6,400 took 15 seconds one by one.
     """
     in_order = [added[token_id] for token_id in sorted(added)]

@@ -28,7 +28,7 @@ def model_copy(tmp_path):
         (
             ["rum", "hi"],
             [
-                "octavo: No such command 'rum'. Did you mean 'run'?",
+                "octavo: No such command 'rum'. Did you mean 'rm', 'run'?",
                 "hint: octavo --help says what there is",
             ],
         ),
