@@ -83,6 +83,10 @@ def build_app(names: Sequence[str] = COMMANDS, *, add_completion: bool = False) 
 
 def run_command(arguments: Sequence[str]) -> int:
     """Runs the command that a shell was given; returns its exit code."""
+    if arguments and arguments[0] == "help":
+        arguments = [*arguments[1:], "--help"]
+    elif list(arguments) == ["version"]:
+        arguments = ["--version"]
     gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
     _tolerate_bytes()
     is_completing = COMPLETION_VARIABLE in os.environ

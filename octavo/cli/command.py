@@ -25,6 +25,20 @@ GROUP_HELP = {
 """Help texts that take the place of Typer's own."""
 
 
+OTHER_NAMES = {
+    "benchmark": "bench",
+    "convert": "quantize",
+    "delete": "rm",
+    "download": "pull",
+    "generate": "run",
+    "info": "show",
+    "ls": "list",
+    "remove": "rm",
+    "stop": "serve (Ctrl-C stops it)",
+}
+"""Names that other programs give commands."""
+
+
 class Command(TyperCommand):
     """A command whose options are validated as needed; `--help-all` shows all of them."""
 
@@ -56,6 +70,11 @@ class Group(TyperGroup):
         for param in parameters:
             param.help = GROUP_HELP.get(param.name, param.help)
         return _validated_as_needed(parameters)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and args[0] in OTHER_NAMES and ctx.parent is None:
+            ctx.fail(f"No such command {args[0]!r}. It is octavo {OTHER_NAMES[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(format_help(self, ctx, shows_all=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import stat
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
+
+
+PATIENCE_S = 2.0
+"""Time that a pipe may give nothing before stderr says what is waited for."""
 
 
 @with_engine_flags(without=("seed",))
@@ -99,15 +106,35 @@ def run(
 
 
 def _read_prompt(argument: str, *, raw: bool) -> str:
-    """Returns the prompt, from standard input for "-"; refuses one that is empty or not text."""
+    """Returns the prompt, from standard input for "-", or with the text of a pipe or file that
+    standard input is put before it; refuses one that is empty or not text.
+    """
     from octavo.errors import InvalidRequest
     from octavo.text.unicode import check_unicode
 
-    text = sys.stdin.read() if argument == "-" else argument
+    text = argument
+    if argument == "-":
+        text = sys.stdin.read()
+    elif given := _read_piped():
+        text = given + argument if raw else f"{given.rstrip()}\n\n{argument}"
     if not (text if raw else text.strip()):
         raise InvalidRequest("prompt: got an empty text", hint="octavo run 'What is a prompt?'")
     check_unicode(text)
     return text
+
+
+def _read_piped() -> str:
+    """Returns what a pipe or a file gives as standard input; "" for a terminal or /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or not the process's own
+        return ""
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return ""
+    if not select.select([sys.stdin], [], [], PATIENCE_S)[0]:
+        note = "waiting for the end of standard input, which is a pipe; < /dev/null gives none"
+        print(note, file=sys.stderr)
+    return sys.stdin.read()
 
 
 def _prompt(llm: LLM, text: str, system: str | None, *, raw: bool) -> Any:

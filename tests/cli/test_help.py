@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from octavo.cli.command import OTHER_NAMES
 from octavo.cli.help import format_help
 from octavo.config.engine_config import option_fields
 from octavo.config.option import COMMON, Group, options_of
@@ -121,3 +122,15 @@ def test_help_imports_no_rich():
         subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
         == 0
     )
+
+
+def test_help_and_version_are_words_too(octavo):
+    assert octavo("help").out == octavo("--help").out
+    assert octavo("help", "run").out == octavo("run", "--help").out
+    assert octavo("version").out == octavo("--version").out
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_command_by_another_programs_name_is_named(octavo, name):
+    done = octavo(name, "x")
+    assert done.code == 2 and f"It is octavo {OTHER_NAMES[name]}" in done.err

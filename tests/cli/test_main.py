@@ -141,7 +141,7 @@ def test_ctrl_c_within_the_making_of_a_class_is_130(tmp_path, source):
 def test_a_reader_that_has_gone_ends_the_command_quietly(tiny, arguments):
     """The exit code is that of a process that SIGPIPE ends: 128 + 13."""
     options = tiny if arguments[0] == "run" else []
-    running = process(*arguments, *options)
+    running = process(*arguments, *options, stdin=subprocess.DEVNULL)
     running.stdout.close()
     err = running.stderr.read()
     assert "Traceback" not in err and "BrokenPipe" not in err

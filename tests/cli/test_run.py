@@ -11,7 +11,7 @@ from octavo import LLM, SamplingParams
 from octavo.cli.answers import DEFAULT_MAX_TOKENS, sampling_for
 from octavo.cli.model import split_words
 from octavo.engine.front.sampling_defaults import SamplingDefaults
-from tests.cli.conftest import SMALL, run_counting_imports
+from tests.cli.conftest import SMALL, process, run_counting_imports
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 
@@ -206,3 +206,29 @@ def test_the_default_model_knows_paris_and_begins_with_few_imports():
     text, num_modules = run_counting_imports("run", "What is the capital of France?")
     assert "Paris" in text
     assert num_modules < 900
+
+
+def test_a_piped_text_goes_before_the_prompt(tiny, tmp_path):
+    """The tiny tokenizer has a token for each byte."""
+
+    def num_prompt_tokens(text, *flags, **options):
+        running = process("run", "hello", *flags, *tiny, "--max-tokens=1", "--json", **options)
+        out, err = running.communicate(text)
+        assert running.returncode == 0, err
+        return json.loads(out)["prompt_tokens"]
+
+    alone = num_prompt_tokens("")
+    assert num_prompt_tokens("some text\n") == alone + len("some text\n\n")
+    assert num_prompt_tokens("some text\n", "--raw") == num_prompt_tokens("", "--raw") + 10
+    assert num_prompt_tokens(None, stdin=subprocess.DEVNULL) == alone
+    file = tmp_path / "text"
+    file.write_text("some text\n")
+    with file.open() as given:
+        assert num_prompt_tokens(None, stdin=given) == alone + len("some text\n\n")
+
+
+def test_a_pipe_that_gives_nothing_is_named(tiny):
+    running = process("run", "hello", *tiny, "--max-tokens=1")
+    assert "waiting for the end of standard input" in running.stderr.readline()
+    _, err = running.communicate("")
+    assert running.returncode == 0, err
