@@ -23,10 +23,20 @@ using ByteRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 
 Matrix::Kind kind_of(const std::string& name) {
     const char* names[] = {"uint8",   "int8",  "float16", "bfloat16", "float32",
-                           "scales6", "mins6", "scales4", "mins4"};
+                           "scales6", "mins6", "scales4", "mins4",   "signed6"};
     for (int i = 0; i < (int)std::size(names); i++)
         if (name == names[i]) return (Matrix::Kind)i;
     throw std::invalid_argument("numbers of the type " + name);
+}
+
+// Returns the numbers of a column that takes as many bytes, or numbers, in the last axis.
+int numbers_in(Matrix::Kind kind, int count) {
+    switch (kind) {
+        case Matrix::Kind::scales6:
+        case Matrix::Kind::mins6: return 8;
+        case Matrix::Kind::signed6: return 16;
+        default: return count;
+    }
 }
 
 // Reads an array [rows][columns], or [rows][columns][bytes or numbers of a column]; `kind` names the type of
@@ -40,8 +50,7 @@ Matrix matrix_of(const AnyArray& a, const std::string& kind) {
     m.columns = a.shape(1);
     m.row_stride = a.stride(0) * item;
     m.column_stride = a.stride(1) * item;
-    if (a.ndim() == 3)
-        m.per_column = m.kind == Matrix::Kind::scales6 || m.kind == Matrix::Kind::mins6 ? 8 : (int)a.shape(2);
+    if (a.ndim() == 3) m.per_column = numbers_in(m.kind, (int)a.shape(2));
     if (a.stride(a.ndim() - 1) != 1)
         throw std::invalid_argument("numbers of a row that are not side by side");
     return m;
@@ -57,7 +66,7 @@ Code code_of(const std::string& name) {
     for (int i = 0; i < kNumCodes; i++)
         if (name == kCodeNames[i]) return (Code)i;
     throw std::invalid_argument("code " + name +
-                                ": allowed are u4, u8, u2, l4, i8, bf16, fp16, fp32, f4, e4m3");
+                                ": allowed are u4, u8, u2, u3, u5, u6, l4, i8, bf16, fp16, fp32, f4, e4m3");
 }
 
 ScaleType scale_type_of(const std::string& name) {
@@ -193,7 +202,7 @@ Low low_of(const std::string& name) {
 }
 
 // How a weight lies in tiles, and the bytes from a tile to the next one, as `WeightStream.tiles` takes them.
-using TileTuple = std::tuple<std::string, std::string, std::string, bool, int, int, int, int, size_t,
+using TileTuple = std::tuple<std::string, std::string, std::string, bool, bool, int, int, int, int, size_t,
                              std::vector<int>, std::vector<float>>;
 
 TileTuple layout_of(const PackedTiles& packed) {
@@ -202,6 +211,7 @@ TileTuple layout_of(const PackedTiles& packed) {
             kScaleTypeNames[(int)t.scale_type],
             kLowNames[(int)t.low],
             t.half_groups,
+            t.half_factors,
             t.span,
             t.zero_point,
             t.num_rows,
@@ -213,11 +223,11 @@ TileTuple layout_of(const PackedTiles& packed) {
 
 std::shared_ptr<PackedTiles> tiles_in(const std::shared_ptr<WeightStream>& stream, size_t offset,
                                       const TileTuple& layout) {
-    const auto& [code, scale_type, low, half_groups, span, zero_point, num_rows, num_inputs, stride, table,
+    const auto& [code, scale_type, low, half_groups, half_factors, span, zero_point, num_rows, num_inputs, stride, table,
                  numbers] = layout;
     if (table.size() != kTile || numbers.size() != kTile)
         throw std::invalid_argument("a layout has tables of 16 numbers");
-    const TileFormat format{code_of(code), scale_type_of(scale_type), low_of(low), half_groups, span};
+    const TileFormat format{code_of(code), scale_type_of(scale_type), low_of(low), half_groups, span, half_factors};
     auto packed = std::make_shared<PackedTiles>();
     packed->tiles = tiles_of(format, num_rows, num_inputs);
     packed->tiles.zero_point = zero_point;
@@ -367,20 +377,21 @@ NB_MODULE(_native, m) {
         .def("copy", &copy_tiles, "The tiles, one behind the other (csrc/kernels/table.h).")
         .def_prop_ro(
             "code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; },
-            "u4, u8, u2, l4, i8, bf16, fp16, fp32, f4 or e4m3");
+            "u4, u8, u2, u3, u5, u6, l4, i8, bf16, fp16, fp32, f4 or e4m3");
 
     m.def(
         "tile_bytes",
         [](const std::string& code, const std::string& scale_type, const std::string& low, bool half_groups,
-           int span, int64_t num_rows, int num_inputs) {
+           bool half_factors, int span, int64_t num_rows, int num_inputs) {
             const TileFormat format{.code = code_of(code),
                                     .scale_type = scale_type_of(scale_type),
                                     .low = low_of(low),
                                     .half_groups = half_groups,
-                                    .span = span};
+                                    .span = span,
+                                    .half_factors = half_factors};
             return total_bytes(tiles_of(format, num_rows, num_inputs));
         },
-        "code"_a, "scale_type"_a, "low"_a, "half_groups"_a, "span"_a, "num_rows"_a, "num_inputs"_a,
+        "code"_a, "scale_type"_a, "low"_a, "half_groups"_a, "half_factors"_a, "span"_a, "num_rows"_a, "num_inputs"_a,
         "Bytes of all tiles of a weight [num_rows, num_inputs], as the packer takes them.");
 
     nb::class_<KvMemory>(m, "KvMemory")

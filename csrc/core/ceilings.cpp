@@ -34,32 +34,41 @@ double best_seconds(const Fn& fn) {
 // Makes tiles of zeros: no instruction here takes longer for other numbers.
 PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     WeightMemory memory;
-    std::vector<float> zeros((size_t)2 * kTile * kInputs);
-    Matrix m{};
-    m.data = (const uint8_t*)zeros.data();
-    m.rows = 2 * kTile;
-    m.columns = kInputs;
-    if (code != Code::u4 && code != Code::u8 && code != Code::i8) {
-        m.kind = Matrix::Kind::fp32;
-        m.row_stride = kInputs * sizeof(float);
-        m.column_stride = sizeof(float);
-        return pack(pool, memory, m, code);
-    }
-    const CodeRows codes =
-        CodeRows::plain(m.data, m.rows, kInputs, code == Code::u4 ? 4 : 8, code != Code::u4);
-    Matrix levels{};
-    levels.kind = Matrix::Kind::fp16;
-    levels.data = m.data;
-    levels.rows = 2 * kTile;
-    levels.columns = kInputs / kGroup;
-    levels.row_stride = levels.columns * 2;
-    levels.column_stride = 2;
+    const std::vector<float> zeros((size_t)2 * kTile * kInputs);
+    const auto matrix = [&](Matrix::Kind kind, int columns, int bytes) {
+        Matrix m{};
+        m.kind = kind;
+        m.data = (const uint8_t*)zeros.data();
+        m.rows = 2 * kTile;
+        m.columns = columns;
+        m.row_stride = (int64_t)columns * bytes;
+        m.column_stride = bytes;
+        return m;
+    };
+    if (code == Code::bf16 || code == Code::fp16 || code == Code::fp32 || is_float_code(code))
+        return pack(pool, memory, matrix(Matrix::Kind::fp32, kInputs, sizeof(float)), code);
+    const int low = low_bits(code), high = high_bits(code), block = kGroup * (low + high) / 8;
+    const int64_t row_bytes = (int64_t)kInputs / kGroup * block;
+    CodeRows codes{(const uint8_t*)zeros.data(), 2 * kTile, row_bytes, row_bytes, kGroup, block, {{0, low, 1}}};
+    if (high) codes.planes.push_back({kGroup * low / 8, high, 1});
+    codes.is_signed = low == 8;
+    // Scales as the formats of these codes most often have them.
+    const bool halves = code == Code::u2 || code == Code::u3 || code == Code::u6;
+    const bool has_mins = code == Code::u4 || code == Code::u2;
+    const Matrix half = matrix(Matrix::Kind::fp16, kInputs / kGroup, sizeof(uint16_t));
+    const Matrix small = matrix(Matrix::Kind::i8, kInputs / (kGroup / 2), 1);
+    const Matrix factors = matrix(Matrix::Kind::fp16, kInputs / (kSmallSpan * kGroup), sizeof(uint16_t));
+    const Matrix levels = halves ? small : half, supers = halves ? factors : Matrix{};
     const QuantisedSource source{.codes = codes,
-                                 .group = kGroup,
+                                 .group = halves ? kGroup / 2 : kGroup,
                                  .zero_point = 0,
                                  .num_inputs = kInputs,
                                  .scales = levels,
-                                 .mins = code == Code::u4 ? levels : Matrix{},
+                                 .mins = has_mins ? levels : Matrix{},
+                                 .super_scales = supers,
+                                 .super_mins = has_mins ? supers : Matrix{},
+                                 .table = code == Code::l4 ? (const int8_t*)zeros.data() : nullptr,
+                                 .small_levels = halves,
                                  .whole_rows = code == Code::i8};
     return pack(pool, memory, source);
 }

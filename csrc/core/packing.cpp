@@ -45,6 +45,12 @@ int six_bits(const uint8_t* p, int index, bool is_min) {
     return (p[4 + index] >> own & 15) | (p[own + index - 4] >> 6 << 4);
 }
 
+// Source of the layout: ggml's dequantize_row_q3_K. The low four bits of numbers 0 to 7 are the low nibbles of
+// bytes 0-7, those of 8 to 15 the high ones; bytes 8-11 hold the top two bits of four numbers each.
+int signed_six_bits(const uint8_t* p, int index) {
+    return ((p[index % 8] >> index / 8 * 4 & 15) | (p[8 + index % 4] >> index / 4 * 2 & 3) << 4) - 32;
+}
+
 float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
     switch (kind) {
         case Matrix::Kind::u8: return column[index];
@@ -57,6 +63,7 @@ float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
         case Matrix::Kind::mins6: return -(float)six_bits(column, index, true);
         case Matrix::Kind::scales4: return column[index] & 15;
         case Matrix::Kind::mins4: return -(float)(column[index] >> 4);
+        case Matrix::Kind::signed6: return (float)signed_six_bits(column, index);
     }
     return 0;
 }
@@ -184,9 +191,15 @@ class LevelReader {
         std::memcpy(to, &value, 4);
     }
 
-    // Returns the factor of number `index` of a row; 0 where there are none.
-    float factor(int64_t row, int index) const {
-        return index < (int)places_.size() ? super_at(row, places_[index]) : 0;
+    // Writes the factor of number `index` of a row, if it has one: fp16 as it is stored, or fp32.
+    void write_factor(int64_t row, int index, bool as_stored, uint8_t* to) const {
+        if (index >= (int)places_.size()) return;
+        if (as_stored) {
+            std::memcpy(to, super_bytes(row, places_[index]), sizeof(uint16_t));
+            return;
+        }
+        const float value = super_at(row, places_[index]);
+        std::memcpy(to, &value, sizeof value);
     }
 
   private:
@@ -194,8 +207,11 @@ class LevelReader {
         int64_t value, super;
         int number;
     };
+    const uint8_t* super_bytes(int64_t row, const Place& place) const {
+        return supers_.data + row * supers_.row_stride + place.super;
+    }
     float super_at(int64_t row, const Place& place) const {
-        return number_at(supers_.kind, supers_.data + row * supers_.row_stride + place.super, 0);
+        return number_at(supers_.kind, super_bytes(row, place), 0);
     }
     const Matrix values_, supers_;
     const ScaleType type_;
@@ -227,7 +243,8 @@ GroupLayout group_of(const Tiles& t) {
             const size_t scale = kTile * (small ? 1 : t.scale_type == ScaleType::fp16 ? 2 : 4);
             const size_t low = t.low == Low::none ? 0 : t.low == Low::zero ? (size_t)kTile : scale;
             const int parts = t.half_groups ? 2 : 1;
-            const size_t factors = small ? kTile * sizeof(float) * (t.low == Low::min ? 2 : 1) : 0;
+            const size_t factor = kTile * (t.half_factors ? sizeof(uint16_t) : sizeof(float));
+            const size_t factors = small ? factor * (t.low == Low::min ? 2 : 1) : 0;
             return {codes_bytes(t.code), scale, parts, low * parts, factors};
         }
     }
@@ -238,28 +255,43 @@ uint32_t pairs_apart(uint32_t four) {
     return (four & 0xff0000ff) | (four >> 8 & 0x0000ff00) | (four << 8 & 0x00ff0000);
 }
 
-// Writes one output's codes of a group.
+// Whether scales, and mins where there are any, have one level of fp16, as a tile may hold them.
+bool keeps_fp16(const QuantisedSource& s) {
+    return s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data &&
+           (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
+}
+
+// Returns the code of a source's tiles. `narrow`: whether codes of up to 4 bits take no more.
+Code code_for(const QuantisedSource& s, bool narrow) {
+    const int bits = s.codes.bits();
+    const bool small_halves = s.small_levels && s.group == 16;
+    if (bits <= 2 && small_halves && s.mins.data && !s.zero_point) return Code::u2;
+    if (bits == 3 && small_halves && !s.mins.data && !s.wide) return Code::u3;
+    if (narrow) return s.table || s.group == 16 ? Code::l4 : Code::u4;
+    if (s.wide || s.zeros.data) return Code::u8;
+    if (bits == 5 && s.group != 16 && (s.small_levels || keeps_fp16(s))) return Code::u5;
+    return bits == 6 && small_halves && !s.mins.data ? Code::u6 : Code::u8;
+}
+
+// Writes one output's codes of a group: the low bits of each, then the high ones (table.h).
 void write_codes(Code code, const Bytes (&codes)[2], uint8_t* to) {
-    for (int i = 0; i < 4; i++) {
-        const uint64_t eight = codes[i / 2][i % 2];
-        const uint32_t low = (uint32_t)eight, high = (uint32_t)(eight >> 32), both = low | high << 4;
-        if (has_nibbles(code)) {
-            std::memcpy(to + 64 * i, &both, 4);
-            continue;
+    uint32_t quads[8];
+    std::memcpy(quads, codes, sizeof quads);
+    if (code == Code::e4m3)
+        for (uint32_t& quad : quads) quad = pairs_apart(quad);
+    // Writes `bits` bits of each code, from bit `first` on, as many quads in one vector as a byte has room for.
+    const auto put = [&](int first, int bits, uint8_t* at) {
+        const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+        const int shared = 8 / bits;
+        for (int v = 0; v < 8; v += shared, at += 64) {
+            uint32_t all = 0;
+            for (int i = 0; i < shared; i++) all |= (quads[v + i] >> first & mask) << bits * i;
+            std::memcpy(at, &all, 4);
         }
-        if (code == Code::u2) {
-            if (i % 2) continue;
-            const uint64_t next = codes[i / 2][1];
-            const uint32_t four = low | high << 2 | (uint32_t)next << 4 | (uint32_t)(next >> 32) << 6;
-            std::memcpy(to + 32 * i, &four, 4);
-            continue;
-        }
-        const uint32_t vectors[2] = {low, high};
-        for (int v = 0; v < 2; v++) {
-            const uint32_t found = code == Code::e4m3 ? pairs_apart(vectors[v]) : vectors[v];
-            std::memcpy(to + 128 * i + 64 * v, &found, 4);
-        }
-    }
+    };
+    const int low = low_bits(code), high = high_bits(code);
+    put(0, low, to);
+    if (high) put(low, high, to + 64 * low);
 }
 
 // Packs a tile's groups from `begin` to `end`: write(row, lane, group, its bytes) adds a row's part of a group
@@ -345,6 +377,7 @@ Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs) {
     t.scale_type = format.scale_type;
     t.low = format.low;
     t.half_groups = format.half_groups;
+    t.half_factors = format.half_factors;
     if (is_float_code(format.code)) t.span = std::max(format.span, 1);
     t.num_rows = (int32_t)num_rows;
     t.num_inputs = num_inputs;
@@ -527,22 +560,21 @@ PackedTiles Packer::add(const QuantisedSource& s) {
     if (s.whole_rows) return add_whole_rows(s);
     if (s.floats) return add_floats(s);
     check(s);
-    const bool fp16 = s.scales.kind == Matrix::Kind::fp16 && !s.super_scales.data &&
-                      (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
+    const bool fp16 = keeps_fp16(s);
     // Codes of 4 bits in groups of 16 are places in a table, too, that of the numbers 0 to 15.
     const bool narrow = s.codes.bits() <= 4 && (s.table || s.group == 16 || !s.wide);
-    const bool is_u2 = s.codes.bits() <= 2 && s.group == 16 && s.small_levels && s.mins.data && !s.zero_point;
-    const TileFormat format{.code = is_u2                      ? Code::u2
-                                    : !narrow                  ? Code::u8
-                                    : s.table || s.group == 16 ? Code::l4
-                                                               : Code::u4,
+    const bool has_half_factors =
+        s.small_levels && s.super_scales.kind == Matrix::Kind::fp16 &&
+        (!s.mins.data || s.super_mins.kind == Matrix::Kind::fp16);
+    const TileFormat format{.code = code_for(s, narrow),
                             .scale_type = s.small_levels ? ScaleType::small
                                           : fp16         ? ScaleType::fp16
                                                          : ScaleType::fp32,
                             .low = s.zeros.data  ? Low::zero
                                    : s.mins.data ? Low::min
                                                  : Low::none,
-                            .half_groups = s.group == 16};
+                            .half_groups = s.group == 16,
+                            .half_factors = has_half_factors};
     Tiles t = tiles_of(format, s.codes.rows, s.num_inputs);
     t.zero_point = s.zero_point + (s.codes.is_signed || s.table ? 128 : 0);
     for (int i = 0; i < 16; i++) t.table[i] = (uint8_t)(s.table ? s.table[i] + 128 : i);
@@ -571,13 +603,13 @@ PackedTiles Packer::add(const QuantisedSource& s) {
         };
         if (!group.factor_bytes) return pack_groups(t, group.bytes(), tile, data, write);
         for (int g = 0; g < t.num_groups; g += kSmallSpan) {
-            float factors[2 * kTile] = {};
+            std::memset(data, 0, group.factor_bytes);
+            const size_t each = t.half_factors ? sizeof(uint16_t) : sizeof(float);
             for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++) {
                 const int64_t row = (int64_t)tile * kTile + lane;
-                factors[lane] = scales.factor(row, g * group.parts);
-                factors[kTile + lane] = mins.factor(row, g * group.parts);
+                scales.write_factor(row, g * group.parts, t.half_factors, data + lane * each);
+                mins.write_factor(row, g * group.parts, t.half_factors, data + (kTile + lane) * each);
             }
-            std::memcpy(data, factors, group.factor_bytes);
             data += group.factor_bytes;
             const int end = std::min(g + kSmallSpan, (int)t.num_groups);
             pack_groups(t, group.bytes(), tile, data, write, g, end);

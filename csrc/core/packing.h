@@ -21,6 +21,7 @@ struct TileFormat {
     Low low = Low::none;
     bool half_groups = false;
     int span = 0;  // of float codes: groups of 32 inputs that share a scale
+    bool half_factors = false;  // of small scales: whether their factors are fp16
 };
 
 // The tiles of a weight of `num_rows` outputs and `num_inputs` inputs, without memory.
@@ -40,8 +41,10 @@ struct PackedTiles {
 //                    Q5_K; a number of mins6 stands for its negative
 //   scales4, mins4   columns of 16 bytes with a scale in each low nibble and a min in each high one, as in
 //                    ggml's Q2_K; a number of mins4 stands for its negative
+//   signed6          columns of 12 bytes with 16 numbers of six bits, 32 less than their bits say, as in ggml's
+//                    Q3_K
 struct Matrix {
-    enum class Kind { u8, i8, fp16, bf16, fp32, scales6, mins6, scales4, mins4 } kind = Kind::u8;
+    enum class Kind { u8, i8, fp16, bf16, fp32, scales6, mins6, scales4, mins4, signed6 } kind = Kind::u8;
     const uint8_t* data = nullptr;
     int64_t rows = 0, columns = 0;
     int64_t row_stride = 0, column_stride = 0;
@@ -84,7 +87,7 @@ struct QuantisedSource {
     std::optional<Code> floats{};
     const float* numbers = nullptr;
     bool small_levels = false;  // keeps scales of two levels as bytes with factors
-    bool wide = false;  // lays 4-bit codes in bytes, for a product beside a weight of 8 bits
+    bool wide = false;  // lays codes of 4 to 6 bits in bytes
     bool whole_rows = false;  // signed codes of 8 bits with one scale for each output, scales [rows][1]
     bool by_columns = false;  // lays whole rows, and codes of 4 bits in an even number of tiles, by columns
 };

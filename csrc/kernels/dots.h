@@ -99,6 +99,13 @@ OCTAVO_INLINE vi high_sum(vi sum) { return sum >> 4; }
 OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) { return dot4(acc, u, s); }
 #endif
 
+// dot4 with codes of up to 6 bits: sums of two products fit 16 bits, so that nothing has to be widened first.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__) && !defined(__AVX512BW__)
+OCTAVO_INLINE vi dot4_six_bits(vi acc, vi u, vi s) { return dot4_nibbles(acc, u, s); }
+#else
+OCTAVO_INLINE vi dot4_six_bits(vi acc, vi u, vi s) { return dot4(acc, u, s); }
+#endif
+
 // Returns in each lane the sum of the products of sixteen codes of 2 bits with sixteen terms: exact.
 OCTAVO_INLINE vi dot16_twos(const vi (&codes)[4], const int8_t* terms) {
 #if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)

@@ -43,21 +43,23 @@ OCTAVO_INLINE vf load_min(const uint8_t* p, vf scale) {
 }
 
 // Returns the bytes of the factors before each kSmallSpan groups.
-constexpr size_t factor_bytes(ScaleType type, Low low) {
-    return type != ScaleType::small ? 0 : low == Low::min ? 128 : 64;
+OCTAVO_INLINE size_t factor_bytes(const Tiles& w) {
+    if (w.scale_type != ScaleType::small) return 0;
+    return kTile * (w.half_factors ? 2 : 4) * (w.low == Low::min ? 2 : 1);
 }
 
 // The scales and mins of a tile's groups, one group after the other.
 template <ScaleType S, Low L>
 class GroupLevels {
   public:
+    explicit GroupLevels(const Tiles& w) : half_(w.half_factors), num_bytes_(factor_bytes(w)) {}
     // Returns where group g's codes begin, of which the tile's next bytes are at `tile`.
     OCTAVO_INLINE const uint8_t* begin(const uint8_t* tile, int g) {
         if constexpr (S == ScaleType::small)
             if (g % kSmallSpan == 0) {
-                scales_ = load((const float*)tile);
-                if (L == Low::min) mins_ = load((const float*)tile + kTile);
-                return tile + factor_bytes(S, L);
+                scales_ = factors(tile, 0);
+                if (L == Low::min) mins_ = factors(tile, kTile);
+                return tile + num_bytes_;
             }
         return tile;
     }
@@ -71,6 +73,11 @@ class GroupLevels {
     }
 
   private:
+    OCTAVO_INLINE vf factors(const uint8_t* from, int first) const {
+        return half_ ? load_fp16((const uint16_t*)from + first) : load((const float*)from + first);
+    }
+    const bool half_;
+    const size_t num_bytes_;
     vf scales_{}, mins_{};
 };
 
@@ -94,7 +101,7 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
     vf acc[M] = {};
-    GroupLevels<S, L> levels;
+    GroupLevels<S, L> levels(w);
     ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < groups; g++, tile += kStep) {
         tile = levels.begin(tile, g);
@@ -134,32 +141,39 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
 }
 
-// -- 8-bit, 4-bit codes that stand for numbers of 8 bits, and 2-bit --
+// -- 8-bit, 4-bit codes that stand for numbers of 8 bits, and codes of 2, 3, 5 and 6 bits --
 
 // Loads kVectors vectors of four bytes an output, from vector `first` of a group on.
 template <Code C, int kVectors>
 OCTAVO_INLINE void load_codes(const uint8_t* group, const Table16& table, int first, vi (&codes)[kVectors]) {
-    for (int v = 0; v < kVectors; v += C == Code::u2 ? 4 : C == Code::l4 ? 2 : 1) {
-        if constexpr (C == Code::u2) {
-            const vi four = load_i(group + 16 * (first + v));
-            for (int i = 0; i < 4; i++) codes[v + i] = (four >> 2 * i) & 0x03030303;
-        } else if constexpr (C == Code::l4) {
-            const vi both = load_i(group + 32 * (first + v));
-            codes[v] = table(both & 0x0f0f0f0f);
-            codes[v + 1] = table((both >> 4) & 0x0f0f0f0f);
-        } else {
-            codes[v] = load_i(group + 64 * (first + v));
+    constexpr int kLow = low_bits(C), kHigh = high_bits(C), kPerLoad = 8 / kLow;
+    for (int v = 0; v < kVectors; v += kPerLoad) {
+        const vi all = load_i(group + 8 * kLow * (first + v));
+        for (int i = 0; i < kPerLoad; i++) {
+            vi low = all;
+            if constexpr (kLow == 4) low = (i ? all >> 4 : all) & 0x0f0f0f0f;
+            if constexpr (kLow == 2) low = (all >> 2 * i) & 0x03030303;
+            codes[v + i] = C == Code::l4 ? table(low) : low;
+        }
+    }
+    if constexpr (kHigh > 0) {
+        constexpr int kMask = (0x01010101 << kLow) * ((1 << kHigh) - 1), kPerVector = 8 / kHigh;
+        for (int v = 0; v < kVectors; v++) {
+            const vi high = load_i(group + 64 * (kLow + (first + v) / kPerVector));
+            const int left = kLow - kHigh * ((first + v) % kPerVector);
+            codes[v] |= (left >= 0 ? high << left : high >> -left) & kMask;
         }
     }
 }
 
 // Returns the sums of the products of an output's codes with as many terms, in two chains.
-template <int kVectors>
+template <Code C, int kVectors>
 OCTAVO_INLINE vi dot_codes(const vi (&codes)[kVectors], const int8_t* terms, vi zeros) {
     vi a = zeros, b = {};
+    const auto dot = [](vi acc, vi u, vi s) { return high_bits(C) ? dot4_six_bits(acc, u, s) : dot4(acc, u, s); };
     for (int v = 0; v < kVectors; v += 2) {
-        a = dot4(a, codes[v], broadcast4(terms + 4 * v));
-        b = dot4(b, codes[v + 1], broadcast4(terms + 4 * v + 4));
+        a = dot(a, codes[v], broadcast4(terms + 4 * v));
+        b = dot(b, codes[v + 1], broadcast4(terms + 4 * v + 4));
     }
     return a + b;
 }
@@ -177,7 +191,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
     vf acc[M] = {};
-    GroupLevels<S, L> levels;
+    GroupLevels<S, L> levels(w);
     ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < groups; g++, tile += kStep) {
         tile = levels.begin(tile, g);
@@ -197,7 +211,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
                 if constexpr (C == Code::u2)
                     whole = dot16_twos(codes, at);  // these have no zero point
                 else
-                    whole = dot_codes(codes, at, splat_i(-w.zero_point * sum));
+                    whole = dot_codes<C>(codes, at, splat_i(-w.zero_point * sum));
                 acc[m] = fma(to_float(whole), scale * d[m], acc[m]);
                 const float scaled = kHalves ? d[m] * (float)sum : x.scaled_sums[x.at(row, g) + m];
                 if (L != Low::none) acc[m] = fma(least, splat(scaled), acc[m]);
@@ -340,6 +354,12 @@ Product choose_low(const Tiles& w) {
     if constexpr (L != Low::zero) {
         if constexpr (S == ScaleType::small && L == Low::min)
             if (w.code == Code::u2) return product_u8<M, S, L, true, Code::u2>;
+        if constexpr (S == ScaleType::small && L == Low::none) {
+            if (w.code == Code::u3) return product_u8<M, S, L, true, Code::u3>;
+            if (w.code == Code::u6) return product_u8<M, S, L, true, Code::u6>;
+        }
+        if constexpr (S != ScaleType::fp32)
+            if (w.code == Code::u5) return product_u8<M, S, L, false, Code::u5>;
         if (w.half_groups)
             return w.code == Code::l4 ? product_u8<M, S, L, true, Code::l4> : product_u8<M, S, L, true>;
         if (w.code == Code::l4) return product_u8<M, S, L, false, Code::l4>;
@@ -379,7 +399,10 @@ RowType row_type(Code code) {
         case Code::u4: return kTwoTerms ? RowType::two_terms : RowType::int8;
         case Code::u8:
         case Code::l4:
-        case Code::u2: return RowType::int8;
+        case Code::u2:
+        case Code::u3:
+        case Code::u5:
+        case Code::u6: return RowType::int8;
         case Code::i8: return kTwoTerms ? RowType::whole : RowType::outliers;
         case Code::bf16:
         case Code::e4m3: return RowType::bf16;
@@ -440,28 +463,33 @@ float scale_at(const Tiles& w, const uint8_t* p, int lane) {
 float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     const int parts = w.half_groups ? 2 : 1, g = k / kGroup, in = k % kGroup;
     const size_t scale = scale_bytes_of(w.scale_type), codes = codes_bytes(w.code);
+    const bool half = w.half_factors;
     const size_t low = w.low == Low::none ? 0 : w.low == Low::zero ? kTile : scale;
-    const size_t bytes = codes + (scale + low) * parts, factors = factor_bytes(w.scale_type, w.low);
+    const size_t bytes = codes + (scale + low) * parts, factors = factor_bytes(w);
     const uint8_t* span = tile + g / kSmallSpan * (kSmallSpan * bytes + factors);
     const uint8_t* group = span + factors + g % kSmallSpan * bytes;
-    int code;
-    if (w.code == Code::u2) {
-        code = group[64 * (in / 16) + 4 * lane + in % 4] >> 2 * (in % 16 / 4) & 3;
-    } else if (has_nibbles(w.code)) {
-        const uint8_t byte = group[64 * (in / 8) + 4 * lane + in % 4];
-        code = in % 8 < 4 ? byte & 15 : byte >> 4;
-        if (w.code == Code::l4) code = w.table[code];
-    } else {
-        code = group[64 * (in / 4) + 4 * lane + in % 4];
-    }
+    // Its vector of four bytes an output, among those that lie in bytes of `bits` bits each.
+    const int vector = in / 4;
+    const auto bits_at = [&](size_t begin, int bits) {
+        const int shared = 8 / bits;
+        const uint8_t byte = group[begin + 64 * (vector / shared) + 4 * lane + in % 4];
+        return byte >> bits * (vector % shared) & ((1 << bits) - 1);
+    };
+    const int of_low = low_bits(w.code), of_high = high_bits(w.code);
+    int code = bits_at(0, of_low);
+    if (of_high) code |= bits_at(64 * of_low, of_high) << of_low;
+    if (w.code == Code::l4) code = w.table[code];
     const int part = parts == 2 ? in / 16 : 0;
     const uint8_t* scales = group + codes + part * scale;
     const uint8_t* lows = group + codes + scale * parts + part * low;
     const int zero = w.low == Low::zero ? ((const int8_t*)lows)[lane] : 0;
-    const float *factor = (const float*)span + lane, one = 1;
-    const float *of_scale = factors ? factor : &one, *of_min = factors ? factor + kTile : &one;
-    const float value = (float)(code - w.zero_point - zero) * (scale_at(w, scales, lane) * *of_scale);
-    return w.low == Low::min ? value + scale_at(w, lows, lane) * *of_min : value;
+    const auto factor = [&](int index) {
+        if (!factors) return 1.0f;
+        if (half) return fp16_to_float(((const uint16_t*)span)[index]);
+        return ((const float*)span)[index];
+    };
+    const float value = (float)(code - w.zero_point - zero) * (scale_at(w, scales, lane) * factor(lane));
+    return w.low == Low::min ? value + scale_at(w, lows, lane) * factor(kTile + lane) : value;
 }
 
 // Writes row `row` of w times `factor` to out [K], as an embedding table is read.

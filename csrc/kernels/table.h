@@ -30,6 +30,11 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //               code(k = 16v + 12 + b) << 6; then two rows of scales and two of mins, always `small`
 //   l4          codes of 4 bits in u4's order, each the place of its number in the weight's table of sixteen;
 //               then scales and mins as u8 has them
+//   u3          the low 2 bits in u2's order, then the high bit of each code in one vector [16 o][4 bytes]: bit v
+//               of byte b = code(k = 4v + b) >> 2; then scales and mins as u8 has them
+//   u5          the low 4 bits in u4's order, then a vector of high bits as in u3; then as u8
+//   u6          the low 4 bits in u4's order, then two vectors of [16 o][4 bytes] with the high 2 bits of each
+//               code: bits 2(v % 4) and 2(v % 4) + 1 of byte b of vector v / 4 = code(k = 4v + b) >> 4; then as u8
 //   f4          codes of 4 bits in u4's order, each the place of its number in the weight's sixteen floats
 //   e4m3        floats of 8 bits, for each group 8 vectors of [16 o][4 bytes], bytes 0 to 3 of vector v =
 //               codes 4v, 4v + 2, 4v + 1, 4v + 3
@@ -37,7 +42,8 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //   i8          signed codes alone, in u8's order, of inputs padded to a multiple of 64; at the end of the
 //               tile scales [16 o], fp32, one for each output
 // Where scales are `small`, those of groups are signed bytes, and so are mins; before the codes of each eight
-// groups then lie fp32 factors of these scales [16 o], and behind them those of the mins [16 o], if any.
+// groups then lie the factors of these scales [16 o], fp32 or (`half_factors`) fp16, and behind them those of the
+// mins [16 o], if any.
 // Or by columns (`column_stride`), of all tiles:
 //   i8          codes [inputs][outputs], then scales [outputs]
 //   u4          an even number of tiles; for each group of 32 inputs codes [32][outputs / 2], byte j of sixteen
@@ -46,13 +52,26 @@ constexpr int kSplitKeys = 256;  // keys in a split of the attention's definitio
 //   fp16, fp32  [K][16 o]
 // value = (code - zero_point - zero) * scale + min, with table[code] in place of the code of l4, and
 // numbers[code] in place of that of f4.
-enum class Code : int32_t { u4, u8, l4, i8, bf16, fp16, fp32, f4, e4m3, u2 };
-constexpr int kNumCodes = 10;
-constexpr const char* kCodeNames[kNumCodes] = {"u4",   "u8",   "l4", "i8",   "bf16",
-                                               "fp16", "fp32", "f4", "e4m3", "u2"};
-constexpr bool has_nibbles(Code code) { return code == Code::u4 || code == Code::l4 || code == Code::f4; }
+enum class Code : int32_t { u4, u8, l4, i8, bf16, fp16, fp32, f4, e4m3, u2, u3, u5, u6 };
+constexpr int kNumCodes = 13;
+constexpr const char* kCodeNames[kNumCodes] = {"u4", "u8",   "l4", "i8", "bf16", "fp16", "fp32",
+                                               "f4", "e4m3", "u2", "u3", "u5",   "u6"};
+// The bits of a code that lie together (u2's or u4's order, or a byte each), and those in vectors behind them.
+constexpr int low_bits(Code code) {
+    switch (code) {
+        case Code::u2:
+        case Code::u3: return 2;
+        case Code::u4:
+        case Code::l4:
+        case Code::f4:
+        case Code::u5:
+        case Code::u6: return 4;
+        default: return 8;
+    }
+}
+constexpr int high_bits(Code code) { return code == Code::u6 ? 2 : code == Code::u3 || code == Code::u5 ? 1 : 0; }
 // Returns the bytes of a group's codes, of all outputs of a tile, where codes are integers in groups.
-constexpr size_t codes_bytes(Code code) { return code == Code::u2 ? 128 : has_nibbles(code) ? 256 : 512; }
+constexpr size_t codes_bytes(Code code) { return 64 * (low_bits(code) + high_bits(code)); }
 constexpr bool is_float_code(Code code) { return code == Code::f4 || code == Code::e4m3; }
 enum class ScaleType : int32_t { fp16, fp32, small };
 constexpr int kNumScaleTypes = 3;
@@ -86,10 +105,12 @@ struct Tiles {
     uint8_t table[16] = {};  // of l4: numbers of its codes, 128 added, which is the zero point
     float numbers[16] = {};  // of f4: numbers of its codes
     int32_t span = 0;  // of f4 and e4m3: groups that share scales
+    bool half_factors = false;  // whether the factors of small scales are fp16
 
     bool is_laid_out_as(const Tiles& w) const {
         return code == w.code && scale_type == w.scale_type && low == w.low && half_groups == w.half_groups &&
-               num_groups == w.num_groups && column_stride == w.column_stride && span == w.span;
+               num_groups == w.num_groups && column_stride == w.column_stride && span == w.span &&
+               half_factors == w.half_factors;
     }
     int num_tiles() const { return (num_rows + kTile - 1) / kTile; }
     const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }

@@ -18,7 +18,7 @@ from octavo.quant.packed import Levels, PackedWeight
 
 Bytes = NDArray[np.uint8]
 
-NumberKind = Literal["float16", "int8", "scales6", "mins6", "scales4", "mins4"]
+NumberKind = Literal["float16", "int8", "scales6", "mins6", "scales4", "mins4", "signed6"]
 NUMBER_BYTES: dict[NumberKind, int] = {
     "float16": 2,
     "int8": 1,
@@ -26,9 +26,16 @@ NUMBER_BYTES: dict[NumberKind, int] = {
     "mins6": 12,
     "scales4": 16,
     "mins4": 16,
+    "signed6": 12,
 }
-NUM_SHARED: dict[NumberKind, int] = {"scales6": 8, "mins6": 8, "scales4": 16, "mins4": 16}
-"""Numbers of a kind in bytes that scales and mins share."""
+NUM_SHARED: dict[NumberKind, int] = {
+    "scales6": 8,
+    "mins6": 8,
+    "scales4": 16,
+    "mins4": 16,
+    "signed6": 16,
+}
+"""Numbers of a kind that lie together in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,8 @@ class Numbers:
 
     "scales6" and "mins6" are the eight scales and mins of six bits that Q4_K and Q5_K have in 12
     bytes, "scales4" and "mins4" the sixteen of four bits that Q2_K has in 16; mins are stored
-    without their minus sign.
+    without their minus sign. "signed6" are the sixteen scales of six bits that Q3_K has in 12
+    bytes, stored with 32 added.
     """
 
     start: int
@@ -73,6 +81,8 @@ class Numbers:
         found = self.view(blocks)
         if self.kind in ("scales6", "mins6"):
             found = _six_bits(found, is_min=self.kind == "mins6")
+        elif self.kind == "signed6":
+            found = _signed_six_bits(found)
         elif self.kind in NUM_SHARED:
             found = found >> 4 if self.kind == "mins4" else found & 0x0F
         return np.ascontiguousarray(found).reshape(*blocks.shape[:-2], -1)
@@ -89,6 +99,17 @@ def _six_bits(packed: Bytes, *, is_min: bool) -> Bytes:
     return np.concatenate(
         [first & 0x3F, (third >> 4 if is_min else third & 0x0F) | (first >> 2 & 0x30)], axis=-1
     )
+
+
+def _signed_six_bits(packed: Bytes) -> NDArray[np.int8]:
+    """Unpacks six-bit numbers, `[..., 12]` to `[..., 16]`. Source: ggml's dequantize_row_q3_K.
+
+    The low four bits of numbers 0-7 are the low nibbles of bytes 0-7, those of 8-15 the high ones;
+    bytes 8-11 hold the top two bits of four numbers each.
+    """
+    low = np.concatenate([packed[..., :8] & 0x0F, packed[..., :8] >> 4], axis=-1)
+    high = np.concatenate([packed[..., 8:] >> np.uint8(2 * i) & 3 for i in range(4)], axis=-1)
+    return (low | high << np.uint8(4)).astype(np.int8) - np.int8(32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,10 +97,20 @@ BLOCK_TYPES: dict[int, BlockType] = {
             super_mins=Numbers(82),
         ),
     ),
+    11: BlockType(
+        "Q3_K",
+        256,
+        110,
+        layout=BlockLayout(
+            (Plane(32, 2, 32), Plane(0, 1, 32)),
+            Numbers(96, "signed6"),
+            super_scales=Numbers(108),
+            zero_point=4,
+        ),
+    ),
     **{
         number: BlockType(name, size, num_bytes, codes=CODE_LAYOUTS[name])
         for number, name, size, num_bytes in (
-            (11, "Q3_K", 256, 110),
             (16, "IQ2_XXS", 256, 66),
             (17, "IQ2_XS", 256, 74),
             (18, "IQ3_XXS", 256, 98),

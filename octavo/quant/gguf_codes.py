@@ -146,15 +146,6 @@ def _runs(part: Bytes, bits: int, run: int) -> Bytes:
     return codes.reshape(len(part), -1)
 
 
-def _q3_k(blocks: Bytes) -> Decoded:
-    parts = _Parts(blocks)
-    high, low = _runs(parts.take(32), 1, 32), _runs(parts.take(64), 2, 32)
-    packed = parts.take(12)
-    scales = _runs(packed[:, :8], 4, 8) | _runs(packed[:, 8:], 2, 4) << np.uint8(4)
-    codes = low.astype(np.int8) - np.where(high, 0, 4).astype(np.int8)
-    return Decoded(codes, scales.astype(np.int8) - np.int8(32), parts.half())
-
-
 def _iq4_nl(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
     scale = parts.take(2, "<f2")
@@ -343,7 +334,6 @@ def _signed(name: str) -> NDArray[np.float32]:
 
 
 CODE_LAYOUTS: dict[str, CodeLayout] = {
-    "Q3_K": CodeLayout(_q3_k, 16, _table(range(-4, 4))),
     "IQ2_XXS": CodeLayout(_iq2_xxs, 32, _signed("IQ2_XXS")),
     "IQ2_XS": CodeLayout(_iq2_xs, 16, _signed("IQ2_XS")),
     "IQ2_S": CodeLayout(_iq2_s, 16, _signed("IQ2_S")),

@@ -32,7 +32,7 @@ class TileFormat:
     """How a weight lies in tiles."""
 
     code: str
-    """u4, u8, u2, l4, i8, bf16, fp16, fp32, f4 or e4m3."""
+    """u4, u8, u2, u3, u5, u6, l4, i8, bf16, fp16, fp32, f4 or e4m3."""
     scale_type: str = "fp32"
     """Type of the scales and mins of groups: fp16 where they have one level of fp16, small where
     they are bytes with a factor for 256 inputs.
@@ -41,6 +41,8 @@ class TileFormat:
     """Numbers behind a group's scales: none, min or zero."""
     half_groups: bool = False
     """Whether scales are of 16 inputs instead of 32."""
+    half_factors: bool = False
+    """Whether the factors of small scales are fp16, as a file stores them, instead of fp32."""
     span: int = 0
     """Groups of 32 inputs that share a scale in tiles, where codes stand for floats."""
 
@@ -50,13 +52,14 @@ class TileFormat:
         return replace(self, code="u8") if self.code == "u4" else self
 
     @property
-    def without_small_scales(self) -> TileFormat:
-        """The format with each small scale as an fp32, and codes of 2 bits, which have small ones,
-        in 4.
+    def for_tile_unit(self) -> TileFormat:
+        """The format at a level whose tile unit multiplies: codes of 2 and 3 bits in 4, of 5 and 6
+        in 8, and each small scale as an fp32.
         """
+        code = {"u2": "l4", "u3": "l4", "u5": "u8", "u6": "u8"}.get(self.code, self.code)
         if self.scale_type != "small":
-            return self
-        return replace(self, code="l4" if self.code == "u2" else self.code, scale_type="fp32")
+            return replace(self, code=code)
+        return replace(self, code=code, scale_type="fp32", half_factors=False)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Returns the bytes that a weight `[..., out, in]` takes in tiles."""
@@ -66,6 +69,7 @@ class TileFormat:
             scale_type=self.scale_type,
             low=self.low,
             half_groups=self.half_groups,
+            half_factors=self.half_factors,
             span=self.span,
             num_rows=num_rows,
             num_inputs=num_inputs,
@@ -79,14 +83,15 @@ FORMATS = {
     "BF16": TileFormat("bf16"),
     "Q4_0": TileFormat("u4", "fp16"),
     "Q4_1": TileFormat("u4", "fp16", low="min"),
-    "Q5_0": TileFormat("u8", "fp16"),
-    "Q5_1": TileFormat("u8", "fp16", low="min"),
+    "Q5_0": TileFormat("u5", "fp16"),
+    "Q5_1": TileFormat("u5", "fp16", low="min"),
     "Q8_0": TileFormat("u8", "fp16"),
     "I8": TileFormat("i8"),
-    "Q2_K": TileFormat("u2", "small", low="min", half_groups=True),
-    "Q4_K": TileFormat("u4", "small", low="min"),
-    "Q5_K": TileFormat("u8", "small", low="min"),
-    "Q6_K": TileFormat("u8", "small", half_groups=True),
+    "Q2_K": TileFormat("u2", "small", low="min", half_groups=True, half_factors=True),
+    "Q3_K": TileFormat("u3", "small", half_groups=True, half_factors=True),
+    "Q4_K": TileFormat("u4", "small", low="min", half_factors=True),
+    "Q5_K": TileFormat("u5", "small", low="min", half_factors=True),
+    "Q6_K": TileFormat("u6", "small", half_groups=True, half_factors=True),
 }
 """Tile format of each format of a tensor. "I8" has one scale an output."""
 
@@ -138,8 +143,8 @@ def tile_formats(
     """Returns the tile format of each matrix; UnsupportedModel names one that has none."""
     matrices = dict.fromkeys(weight for op in program.ops for weight in matrices_of(op))
     formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
-    if not keeps_small_scales(row_type_of):
-        formats = {weight: each.without_small_scales for weight, each in formats.items()}
+    if has_tile_unit(row_type_of):
+        formats = {weight: each.for_tile_unit for weight, each in formats.items()}
     for op in program.ops:
         if isinstance(op, HeadLinear) and op.transposed and not is_float(formats[op.weight]):
             formats[op.weight] = TileFormat("bf16")
@@ -150,9 +155,11 @@ def tile_formats(
     return formats
 
 
-def keeps_small_scales(row_type_of: RowTypeOf) -> bool:
-    """Whether scales of two levels stay bytes: the tile unit's products read them as floats."""
-    return row_type_of("u4") != "two_terms"
+def has_tile_unit(row_type_of: RowTypeOf) -> bool:
+    """Whether the level multiplies with a tile unit, whose products read codes of 4 and 8 bits with
+    float scales.
+    """
+    return row_type_of("u4") == "two_terms"
 
 
 def is_float(tiles: TileFormat) -> bool:

@@ -19,7 +19,7 @@ from octavo.backends.native.extension import native_module
 from octavo.backends.native.formats import (
     HALF_GROUP,
     RowTypeOf,
-    keeps_small_scales,
+    has_tile_unit,
     needs_widening,
 )
 from octavo.errors import UnsupportedModel, WeightMismatch
@@ -236,13 +236,14 @@ class NativeWeights:
     def _tiles_of(
         self, stored: StoredWeight, *, wide: bool = False, by_columns: bool = False
     ) -> NativeTiles:
+        on_tile_unit = has_tile_unit(self._row_type_of)
         handle = add_weight(
             self._packer,
             stored,
             self._dtype,
-            wide=wide,
+            wide=wide or (on_tile_unit and _bits_of(stored) > 4),
             by_columns=by_columns,
-            small_levels=keeps_small_scales(self._row_type_of) and has_small_levels(stored),
+            small_levels=not on_tile_unit and has_small_levels(stored),
         )
         permutation = stored.input_permutation if isinstance(stored, PackedWeight) else None
         return NativeTiles(handle, self._row_type_of(handle.code), permutation)
@@ -280,7 +281,7 @@ def add_weight(
 ) -> Any:
     """Adds a weight to a packer and returns its PackedTiles, whose bytes the packer's `run` writes.
 
-    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 bits in bytes, `by_columns`
+    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 to 6 bits in bytes, `by_columns`
     codes with one scale an output by columns; with `small_levels` scales of two levels stay bytes.
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
@@ -312,8 +313,12 @@ def _code_of(stored: StoredWeight, dtype: str) -> str:
         stored.lookup is not None or (stored.bits == 4 and stored.group == HALF_GROUP)
     ):
         return "l4"
-    bits = stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
-    return {2: "u2", 4: "u4"}.get(bits, "u8")
+    bits = _bits_of(stored)
+    return f"u{bits}" if bits < 8 else "u8"
+
+
+def _bits_of(stored: StoredWeight) -> int:
+    return stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
 
 
 def _float_code(stored: PackedWeight) -> str | None:

@@ -80,14 +80,16 @@ def native() -> NativeBackend:
 BITS = {
     **dict.fromkeys(("Q4_0", "IQ4_NL", "TQ1_0", "TQ2_0"), 4.5),
     **dict.fromkeys(("Q4_1", "MXFP4", "NVFP4"), 5),
-    **dict.fromkeys(("Q5_0", "Q8_0"), 8.5),
+    "Q5_0": 5.5,
+    "Q8_0": 8.5,
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 4.375),
-    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S", "Q3_K"), 4.625),
-    "Q5_1": 9,
-    "Q2_K": 3.25,
-    "Q4_K": 4.75,
-    "Q5_K": 8.75,
-    "Q6_K": 8.625,
+    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), 4.625),
+    "Q5_1": 6,
+    "Q2_K": 3.125,
+    "Q3_K": 3.5625,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
 }
 """Bits of a weight in tiles, with its scales and minima."""
 
