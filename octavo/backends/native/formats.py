@@ -23,6 +23,9 @@ FLOATS_HINT = (
     " bits; --backend torch reads them as they are"
 )
 
+WIDENED = ("u3", "u4", "u5", "u6")
+"""Codes that `TileFormat.widened` lays otherwise: those of 3 bits as codes of 4."""
+
 RowTypeOf = Callable[[str], str]
 """The type that products of weights in a code read their rows in, at an instruction-set level."""
 
@@ -48,8 +51,10 @@ class TileFormat:
 
     @property
     def widened(self) -> TileFormat:
-        """The format with each code of 4 bits in a byte."""
-        return replace(self, code="u8") if self.code == "u4" else self
+        """The format with each code of 4 to 6 bits in a byte."""
+        return (
+            replace(self, code={"u3": "l4"}.get(self.code, "u8")) if self.code in WIDENED else self
+        )
 
     @property
     def for_tile_unit(self) -> TileFormat:

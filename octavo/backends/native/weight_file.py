@@ -27,7 +27,7 @@ from octavo.durable import sync_path
 from octavo.errors import ConfigError
 from octavo.program.passes.offload import ALIGN
 
-MAGIC = b"octavoW4"
+MAGIC = b"octavoW5"
 """First bytes of a file; the number changes with the layout of tiles."""
 HEADER = struct.Struct("<8s32sQQ32s")
 """Magic, key, offset and length of the index, and its SHA-256."""

@@ -53,15 +53,35 @@ def tiles(array, unit):
     )
 
 
+def padded(numbers):
+    """Returns `[out, numbers]` as `[tiles, numbers, 16 outputs]`, filled up with zeros."""
+    whole = np.zeros((-(-len(numbers) // TILE) * TILE, numbers.shape[1]), numbers.dtype)
+    whole[: len(numbers)] = numbers
+    return np.ascontiguousarray(whole.reshape(-1, TILE, numbers.shape[1]).swapaxes(1, 2))
+
+
 def levels_of(levels, n):
     """Returns `[out, numbers]` as `[tiles, numbers, 16 outputs]`; two levels, and all but fp16, as
     fp32.
     """
     one = levels.super_scale is None and levels.values.dtype == np.float16
     numbers = levels.values if one else levels.expand()
-    padded = np.zeros((-(-n // TILE) * TILE, numbers.shape[1]), numbers.dtype)
-    padded[:n] = numbers
-    return padded.reshape(-1, TILE, numbers.shape[1]).swapaxes(1, 2)
+    return padded(numbers[:n])
+
+
+def planes(quads, low, high=0):
+    """Returns codes `[tiles, groups, 8 quads, 16 outputs, 4]` as a tile has their low bits, and then
+    their high ones: `[tiles, groups, bytes]`.
+    """
+    parts = []
+    for first, bits in ((0, low), (low, high)):
+        if bits:
+            shared = 8 // bits
+            some = quads >> first & (1 << bits) - 1
+            parts.append(sum(some[:, :, i::shared] << bits * i for i in range(shared)))
+    return np.concatenate(
+        [part.astype(np.uint8).reshape(*part.shape[:2], -1) for part in parts], axis=-1
+    )
 
 
 def written(packed, *, wide):
@@ -69,9 +89,13 @@ def written(packed, *, wide):
     codes = packed.unpacked_codes()
     codes = (codes.astype(np.int16) + 128).astype(np.uint8) if codes.dtype == np.int8 else codes
     quads = tiles(codes, 4)
+    is_fp16 = packed.scales.super_scale is None and packed.scales.values.dtype == np.float16
     if packed.bits == 4 and (packed.group == 16 or not wide):
-        quads = quads[:, :, ::2] | quads[:, :, 1::2] << 4
-    parts = [quads.reshape(*quads.shape[:2], -1)]
+        parts = [planes(quads, 4)]
+    elif packed.bits == 5 and is_fp16 and not wide:
+        parts = [planes(quads, 4, 1)]
+    else:
+        parts = [planes(quads, 8)]
     for levels in (packed.scales, packed.mins):
         if levels is not None:
             repeated = np.repeat(
@@ -93,6 +117,32 @@ def test_codes_in_groups(kind, shape, wide):
     weight = weight_of(kind, *shape, seed=1)
     assert isinstance(weight, BlockWeight) == (kind in GGUF)
     assert native_tiles(weight, wide=wide) == written(weight.packed(), wide=wide)
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high"), [("Q3_K", 2, 1), ("Q4_K", 4, 0), ("Q5_K", 4, 1), ("Q6_K", 4, 2)]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_levels_lie_as_bytes_with_factors(kind, low, high, shape):
+    """Before each eight groups lie their fp16 factors; a group has codes, then scales and mins."""
+    weight = weight_of(kind, *shape, seed=1)
+    packed = weight.packed()
+    levels = [(packed.scales, 1)] + ([] if packed.mins is None else [(packed.mins, -1)])
+    codes = planes(tiles(packed.unpacked_codes(), 4), low, high)
+    groups = [codes] + [
+        padded(one.values.astype(np.int8) * np.int8(sign))
+        .view(np.uint8)
+        .reshape(*codes.shape[:2], -1)
+        for one, sign in levels
+    ]
+    whole = np.concatenate(groups, axis=-1)
+    spans = whole.reshape(len(whole), whole.shape[1] // 8, -1)
+    before = [
+        padded(one.super_scale * np.float16(sign)).view(np.uint8).reshape(*spans.shape[:2], -1)
+        for one, sign in levels
+    ]
+    found = native_tiles(weight, small_levels=True)
+    assert found == np.concatenate([*before, spans], axis=-1).tobytes()
 
 
 @pytest.mark.parametrize("kind", sorted(GGUF))
