@@ -16,6 +16,7 @@
 #   make wheel-test  the wheel, installed and run where no compiler is
 #   make sanitize  the native tests under the thread and address sanitizers
 #   make qemu      the kernels on processors that this machine is not
+#   make emulate   the kernels of the AVX-512 levels in Bochs, which the system must have
 #
 # .venv holds what users need and no more; .venv-dev the tests' tools as well (PyTorch among them), with the package installed
 # editable: its Python is this tree's, its compiled part is built anew when csrc/ changes.
@@ -50,7 +51,7 @@ ALONE := -m alone $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 WORKERS := $(shell expr $$(nproc) + 1)
 BESIDE_EACH_OTHER := --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all soak faults clients browser check bench wheel wheel-test sanitize qemu clean
+.PHONY: demo serve test test-all soak faults clients browser check bench wheel wheel-test sanitize qemu emulate clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -114,6 +115,9 @@ sanitize:
 
 qemu:
 	bash csrc/tests/qemu.sh
+
+emulate:
+	bash csrc/tests/emulate.sh
 
 clean:
 	rm -rf build dist $(VENV) $(DEV_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) tests/clients/node/node_modules

@@ -23,7 +23,7 @@ using ByteRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 
 Matrix::Kind kind_of(const std::string& name) {
     const char* names[] = {"uint8",   "int8",  "float16", "bfloat16", "float32",
-                           "scales6", "mins6", "scales4", "mins4",   "signed6"};
+                           "scales6", "mins6", "scales4", "mins4",    "signed6"};
     for (int i = 0; i < (int)std::size(names); i++)
         if (name == names[i]) return (Matrix::Kind)i;
     throw std::invalid_argument("numbers of the type " + name);
@@ -223,11 +223,12 @@ TileTuple layout_of(const PackedTiles& packed) {
 
 std::shared_ptr<PackedTiles> tiles_in(const std::shared_ptr<WeightStream>& stream, size_t offset,
                                       const TileTuple& layout) {
-    const auto& [code, scale_type, low, half_groups, half_factors, span, zero_point, num_rows, num_inputs, stride, table,
-                 numbers] = layout;
+    const auto& [code, scale_type, low, half_groups, half_factors, span, zero_point, num_rows, num_inputs,
+                 stride, table, numbers] = layout;
     if (table.size() != kTile || numbers.size() != kTile)
         throw std::invalid_argument("a layout has tables of 16 numbers");
-    const TileFormat format{code_of(code), scale_type_of(scale_type), low_of(low), half_groups, span, half_factors};
+    const TileFormat format{code_of(code), scale_type_of(scale_type), low_of(low), half_groups, span,
+                            half_factors};
     auto packed = std::make_shared<PackedTiles>();
     packed->tiles = tiles_of(format, num_rows, num_inputs);
     packed->tiles.zero_point = zero_point;
@@ -391,8 +392,8 @@ NB_MODULE(_native, m) {
                                     .half_factors = half_factors};
             return total_bytes(tiles_of(format, num_rows, num_inputs));
         },
-        "code"_a, "scale_type"_a, "low"_a, "half_groups"_a, "half_factors"_a, "span"_a, "num_rows"_a, "num_inputs"_a,
-        "Bytes of all tiles of a weight [num_rows, num_inputs], as the packer takes them.");
+        "code"_a, "scale_type"_a, "low"_a, "half_groups"_a, "half_factors"_a, "span"_a, "num_rows"_a,
+        "num_inputs"_a, "Bytes of all tiles of a weight [num_rows, num_inputs], as the packer takes them.");
 
     nb::class_<KvMemory>(m, "KvMemory")
         .def(

@@ -49,7 +49,8 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
         return pack(pool, memory, matrix(Matrix::Kind::fp32, kInputs, sizeof(float)), code);
     const int low = low_bits(code), high = high_bits(code), block = kGroup * (low + high) / 8;
     const int64_t row_bytes = (int64_t)kInputs / kGroup * block;
-    CodeRows codes{(const uint8_t*)zeros.data(), 2 * kTile, row_bytes, row_bytes, kGroup, block, {{0, low, 1}}};
+    CodeRows codes{
+        (const uint8_t*)zeros.data(), 2 * kTile, row_bytes, row_bytes, kGroup, block, {{0, low, 1}}};
     if (high) codes.planes.push_back({kGroup * low / 8, high, 1});
     codes.is_signed = low == 8;
     // Scales as the formats of these codes most often have them.

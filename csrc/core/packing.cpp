@@ -563,9 +563,8 @@ PackedTiles Packer::add(const QuantisedSource& s) {
     const bool fp16 = keeps_fp16(s);
     // Codes of 4 bits in groups of 16 are places in a table, too, that of the numbers 0 to 15.
     const bool narrow = s.codes.bits() <= 4 && (s.table || s.group == 16 || !s.wide);
-    const bool has_half_factors =
-        s.small_levels && s.super_scales.kind == Matrix::Kind::fp16 &&
-        (!s.mins.data || s.super_mins.kind == Matrix::Kind::fp16);
+    const bool has_half_factors = s.small_levels && s.super_scales.kind == Matrix::Kind::fp16 &&
+                                  (!s.mins.data || s.super_mins.kind == Matrix::Kind::fp16);
     const TileFormat format{.code = code_for(s, narrow),
                             .scale_type = s.small_levels ? ScaleType::small
                                           : fp16         ? ScaleType::fp16

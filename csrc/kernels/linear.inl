@@ -170,7 +170,9 @@ OCTAVO_INLINE void load_codes(const uint8_t* group, const Table16& table, int fi
 template <Code C, int kVectors>
 OCTAVO_INLINE vi dot_codes(const vi (&codes)[kVectors], const int8_t* terms, vi zeros) {
     vi a = zeros, b = {};
-    const auto dot = [](vi acc, vi u, vi s) { return high_bits(C) ? dot4_six_bits(acc, u, s) : dot4(acc, u, s); };
+    const auto dot = [](vi acc, vi u, vi s) {
+        return high_bits(C) ? dot4_six_bits(acc, u, s) : dot4(acc, u, s);
+    };
     for (int v = 0; v < kVectors; v += 2) {
         a = dot(a, codes[v], broadcast4(terms + 4 * v));
         b = dot(b, codes[v + 1], broadcast4(terms + 4 * v + 4));

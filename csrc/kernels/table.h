@@ -69,7 +69,9 @@ constexpr int low_bits(Code code) {
         default: return 8;
     }
 }
-constexpr int high_bits(Code code) { return code == Code::u6 ? 2 : code == Code::u3 || code == Code::u5 ? 1 : 0; }
+constexpr int high_bits(Code code) {
+    return code == Code::u6 ? 2 : code == Code::u3 || code == Code::u5 ? 1 : 0;
+}
 // Returns the bytes of a group's codes, of all outputs of a tile, where codes are integers in groups.
 constexpr size_t codes_bytes(Code code) { return 64 * (low_bits(code) + high_bits(code)); }
 constexpr bool is_float_code(Code code) { return code == Code::f4 || code == Code::e4m3; }

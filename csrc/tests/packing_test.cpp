@@ -329,54 +329,124 @@ void test_tables(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
+// Random codes of 2, 3, 4, 5, 6 or 8 bits in groups of 16 or 32, with scales, and mins where wanted, of one level
+// or two.
+struct Grouped {
+    static constexpr int kRows = 37, kInputs = 768, kFactors = kInputs / 256;
+    std::vector<uint8_t> codes, scales, mins;
+    std::vector<uint16_t> factors, halves;  // fp16
+    Floats floats;
+
+    explicit Grouped(uint32_t seed)
+        : codes((size_t)kRows * kInputs),
+          scales(codes.size() / 16),
+          mins(scales),
+          factors(kRows * kFactors),
+          halves(scales.size()) {
+        std::mt19937 generator(seed);
+        for (auto* bytes : {&codes, &scales, &mins})
+            for (uint8_t& byte : *bytes) byte = (uint8_t)generator();
+        for (uint8_t& min : mins) min &= 63;
+        for (auto* numbers : {&factors, &halves})
+            for (uint16_t& half : *numbers)
+                half = (uint16_t)((10 + generator() % 8) << 10 | generator() % 1024);
+        for (const uint16_t half : factors) floats.push_back(from_half(half));
+    }
+    static Matrix matrix(Matrix::Kind kind, const void* data, int columns, int item) {
+        return Matrix{kind, (const uint8_t*)data, kRows, columns, (int64_t)columns * item, item};
+    }
+    QuantisedSource source(int bits, int group, bool has_mins) const {
+        QuantisedSource s{};
+        s.group = group;
+        s.num_inputs = kInputs;
+        if (bits == 4 || bits == 8) {
+            s.codes = CodeRows::plain(codes.data(), kRows, kInputs, bits, bits == 8);
+        } else {
+            const int low = bits == 2 || bits == 3 ? 2 : 4, high = bits - low;
+            const int row_bytes = kInputs * bits / 8, run = 16 * low;
+            s.codes = {codes.data(), kRows, row_bytes, row_bytes, 128, 16 * bits, {{0, low, run}}};
+            if (high) s.codes.planes.push_back({run, high, 16 * high});
+            if (!has_mins) s.zero_point = 1 << (bits - 1);
+        }
+        return s;
+    }
+    QuantisedSource two_levels(int bits, int group, bool has_mins, Matrix::Kind factor_kind) const {
+        QuantisedSource s = source(bits, group, has_mins);
+        const bool half = factor_kind == Matrix::Kind::fp16;
+        s.scales = matrix(Matrix::Kind::i8, scales.data(), kInputs / group, 1);
+        s.super_scales = matrix(factor_kind, half ? (const void*)factors.data() : floats.data(), kFactors,
+                                half ? sizeof(uint16_t) : sizeof(float));
+        if (!has_mins) return s;
+        s.mins = matrix(Matrix::Kind::u8, mins.data(), kInputs / group, 1);
+        s.super_mins = s.super_scales;
+        return s;
+    }
+    QuantisedSource one_level(int bits, bool has_mins) const {
+        QuantisedSource s = source(bits, kGroup, has_mins);
+        s.scales = matrix(Matrix::Kind::fp16, halves.data(), kInputs / kGroup, sizeof(uint16_t));
+        if (has_mins)
+            s.mins = matrix(Matrix::Kind::fp16, halves.data() + 5, kInputs / kGroup, sizeof(uint16_t));
+        return s;
+    }
+};
+
+// Checks that a weight takes less memory than another, and has its rows and its products bit for bit.
+void check_smaller(const KernelTable& kernels, const PackedTiles& plain, const PackedTiles& small) {
+    CHECK(small.num_bytes() < plain.num_bytes());
+    const int inputs = plain.tiles.num_inputs;
+    Floats wanted(inputs), found(inputs);
+    for (int row = 0; row < plain.tiles.num_rows; row++) {
+        kernels.read_row(plain.tiles, row, 1, wanted.data());
+        kernels.read_row(small.tiles, row, 1, found.data());
+        CHECK(same_bits(wanted, found), "%s, row %d", kCodeNames[(int)small.tiles.code], row);
+    }
+    for (const int num_rows : {1, 2, 3, 4, 8, 15}) check_same(kernels, plain, small, num_rows);
+}
+
 // Scales and mins that stay bytes with factors mean what they do as floats, and products have the same bits;
-// so do codes of 2 bits, which are nibbles beside floats.
+// so do codes of 2, 3, 5 and 6 bits, which are nibbles or bytes beside floats.
 void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
-    constexpr int kRows = 37, kInputs = 768, kFactors = kInputs / 256;
-    std::mt19937 generator(3);
-    std::vector<uint8_t> codes((size_t)kRows * kInputs), small((size_t)kRows * kInputs / 16), lows(small);
-    for (auto* bytes : {&codes, &small, &lows})
-        for (uint8_t& byte : *bytes) byte = (uint8_t)generator();
-    for (uint8_t& low : lows) low &= 63;
-    std::vector<uint16_t> factors((size_t)kRows * kFactors);
-    for (uint16_t& half : factors) half = (uint16_t)((10 + generator() % 8) << 10 | generator() % 1024);
-    for (const int bits : {2, 4, 8})
+    const Grouped numbers(3);
+    const auto code_of = [](int bits, int group, bool has_mins) {
+        const bool halves = group == 16;
+        if (bits == 2 && halves && has_mins) return Code::u2;
+        if (bits == 3 && halves && !has_mins) return Code::u3;
+        if (bits <= 4) return halves ? Code::l4 : Code::u4;
+        if (bits == 5 && !halves) return Code::u5;
+        return bits == 6 && halves && !has_mins ? Code::u6 : Code::u8;
+    };
+    for (const int bits : {2, 3, 4, 5, 6, 8})
         for (const int group : {16, 32})
-            for (const bool has_mins : {false, true}) {
-                const bool is_u2 = bits == 2;
-                if (is_u2 && (group != 16 || !has_mins)) continue;
-                const int groups = kInputs / group;
-                const auto matrix = [&](Matrix::Kind kind, const void* data, int columns, int item) {
-                    return Matrix{kind, (const uint8_t*)data, kRows, columns, (int64_t)columns * item, item};
-                };
-                QuantisedSource s{};
-                s.group = group;
-                s.num_inputs = kInputs;
-                s.codes = is_u2
-                              ? CodeRows{codes.data(), kRows, kInputs / 4, kInputs / 4, 128, 32, {{0, 2, 32}}}
-                              : CodeRows::plain(codes.data(), kRows, kInputs, bits, bits == 8);
-                s.scales = matrix(Matrix::Kind::i8, small.data(), groups, 1);
-                s.super_scales = matrix(Matrix::Kind::fp16, factors.data(), kFactors, 2);
-                if (has_mins) {
-                    s.mins = matrix(Matrix::Kind::u8, lows.data(), groups, 1);
-                    s.super_mins = s.super_scales;
+            for (const bool has_mins : {false, true})
+                for (const Matrix::Kind factor_kind : {Matrix::Kind::fp16, Matrix::Kind::fp32}) {
+                    QuantisedSource s = numbers.two_levels(bits, group, has_mins, factor_kind);
+                    WeightMemory memory;
+                    Packer packer(memory);
+                    const PackedTiles plain = packer.add(s);
+                    s.small_levels = true;
+                    const PackedTiles small = packer.add(s);
+                    packer.run(pool);
+                    CHECK(small.tiles.code == code_of(bits, group, has_mins), "%d bits in groups of %d", bits,
+                          group);
+                    CHECK(small.tiles.half_factors == (factor_kind == Matrix::Kind::fp16));
+                    check_smaller(kernels, plain, small);
                 }
-                WeightMemory memory;
-                Packer packer(memory);
-                const PackedTiles plain = packer.add(s);
-                s.small_levels = true;
-                const PackedTiles bytes = packer.add(s);
-                packer.run(pool);
-                CHECK(bytes.num_bytes() < plain.num_bytes());
-                CHECK(bytes.tiles.code == (is_u2 ? Code::u2 : plain.tiles.code));
-                Floats wanted(kInputs), found(kInputs);
-                for (int row = 0; row < kRows; row++) {
-                    kernels.read_row(plain.tiles, row, 1, wanted.data());
-                    kernels.read_row(bytes.tiles, row, 1, found.data());
-                    CHECK(same_bits(wanted, found), "%d bits in groups of %d, row %d", bits, group, row);
-                }
-                for (const int num_rows : {1, 3, 8}) check_same(kernels, plain, bytes, num_rows);
-            }
+}
+
+// Codes of 5 bits with scales of one level have the products of codes in bytes.
+void test_five_bits(const KernelTable& kernels, ThreadPool& pool) {
+    const Grouped numbers(4);
+    for (const bool has_mins : {false, true}) {
+        QuantisedSource s = numbers.one_level(5, has_mins);
+        WeightMemory memory;
+        Packer packer(memory);
+        const PackedTiles small = packer.add(s);
+        s.wide = true;
+        const PackedTiles wide = packer.add(s);
+        packer.run(pool);
+        CHECK(small.tiles.code == Code::u5 && wide.tiles.code == Code::u8);
+        check_smaller(kernels, wide, small);
+    }
 }
 
 Example other_codes(Example e) {
@@ -472,6 +542,7 @@ void test_packing(const KernelTable& kernels) {
     test_skipping(kernels, pool);
     test_tables(kernels, pool);
     test_small_levels(kernels, pool);
+    test_five_bits(kernels, pool);
     test_columns(kernels, pool);
     test_interleaved(kernels, pool);
     test_interleaved_in_two_pieces(kernels, pool);

@@ -109,7 +109,8 @@ def _signed_six_bits(packed: Bytes) -> NDArray[np.int8]:
     """
     low = np.concatenate([packed[..., :8] & 0x0F, packed[..., :8] >> 4], axis=-1)
     high = np.concatenate([packed[..., 8:] >> np.uint8(2 * i) & 3 for i in range(4)], axis=-1)
-    return (low | high << np.uint8(4)).astype(np.int8) - np.int8(32)
+    numbers: NDArray[np.int8] = (low | high << np.uint8(4)).astype(np.int8) - np.int8(32)
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,8 +281,9 @@ def add_weight(
 ) -> Any:
     """Adds a weight to a packer and returns its PackedTiles, whose bytes the packer's `run` writes.
 
-    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 to 6 bits in bytes, `by_columns`
-    codes with one scale an output by columns; with `small_levels` scales of two levels stay bytes.
+    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 to 6 bits in bytes,
+    `by_columns` codes with one scale an output by columns; with `small_levels` scales of two levels
+    stay bytes.
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
         return packer.values(_typed(stored.codes), _code_of(stored, dtype))

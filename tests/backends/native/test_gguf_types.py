@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.backends.base import BackendOptions
@@ -31,6 +32,7 @@ TYPES = [name for name, number in NUMBERS.items() if BLOCK_TYPES[number].dtype i
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**(SHAPE | WIDTHS), tie_word_embeddings=False))
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", "llama", model)
 
