@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs the native tests of the kernels at the AVX-512 levels in Bochs, an emulator of a whole machine: LEVELS names
-# others (avx2_vnni, say). A processor of the levels is not needed; an hour is, on a slow machine.
+# Runs the native tests of the kernels at the AVX-512 levels, or those in LEVELS, in Bochs, an emulator of a whole
+# machine. The processor need not have these levels. Takes about eight minutes a level. At avx512_bf16 only the
+# tests of packing pass: Bochs 3.0 converts half of the numbers wrongly in VCVTNE2PS2BF16.
 # BOCHS names the emulator (3.0 or newer), KERNEL a Linux kernel of x86-64 with the serial console built in.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-levels=${LEVELS:-avx512 avx512_vnni avx512_bf16}
+levels=${LEVELS:-avx512 avx512_vnni}
 bochs=${BOCHS:-bochs}
 kernel=${KERNEL:-$(ls -t /boot/vmlinuz-* 2> /dev/null | head -1 || true)}
 isolinux=/usr/lib/ISOLINUX/isolinux.bin
@@ -50,6 +51,7 @@ cat > "$root/init" << END
 busybox mount -t proc proc /proc
 native_tests --kernels /kernels $levels
 echo "exit status: \$?"
+busybox sleep 2
 busybox reboot -f
 END
 chmod +x "$root/init"

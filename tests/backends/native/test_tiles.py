@@ -70,8 +70,8 @@ def levels_of(levels, n):
 
 
 def planes(quads, low, high=0):
-    """Returns codes `[tiles, groups, 8 quads, 16 outputs, 4]` as a tile has their low bits, then their
-    high ones: `[tiles, groups, bytes]`.
+    """Returns codes `[tiles, groups, 8 quads, 16 outputs, 4]` in a tile's order, first
+    the low bits, then the high ones: `[tiles, groups, bytes]`.
     """
     parts = []
     for first, bits in ((0, low), (low, high)):
