@@ -38,7 +38,7 @@ cmake --build "$build" --target native_tests "${targets[@]}" --parallel > /dev/n
 # The machine's files: busybox, the tests, the kernels and the libraries that they need.
 root=$build/root
 rm -rf "$root" "$build/disc" "$build/console.log"
-mkdir -p "$root"/{bin,proc,kernels} "$build/disc"
+mkdir -p "$root"/{bin,proc,tmp,kernels} "$build/disc"
 cp "$(command -v busybox)" "$build/native_tests" "$root/bin/"
 ln -s busybox "$root/bin/sh"
 for level in $levels; do cp "$build/liboctavo_$level.so" "$root/kernels/"; done
