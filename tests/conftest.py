@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -86,6 +87,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow if long else SAMPLED_ON_TORCH)
         elif item.path.parent.name == "triton":
             item.add_marker(SAMPLED_ON_TORCH)
+    for item in items:
+        if str(tempfile.gettempdir()) in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: its name has a random path; give it an id")
     left_out = {"sample": {"slow", "soak"}, "all": {"soak"}, "soak": set()}[tiers.tier()]
     run = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
     kept = set(tiers.sample({item: (item.nodeid, one_in(item)) for item in run}))

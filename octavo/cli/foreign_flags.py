@@ -18,6 +18,9 @@ Takes = Literal["nothing", "value", "perhaps"]
 MODEL = "MODEL"
 """Target of flags that name the model: --model, or the argument of a command without it."""
 
+PROMPT = "PROMPT"
+"""Target of flags that give a prompt: the argument of a command that takes one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
+
+import typer
 
 from octavo.config.sizes import format_bytes
 
 
-def list() -> None:
+def list(
+    *,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print name, path, bytes and quantization as JSON")
+    ] = False,
+) -> None:
     """List the models on this machine, the newest first."""
+    import msgspec
+
     from octavo.checkpoint.local_models import list_local_models
     from octavo.cli.columns import format_columns
 
     found = list_local_models()
+    if json:
+        rows_of_json = [
+            {
+                "name": model.name,
+                "path": str(model.path),
+                "num_bytes": model.num_bytes,
+                "quantization": model.quantization,
+                "modified_s": model.modified_s,
+            }
+            for model in found
+        ]
+        print(msgspec.json.encode(rows_of_json).decode())
+        return
     rows = [
         (
             model.name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from octavo.cli.foreign_flags import (
     LLAMA,
     MODEL,
+    PROMPT,
     device_name,
     ignore,
     one_origin,
@@ -36,6 +37,8 @@ def _reasoning_format(text: str) -> str | None:
 
 LLAMA_ROWS = (
     rename(LLAMA, "-m --model -hf -hfr --hf-repo", MODEL),
+    rename(LLAMA, "-p --prompt", PROMPT),
+    rename(LLAMA, "-sys --system-prompt", "--system"),
     rename(LLAMA, "-t", "--threads", positive),
     rename(LLAMA, "-c --ctx-size", "--max-model-len", positive, text="the default is the model's"),
     rename(LLAMA, "-dev", "--device", device_name),
@@ -68,7 +71,7 @@ LLAMA_ROWS = (
     sampling("--repeat-penalty", "repetition_penalty"),
     sampling("--presence-penalty", "presence_penalty"),
     sampling("--frequency-penalty", "frequency_penalty"),
-    sampling("-n --predict --n-predict", "max_tokens", positive),
+    sampling("-n --predict --n-predict --num-predict", "max_tokens", positive),
     switch(LLAMA, "--usage", "--help"),
     switch(LLAMA, "--log-jsonl", "--log-format=json"),
     switch(LLAMA, "--no-cache-prompt", "--no-enable-prefix-caching"),
@@ -223,6 +226,20 @@ LLAMA_ROWS = (
         "drafting adapts to what is accepted; see --spec-tokens",
     ),
     refuse(LLAMA, "nothing", "-cl --cache-list", "run `octavo models`, which lists the cache"),
+    refuse(LLAMA, "value", "-f --file", "pipe the file: octavo run < FILE"),
+    refuse(
+        LLAMA,
+        "nothing",
+        "-i --interactive -if --interactive-first -cnv --conversation",
+        "run `octavo chat MODEL`",
+    ),
+    ignore(
+        LLAMA,
+        "nothing",
+        "-no-cnv --no-conversation -st --single-turn",
+        "`octavo run` answers once; --raw leaves out the chat template",
+    ),
+    ignore(LLAMA, "nothing", "-co --color", "colours follow the terminal and NO_COLOR"),
     refuse(LLAMA, "nothing", "--completion-bash", "run `octavo --install-completion`"),
     refuse(LLAMA, "nothing", "--version", "run `octavo --version`"),
     refuse(LLAMA, "nothing", "--list-devices", "run `octavo doctor`"),

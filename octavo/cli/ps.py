@@ -21,8 +21,13 @@ def ps(
     api_key: Annotated[
         str | None, typer.Option(help="Send this key", show_default=f"${KEY_VARIABLES[1]}")
     ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the models of GET /api/ps as JSON")
+    ] = False,
 ) -> None:
     """List the models that a running server has loaded."""
+    import msgspec
+
     from octavo.cli.columns import format_columns
     from octavo.cli.http_client import HttpClient
     from octavo.errors import WorkerFailed
@@ -34,9 +39,13 @@ def ps(
     if answer.status != 200:
         raise WorkerFailed(f"url: {client.url}/api/ps answers {answer.refusal()}")
     try:
-        rows = [_row(model) for model in answer.json()["models"]]
+        models = answer.json()["models"]
+        rows = [_row(model) for model in models]
     except (KeyError, TypeError, ValueError) as error:
         raise WorkerFailed(f"url: {client.url}/api/ps is no list of models") from error
+    if json:
+        print(msgspec.json.encode(models).decode())
+        return
     print(format_columns(("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "UNTIL"), rows))
     if not rows:
         to_stderr(f"no model is loaded at {client.url}")

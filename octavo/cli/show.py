@@ -48,7 +48,9 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
     )
     size = f", {format_bytes(report.num_bytes)}" if report.num_bytes else ""
     tokenizer = {True: "included", False: "none", None: "unknown: no weights here"}
-    has_template = "included" if report.has_chat_template else "none: it completes texts"
+    has_template: str | None = "included"
+    if not report.has_chat_template:
+        has_template = None if report.sampling is None else "none: it completes texts"
     yield f"{name}: {report.info.model_type}, {report.num_parameters / 1e6:,.1f} M parameters{size}"
     facts = {
         "quantization": shares,

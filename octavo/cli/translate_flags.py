@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.cli.foreign_flags import MODEL, ForeignFlag, device_name, positive
+from octavo.cli.foreign_flags import MODEL, PROMPT, ForeignFlag, device_name, positive
 from octavo.cli.llama_flags import LLAMA_ROWS
 from octavo.cli.vllm_flags import OLLAMA_ROWS, VLLM_ROWS
 from octavo.errors import ConfigError
@@ -72,6 +72,8 @@ class Translation:
     params: Mapping[str, Any]
     """The command's own parameters, by their flags."""
     left: list[str]
+    takes_words: bool = False
+    """Whether the command has an argument that a prompt may be."""
     given: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Name and value of the foreign flag that each of our flags was made of."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -159,6 +161,9 @@ class Translation:
         if target == MODEL:
             yield from ("--model", value) if "--model" in self.params else (value,)
             return
+        if target == PROMPT and self.takes_words:
+            yield value
+            return
         if row.is_sampling and target not in self.params and OVERRIDES in self.params:
             field_name = target[2:].replace("-", "_")
             self.overrides[OVERRIDE_NAMES.get(field_name, field_name)] = _number(name, value)
@@ -195,7 +200,8 @@ def translate(command: str, params: Sequence[Any], arguments: Sequence[str]) -> 
         if param.param_type_name == "option"
         for name in (*param.opts, *param.secondary_opts)
     }
-    return list(Translation(command, own, list(arguments)).run())
+    takes_words = any(param.name == "words" for param in params)
+    return list(Translation(command, own, list(arguments), takes_words).run())
 
 
 def _number(name: str, text: str) -> float:

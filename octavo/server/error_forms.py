@@ -129,6 +129,8 @@ FORMS: tuple[tuple[str, ErrorForm], ...] = (
     ("/api/", ollama_form),
     ("/v2/", cohere_form),
     ("/cohere/", cohere_form),
+    ("/v1/chat/", openai_form),
+    ("/v1/completions", openai_form),
 )
 """Rows of (beginning of a path, the form of its API); every other path speaks OpenAI's."""
 

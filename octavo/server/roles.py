@@ -15,6 +15,8 @@ from octavo.prompt_ports import RoleRules
 from octavo.server.images import Content, text_part
 
 SYSTEM_ROLES = ("system", "developer")
+UNREAD_IMAGE = "[an image, which this model cannot read]"
+"""Stands for an image in a tool's result: without it every later turn of an agent would fail."""
 GAP = "\n\n"
 """Text between merged messages."""
 
@@ -44,16 +46,20 @@ def fit_roles(messages: Sequence[Message], rules: RoleRules) -> list[Message]:
     return fitted
 
 
-def move_tool_images(messages: Sequence[Message]) -> list[Message]:
+def move_tool_images(messages: Sequence[Message], *, reads_images: bool = True) -> list[Message]:
     """Returns messages whose tool results are texts; their images follow in a user's message, the
-    only place where templates write images.
+    only place where templates write images. A model that reads text only is told of an image.
     """
     moved: list[Message] = []
     images: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool" and isinstance(message["content"], list):
             texts = [part["text"] for part in message["content"] if part["type"] == "text"]
-            images += [part for part in message["content"] if part["type"] != "text"]
+            found = [part for part in message["content"] if part["type"] != "text"]
+            if not reads_images:
+                texts += [UNREAD_IMAGE] * len(found)
+                found = []
+            images += found
             message = {**message, "content": "\n".join(texts)}
         elif message["role"] != "tool" and images:
             moved.append({"role": "user", "content": images})

@@ -81,7 +81,9 @@ class Conversation:
         """Returns the messages and how they are rendered, with the functions that there are: in the
         template's own way, or taught in plain text where it has none.
         """
-        messages, rendering = move_tool_images(self.messages), self.rendering
+        reads_images = "image" in model.llm.media
+        messages = move_tool_images(self.messages, reads_images=reads_images)
+        rendering = self.rendering
         is_own = rendering.template is not None
         formats = model.formats
         template = formats.template if self.tools is None else formats.tool_template

@@ -221,7 +221,8 @@ def plan_kv(
         num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
     wanted = num_blocks
     if wanted_bytes is None:
-        wanted = min(num_blocks, _blocks_for(demand.max_model_len) * demand.max_num_seqs)
+        one_each = _blocks_for(demand.max_model_len) * demand.max_num_seqs
+        wanted = min(num_blocks, max(least, one_each))
     if wanted < least:
         raise _too_little(
             groups, demand, given, num_blocks, share=None if wanted_bytes is not None else share

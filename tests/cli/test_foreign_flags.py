@@ -7,7 +7,7 @@ import pytest
 import typer
 
 from octavo.cli.app import build_app
-from octavo.cli.foreign_flags import MODEL
+from octavo.cli.foreign_flags import MODEL, PROMPT
 from octavo.cli.translate_flags import (
     FOREIGN_FLAGS,
     OVERRIDE_NAMES,
@@ -70,9 +70,7 @@ def test_each_row_does_what_it_says(row, name, capsys):
     targets = [flag.partition("=")[0] for flag in (row.target, *row.extra) if flag]
     if row.is_sampling:
         return  # the next test
-    path = next(
-        path for path in ("serve", "run") if {*targets} - {MODEL} <= OWN[path] or not targets
-    )
+    path = "serve" if {*targets} - {MODEL} <= OWN["serve"] or not targets else "run"
     if name in OWN[path]:
         assert translated(path, name, "3") == [name, "3"], "the command's own flag wins"
         return
@@ -90,7 +88,8 @@ def test_each_row_does_what_it_says(row, name, capsys):
     if targets:
         assert said == ""
         value = row.convert(given[1]) if row.convert else given[-1]
-        expected = [value] if row.target == MODEL else [row.target, value] if row.target else []
+        is_argument = row.target in (MODEL, PROMPT)
+        expected = [value] if is_argument else [row.target, value] if row.target else []
         made = found[1:-1]
         assert made == [*(["--model"] if made[0] == "--model" else []), *expected, *row.extra]
     else:
@@ -119,7 +118,7 @@ def test_sampling_values_become_options_or_defaults(row):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
 def test_what_a_row_points_to_exists(row):
     flags = set().union(*OWN.values())
-    assert row.target in (None, MODEL) or row.is_sampling or row.target in flags
+    assert row.target in (None, MODEL, PROMPT) or row.is_sampling or row.target in flags
     named = {word.strip(".,;:()`=") for word in row.text.split() if word.startswith("--")}
     assert named - {"--install-completion", "--version"} <= flags, row.text
 
@@ -159,6 +158,8 @@ def test_common_flags_work_on_every_command(path, capsys):
         (["--device", "CUDA0"], ["--device", "cuda"]),
         (["--system", "-ngl", "hi"], ["--system", "-ngl", "hi"]),
         (["--", "-ngl"], ["--", "-ngl"]),
+        (["-m", "x", "-p", "hi", "-st", "--color"], ["--model", "x", "hi"]),
+        (["x", "-sys", "be brief", "-no-cnv"], ["x", "--system", "be brief"]),
         (["--no-such-flag", "-Z"], ["--no-such-flag", "-Z"]),
         (["--system"], ["--system"]),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
@@ -98,6 +99,9 @@ def test_rm_of_an_unknown_name_deletes_nothing(octavo, cache, monkeypatch, name,
     assert done.code == 2 and done.out == ""
     assert "not in the cache" in done.err and hint in done.err
     assert own.exists() and len(rows(octavo("list").out)) == 3
+    listed = json.loads(octavo("list", "--json").out)
+    assert {one["name"] for one in listed} == rows(octavo("list").out).keys()
+    assert all(one["num_bytes"] > 0 and Path(one["path"]).exists() for one in listed)
 
 
 def test_rm_leaves_what_links_in_the_cache_lead_to(octavo, cache):
@@ -150,6 +154,9 @@ def test_ps_lists_the_models_of_a_server(octavo):
         name, (size, _, context, until) = next(iter(rows(done.out).items()))
         assert name == "tiny:latest" and float(size.split()[0]) > 0
         assert (context, until) == ("512", "forever")
+        done = octavo("ps", f"--url={server.url}", "--api-key=secret", "--json")
+        (model,) = json.loads(done.out)
+        assert model["name"] == "tiny:latest" and model["size"] > 0
     finally:
         assert server.stop() == 0
     done = octavo("ps", f"--url={server.url}")

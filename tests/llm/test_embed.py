@@ -203,3 +203,10 @@ def test_impossible_dimensions_of_a_checkpoint_are_refused(tmp_path: Path) -> No
     file.write_text(json.dumps(json.loads(file.read_text()) | {"matryoshka_dimensions": [100]}))
     with pytest.raises(UnsupportedModel, match="matryoshka_dimensions holds 100, allowed are 1"):
         started(path)
+
+
+def test_one_request_at_a_time(tmp_path: Path) -> None:
+    """A single request needs a block more than its tokens fill."""
+    path = save_encoder(tmp_path, "bert")
+    with started(path, max_num_seqs=1) as one, started(path) as many:
+        assert np.array_equal(embeddings(one, texts()), embeddings(many, texts()))

@@ -119,6 +119,28 @@ def test_a_form_that_cannot_be_kept_is_refused(http, form, param, words):
     assert error["param"] == param and words in error["message"], error
 
 
+def test_without_strict_keywords_that_no_grammar_enforces_are_ignored(http):
+    """Zod's records have propertyNames, pydantic's sets uniqueItems."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "items": {"enum": ["a"]}, "maxItems": 1, "uniqueItems": True},
+            "scores": {"type": "object", "maxProperties": 0, "propertyNames": {"type": "string"}},
+        },
+        "required": ["tags", "scores"],
+    }
+    format = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    answer = http.post(CHAT, json={"messages": HELLO, "max_tokens": 200, "response_format": format})
+    assert answer.status_code == 200, answer.text
+    at = "response_format.json_schema.schema.properties"
+    assert answer.headers["x-octavo-ignored"].split(", ") == [
+        f"{at}.tags.uniqueItems",
+        f"{at}.scores.propertyNames",
+    ]
+    found = json.loads(answer.json()["choices"][0]["message"]["content"])
+    jsonschema.validate(found, schema)
+
+
 def test_a_deep_schema_is_refused_and_the_next_request_is_answered(http):
     deep = '{"a":' * 10_000 + "{}" + "}" * 10_000
     body = f'{{"messages":[{{"role":"user","content":"x"}}],"guided_json":{deep}}}'

@@ -52,7 +52,8 @@ def deep(levels):
             "tool_choice",
             "got the function 'look', allowed are look_up",
         ),
-        ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "got 'any'"),
+        ({"tools": [tool()], "tool_choice": "some"}, "tool_choice", "got 'some'"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice", "without a name"),
         ({"tools": [tool(extra=1)]}, "tools[0].function.extra", "no such field"),
         ({"functions": [{"name": "f"}]}, "functions", "tools stands for it"),
     ],
@@ -136,3 +137,30 @@ def test_an_answer_without_calls_is_content(http):
     assert "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "length"
     assert made["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        "any",
+        {"type": "function", "function": {"name": "look_up"}},
+        {"type": "function", "name": "look_up"},
+        {"type": "tool", "name": "look_up"},
+    ],
+    ids=str,
+)
+def test_a_choice_may_be_spelt_as_in_any_api(http, choice):
+    """In the forms of OpenAI's two APIs, and of Anthropic's."""
+    answer = ask(http, tools=[tool()], tool_choice=choice, max_tokens=60)
+    assert answer.status_code == 200 and "x-octavo-ignored" not in answer.headers, answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "look_up"
+
+
+def test_an_empty_list_of_parameters_is_none(http):
+    """PHP writes an empty object so."""
+    answer = ask(http, tools=[tool(parameters=[])], tool_choice="required", max_tokens=60)
+    assert answer.status_code == 200, answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {}

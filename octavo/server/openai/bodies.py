@@ -361,7 +361,7 @@ class ChatBody(ConversationBody, PromptBody):
     unsupported = SamplingBody.unsupported
 
     max_completion_tokens: Whole | None = sampling(
-        "max_tokens", "most tokens of an answer", same_as="max_tokens"
+        "max_tokens", "most tokens of an answer; goes before max_tokens"
     )
     logprobs: bool | None = field(FLAG, "logprobs of the answer's tokens")
     top_logprobs: Whole | None = field(
@@ -383,12 +383,12 @@ class ChatBody(ConversationBody, PromptBody):
         "functions that the model may call",
         by_path=True,
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = (
-        field(
-            '"none", "auto", "required", a function or a list of allowed ones',
-            "whether a function is called; required and named ones are",
-            rules={"types": ("function", "allowed_tools")},
-        )
+    tool_choice: (
+        Literal["none", "auto", "required", "any"] | NamedTool | AllowedToolsChoice | None
+    ) = field(
+        '"none", "auto", "required" (or "any"), a function or a list of allowed ones',
+        "whether a function is called; required and named ones are",
+        rules={"types": ("function", "tool", "allowed_tools")},
     )
     parallel_tool_calls: bool | None = field(
         FLAG, "whether one answer may call several functions; null is true"

@@ -241,8 +241,11 @@ def _echoed(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _max_tokens(body: ChatBody) -> int | None:
-    """Returns the most tokens of an answer; None until the context ends."""
-    return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    """Returns the most tokens of an answer; None, or llama.cpp's -1, until the context ends."""
+    given = body.max_completion_tokens
+    if given is None:
+        given = body.max_tokens
+    return None if given == -1 else given
 
 
 def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:

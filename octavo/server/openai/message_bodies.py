@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from octavo.server.body_part import BodyPart
 from octavo.server.fields import taken
 
 UNREADABLE = ("input_audio", "audio_url", "video_url", "file")
 """Types of parts that no model here reads; leaving them out would change what is asked."""
+TEXTS = ("text", "input_text", "output_text")
+"""Types of parts that are a text: the chat API's, and those of Responses, which agents mix in."""
 
 
 class ContentPart(BodyPart):
     """One part of a message's content."""
 
-    types = ("text", "refusal", "image_url", *UNREADABLE)
+    types = (*TEXTS, "refusal", "image_url", *UNREADABLE)
 
     type: str
     text: str | None = None
@@ -68,7 +72,8 @@ class OfferedFunctionBody(BodyPart):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | Annotated[list[Any], Field(max_length=0)] | None = None
+    """Schema of the arguments; [], as PHP writes an empty object, for none."""
     strict: bool | None = None
 
 
@@ -84,10 +89,11 @@ class FunctionName(BodyPart):
 
 
 class NamedTool(BodyPart):
-    """The choice of one function."""
+    """The choice of one function, in the form of the chat API or of Responses (`name`)."""
 
-    type: Literal["function"]
-    function: FunctionName
+    type: Literal["function", "tool"]
+    function: FunctionName | None = None
+    name: str | None = None
 
 
 class AllowedTool(NamedTool):

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.server.images import Content, content_of, image_part, text_part, url_source
-from octavo.server.openai.message_bodies import ContentPart, Message, ToolCall
+from octavo.server.openai.message_bodies import TEXTS, ContentPart, Message, ToolCall
 from octavo.server.tool_use import check_role, parse_arguments
 
 ROLES = {"function": "tool"}
@@ -108,7 +108,9 @@ def _plain_part(part: ContentPart, where: str, role: str) -> dict[str, Any]:
 
 
 def _text(part: ContentPart, where: str) -> str:
-    text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in (*TEXTS, "refusal"):
+        text = None
     if text is None:
         raise InvalidRequest(
             f"{where}: got a part of type {part.type!r}, allowed are parts of type 'text' with a"

@@ -5,11 +5,14 @@ structured_outputs and the older guided_* fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, Protocol
 
 from octavo.errors import InvalidRequest, shown
 from octavo.server.ignored import IgnoredFields, join_path
 from octavo.structured_outputs import StructuredOutputs
+from octavo.text.grammar.enforceable import without_unenforced
+from octavo.text.grammar.schema import pointer_keys
 
 GUIDED = {
     "guided_json": "json",
@@ -93,7 +96,9 @@ def response_format(
 
 
 def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
-    """Returns the schema of a json_schema object. It holds whether `strict` is set or not."""
+    """Returns the schema of a json_schema object. Without `strict`, keywords that no grammar
+    enforces are ignored; the rest of the schema always holds.
+    """
     if not isinstance(given, Mapping) or not isinstance(given.get("schema"), dict | bool):
         raise InvalidRequest(
             f"{name}: got {shown(given)} as json_schema, needed is an object with a name and a"
@@ -112,7 +117,14 @@ def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
         raise InvalidRequest(
             f"{name}: got {shown(given['strict'])} as strict, allowed is true or false", param=name
         )
-    return given["schema"]
+    schema = given["schema"]
+    if given.get("strict") or not isinstance(schema, Mapping):
+        return schema
+    found = without_unenforced(schema)
+    for pointer in found.dropped:
+        path = reduce(join_path, pointer_keys(pointer), f"{name}.json_schema.schema")
+        ignored.add(path, "no grammar enforces it", hint="leave it out, or start without --strict")
+    return found.schema
 
 
 def _known(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octavo.errors import InvalidRequest
 from octavo.server.openai.bodies import ChatBody
 from octavo.server.openai.message_bodies import AllowedToolsChoice, NamedTool, OfferedFunctionBody
 from octavo.server.request_limits import RequestLimits
@@ -25,15 +26,25 @@ def offered(function: OfferedFunctionBody) -> OfferedFunction:
     made = OfferedFunction(
         function.name, description=function.description, is_strict=bool(function.strict)
     )
-    return made if function.parameters is None else replace(made, parameters=function.parameters)
+    parameters = function.parameters
+    return replace(made, parameters=parameters) if isinstance(parameters, dict) else made
 
 
 def _choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:
     """Returns whether a function is called, and the names of those that may be."""
     match body.tool_choice:
-        case NamedTool(function=function):
-            return "required", [function.name]
+        case NamedTool() as named:
+            return "required", [_name_of(named)]
         case AllowedToolsChoice(allowed_tools=allowed):
-            return allowed.mode, [tool.function.name for tool in allowed.tools]
+            return allowed.mode, [_name_of(tool) for tool in allowed.tools]
+        case "any":
+            return "required", None
         case word:
             return word, None
+
+
+def _name_of(tool: NamedTool) -> str:
+    name = tool.name if tool.function is None else tool.function.name
+    if name is None:
+        raise InvalidRequest("tool_choice: got a function without a name", param="tool_choice")
+    return name

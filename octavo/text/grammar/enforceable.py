@@ -45,7 +45,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Enforceable:
-    """A schema that compiles, of objects alone."""
+    """A schema without what no grammar enforces."""
 
     schema: Mapping[str, Any]
     dropped: tuple[str, ...] = ()
@@ -63,6 +63,18 @@ def enforceable(schema: Mapping[str, Any], *, is_strict: bool) -> Enforceable:
             raise
         return Enforceable(ANY_OBJECT, ("#",))
     return _enforceable(text, is_strict)
+
+
+def without_unenforced(schema: Mapping[str, Any]) -> Enforceable:
+    """Returns a schema of any type without the keywords that no grammar enforces.
+
+    Unlike `enforceable` it leaves other faults in, which are refused when the schema is compiled.
+    """
+    try:
+        root = json.loads(json.dumps(read(schema)))
+    except SchemaError:
+        return Enforceable(schema)
+    return Enforceable(root, tuple(_drop_known(root)))
 
 
 @lru_cache(maxsize=1024)
