@@ -235,17 +235,25 @@ PDF = {"type": "base64", "media_type": "application/pdf", "data": "AA"}
 PNG = {"type": "base64", "media_type": "image/png", "data": "AA"}
 
 
+def talk_of(block):
+    talk = [{"role": "user", "content": [block]}]
+    return {"model": "free", "max_tokens": 1, "messages": talk}
+
+
 @pytest.mark.parametrize(
     "block",
     [
         {"type": "document", "source": PDF},
         {"type": "image", "source": PNG},
-        RESULT | {"content": [{"type": "image", "source": PNG}]},
     ],
 )
 def test_what_a_text_model_cannot_read_is_an_error(agents, block):
-    talk = [{"role": "user", "content": [block]}]
-    body = {"model": "free", "max_tokens": 1, "messages": talk}
-    answer = agents.post("/v1/messages", json=body)
+    answer = agents.post("/v1/messages", json=talk_of(block))
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_an_image_in_a_tools_result_ends_no_session(agents):
+    result = RESULT | {"content": [{"type": "image", "source": PNG}]}
+    answer = agents.post("/v1/messages", json=talk_of(result))
+    assert answer.status_code == 200, answer.text
