@@ -43,8 +43,9 @@ def parse_rate(text: str, *, name: str) -> float:
 
 
 def parse_duration_s(name: str, text: str) -> float:
-    """Parses a time above 0 such as "2s" or "80ms" into seconds."""
-    seconds = read_seconds(text.replace(" ", ""))
+    """Parses a time above 0 with its unit, such as "2s" or "80ms", into seconds."""
+    text = text.replace(" ", "")
+    seconds = None if _SECONDS_ALONE.fullmatch(text) else read_seconds(text)
     if not seconds or seconds < 0:
         raise ConfigError(f"{name}: got {text!r}, allowed is a time above 0 such as 2s or 80ms")
     return seconds

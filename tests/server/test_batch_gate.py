@@ -8,6 +8,7 @@ import pytest
 from octavo.config.engine_config import EngineConfig
 from octavo.config.model_options import ModelOptions
 from octavo.config.scheduler_options import SchedulerOptions
+from octavo.engine.clients.client import ModelFacts
 from octavo.server.app import create_app
 from octavo.server.batch_gate import BatchGate, GatePace, PutBack
 from octavo.server.settings import ServerSettings
@@ -29,6 +30,7 @@ class FakeEngine:
             model=ModelOptions(skip_tokenizer_init=True),
             scheduler=SchedulerOptions(max_num_seqs=max_num_seqs),
         )
+        self.info = SimpleNamespace(model=ModelFacts())
         self.num_lines = 0
         self.num_others = 0
         self.num_waiting = 0

@@ -29,6 +29,8 @@ SAMPLES: dict[str, Any] = {
     "query": "one",
     "text_1": "one",
     "text_2": "other",
+    "source": "tiny",
+    "destination": "copied",
 }
 """Right values of the fields that some route cannot do without."""
 VALUES: dict[str, tuple[str, ...]] = {
