@@ -21,7 +21,7 @@ def test_both_commands_are_started(octavo, tiny):
         assert 0 < one["fastest_s"] == one["first_token_s"] == one["slowest_s"]
         assert one["beyond_weights_bytes"] == one["memory_bytes"] - found["weight_bytes"]
     assert 20 * MEBIBYTE < found["run"]["memory_bytes"] < 150 * MEBIBYTE
-    # A process that is being started by fork counts its parent's pages once more.
+    # A fork between the readings of two processes counts shared pages twice.
     assert found["run"]["memory_bytes"] < found["serve"]["memory_bytes"] < 600 * MEBIBYTE
 
 
