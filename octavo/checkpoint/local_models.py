@@ -91,6 +91,12 @@ def match_local_model(name: str, models: Sequence[CachedModel]) -> CachedModel |
     return by_name[start + best_of(found).main] if found else None
 
 
+def find_cached(model: str, models: Sequence[CachedModel]) -> CachedModel | None:
+    """Returns the model among these that lies at a path, or that `--model` takes by a name."""
+    at_path = (each for each in models if str(each.path) == model)
+    return next(at_path, None) or match_local_model(model, models)
+
+
 def remove_local_model(model: CachedModel) -> None:
     """Deletes a model's files from its cache; of a link, not what it leads to."""
     for path in model.removed:

@@ -225,7 +225,7 @@ LLAMA_ROWS = (
         " --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits",
         "drafting adapts to what is accepted; see --spec-tokens",
     ),
-    refuse(LLAMA, "nothing", "-cl --cache-list", "run `octavo models`, which lists the cache"),
+    refuse(LLAMA, "nothing", "-cl --cache-list", "run `octavo list`"),
     refuse(LLAMA, "value", "-f --file", "pipe the file: octavo run < FILE"),
     refuse(
         LLAMA,

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterable
+from functools import reduce
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import InvalidRequest
+from octavo.text.grammar.schema import pointer_keys
 
 HEADER = "X-Octavo-Ignored"
 SCOPE_KEY = "octavo_ignored_fields"
@@ -65,6 +68,21 @@ class IgnoredFields:
             raise InvalidRequest(f"{path}: {reason}", hint=hint, param=path)
         shown = QUOTED_OR_INDEX.sub(lambda found: found[1] or "[]", shown_as or path)
         self._paths.setdefault(shown)
+
+    def add_keywords(
+        self, pointers: Iterable[str], schema: str, shown_as: str | None = None
+    ) -> None:
+        """Adds keywords of a JSON schema that no grammar enforces, by their JSON pointers.
+
+        `schema` is the path of the schema, `shown_as` the one that is shown.
+        """
+        for pointer in pointers:
+            keys = pointer_keys(pointer)
+            self.add(
+                reduce(join_path, keys, schema),
+                "no grammar enforces it",
+                shown_as=reduce(join_path, keys, shown_as or schema),
+            )
 
     @property
     def paths(self) -> list[str]:

@@ -11,7 +11,12 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 
-from octavo.checkpoint.local_models import CachedModel, match_local_model, remove_local_model
+from octavo.checkpoint.local_models import (
+    CachedModel,
+    find_cached,
+    match_local_model,
+    remove_local_model,
+)
 from octavo.errors import InvalidRequest, ModelNotFound, OctavoError, shown
 from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
@@ -137,7 +142,7 @@ class KnownModels:
             name = slot.name
             await self._leave(slot, cached)
         await self._forget(name)
-        if not any(self._lies_at(each, cached) for each in self._models):
+        if not any(find_cached(each.spec.model, [cached]) for each in self._models):
             await asyncio.to_thread(remove_local_model, cached)
         self._local.forget()
 
@@ -167,15 +172,7 @@ class KnownModels:
     async def _cached(self, model: str) -> CachedModel | None:
         """Returns the model of the caches that a text, or the path of its files, means."""
         self._local.forget()
-        models = await self.local()
-        at_path = (each for each in models if str(each.path) == model)
-        return next(at_path, None) or match_local_model(model, models)
-
-    def _lies_at(self, slot: EngineSlot, cached: CachedModel) -> bool:
-        """Tells whether a slot's model is made of the files of a cached one."""
-        model = slot.spec.model
-        found = match_local_model(model, [cached])
-        return found is cached or model == str(cached.path)
+        return find_cached(model, await self.local())
 
     async def _forget(self, name: str) -> None:
         self._pulled.models.pop(name, None)

@@ -1,8 +1,8 @@
 """Which models are in memory: loads one at its first request, unloads those that are idle.
 
-Works in the event loop; the engines come and go in the loader's threads. A model that HTTP requests
-hold or that computes is never unloaded here, nor one that is pinned. Requests that come while their
-model loads or goes wait for it. The operator's own loads make room in the same way.
+Works in the event loop; engines are built and closed in the loader's threads. A model that HTTP
+requests hold or that computes is never unloaded here, nor one that is pinned. Requests for a model
+that is being loaded or unloaded wait. Loads by the operator make room in the same way.
 """
 
 from __future__ import annotations

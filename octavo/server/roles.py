@@ -48,7 +48,7 @@ def fit_roles(messages: Sequence[Message], rules: RoleRules) -> list[Message]:
 
 def move_tool_images(messages: Sequence[Message], *, reads_images: bool = True) -> list[Message]:
     """Returns messages whose tool results are texts; their images follow in a user's message, the
-    only place where templates write images. A model that reads text only is told of an image.
+    only place where templates write images. For a text-only model a note replaces each image.
     """
     moved: list[Message] = []
     images: list[dict[str, Any]] = []

@@ -9,16 +9,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, Literal
 
 from pydantic_core import from_json
 
 from octavo.errors import InvalidRequest, did_you_mean, shown
-from octavo.server.ignored import IgnoredFields, join_path
+from octavo.server.ignored import IgnoredFields
 from octavo.server.request_limits import RequestLimits
 from octavo.text.grammar.enforceable import enforceable
-from octavo.text.grammar.schema import SchemaError, pointer_keys
+from octavo.text.grammar.schema import SchemaError
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 NAME_WORDS = "a name of 1 to 128 letters, digits, _, - and ."
@@ -99,13 +98,7 @@ class ToolUse:
                 param=where,
             ) from None
         shown = f"{self.names.tools}[{function.name}].{self.names.parameters.rpartition('.')[2]}"
-        for pointer in found.dropped:
-            keys = pointer_keys(pointer)
-            self.ignored.add(
-                reduce(join_path, keys, where),
-                "no grammar enforces it",
-                shown_as=reduce(join_path, keys, shown),
-            )
+        self.ignored.add_keywords(found.dropped, where, shown)
         return found.schema
 
     @property

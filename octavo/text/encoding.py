@@ -43,8 +43,8 @@ def added_runs(added: Mapping[int, AddedToken]) -> list[tuple[bool, list[AddedTo
     """Groups added tokens into runs of special and of plain ones, in the order of their ids, which
     is the order in which `tokenizers` numbers them.
 
-    `tokenizers` rebuilds its search for all added tokens in every call that adds some: Gemma's
-    6,400 took 15 seconds one by one.
+    `tokenizers` rebuilds its search for all added tokens in every call that adds some, and Gemma
+    has 6,400 of them.
     """
     in_order = [added[token_id] for token_id in sorted(added)]
     return [(special, list(run)) for special, run in groupby(in_order, attrgetter("special"))]

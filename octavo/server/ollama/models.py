@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
-from octavo.checkpoint.local_models import CachedModel, match_local_model
+from octavo.checkpoint.local_models import CachedModel, find_cached
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import body_of
 from octavo.server.ollama.bodies import NAMES, ShowBody
@@ -89,8 +89,7 @@ def _entry(slot: EngineSlot, name: str, cached: Sequence[CachedModel] = ()) -> d
     """Describes a model under one of its names; `cached` has its size before it is loaded."""
     num_bytes = slot.facts.num_bytes
     if not num_bytes:
-        at_path = (each for each in cached if str(each.path) == slot.spec.model)
-        found = next(at_path, None) or match_local_model(slot.spec.model, cached)
+        found = find_cached(slot.spec.model, cached)
         num_bytes = 0 if found is None else found.num_bytes
     row = _row(name, slot.created, num_bytes, slot.state, _details(slot))
     return row | {"digest": _digest(slot.name)}  # the same under all names of a model

@@ -1,4 +1,4 @@
-"""POST /api/pull, POST /api/copy and DELETE /api/delete: models come, get names and go.
+"""POST /api/pull, POST /api/copy and DELETE /api/delete.
 
 Source: Ollama's API reference. For the operator. A model is a short name or one of the Hugging Face
 hub; a path of this machine is never taken.

@@ -361,7 +361,7 @@ class ChatBody(ConversationBody, PromptBody):
     unsupported = SamplingBody.unsupported
 
     max_completion_tokens: Whole | None = sampling(
-        "max_tokens", "most tokens of an answer; goes before max_tokens"
+        "max_tokens", "most tokens of an answer; goes before max_tokens; -1 is null"
     )
     logprobs: bool | None = field(FLAG, "logprobs of the answer's tokens")
     top_logprobs: Whole | None = field(

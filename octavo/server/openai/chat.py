@@ -241,7 +241,7 @@ def _echoed(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _max_tokens(body: ChatBody) -> int | None:
-    """Returns the most tokens of an answer; None, or llama.cpp's -1, until the context ends."""
+    """Returns the most tokens of an answer; None (llama.cpp's -1) is the model's default."""
     given = body.max_completion_tokens
     if given is None:
         given = body.max_tokens

@@ -108,9 +108,7 @@ def _plain_part(part: ContentPart, where: str, role: str) -> dict[str, Any]:
 
 
 def _text(part: ContentPart, where: str) -> str:
-    text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in (*TEXTS, "refusal"):
-        text = None
+    text = {**dict.fromkeys(TEXTS, part.text), "refusal": part.refusal}.get(part.type)
     if text is None:
         raise InvalidRequest(
             f"{where}: got a part of type {part.type!r}, allowed are parts of type 'text' with a"

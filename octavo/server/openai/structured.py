@@ -5,14 +5,12 @@ structured_outputs and the older guided_* fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any, Protocol
 
 from octavo.errors import InvalidRequest, shown
 from octavo.server.ignored import IgnoredFields, join_path
 from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar.enforceable import without_unenforced
-from octavo.text.grammar.schema import pointer_keys
 
 GUIDED = {
     "guided_json": "json",
@@ -121,9 +119,7 @@ def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
     if given.get("strict") or not isinstance(schema, Mapping):
         return schema
     found = without_unenforced(schema)
-    for pointer in found.dropped:
-        path = reduce(join_path, pointer_keys(pointer), f"{name}.json_schema.schema")
-        ignored.add(path, "no grammar enforces it", hint="leave it out, or start without --strict")
+    ignored.add_keywords(found.dropped, f"{name}.json_schema.schema")
     return found.schema
 
 

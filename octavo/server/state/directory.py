@@ -93,17 +93,12 @@ class ModelDirectory:
         matches = (target for alias, target in self._aliases.items() if fnmatchcase(name, alias))
         return next(matches, name)
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Names that aliases stand for."""
-        return dict(self._aliases)
-
     def set_alias(self, alias: str, name: str) -> None:
         """Gives a model or adapter another name, in place of what that name stood for."""
         self._aliases[alias] = name
 
     def drop_alias(self, alias: str) -> bool:
-        """Takes back an alias; returns False where there is none of this name."""
+        """Removes an alias; returns False if there is none of this name."""
         return self._aliases.pop(alias, None) is not None
 
     def check_aliases(self, adapters: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ class LocalNames:
         self._turn = asyncio.Lock()
 
     def forget(self) -> None:
-        """Has the caches read again at the next question: they have changed."""
+        """Discards the listing, since the caches have changed."""
         self._read_at = float("-inf")
 
     async def list(self) -> list[CachedModel]:

@@ -41,7 +41,7 @@ class RequestRecord:
         self.held.append(uses)
 
     def release(self) -> None:
-        """Lets go of all models, when the request has been answered."""
+        """Releases all models, once the request has been answered."""
         while self.held:
             self.held.pop().release()
 
