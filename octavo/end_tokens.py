@@ -1,4 +1,5 @@
-"""Decides which tokens end a text: those that the files name, and those with well-known texts.
+"""Decides which tokens control a model and which end a text: those that the files name, and those
+with well-known texts.
 
 The files name the ids of eos, eot and eom tokens, often not all of them. Texts, and the rules for
 vocabularies in which such a text means something else, are those of llama.cpp's `llama-vocab.cpp`.
@@ -63,7 +64,19 @@ INFILL_TEXTS = (
 )
 """Texts of tokens around the parts of a fill-in-the-middle prompt."""
 
-CONTROL_TEXTS = frozenset(text.encode() for text in (*END_TEXTS, *INFILL_END_TEXTS, *INFILL_TEXTS))
+MEDIA_TEXTS = (
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("<start_of_audio>", "<end_of_audio>", "<audio_soft_token>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
+    *("<|image_start|>", "<|image_end|>", "<|image|>", "<|audio|>"),
+)
+"""Texts of tokens around images and sounds, and in their place. A model writes them where its
+training text had a picture; an answer's text never shows them, as in transformers."""
+
+CONTROL_TEXTS = frozenset(
+    text.encode() for text in (*END_TEXTS, *INFILL_END_TEXTS, *INFILL_TEXTS, *MEDIA_TEXTS)
+)
 
 
 def find_end_tokens(tokens: Mapping[str, int], named: Iterable[int]) -> tuple[int, ...]:

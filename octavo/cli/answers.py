@@ -4,6 +4,7 @@ it ended.
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 1024
 """Upper bound on an answer that has no --max-tokens: a small model may never come to an end."""
+
+SHOWN_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling values that a line on stderr shows unless they are neutral."""
 
 RepetitionFlag = Annotated[
     bool,
@@ -80,6 +84,22 @@ def check_sampling(given: dict[str, Any]) -> None:
             **{name: value for name, value in given.items() if value is not None},
         }
     )
+
+
+def new_seed() -> int:
+    """Returns a random seed, for answers that differ from one command to the next."""
+    return secrets.randbits(31)
+
+
+def describe_sampling(params: SamplingParams) -> str:
+    """Returns the line that tells the values of an answer for which flags set some."""
+    shown = [f"temperature {params.temperature:g}"]
+    for name, neutral in SHOWN_SAMPLING.items():
+        value = getattr(params, name)
+        if value != neutral:
+            shown.append(f"{name} {value:g}")
+    seed = [] if params.is_greedy or params.seed is None else [f"seed {params.seed}"]
+    return f"sampling params: {', '.join([*shown, f'max_tokens {params.max_tokens}', *seed])}"
 
 
 def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:

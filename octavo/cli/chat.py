@@ -8,12 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.answers import DEFAULT_MAX_TOKENS, RepetitionFlag, check_sampling
+from octavo.cli.answers import (
+    DEFAULT_MAX_TOKENS,
+    RepetitionFlag,
+    check_sampling,
+    describe_sampling,
+    new_seed,
+    sampling_for,
+)
 from octavo.cli.flags import with_engine_flags
 from octavo.cli.model import fetched
 from octavo.config.paths import state_home
 from octavo.repetition_detection import LOOP
 
+FLAGS = ("temperature", "top_p", "max_tokens", "seed")
+"""Sampling values that have a flag."""
 GREETING = "/help lists the commands; Ctrl-C stops an answer, /bye or Ctrl-D ends"
 KEY_VARIABLE = "OCTAVO_API_KEY"
 
@@ -48,7 +57,9 @@ def chat(
             show_default=f"the model's, or {DEFAULT_MAX_TOKENS}",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed the sampling")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed the sampling", show_default="random")
+    ] = None,
     repetition_detection: RepetitionFlag = True,
     options: dict[str, Any],
 ) -> None:
@@ -88,7 +99,9 @@ def chat_with_engine(sampling: dict[str, Any], system: str | None, options: dict
     from octavo.cli.chat_models import LocalModel
     from octavo.llm import LLM
 
-    with LLM(**fetched({"max_num_seqs": 1, **options})) as llm:
+    with LLM(**fetched({"max_num_seqs": 1, "seed": new_seed(), **options})) as llm:
+        if any(sampling.get(name) is not None for name in FLAGS):
+            print(describe_sampling(sampling_for(llm, sampling)), file=sys.stderr)
         _talk(LocalModel(llm), sampling, system)
 
 

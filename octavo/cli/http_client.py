@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from octavo.errors import ConfigError, Unavailable, WorkerFailed
+from octavo.config.server_url import parse_server_url
+from octavo.errors import Unavailable, WorkerFailed
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
@@ -49,14 +49,8 @@ class HttpClient:
     """A client of one server; each request has a connection of its own."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        try:
-            self._parts = urlsplit(self.url)
-            self._port = self._parts.port
-        except ValueError:
-            self._parts, self._port = urlsplit(""), None
-        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
-            raise ConfigError(f"url: got {url!r}, allowed is http://HOST:PORT or https://HOST")
+        self._address = parse_server_url(url)
+        self.url = str(self._address)
         self._headers = {"User-Agent": "octavo", "Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -88,7 +82,7 @@ class HttpClient:
 
         connection = self._connection(timeout)
         try:
-            connection.request(method, self._parts.path + path, body, self._headers)
+            connection.request(method, self._address.path + path, body, self._headers)
             yield connection.getresponse()
         except (OSError, HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -102,6 +96,5 @@ class HttpClient:
     def _connection(self, timeout: float | None) -> HTTPConnection:
         from http.client import HTTPConnection, HTTPSConnection
 
-        kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
-        assert self._parts.hostname is not None, "checked when the client was made"
-        return kind(self._parts.hostname, self._port, timeout=timeout)
+        kind = HTTPSConnection if self._address.is_tls else HTTPConnection
+        return kind(self._address.host, self._address.port, timeout=timeout)

@@ -17,7 +17,7 @@ FOREVER_YEAR = 9999
 
 def ps(
     *,
-    url: Annotated[str, typer.Option(help="Ask this server")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="Ask this server, HOST:PORT or a URL")] = DEFAULT_URL,
     api_key: Annotated[
         str | None, typer.Option(help="Send this key", show_default=f"${KEY_VARIABLES[1]}")
     ] = None,

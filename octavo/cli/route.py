@@ -20,7 +20,7 @@ def route(
     *,
     urls: Annotated[
         list[str],
-        typer.Argument(metavar="URL...", help="The servers, as http://HOST:PORT."),
+        typer.Argument(metavar="URL...", help="The servers, as HOST:PORT or http://HOST:PORT."),
     ],
     settings: dict[str, Any],
 ) -> None:

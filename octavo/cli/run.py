@@ -16,7 +16,9 @@ from octavo.cli.answers import (
     RepetitionFlag,
     Statistics,
     check_sampling,
+    describe_sampling,
     explain_end,
+    new_seed,
     sampling_for,
 )
 from octavo.cli.flags import with_engine_flags
@@ -64,7 +66,9 @@ def run(
             show_default=f"the model's, or {DEFAULT_MAX_TOKENS}",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed the sampling")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed the sampling", show_default="random")
+    ] = None,
     repetition_detection: RepetitionFlag = True,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text")
@@ -74,6 +78,7 @@ def run(
     """Ask a model and print its answer as it comes."""
     from octavo.errors import InvalidRequest
     from octavo.llm import LLM
+    from octavo.progress import to_stderr
 
     model, prompt = split_words(words or [], options.get("model"))
     options = options | ({} if model is None else {"model": model})
@@ -84,7 +89,9 @@ def run(
         "seed": seed,
     }
     check_sampling(sampling)
+    given = [name for name, value in sampling.items() if value is not None]
     sampling["repetition_detection"] = LOOP if repetition_detection else None
+    sampling["seed"] = new_seed() if seed is None else seed
     if raw and system is not None:
         raise InvalidRequest(
             "--system: a raw prompt has no system message", hint="leave out --raw or --system"
@@ -96,9 +103,11 @@ def run(
     text = _read_prompt("-" if prompt is None else prompt, raw=raw)
     with LLM(**fetched({"max_num_seqs": 1, **options})) as llm:
         params = sampling_for(llm, sampling)
+        if given:
+            to_stderr(describe_sampling(params))
         output = _stream(llm, _prompt(llm, text, system, raw=raw), params, quiet=json)
         statistics = Statistics.of(output, llm.config.model.served_model_name or "")
-    _report(output, statistics, json=json)
+    _report(output, statistics, None if params.is_greedy else params.seed, json=json)
     limit = params.max_tokens if max_tokens is None else None
     note = explain_end(statistics, limit, "--max-tokens: give a larger one for more")
     if note is not None:
@@ -168,7 +177,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, *, quiet: bool) -> Re
     return output
 
 
-def _report(output: RequestOutput, statistics: Statistics, *, json: bool) -> None:
+def _report(output: RequestOutput, statistics: Statistics, seed: int | None, *, json: bool) -> None:
     from octavo.errors import WorkerFailed
 
     if output.error is not None:
@@ -176,11 +185,8 @@ def _report(output: RequestOutput, statistics: Statistics, *, json: bool) -> Non
     if json:
         import json as json_format
 
-        print(
-            json_format.dumps(
-                {"text": output.outputs[0].text, **asdict(statistics)}, ensure_ascii=False
-            )
-        )
+        answer = {"text": output.outputs[0].text, **asdict(statistics), "seed": seed}
+        print(json_format.dumps(answer, ensure_ascii=False))
     else:
         print(flush=True)
     print(statistics.describe(), file=sys.stderr)

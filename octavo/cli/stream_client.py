@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
+from octavo.config.server_url import parse_server_url
 from octavo.errors import ConfigError, WorkerFailed
 
 
@@ -118,22 +118,14 @@ class StreamClient:
     """A client of one server."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        parts = urlsplit(self.url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError(f"url: got {url!r}, allowed is http://HOST:PORT or https://HOST")
-        self._host = parts.hostname
-        self._port = port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._path = parts.path
+        address = parse_server_url(url)
+        self.url = str(address)
+        self._host, self._port = address.host, address.port
+        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._path = address.path
         key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = (
-            f"Host: {parts.netloc.rpartition('@')[2]}\r\nUser-Agent: octavo\r\nConnection:"
-            f" close\r\n{key}"
+            f"Host: {address.authority}\r\nUser-Agent: octavo\r\nConnection: close\r\n{key}"
         )
 
     async def models(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ KEY_VARIABLES = ("OCTAVO_OPERATOR_KEY", "OCTAVO_API_KEY")
 
 def top(
     *,
-    url: Annotated[str, typer.Option(help="Show this server")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="Show this server, HOST:PORT or a URL")] = DEFAULT_URL,
     api_key: Annotated[
         str | None,
         typer.Option(

@@ -86,7 +86,7 @@ class KnownModels:
         slot = self._models.get(name)
         if slot is None:
             slot = EngineSlot(spec, is_unloaded=True)
-            slot.uses.keep_s = self._settings.idle_unload
+            slot.uses.keep(self._settings.idle_unload)
             self._models.add(slot)
         elif slot.spec.is_remote:
             slot.spec = spec
@@ -158,7 +158,7 @@ class KnownModels:
         if not copies:
             if slot.state in ("loading", "draining"):
                 raise HTTPException(409, f"the model `{slot.name}` is {slot.state}, try again soon")
-            await self._loader.unload_now(slot, timeout_s=DRAIN_S)
+            await asyncio.shield(self._loader.unload(slot, timeout_s=DRAIN_S))
             return
         first, *others = copies
         self._models.drop_alias(first)

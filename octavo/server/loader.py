@@ -234,20 +234,19 @@ class ModelLoader:
 
     # -- unloading ---------------------------------------------------------------------------------
 
-    def unload(self, slot: EngineSlot, *, timeout_s: float) -> None:
-        """Drains a model and ends its engine in the background; it then leaves the directory.
+    def unload(self, slot: EngineSlot, *, timeout_s: float) -> asyncio.Task[None]:
+        """Drains a model, ends its engine and removes it from the directory, in a task.
 
         Requests that still run after `timeout_s` seconds end with an error.
         """
-        unloading = self.unload_now(slot, timeout_s=timeout_s)
         slot.drain(f"the model `{slot.name}` is being unloaded")
-        task = asyncio.get_running_loop().create_task(unloading)
+        task = asyncio.get_running_loop().create_task(self._finish(slot, timeout_s))
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
+        return task
 
-    async def unload_now(self, slot: EngineSlot, *, timeout_s: float) -> None:
-        """Drains a model, ends its engine and takes it out of the directory."""
-        slot.drain(f"the model `{slot.name}` is being unloaded")
+    async def _finish(self, slot: EngineSlot, timeout_s: float) -> None:
+        """Ends the engine of a draining model once its requests have ended."""
         llm, end = slot.loaded, time.monotonic() + timeout_s
         while llm is not None and llm.num_unfinished and time.monotonic() < end:
             await asyncio.sleep(DRAIN_INTERVAL_S)

@@ -52,7 +52,7 @@ class Residency:
         self._room = asyncio.Lock()
         """Held while room is made, so that two loads do not unload two models for one place."""
         for slot in models:
-            slot.uses.keep_s = settings.idle_unload
+            slot.uses.keep(settings.idle_unload)
 
     # -- finding -----------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Residency:
     def start(self, slot: EngineSlot, *, on_request: bool = False) -> None:
         """Loads a model in the background, after others have made room if that is needed."""
         slot.uses.loads_on_request = on_request
-        slot.uses.keep_s = self._settings.idle_unload
+        slot.uses.keep(self._settings.idle_unload)
         self._loads[slot] = asyncio.get_running_loop().create_task(self._load(slot))
         self._loads[slot].add_done_callback(_retrieve)
 
@@ -161,7 +161,7 @@ class Residency:
                     slot.uses.used_at = time.monotonic()
                 left_s = slot.uses.expires_in_s
                 if left_s is not None and left_s <= 0 and self._is_idle(slot):
-                    self._unload(slot, "it was idle")
+                    self._unload(slot, slot.uses.unload_reason)
 
     async def _has_made_room(self, wanted: EngineSlot) -> bool:
         """Unloads the model that was idle for longest, and waits for one if all are in use.

@@ -23,7 +23,7 @@ SMALL = (
 )
 
 
-REPORTS = ("loading ", "KV cache ", "default sampling params: ")
+REPORTS = ("loading ", "KV cache ", "default sampling params: ", "sampling params: ")
 """Beginnings of the lines that report how a model is loaded."""
 
 

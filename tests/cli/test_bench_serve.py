@@ -155,8 +155,8 @@ def test_a_server_of_its_own(octavo, tiny):
             "threads: an option of the engine, which runs at --url already",
         ),
         (
-            ["--url=localhost:8000"],
-            "url: got 'localhost:8000', allowed is http://HOST:PORT or https://HOST",
+            ["--url=ftp://localhost"],
+            "url: got 'ftp://localhost', allowed is HOST:PORT, http://HOST:PORT or https://HOST",
         ),
         (["--url=http://127.0.0.1:1"], "url: no server answers at http://127.0.0.1:1: "),
         (["--trace=none.jsonl"], "trace: cannot read none.jsonl: No such file or directory"),

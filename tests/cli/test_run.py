@@ -128,6 +128,27 @@ def test_a_seed_repeats_the_draws(octavo, tiny):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_each_answer_without_a_seed_has_one_of_its_own_which_repeats_it(octavo, tiny):
+    sampled = ("run", "hello", *tiny, "--max-tokens=12", "--temperature=1", "--json")
+    first, second = (json.loads(octavo(*sampled).out) for _ in range(2))
+    assert first["seed"] != second["seed"] and first["text"] != second["text"]
+    again = json.loads(octavo(*sampled, f"--seed={first['seed']}").out)
+    assert (again["seed"], again["text"]) == (first["seed"], first["text"])
+    greedy = json.loads(octavo("run", "hello", *tiny, "--max-tokens=2", "--json").out)
+    assert greedy["seed"] is None
+
+
+def test_a_line_tells_the_sampling_params_that_flags_change(octavo, tiny):
+    def told(*flags):
+        lines = octavo("run", "hello", *tiny, *flags).err.splitlines()
+        return [line for line in lines if line.startswith("sampling params: ")]
+
+    flags = ("--temperature=1.5", "--top-p=0.9", "--max-tokens=3", "--seed=7")
+    assert told(*flags) == ["sampling params: temperature 1.5, top_p 0.9, max_tokens 3, seed 7"]
+    assert told("--max-tokens=3") == ["sampling params: temperature 0, max_tokens 3"]
+    assert told("--max-model-len=64") == []
+
+
 def test_the_least_top_p_is_greedy(octavo, tiny):
     greedy = octavo("run", "hello", *tiny, "--max-tokens=12").out
     assert (

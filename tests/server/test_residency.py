@@ -43,6 +43,7 @@ class FakeLoader:
         self.capacity = capacity
         self.loaded = []
         self.closed = []
+        self.reasons = []
         self.faults = []
         self.failures = []
         self.gate = asyncio.Event()
@@ -66,6 +67,7 @@ class FakeLoader:
     async def close(self, slot, reason=""):
         await asyncio.sleep(0)
         self.closed.append(slot.name)
+        self.reasons.append(reason)
         slot.forget_engine()
 
 
@@ -247,6 +249,30 @@ def test_only_idle_models_are_unloaded_once_their_time_is_up():
             assert await world.ask("a") > 0, "the next request loads it again"
             assert world.slots["a"].uses.keep_s == 60.0
         assert world.models.find("a").state == "ready"
+
+    asyncio.run(run())
+
+
+def test_an_unload_tells_why():
+    async def run():
+        world = World(idle_unload=60.0, max_models=1)
+        async with world.residency.watching():
+            await world.ask("a")
+            world.age("a", 61)
+            await asyncio.sleep(0.1)
+            for seconds in (0.0, 5.0):
+                await world.ask("a")
+                world.slots["a"].uses.keep(seconds, by_request=True)
+                world.age("a", seconds)
+                await asyncio.sleep(0.1)
+            await world.ask("a")
+            await world.ask("b")
+        assert world.loader.reasons == [
+            "no request for 60 s (--idle-unload)",
+            "a request set keep_alive to 0",
+            "no request for 5 s (keep_alive)",
+            "to make room for b",
+        ]
 
     asyncio.run(run())
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from octavo import SamplingParams
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
-from octavo.end_tokens import END_TEXTS, INFILL_END_TEXTS, INFILL_TEXTS
+from octavo.end_tokens import END_TEXTS, INFILL_END_TEXTS, INFILL_TEXTS, MEDIA_TEXTS
 from octavo.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.support.llm_tools import make_llm
 from tests.support.tiny_gguf import tiny_model, write_tiny_gguf
@@ -41,9 +41,11 @@ def test_a_known_text_ends_an_answer_whatever_its_type(tmp_path, text, kind) -> 
     assert tokenizer.decode([2, 1]) == "a"
 
 
-@pytest.mark.parametrize("text", INFILL_TEXTS)
-def test_infill_tokens_of_a_wrong_type_are_control_tokens_and_no_ends(tmp_path, text) -> None:
-    tokenizer = gguf_tokenizer(tmp_path, {"<x>": CONTROL, text: NORMAL} | PLAIN)
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
+@pytest.mark.parametrize("text", INFILL_TEXTS + MEDIA_TEXTS)
+def test_tokens_of_a_wrong_type_are_control_tokens_and_no_ends(tmp_path, text, kind) -> None:
+    tokenizer = gguf_tokenizer(tmp_path, {"<x>": CONTROL, text: kind} | PLAIN)
+    assert tokenizer.decode([2, 1]) == "a"
     assert tokenizer.eos_token_ids == (0,)
     assert 1 in tokenizer.special_token_ids
 

@@ -147,7 +147,7 @@ def _unloaded(
             f"the model `{slot.name}` stays loaded, as it is pinned or --load-on-demand is none"
             " (hint: POST /v1/models/unload removes it)",
         )
-    slot.uses.keep_s = 0.0
+    slot.uses.keep(0.0, by_request=True)
     return _json(kind.unloaded(body.model), body)
 
 

@@ -42,6 +42,6 @@ def apply_keep_alive(request: Request, uses: ModelUses, given: KeepAlive) -> Non
         return
     seconds = parse_keep_alive(given)
     if is_operator(request):
-        uses.keep_s = seconds
+        uses.keep(seconds, by_request=True)
     else:
         get_ignored(request).add("keep_alive", "only the operator's key may set it")

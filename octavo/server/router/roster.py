@@ -43,17 +43,17 @@ class Roster:
 
     async def join(self, url: str) -> int:
         """Adds a server, or takes one back, and checks it once; returns its number."""
-        url = server_url(url)
+        try:
+            url = server_url(url)
+        except ConfigError as error:
+            raise InvalidRequest(error.message, hint=error.hint) from None
         for number, member in enumerate(self._members):
             if member.url == url:
                 await self._return(number, member)
                 return number
         if len(self._members) >= MAX_SERVERS:
             raise InvalidRequest(f"url: {MAX_SERVERS} servers have joined, which is the most")
-        try:
-            member = self._members.add(url)
-        except ConfigError as error:
-            raise InvalidRequest(error.message, hint=error.hint) from None
+        member = self._members.add(url)
         self._router.targets.append(member.target)
         number = len(self._members) - 1
         await self._watch.begin(member)

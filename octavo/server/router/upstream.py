@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import httptools
 
-from octavo.errors import ConfigError
+from octavo.config.server_url import parse_server_url
 
 MAX_AHEAD_BYTES = 256 << 10
 """Bytes of an answer that are held before its connection stops reading."""
@@ -34,9 +33,12 @@ STATUSES = range(200, 600)
 HeaderList = list[tuple[bytes, bytes]]
 
 
+HINT = "name each server as `octavo serve` prints it; keys go with --server-api-key"
+
+
 def server_url(text: str) -> str:
-    """Returns a server's URL without what may stand behind it: a slash, or the API's version."""
-    return text.rstrip("/").removesuffix("/v1").rstrip("/")
+    """Returns the canonical URL of a server; raises ConfigError for what is none."""
+    return str(parse_server_url(text, hint=HINT))
 
 
 class UpstreamLost(Exception):
@@ -273,26 +275,14 @@ class UpstreamClient:
     """The connections to one server."""
 
     def __init__(self, url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
-        self.url = server_url(url)
-        try:
-            parts = urlsplit(self.url)
-            port = parts.port
-        except ValueError:
-            parts, port = urlsplit(""), None
-        host, is_http = parts.hostname, parts.scheme in ("http", "https")
-        more = parts.query or parts.fragment or parts.username is not None
-        is_plain = url.isascii() and url.isprintable() and " " not in url
-        if not host or not is_http or more or not is_plain:
-            raise ConfigError(
-                f"url: got {url!r}, allowed is http://HOST:PORT or https://HOST",
-                hint="name each server as `octavo serve` prints it; keys go with --server-api-key",
-            )
-        self.host = host
+        address = parse_server_url(url, hint=HINT)
+        self.url = str(address)
+        self.host = address.host
         """Name or address of its machine."""
-        self._port = port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._authority = parts.netloc.encode()
-        self._prefix = parts.path
+        self._port = address.port
+        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._authority = address.authority.encode()
+        self._prefix = address.path
         self._timeout_s = connect_timeout_s
         self._api_key = api_key
         self._idle: list[UpstreamConnection] = []

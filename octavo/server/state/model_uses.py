@@ -15,6 +15,8 @@ class ModelUses:
 
     keep_s: float | None = None
     """Seconds for which the model stays in memory without a request; None for good."""
+    is_kept_by_request: bool = False
+    """Whether a request's keep_alive set `keep_s`, rather than the server's --idle-unload."""
     num_held: int = 0
     """Requests that work with the model."""
     used_at: float = field(default_factory=time.monotonic)
@@ -28,6 +30,19 @@ class ModelUses:
     def release(self) -> None:
         self.num_held -= 1
         self.used_at = time.monotonic()
+
+    def keep(self, seconds: float | None, *, by_request: bool = False) -> None:
+        """Sets how long the model stays in memory without a request."""
+        self.keep_s = seconds
+        self.is_kept_by_request = by_request
+
+    @property
+    def unload_reason(self) -> str:
+        """Reason for an unload once the time is up."""
+        if self.is_kept_by_request and not self.keep_s:
+            return "a request set keep_alive to 0"
+        source = "keep_alive" if self.is_kept_by_request else "--idle-unload"
+        return f"no request for {self.keep_s or 0:g} s ({source})"
 
     @property
     def expires_in_s(self) -> float | None:

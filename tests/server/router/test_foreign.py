@@ -157,7 +157,9 @@ def test_what_a_hung_server_had_is_not_given_to_it_again():
     ["http://user:word@h:1", "http://h:1/a b", "http://h:1/é", "http://h:1/#x", "http://h:99999"],
 )
 def test_a_url_that_says_more_is_refused(url):
-    with pytest.raises(ConfigError, match=r"url: got .*, allowed is http://HOST:PORT") as refused:
+    with pytest.raises(
+        ConfigError, match=r"url: got .*, allowed is HOST:PORT, http://HOST:PORT"
+    ) as refused:
         Members([url], RouterSettings())
     assert "--server-api-key" in refused.value.hint
 
@@ -165,6 +167,8 @@ def test_a_url_that_says_more_is_refused(url):
 def test_a_server_that_is_named_twice_in_other_words_is_refused():
     with pytest.raises(ConfigError, match="url: got a server twice"):
         route(["http://h:1", "http://h:1/v1/"], RouterSettings())
+    with pytest.raises(ConfigError, match="url: got a server twice"):
+        route(["http://h:8000", "h"], RouterSettings())
 
 
 def test_what_is_asked_of_a_model_goes_to_a_server_that_has_it():
