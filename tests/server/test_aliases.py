@@ -1,5 +1,7 @@
 """--model-alias: other names of models, in every API."""
 
+import json
+
 import pytest
 
 from octavo.errors import ConfigError
@@ -46,8 +48,36 @@ def test_an_alias_is_the_model_in_every_api(http, path, fields):
     for name in ("tiny", "claude-sonnet-4-5", "gpt-4o", "gpt-4o-mini"):
         answer = http.post(path, json={"model": name, **fields})
         assert answer.status_code == 200, answer.text
+        assert answer.json().get("model", name) == name, "an answer repeats the request's name"
     unknown = http.post(path, json={"model": "mistral", **fields})
     assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "find"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}, lambda event: event["model"]),
+        ("/v1/completions", {"prompt": "Hello"}, lambda event: event["model"]),
+        (
+            "/v1/messages",
+            {"messages": HELLO, "max_tokens": 2},
+            lambda event: event["message"]["model"] if "message" in event else "gpt-4o",
+        ),
+        (
+            "/v1/responses",
+            {"input": "Hello"},
+            lambda event: event["response"]["model"] if "response" in event else "gpt-4o",
+        ),
+    ],
+)
+def test_streams_repeat_the_name_too(http, path, fields, find):
+    text = http.post(path, json={"model": "gpt-4o", "stream": True, **fields}).text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert {find(event) for event in events} == {"gpt-4o"}
+    nothing = {"model": None, **fields, "stream": False}
+    if path != "/v1/messages":
+        assert http.post(path, json=nothing).json()["model"] == "tiny"
 
 
 def test_plain_aliases_are_listed(http):

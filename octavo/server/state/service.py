@@ -49,7 +49,8 @@ class Service:
 
     async def model(self, name: str | None = None) -> ServedModel:
         """Returns the model that a request names, for new work; None stands for the only one. An
-        adapter's name is one of its model.
+        adapter's name is one of its model. Answers repeat the name that the request has, also if it
+        is an alias, as vLLM's, llama-server's and Ollama's do.
 
         A model that is not in memory is loaded first, if that is allowed, and stays there until the
         request has been answered. Raises ModelNotFound for an unknown one, and Unavailable for one
@@ -58,7 +59,8 @@ class Service:
         slot = await self.residency.find(name)
         self.record.hold(slot.uses)
         load_s = await self.residency.load(slot)
-        return replace(self._named(slot, name), load_s=load_s)
+        served = self._named(slot, name)
+        return replace(served, name=name or served.name, load_s=load_s)
 
     def loaded_model(self, name: str | None = None) -> ServedModel:
         """Returns the model that a request names if it is in memory, without holding it there;
