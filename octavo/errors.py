@@ -28,6 +28,7 @@ A message says what was wrong, what was got and what is allowed; `hint` says wha
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 
 
@@ -218,3 +219,19 @@ class NotOnHub(DownloadFailed):
     """A model that the hub does not have."""
 
     status = 404
+
+
+class GatedModel(DownloadFailed):
+    """A model that the hub gives only to users who accepted its terms, or who may read it."""
+
+    status = 403
+
+
+class DiskFull(DownloadFailed):
+    """A model for which the disk, or the user's quota, has no room."""
+
+    status = 507
+
+
+DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Codes of an OSError that mean that there is no room."""

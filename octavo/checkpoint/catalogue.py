@@ -313,13 +313,14 @@ def _hub_model(name: str, report: Report, watch: Watch) -> Iterator[HubModel]:
 
 
 def _not_found(name: str, reference: HubReference, error: Exception) -> DownloadFailed:
-    from octavo.checkpoint.hub_errors import describe_hub_error, is_missing
+    from octavo.checkpoint.hub_errors import describe_hub_error, get_error_kind
 
     said = describe_hub_error(reference, error)
     if name == reference.repository:  # which may have been meant as a path or a short name
         said = f"no local path, no short name ({', '.join(CATALOGUE)}), and {said}"
-    kind = NotOnHub if is_missing(error) else DownloadFailed
-    return kind(f"model {name!r}: {said}", hint=_hint(name))
+    kind = get_error_kind(error)
+    hint = _hint(name) if kind in (NotOnHub, DownloadFailed) else None
+    return kind(f"model {name!r}: {said}", hint=hint)
 
 
 def _hint(name: str) -> str:

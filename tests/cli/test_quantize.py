@@ -3,7 +3,9 @@
 import re
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from tests.support.tiny_models import tiny_model
@@ -67,10 +69,31 @@ def test_quantization_at_load_that_makes_weights_larger_is_a_warning(octavo, mod
     assert "WARNING" not in octavo(*words, f"--model={model}", "--quantization=int8").err
 
 
+@pytest.mark.model
+def test_the_default_model_needs_no_option_and_keeps_its_sampling_values(octavo, tmp_path):
+    ended = octavo("quantize", "smollm2", "-o", tmp_path / "made")
+    assert ended.code == 0 and "210 matrices quantised" in ended.out, ended.err
+    assert "rounding to nearest (rtn); --calibration TEXT" in ended.err
+    assert "one scale for groups of 64 inputs" in ended.err
+    answer = octavo("run", tmp_path / "made", "What is the capital of France?", "--max-tokens=12")
+    assert "Paris" in answer.out
+    assert "temperature 0, repetition_penalty 1.05" in answer.err
+
+
+def test_a_buffer_of_whole_numbers_is_left_out(octavo, model, tmp_path):
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    buffer = {"model.embeddings.position_ids": np.arange(8, dtype=np.int64)[None]}
+    save_file(tensors | buffer, file)
+    ended = octavo("quantize", model, "-o", tmp_path / "made", "--group=32")
+    assert ended.code == 0, ended.err
+    assert not buffer.keys() & load_file(tmp_path / "made" / "model.safetensors").keys()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method=gptq",), "calibration: gptq needs a text"),
+        (("--method=gptq",), "--method gptq --calibration TEXT, a file like the model's prompts"),
         (("--method=rtn", "--bits=7"), "bits: got 7"),
         (("--method=rtn", "--bits=8", "--zero-point"), "zero-point: compressed-tensors of 8 bits"),
         (("--method=rtn", "--bits=6", "--format=gguf", "--zero-point"), "zero-point: gguf of 6"),

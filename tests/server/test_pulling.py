@@ -167,7 +167,7 @@ def test_a_pull_ends_with_its_last_client_and_goes_on_at_the_next(http, hubs, ho
     [
         ("maker/none", 404, "Hugging Face has no such repository"),
         ("maker/one:Q4_K_M", 404, "has no quantization Q4_K_M"),
-        ("maker/gated", 502, "accepted its terms"),
+        ("maker/gated", 403, "accepted its terms"),
         ("maker/damaged", 502, "expected"),
         pytest.param(str(SOURCE), 400, "allowed are", id="a path"),
         ("../../etc", 400, "allowed are"),

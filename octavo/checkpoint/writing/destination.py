@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.checkpoint.catalogue import recommended_sampling
 from octavo.checkpoint.formats.table import OLDER_FILES, OLDER_KEY
 from octavo.checkpoint.gguf_checkpoint import IGNORED_TENSORS, GgufCheckpoint
 from octavo.checkpoint.json_file import read_json
-from octavo.checkpoint.safetensors import DTYPES
+from octavo.checkpoint.safetensors import DTYPES, INTEGERS
 from octavo.checkpoint.sentence_modules import module_folders
 from octavo.checkpoint.writing.encoders import Encoder, encoder_of
 from octavo.checkpoint.writing.gguf_file import GgufWriter
@@ -112,7 +113,7 @@ class HfDirectory:
         self._plain = {
             name: self._plain_spec(name)
             for name in self._checkpoint.names()
-            if name not in quantized
+            if name not in quantized and self._checkpoint.format_of(name) not in INTEGERS
         }
         specs = [
             spec
@@ -145,8 +146,8 @@ class HfDirectory:
         source = self._checkpoint.path
         if self._checkpoint.has_config_file:
             _copy_small_files(source, self._folder)
-        elif self._checkpoint.generation_config:
-            _write_json(self._folder / "generation_config.json", self._checkpoint.generation_config)
+        elif generation := self._generation_config():
+            _write_json(self._folder / "generation_config.json", generation)
         config = self._plain_config()
         if self._architecture is not None:
             config.setdefault("architectures", [self._architecture])
@@ -163,6 +164,13 @@ class HfDirectory:
             return {key: found[key] for key in found if key not in QUANTIZATION_KEYS}
         known = {key: one for key, one in self._checkpoint.config.items() if one is not None}
         return known | {"dtype": "float16", "torch_dtype": "float16"}
+
+    def _generation_config(self) -> dict[str, Any]:
+        """Returns the source's values; a catalogue model's recommended ones, which are found by its
+        file, are written here, as the new directory is none of the catalogue's.
+        """
+        recommended = recommended_sampling(self._checkpoint.path)
+        return {**(recommended[1] if recommended else {}), **self._checkpoint.generation_config}
 
     def _plain_spec(self, name: str) -> TensorSpec:
         """Returns how a tensor is stored that is not quantised here: as it is, if it is floats."""

@@ -31,12 +31,14 @@ matrices of SmolLM2: with 1 the error on a text of another kind is up to 8% larg
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A checked choice. `group` 0 stands for whole rows."""
+    """A checked choice. `group` 0 stands for whole rows, None for the largest usual group that
+    divides the inputs of every matrix, which is set once the model is known.
+    """
 
     method: Method
     output_format: OutputFormat
     bits: int
-    group: int
+    group: int | None
     symmetric: bool
     desc_act: bool = False
     damp_percent: float = DAMP_PERCENT
@@ -112,6 +114,7 @@ class Recipe:
     def grid(self, bits: int) -> GridSpec:
         """Returns the grid of matrices of `bits` bits; it is symmetric for 8."""
         symmetric = self.symmetric or bits == 8
+        assert self.group is not None, "set when the model is known"
         group = 0 if self.rows_are_int8 else self.group
         if symmetric:
             return GridSpec(bits, group, "middle")
