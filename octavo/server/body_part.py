@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from octavo.errors import InvalidRequest, shown
-from octavo.server.ignored import MAX_NAME, PLAIN_NAME, UNSUPPORTED, IgnoredFields, join_path
+from octavo.server.ignored import UNSUPPORTED, IgnoredFields, join_path, label_of
 
 
 class Dropped:
@@ -175,5 +174,4 @@ def _drop_other_types(
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind in types:
         return validate(value)
-    label = kind if PLAIN_NAME.fullmatch(kind) and len(kind) <= MAX_NAME else json.dumps(kind)
-    return Dropped(f"got {shown(kind)}, allowed are {', '.join(types)}", label[:MAX_NAME])
+    return Dropped(f"got {shown(kind)}, allowed are {', '.join(types)}", label_of(kind))

@@ -46,6 +46,12 @@ def join_path(path: str, name: str) -> str:
     return f"{path}[{json.dumps(name)}]"
 
 
+def label_of(name: str) -> str:
+    """Returns a client's name of a list's entry as a path shows it in brackets."""
+    is_plain = PLAIN_NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
+    return name if is_plain else json.dumps(name[:MAX_NAME])
+
+
 class IgnoredFields:
     """Paths of the fields of one request that are ignored."""
 

@@ -93,6 +93,7 @@ class AnswerReading:
             "functions": dict(form.functions),
             "begins_in_reasoning": form.begins_in_reasoning,
             "may_reason": form.may_reason,
+            "names": dict(form.names),
         }
 
     @staticmethod
@@ -108,6 +109,7 @@ class AnswerReading:
                 found["functions"],
                 found["begins_in_reasoning"],
                 found["may_reason"],
+                found["names"],
             )
         )
 
@@ -189,8 +191,11 @@ def reading_of(
     if tools is None and not isinstance(reasoning, ChannelFormat) and not state.may_reason:
         return PLAIN
     called = formats.tools if tools is not None else None
+    aliases = {} if tools is None else tools.aliases(formats.tools)
     schemas = {} if tools is None else tools.enforced()
-    form = MessageForm(called, reasoning, schemas, state.has_begun, state.may_reason)
+    schemas = {aliases.get(name, name): schema for name, schema in schemas.items()}
+    names = {alias: name for name, alias in aliases.items()}
+    form = MessageForm(called, reasoning, schemas, state.has_begun, state.may_reason, names)
     shown = [*formats.reasoning_token_ids, *(formats.tool_token_ids if tools is not None else ())]
     marks = AnswerMarks(
         shown_token_ids=shown,

@@ -10,8 +10,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.server.tool_use import ToolUse
-
 INTRODUCTION = (
     "You may call functions to help with the user's request. These are their signatures, one a"
     " line:\n<tools>\n{}\n</tools>\n\nTo call a function, write a JSON object with its name and"
@@ -20,11 +18,11 @@ INTRODUCTION = (
 )
 
 
-def taught_messages(messages: Sequence[dict[str, Any]], tools: ToolUse) -> list[dict[str, Any]]:
+def taught_messages(
+    messages: Sequence[dict[str, Any]], definitions: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Returns messages of which the system's first one ends with the functions."""
-    lines = "\n".join(
-        json.dumps(definition, ensure_ascii=False) for definition in tools.definitions
-    )
+    lines = "\n".join(json.dumps(definition, ensure_ascii=False) for definition in definitions)
     text = INTRODUCTION.format(lines)
     first, rest = messages[0], list(messages[1:])
     if first["role"] in ("system", "developer"):

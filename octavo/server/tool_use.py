@@ -6,21 +6,22 @@ Checked once, in the terms that all APIs share; each API's bodies are turned int
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic_core import from_json
 
 from octavo.errors import InvalidRequest, did_you_mean, shown
-from octavo.server.ignored import IgnoredFields
+from octavo.server.ignored import IgnoredFields, label_of
 from octavo.server.request_limits import RequestLimits
 from octavo.text.grammar.enforceable import enforceable
 from octavo.text.grammar.schema import SchemaError
+from octavo.text.parsers.formats import ChannelFormat, ToolFormat
+from octavo.text.parsers.function_names import get_aliases
 
-NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
-NAME_WORDS = "a name of 1 to 128 letters, digits, _, - and ."
+MAX_NAME = 256
+"""Most characters of a function's name."""
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 """Schema of a function that takes no arguments."""
@@ -97,14 +98,21 @@ class ToolUse:
                 hint="without strict, keywords that no grammar enforces are ignored",
                 param=where,
             ) from None
-        shown = f"{self.names.tools}[{function.name}].{self.names.parameters.rpartition('.')[2]}"
+        shown = f"{self.names.tools}[{label_of(function.name)}]"
+        shown += f".{self.names.parameters.rpartition('.')[2]}"
         self.ignored.add_keywords(found.dropped, where, shown)
         return found.schema
 
-    @property
-    def definitions(self) -> list[dict[str, Any]]:
-        """Descriptions of all functions, for the chat template."""
-        return [function.definition for function in self.functions]
+    def aliases(self, tools: ToolFormat | ChannelFormat) -> dict[str, str]:
+        """Returns the aliases of the functions of which a format cannot write the name."""
+        return get_aliases(tools, [function.name for function in self.functions])
+
+    def definitions(self, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Returns the descriptions of all functions, for the chat template."""
+        return [
+            replace(function, name=aliases.get(function.name, function.name)).definition
+            for function in self.functions
+        ]
 
 
 def tool_use_of(
@@ -180,8 +188,11 @@ def _check_functions(
 
 
 def _check_name(name: str, seen: set[str], where: str) -> None:
-    if NAME.fullmatch(name) is None:
-        raise InvalidRequest(f"{where}: got {shown(name)}, allowed is {NAME_WORDS}", param=where)
+    if not 0 < len(name.strip()) <= len(name) <= MAX_NAME:
+        raise InvalidRequest(
+            f"{where}: got {shown(name)}, allowed is a name of 1 to {MAX_NAME} characters",
+            param=where,
+        )
     if name in seen:
         raise InvalidRequest(
             f"{where}: got {shown(name)} twice, each tool needs a name of its own", param=where
@@ -204,6 +215,26 @@ def parse_arguments(given: object) -> dict[str, Any]:
     if found is None:
         return {}
     return found if isinstance(found, dict) else {"arguments": given}
+
+
+def rename_functions(
+    messages: Sequence[dict[str, Any]], aliases: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Returns a history in which functions with an alias have it, in calls and in results."""
+    return [_renamed(message, aliases) for message in messages]
+
+
+def _renamed(message: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    made = dict(message)
+    if made["role"] == "tool" and made.get("name") in aliases:
+        made["name"] = aliases[made["name"]]
+    if made.get("tool_calls"):
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": aliases.get(name, name)}}
+            for call in made["tool_calls"]
+            for name in [call["function"]["name"]]
+        ]
+    return made
 
 
 def check_role(role: str, needed: str, where: str) -> None:

@@ -36,7 +36,7 @@ from octavo.server.reading import (
 from octavo.server.roles import move_tool_images
 from octavo.server.state.served_model import ServedModel
 from octavo.server.taught_tools import plain_history, taught_messages
-from octavo.server.tool_use import ToolUse
+from octavo.server.tool_use import ToolUse, rename_functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,9 @@ class Conversation:
         """
         reads_images = "image" in model.llm.media
         messages = move_tool_images(self.messages, reads_images=reads_images)
+        aliases = {} if self.tools is None else self.tools.aliases(model.formats.tools)
+        if aliases:
+            messages = rename_functions(messages, aliases)
         rendering = self.rendering
         is_own = rendering.template is not None
         formats = model.formats
@@ -91,10 +94,11 @@ class Conversation:
             messages = plain_history(messages)
         if self.tools is None:
             return messages, rendering
+        definitions = self.tools.definitions(aliases)
         if is_own or formats.reads_tools:
-            variables = {**rendering.variables, "tools": self.tools.definitions}
+            variables = {**rendering.variables, "tools": definitions}
             return messages, replace(rendering, variables=variables)
-        return taught_messages(messages, self.tools), rendering
+        return taught_messages(messages, definitions), rendering
 
 
 class Turn:

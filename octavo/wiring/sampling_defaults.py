@@ -17,10 +17,10 @@ from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint_ports import Checkpoint
 from octavo.config.model_options import ModelOptions
 from octavo.config.paths import user_path
-from octavo.engine.front.sampling_defaults import NAMES, SamplingDefaults
+from octavo.engine.front.sampling_defaults import NAMES, SAMPLED, SamplingDefaults
 from octavo.errors import ConfigError
 
-CHAT = {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.05}
+CHAT = {**SAMPLED, "repetition_penalty": 1.05}
 """Values for a model with a chat template whose makers recommend none: between llama.cpp's
 temperature of 0.8 with top_p 0.95 and the 0.6 to 0.7 that most instruct models recommend."""
 BASE = {**CHAT, "repetition_penalty": 1.1, "max_new_tokens": 256}

@@ -16,7 +16,7 @@ from octavo.server.anthropic.bodies import CountTokensBody, MessagesBody
 from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
 from octavo.server.cohere.bodies import CohereChatBody
-from octavo.server.ignored import join_path
+from octavo.server.ignored import join_path, label_of
 from octavo.server.ollama.bodies import OllamaChatBody
 from octavo.server.openai.bodies import ChatBody, CompletionBody
 from octavo.server.openai.embeddings import EmbeddingBody
@@ -42,6 +42,7 @@ BODIES: dict[str, type[Body]] = {
     "/tokenize": TokenizeBody,
 }
 MAX_TOKENS = 8
+CHAT = "/v1/chat/completions"
 SEEDS = 40
 
 
@@ -257,3 +258,71 @@ def test_an_image_in_a_tools_result_ends_no_session(agents):
     result = RESULT | {"content": [{"type": "image", "source": PNG}]}
     answer = agents.post("/v1/messages", json=talk_of(result))
     assert answer.status_code == 200, answer.text
+
+
+ODD_NAMES = ["server/tool", "My Tool", "a.b:c", "\u67e5\u8be2", 'say "hi"', "<tool_call>", "a\nb"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_tool_may_have_any_name(agents, name, stream):
+    """The model may see another name; the client sees its own, in answers and in the header."""
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "name": name, "content": "rain"},
+    ]
+    parameters = {"properties": {"a": {"type": "boolean", "not": {}}}}
+    tools = [
+        {"type": "function", "function": {"name": one, "parameters": parameters}}
+        for one in (name, "say_hi")
+    ]
+    choice = {"type": "function", "function": {"name": name}}
+    body = {"model": "free", "tools": tools, "messages": messages, "tool_choice": choice}
+    answer = agents.post(CHAT, json=body | {"max_tokens": 200, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    label = f"tools[{label_of(name)}].parameters.properties.a.not"
+    assert label in answer.headers["x-octavo-ignored"]
+    if stream:
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line[6:7] == "{"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+        calls = [found for delta in deltas for found in delta.get("tool_calls", ())]
+        names = [found["function"]["name"] for found in calls if "name" in found["function"]]
+    else:
+        calls = answer.json()["choices"][0]["message"]["tool_calls"]
+        names = [found["function"]["name"] for found in calls]
+    assert names[0] == name
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_the_old_api_are_called_in_its_form(agents, stream):
+    """As in the API of 2023: one function_call in the message, and its name first in a stream."""
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "function_call": {"name": "g", "arguments": "{}"}},
+        {"role": "function", "name": "g", "content": "rain"},
+    ]
+    body = {"functions": [{"name": "look_up", "parameters": CITY}], "messages": history}
+    named = {"function_call": {"name": "look_up"}, "max_tokens": 80, "stream": stream}
+    body |= named | {"model": "free", "return_prompt_text": True}
+    answer = agents.post(CHAT, json=body)
+    assert answer.status_code == 200 and "x-octavo-ignored" not in answer.headers, answer.text
+    if not stream:
+        assert "rain" in answer.json()["prompt_text"] and "look_up" in answer.json()["prompt_text"]
+        (choice,) = answer.json()["choices"]
+        called = choice["message"]["function_call"]
+        assert choice["message"]["content"] is None and "tool_calls" not in choice["message"]
+    else:
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line[6:7] == "{"]
+        choice = chunks[-1]["choices"][0]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        parts = [delta["function_call"] for delta in deltas if "function_call" in delta]
+        assert parts[0] == {"name": "look_up", "arguments": ""}
+        called = parts[0] | {"arguments": "".join(part["arguments"] for part in parts)}
+    assert called["name"] == "look_up" and choice["finish_reason"] in ("function_call", "length")
+    if choice["finish_reason"] == "function_call":
+        assert json.loads(called["arguments"]).keys() == {"city"}

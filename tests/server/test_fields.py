@@ -5,6 +5,7 @@ by name, and GET /v1/capabilities says what the checks do.
 import pytest
 
 HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT = {"messages": HELLO, "max_tokens": 2, "allowed_token_ids": [70, 71]}
 
 TAKEN = [
@@ -20,6 +21,9 @@ TAKEN = [
     {"modalities": ["text"]},
     {"functions": [], "function_call": "none"},
     {"tools": [], "tool_choice": "auto"},
+    {"functions": [{"name": "f"}], "function_call": "none"},
+    {"max_tokens": -1},
+    {"max_completion_tokens": -1},
     {"logit_bias": {}},
     {"stop": []},
     {"prediction": None, "audio": None, "web_search_options": None},
@@ -39,7 +43,10 @@ REFUSED = [
     ({"verbosity": "loud"}, "verbosity"),
     ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
     ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"functions": [{"description": "f"}]}, "functions[0].name"),
+    ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions"),
+    ({"max_tokens": -2}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"prediction": {"type": "content", "content": ""}}, "prediction"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),

@@ -30,8 +30,12 @@ def deep(levels):
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function", "needed"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
-        ({"tools": [tool("a b")]}, "tools[0].function.name", "got 'a b', allowed is a name of"),
-        ({"tools": [tool("a" * 129)]}, "tools[0].function.name", "allowed is a name of"),
+        (
+            {"tools": [tool(" ")]},
+            "tools[0].function.name",
+            "got ' ', allowed is a name of 1 to 256",
+        ),
+        ({"tools": [tool("a" * 257)]}, "tools[0].function.name", "allowed is a name of"),
         ({"tools": [tool(), tool()]}, "tools[1].function.name", "got 'look_up' twice"),
         (
             {"tools": [tool(parameters={"type": "array"})]},
@@ -55,7 +59,13 @@ def deep(levels):
         ({"tools": [tool()], "tool_choice": "some"}, "tool_choice", "got 'some'"),
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice", "without a name"),
         ({"tools": [tool(extra=1)]}, "tools[0].function.extra", "no such field"),
-        ({"functions": [{"name": "f"}]}, "functions", "tools stands for it"),
+        ({"functions": [{"name": "f"}], "tools": [tool()]}, "functions", "tools goes before it"),
+        ({"functions": [{"name": "f"}] * 2}, "functions[1].name", "got 'f' twice"),
+        (
+            {"functions": [{"name": "f"}], "function_call": {"name": "g"}},
+            "function_call",
+            "got the function 'g', allowed are f",
+        ),
     ],
 )
 def test_what_is_wrong_with_tools_is_refused_by_its_path(strict, body, param, message):
@@ -164,3 +174,14 @@ def test_an_empty_list_of_parameters_is_none(http):
     assert answer.status_code == 200, answer.text
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {}
+
+
+def test_no_limit_is_none_in_chats_and_completions(http):
+    """-1 is llama.cpp's and LM Studio's; the answer goes on until the context of 512 ends."""
+    fields = {"max_tokens": -1, "ignore_eos": True, "temperature": 0}
+    for path, body in (
+        ("chat/completions", {"messages": HELLO}),
+        ("completions", {"prompt": "hi"}),
+    ):
+        usage = http.post(f"/v1/{path}", json=body | fields).json()["usage"]
+        assert usage["total_tokens"] > 500, path

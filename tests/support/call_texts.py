@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,12 @@ def call_text(
     return begin.replace(NAME_HERE, name) + written + end
 
 
+def ending_marks(tools: ToolFormat | ChannelFormat) -> list[str]:
+    """Returns the texts that end a value without quotes; [] in formats of JSON."""
+    body = None if isinstance(tools, ChannelFormat) else tools.body
+    return [body.layout.line + body.layout.value_end] if isinstance(body, KeyValues) else []
+
+
 def _pair(layout: PairLayout, key: str, value: Any, types: frozenset[str]) -> str:
     key = raw_values.quote(key, layout.key_end) if layout.key_end in key else key
     if not isinstance(value, str) or "string" not in types:
@@ -106,13 +112,17 @@ def sampled_text(
     form: StructuredOutputs,
     rng: random.Random,
     begin: str = "",
+    marks: Sequence[str] = (),
 ) -> str | None:
     """Returns a text that a form's grammar admits, sampled token by token: at first any token, more
-    and more those that lead to its end. None if it has no end within many tokens.
+    and more those that lead to its end, and now and then a mark as far as it is admitted. None if
+    it has no end within many tokens.
     """
     matcher = compiler.compile(admit(form, compiler))
     ids = tokenizer.encode(begin, add_special_tokens=False, allow_special_text=True)
     matcher.take(ids)
+    spelled = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
+    mark: list[int] = []
     while len(ids) < MOST_TOKENS:
         allowed = legal(matcher)
         assert allowed, f"dead end behind {tokenizer.decode(ids, skip_special_tokens=False)!r}"
@@ -121,6 +131,13 @@ def sampled_text(
         left = matcher.closing(MOST_TOKENS) if len(ids) > 100 and len(ids) % 20 == 0 else None
         if left is not None:
             return tokenizer.decode([*ids, *left[:-1]], skip_special_tokens=False)
+        if spelled and not mark and rng.random() < len(ids) / 1000:
+            mark = list(rng.choice(spelled))
+        if mark and mark[0] in allowed:
+            ids.append(mark.pop(0))
+            matcher.take(ids[-1:])
+            continue
+        mark = []
         plain = [i for i in allowed if tokenizer.token_bytes(i) < b"\x7f"]
         closers = [i for i in plain if tokenizer.token_text(i) in ENDS]
         pool = closers if closers and rng.random() < 0.3 else plain

@@ -15,8 +15,9 @@ from octavo.errors import ConfigError, InvalidRequest
 from octavo.sampling_limits import DRAWS_ONLY
 from octavo.sampling_params import SamplingParams
 
-SAMPLED_TEMPERATURE = 0.7
-"""Temperature of a request that needs chance, where the default is greedy."""
+SAMPLED = {"temperature": 0.7, "top_p": 0.95}
+"""Values of a request that needs chance and sets no temperature, if the default is greedy: those
+recommended for most chat models."""
 NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -39,7 +40,7 @@ def params_over(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
     if "max_tokens" not in given and isinstance(least, int) and least > (most or least):
         values["max_tokens"] = None
     if "temperature" not in given and defaults.is_greedy and _needs_chance(given):
-        values["temperature"] = SAMPLED_TEMPERATURE
+        values |= {name: value for name, value in SAMPLED.items() if name not in given}
     return SamplingParams(**values)
 
 

@@ -16,7 +16,14 @@ from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
 from octavo.server.fields import Whole, field, needed, sampling, taken
 from octavo.server.openai.filter_body import FilterBody
-from octavo.server.openai.message_bodies import AllowedToolsChoice, Message, NamedTool, ToolBody
+from octavo.server.openai.message_bodies import (
+    AllowedToolsChoice,
+    FunctionName,
+    Message,
+    NamedTool,
+    OfferedFunctionBody,
+    ToolBody,
+)
 
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """A whole number that fits the engine's types; SamplingParams says which values make sense."""
@@ -127,7 +134,11 @@ class SamplingBody(FilterBody):
         rules={"excludes": {"use_beam_search": "a beam search has no single answer"}},
     )
     ignore_eos: bool | None = field(FLAG, "goes on after an end token")
-    max_tokens: Whole | None = sampling("max_tokens", "most tokens of an answer")
+    max_tokens: Whole | None = field(
+        "a whole number from 1 to 2147483647; -1 is no limit",
+        "most tokens of an answer",
+        rules={"minimum": -1, "maximum": 2147483647},
+    )
     min_tokens: Whole | None = sampling("min_tokens", "tokens before which no answer ends")
     logprob_token_ids: list[TokenId] | None = field(
         f"a list of 1 to {MAX_LISTED} different token ids; logprobs is left out or their number",
@@ -360,8 +371,10 @@ class ChatBody(ConversationBody, PromptBody):
 
     unsupported = SamplingBody.unsupported
 
-    max_completion_tokens: Whole | None = sampling(
-        "max_tokens", "most tokens of an answer; goes before max_tokens; -1 is null"
+    max_completion_tokens: Whole | None = field(
+        "a whole number from 1 to 2147483647; -1 is no limit",
+        "most tokens of an answer; goes before max_tokens",
+        rules={"minimum": -1, "maximum": 2147483647},
     )
     logprobs: bool | None = field(FLAG, "logprobs of the answer's tokens")
     top_logprobs: Whole | None = field(
@@ -403,11 +416,14 @@ class ChatBody(ConversationBody, PromptBody):
         ge=-1,
         lt=2**31,
     )
-    functions: list[dict[str, Any]] | None = field(
-        "an empty list; tools stands for it", "the old name of tools", max_length=0
+    functions: list[OfferedFunctionBody] | None = field(
+        "a list of functions, each with a name and a JSON schema of its arguments",
+        "the old form of tools, which go before it; the answer has a function_call",
+        by_path=True,
     )
-    function_call: Literal["none", "auto"] | None = taken(
-        '"none" or "auto"; tool_choice stands for it'
+    function_call: Literal["none", "auto"] | FunctionName | None = field(
+        '"none", "auto" or an object with a name',
+        "the old form of tool_choice",
     )
     modalities: list[Literal["text"]] | None = field(
         '["text"]', "what the answer is made of", max_length=1

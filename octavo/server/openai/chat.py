@@ -31,7 +31,7 @@ from octavo.server.openai.protocol import (
 )
 from octavo.server.openai.rendering import rendering_of
 from octavo.server.openai.sampling import sampling_params
-from octavo.server.openai.tools import tools_of
+from octavo.server.openai.tools import tools_of, uses_functions
 from octavo.server.openai.truncation import truncation_of
 from octavo.server.settings import ServerSettings
 from octavo.server.sse import EventStream
@@ -66,6 +66,7 @@ async def _answered(request: Request, service: Service, body: ChatBody) -> Respo
         model,
         echoed=_echoed(body, conversation.messages),
         tells_reasoning=body.include_reasoning is not False,
+        uses_functions=uses_functions(body),
     )
     origin = origin_of(request, body.priority, body.user)
     prompt = await conversation.prompt(model)
@@ -103,8 +104,11 @@ class ChatAnswer(Answer):
         *,
         echoed: str = "",
         tells_reasoning: bool = True,
+        uses_functions: bool = False,
     ) -> None:
+        """With `uses_functions` a call has OpenAI's old form, `function_call`."""
         super().__init__(body, params, model)
+        self._uses_functions = uses_functions
         self._echoed = echoed
         self._tells_reasoning = tells_reasoning
 
@@ -156,6 +160,10 @@ class ChatAnswer(Answer):
                 return ChatMessage(reasoning=part.text)
             case PartKind.CONTENT:
                 return ChatMessage(content=part.text)
+            case PartKind.CALL if self._uses_functions:
+                return ChatMessage(function_call=CalledFunction(part.text))
+            case PartKind.ARGUMENTS if self._uses_functions:
+                return ChatMessage(function_call=CalledFunction(arguments=part.text))
             case PartKind.CALL:
                 name = self.reading.call_id(part.call_id)
                 call = ChatToolCall(CalledFunction(part.text), name, "function", part.call)
@@ -170,7 +178,10 @@ class ChatAnswer(Answer):
         message = ChatMessage(ROLE, content if content or not found.calls else None, None)
         if found.reasoning and self._tells_reasoning:
             message.reasoning = found.reasoning
-        if found.calls:
+        if found.calls and self._uses_functions:
+            call = found.calls[0]
+            message.function_call = CalledFunction(call.name, call.arguments)
+        elif found.calls:
             message.tool_calls = [
                 ChatToolCall(
                     CalledFunction(call.name, call.arguments),
@@ -195,13 +206,19 @@ class ChatAnswer(Answer):
         delta: ChatMessage | UnsetType = UNSET,
     ) -> ChatChoice:
         choice = ChatChoice(
-            index, message, delta, self._logprobs(new), _ending(new), new.stop_reason
+            index, message, delta, self._logprobs(new), self._ending(new), new.stop_reason
         )
         if new.score is not None:
             choice.score = new.score
         if self.returns_token_ids:
             choice.token_ids = new.token_ids
         return choice
+
+    def _ending(self, delta: Delta) -> str | None:
+        """Returns OpenAI's word for how an answer ended."""
+        if delta.finish_reason == "stop" and delta.has_calls:
+            return "function_call" if self._uses_functions else "tool_calls"
+        return delta.finish_reason
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         num_shown = self.params.num_shown_logprobs
@@ -227,13 +244,6 @@ def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) 
     )
 
 
-def _ending(delta: Delta) -> str | None:
-    """Returns OpenAI's word for how an answer ended."""
-    if delta.finish_reason == "stop" and delta.has_calls:
-        return "tool_calls"
-    return delta.finish_reason
-
-
 def _echoed(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
     """Returns the text that the answer begins with."""
     last = messages[-1]
@@ -241,11 +251,9 @@ def _echoed(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _max_tokens(body: ChatBody) -> int | None:
-    """Returns the most tokens of an answer; None (llama.cpp's -1) is the model's default."""
+    """Returns the most tokens of an answer, -1 for no limit; None is the model's default."""
     given = body.max_completion_tokens
-    if given is None:
-        given = body.max_tokens
-    return None if given == -1 else given
+    return body.max_tokens if given is None else given
 
 
 def _params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:

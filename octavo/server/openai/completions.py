@@ -207,7 +207,7 @@ async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> Engine
 
 
 def _max_tokens(body: CompletionBody) -> int:
-    """Returns the most tokens of an answer; max_tokens 0 still takes one step."""
+    """Returns the most tokens of an answer, -1 for no limit; 0 still takes one step."""
     return DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
 
 

@@ -61,6 +61,8 @@ class Message(BodyPart):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    """The old form of one call."""
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning: str | None = None

@@ -54,11 +54,13 @@ def _plain_message(message: Message, where: str) -> dict[str, Any]:
     thought = message.reasoning_content if message.reasoning is None else message.reasoning
     if thought is not None:
         plain["reasoning_content"] = thought
-    if message.tool_calls:
+    calls = message.tool_calls
+    if not calls and message.function_call is not None:
+        calls = [ToolCall(function=message.function_call)]
+    if calls:
         check_role(message.role, "assistant", f"{where}.tool_calls")
         plain["tool_calls"] = [
-            plain_call(call, f"{where}.tool_calls[{index}]")
-            for index, call in enumerate(message.tool_calls)
+            plain_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
     if message.tool_call_id is not None:
         check_role(message.role, "tool", f"{where}.tool_call_id")

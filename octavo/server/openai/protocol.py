@@ -119,6 +119,8 @@ class ChatMessage(msgspec.Struct):
     refusal: msgspec.UnsetType | None = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: CalledFunction | msgspec.UnsetType = msgspec.UNSET
+    """The old form of one call, for requests with `functions`."""
 
 
 class ChatChoice(msgspec.Struct):

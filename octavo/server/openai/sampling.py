@@ -12,6 +12,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.openai.bodies import SAMPLING_FIELDS, SamplingBody
 from octavo.server.openai.structured import structured_outputs_of
 
+UNLIMITED = -1
+"""A max_tokens without a limit, as in llama.cpp and LM Studio."""
 SEARCH_FIELDS = ("beam_width", "length_penalty", "early_stopping")
 
 
@@ -23,14 +25,16 @@ def sampling_params(
     logprobs: int | None,
     **others: Any,
 ) -> SamplingParams:
-    """Returns a body's SamplingParams; `others` are fields that the route sets over the body's, and
-    a max_tokens of None is the default. A beam search takes no recommended value but that.
+    """Returns a body's SamplingParams; `others` are fields that the route sets over the body's.
+
+    A max_tokens of None is the default, -1 no limit. A beam search takes no other recommended
+    value.
     """
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if given.get("logit_bias") == {}:
         del given["logit_bias"]
     if max_tokens is not None:
-        given["max_tokens"] = max_tokens
+        given["max_tokens"] = None if max_tokens == UNLIMITED else max_tokens
     search = _search(body)
     if search:
         defaults = SamplingParams(max_tokens=defaults.max_tokens)

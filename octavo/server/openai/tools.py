@@ -6,19 +6,54 @@ from dataclasses import replace
 
 from octavo.errors import InvalidRequest
 from octavo.server.openai.bodies import ChatBody
-from octavo.server.openai.message_bodies import AllowedToolsChoice, NamedTool, OfferedFunctionBody
+from octavo.server.openai.message_bodies import (
+    AllowedToolsChoice,
+    FunctionName,
+    NamedTool,
+    OfferedFunctionBody,
+)
 from octavo.server.request_limits import RequestLimits
-from octavo.server.tool_use import Choice, OfferedFunction, ToolUse, tool_use_of
+from octavo.server.tool_use import (
+    OPENAI_NAMES,
+    Choice,
+    OfferedFunction,
+    ToolNames,
+    ToolUse,
+    tool_use_of,
+)
+
+OLD_NAMES = ToolNames("functions", "function_call", "name", "parameters")
 
 
 def tools_of(body: ChatBody, limits: RequestLimits) -> ToolUse | None:
     """Returns the body's tools, checked; None where the model may call none."""
-    functions = [offered(tool.function) for tool in body.tools or ()]
-    choice, named = _choice(body)
-    is_parallel = body.parallel_tool_calls is not False
+    is_old = uses_functions(body)
+    given = (body.functions or []) if is_old else [tool.function for tool in body.tools or ()]
+    if not is_old and body.functions:
+        body.ignored.add("functions", "tools goes before it")
+    choice, named = _old_choice(body) if is_old else _choice(body)
     return tool_use_of(
-        functions, choice, limits, named=named, is_parallel=is_parallel, ignored=body.ignored
+        [offered(function) for function in given],
+        choice,
+        limits,
+        named=named,
+        is_parallel=body.parallel_tool_calls is not False and not is_old,
+        names=OLD_NAMES if is_old else OPENAI_NAMES,
+        ignored=body.ignored,
     )
+
+
+def uses_functions(body: ChatBody) -> bool:
+    """Returns whether a body offers functions in the old form, and wants such an answer."""
+    return bool(body.functions) and not body.tools
+
+
+def _old_choice(body: ChatBody) -> tuple[Choice | None, list[str] | None]:
+    match body.function_call:
+        case FunctionName(name=name):
+            return "required", [name]
+        case word:
+            return word, None
 
 
 def offered(function: OfferedFunctionBody) -> OfferedFunction:

@@ -9,7 +9,9 @@ from octavo.server.openai.bodies import PromptBody
 
 
 def truncation_of(body: PromptBody, llm: AsyncLLM, max_tokens: int | None) -> Truncation | None:
-    """Returns the bound on the prompt; -1 leaves room for `max_tokens` (for one, where None)."""
+    """Returns the bound on the prompt; -1 leaves room for `max_tokens`, or for one token if it sets
+    no limit.
+    """
     asked, longest = body.truncate_prompt_tokens, llm.info.max_model_len - 1
     if asked is None:
         return None
@@ -18,5 +20,5 @@ def truncation_of(body: PromptBody, llm: AsyncLLM, max_tokens: int | None) -> Tr
             f"truncate_prompt_tokens: got {asked}, allowed are -1 and 1 to {longest}",
             param="truncate_prompt_tokens",
         )
-    room = max(1, longest + 1 - (max_tokens or 1))
+    room = max(1, longest + 1 - max(max_tokens or 1, 1))
     return Truncation(room if asked == -1 else asked, body.truncation_side or "left")

@@ -9,6 +9,7 @@ The one place of the rule, for the grammar and the parser:
 - A string that cannot be written so, because it holds the closing text or would be read as another
   type, is written as a JSON string, in which the closing text is escaped: `"\\u003c/parameter>"`.
   Only the spelling that `quote` returns is read so; `"a phrase"` is a string with its quotes.
+- A closing text inside a string of a list or an object does not end the value.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ INTEGER = r"-?(0|[1-9][0-9]*)"
 NUMBER = rf"{INTEGER}(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 BEGUN_NUMBER = re.compile(r"-?([0-9]+(\.[0-9]*)?([eE][+\-]?[0-9]*)?)?")
 BEGUN_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*(?:\\|"\n?)?')
+WHOLE_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 BRACKETS = {"object": "{", "array": "["}
 STRING = frozenset({"string"})
 ANYTHING = r"/(.|\n)*/"
@@ -82,6 +84,14 @@ def may_be_json(text: str, types: Collection[str]) -> bool:
     if any(word.startswith(text) for word in words):
         return True
     return not NUMBERS.isdisjoint(types) and BEGUN_NUMBER.fullmatch(text) is not None
+
+
+def is_inside_string(text: str, types: Collection[str]) -> bool:
+    """Returns whether a value that has begun so is a list or an object with an open string."""
+    kinds = [name for name, char in BRACKETS.items() if text.lstrip().startswith(char)]
+    if not kinds or ("string" in types and kinds[0] not in types):
+        return False
+    return '"' in WHOLE_STRING.sub("", text)
 
 
 def read_raw(text: str, closing: str, types: Collection[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.text.grammar.arguments import TEXT_ONLY, PairLayout, arguments_grammar
-from octavo.text.grammar.raw_values import is_json, may_be_json, read_raw
+from octavo.text.grammar.raw_values import is_inside_string, is_json, may_be_json, read_raw
 from octavo.text.parsers.calls import NAME, CallBody, CallSection, CallWriter, json_piece
 from octavo.text.parsers.json_text import at_key, copy_value, read_string, unescape_string
 from octavo.text.parsers.source import CutText, Emit, MalformedText, Steps, TextSource
@@ -240,8 +240,13 @@ class KeyValues:
         types = section.types.types_of(call.name, json.loads(quoted))
         call.argue(f"{before}{quoted}: ")
         value = RawValue(call.argue, self.layout, types)
-        if not (yield from source.until([self.layout.value_end], value.add, keeps_end=False)):
-            raise CutText
+        while True:
+            mark = yield from source.until([self.layout.value_end], value.add, keeps_end=False)
+            if not mark:
+                raise CutText
+            if not value.is_inside_string:
+                break
+            value.add(mark)
         value.end()
 
 
@@ -270,6 +275,12 @@ class RawValue:
             self._waiting = self._waiting.removeprefix(line)
             self._emit('"')
             self._emit_string()
+
+    @property
+    def is_inside_string(self) -> bool:
+        """Whether the value is a list or an object that has an open string."""
+        text = self._waiting.removeprefix(self._layout.line)
+        return not self._is_string and is_inside_string(text, self._types)
 
     def end(self) -> None:
         line = self._layout.line

@@ -16,7 +16,9 @@ from octavo.text.parsers.source import MalformedText, Steps, TextSource
 
 MAX_NAME = 256
 """Most characters of a function's name in a model's text."""
-NAME = re.compile(r"[A-Za-z0-9_.:/\-]+")
+NAME = re.compile(r"[\w.:/\-]+")
+"""Characters of a name that stands without quotes."""
+QUOTED_NAME = re.compile(r"[\w.:/ \-]+")
 
 
 class FunctionTypes:
@@ -61,7 +63,7 @@ class CallWriter:
 
     def begin(self, name: str, call_id: str = "") -> None:
         """Begins the call; raises MalformedText for what is no function's name."""
-        if len(name) > MAX_NAME or NAME.fullmatch(name) is None:
+        if len(name) > MAX_NAME or QUOTED_NAME.fullmatch(name) is None:
             raise MalformedText
         if self._known is not None and name not in self._known:
             raise MalformedText

@@ -6,7 +6,7 @@ part cut in pieces. `MessageText` joins them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -80,7 +80,9 @@ class MessageText:
 class PartList:
     """The parts that a parser has found since they were last taken; neighbours are joined."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """`names` are the client's names of the functions that have an alias, by alias."""
+        self._names = names
         self._parts: list[Part] = []
         self.num_calls = 0
 
@@ -90,6 +92,7 @@ class PartList:
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """Begins the next call."""
+        name = self._names.get(name, name)
         self._parts.append(Part(PartKind.CALL, name, self.num_calls, call_id))
         self.num_calls += 1
 

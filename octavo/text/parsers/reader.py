@@ -34,6 +34,8 @@ class MessageForm:
     """Whether the prompt has opened the reasoning already."""
     may_reason: bool = True
     """Whether reasoning may begin; the prompt may have closed it already."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names that the client has for functions with an alias, by alias."""
 
 
 class MessageReader:
@@ -41,7 +43,7 @@ class MessageReader:
 
     def __init__(self, form: MessageForm) -> None:
         self._form = form
-        self._parts = PartList()
+        self._parts = PartList(form.names)
         self._source = TextSource()
         self._types = FunctionTypes(form.functions)
         self._space = ""

@@ -16,8 +16,14 @@ from octavo.text.parsers.call_forms import NO_REASONING, CallRules, form_of_answ
 from octavo.text.parsers.formats import HARMONY, NAME_HERE, TOOL_FORMATS, named_tool_format
 from octavo.text.parsers.parts import MessageText
 from octavo.text.parsers.reader import MessageForm, MessageReader, read_message
-from tests.support.call_texts import admits, call_text, marked_vocabulary, sampled_text
-from tests.support.tiers import examples
+from tests.support.call_texts import (
+    admits,
+    call_text,
+    ending_marks,
+    marked_vocabulary,
+    sampled_text,
+)
+from tests.support.tiers import examples, tier
 from tests.support.tool_schemas import SchemaSource
 
 CASES = [
@@ -53,11 +59,14 @@ def message_form(tools, schema) -> MessageForm:
 
 
 def read_arguments(tools, schema, text: str):
-    """Returns the arguments of a text's one call, read whole and cut at every character."""
+    """Returns the arguments of a text's one call, read whole and cut at some forty characters, or
+    at every one in a soak.
+    """
     form = message_form(tools, schema)
     message = read_message(form, text)
     assert len(message.calls) == 1 and message.content == "", text
-    for cut in range(1, len(text), max(1, len(text) // 40)):
+    step = 1 if tier() == "soak" else max(1, len(text) // 40)
+    for cut in range(1, len(text), step):
         assert streamed(form, text, cut) == message, (text, cut)
     return json.loads(message.calls[0].arguments)
 
@@ -97,21 +106,20 @@ def check_pairs(pairs):
     return dict(pairs)
 
 
-def check_sample(vocabulary, name: str, seed: int) -> bool:
+def check_sample(vocabulary, name: str, seed: int, *, is_forced: bool) -> bool:
     """Samples a call of a random schema, and returns whether one could be judged: a grammar keeps
     no free name from coming twice.
     """
     tokenizer, compiler = vocabulary
-    rng = random.Random(f"{name} {seed}")
+    rng = random.Random(f"{name} {seed} {is_forced}")
     schema = SchemaSource(seed).arguments()
     found = enforceable(schema, is_strict=False)
     tools = named_tool_format(name)
     assert tools is not None
-    is_forced = seed % 2 == 0 or tools is HARMONY
     rules = CallRules({"f": found.schema}, must_call=is_forced, may_call_several=False)
     form = form_of_answer(None, tools, rules, NO_REASONING)
     begin = "" if is_forced else tools.written[0].replace(NAME_HERE, "f")
-    text = sampled_text(compiler, tokenizer, form, rng, begin)
+    text = sampled_text(compiler, tokenizer, form, rng, begin, ending_marks(tools))
     if text is None:
         return False
     arguments = read_arguments(tools, found.schema, text)
@@ -127,8 +135,13 @@ def check_sample(vocabulary, name: str, seed: int) -> bool:
     return True
 
 
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("is_forced", [True, False], ids=["forced", "sampled"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_a_grammar_admits_is_read_and_the_schema_holds(vocabulary, name):
-    start = 1000 * FORMATS.index(name)
-    judged = [check_sample(vocabulary, name, start + seed) for seed in range(examples(4))]
+def test_what_a_grammar_admits_is_read_and_the_schema_holds(vocabulary, name, is_forced):
+    """In a soak 1,000 schemas for each format, forced and sampled."""
+    is_forced = is_forced or name == HARMONY.name  # its sampled form is of whole messages
+    judged = [
+        check_sample(vocabulary, name, seed, is_forced=is_forced) for seed in range(examples(10))
+    ]
     assert sum(judged) >= len(judged) // 4

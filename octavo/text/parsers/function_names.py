@@ -1,0 +1,56 @@
+"""Names of functions as a format can write them.
+
+Clients name functions as they like (`server/tool`, `My Tool`). A name that a format cannot write
+and read back has an alias in the prompt and in the model's text; the client sees its own name.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+from octavo.text.parsers.formats import NAME_HERE, ChannelFormat, ToolFormat, named_tool_format
+from octavo.text.parsers.reader import MessageForm, read_message
+
+PLAIN = re.compile(r"[\w./:-]+( [\w./:-]+)*")
+"""Names that contain no character with a meaning in JSON, in tags or in a chat template."""
+MAX_ALIAS = 64
+"""Most characters of an alias."""
+
+
+def get_aliases(tools: ToolFormat | ChannelFormat, names: Sequence[str]) -> dict[str, str]:
+    """Returns the aliases of the names that a format cannot write, by name; no two are alike."""
+    taken = set(names)
+    aliases: dict[str, str] = {}
+    for name in names:
+        if not _is_writable(tools.name, name):
+            aliases[name] = _build_alias(name, taken)
+            taken.add(aliases[name])
+    return aliases
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_writable(format_name: str, name: str) -> bool:
+    """Returns whether a format reads a call of this name as it writes it."""
+    tools = named_tool_format(format_name)
+    assert tools is not None, "formats come from the table"
+    if PLAIN.fullmatch(name) is None:
+        return False
+    begin, end = tools.written
+    arguments = "{}" if "schema" in tools.arguments_form({"type": "object"}) else ""
+    text = f"{begin.replace(NAME_HERE, name)}{arguments}{end}"
+    reasoning = tools if isinstance(tools, ChannelFormat) else None
+    message = read_message(MessageForm(tools, reasoning, {name: {}}), text)
+    return [call.name for call in message.calls] == [name] and not message.content
+
+
+def _build_alias(name: str, taken: set[str]) -> str:
+    """Returns an identifier that resembles a name and is not taken."""
+    alias = re.sub(r"\W+", "_", name).strip("_")[:MAX_ALIAS] or "function"
+    number = 1
+    found = alias
+    while found in taken:
+        number += 1
+        found = f"{alias[: MAX_ALIAS - 6]}_{number}"
+    return found
