@@ -6,22 +6,25 @@ Files are deleted from this machine's caches only, and only with the last name t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
 
+from octavo.checkpoint.catalogue import short_name
 from octavo.checkpoint.local_models import (
     CachedModel,
     find_cached,
     match_local_model,
     remove_local_model,
 )
+from octavo.config.paths import is_there, user_path
 from octavo.errors import InvalidRequest, ModelNotFound, OctavoError, shown
 from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
 from octavo.server.state.adapters import NAME, NAME_RULE
 from octavo.server.state.directory import ModelDirectory
+from octavo.server.state.local_files import LocalFiles
 from octavo.server.state.local_names import LocalNames
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.pulled_models import PulledModels
@@ -46,6 +49,7 @@ class KnownModels:
         self._settings = settings
         self._pulled = pulled or PulledModels()
         self._local = LocalNames()
+        self._files = LocalFiles()
         self._restore()
 
     def _restore(self) -> None:
@@ -66,6 +70,28 @@ class KnownModels:
     async def local(self) -> Sequence[CachedModel]:
         """Returns the complete models of this machine's caches."""
         return await self._local.list()
+
+    async def describe(self, slots: Iterable[EngineSlot]) -> None:
+        """Has models that have not been loaded described by the headers of their files, if these
+        are on this machine.
+        """
+        for slot in slots:
+            if slot.outline is None and (path := await self._path(slot)) is not None:
+                slot.describe(await self._files.outline(path, slot.spec.options))
+
+    async def digest(self, slot: EngineSlot) -> str:
+        """Returns the digest of a model's files; "" if they are not on this machine."""
+        path = await self._path(slot)
+        return "" if path is None else await self._files.digest(path)
+
+    async def _path(self, slot: EngineSlot) -> Path | None:
+        """Returns the place of a model's files on this machine."""
+        model = slot.spec.model
+        path = user_path(model)
+        if short_name(model) is None and is_there(path):
+            return path
+        found = find_cached(model, await self.local())
+        return None if found is None else found.path
 
     async def find_local(self, name: str) -> EngineSlot | None:
         """Makes a model of the caches known by its name, where settings allow that."""
@@ -90,6 +116,7 @@ class KnownModels:
             self._models.add(slot)
         elif slot.spec.is_remote:
             slot.spec = spec
+            slot.describe(None)
         return slot
 
     async def add_pulled(self, name: str, path: Path) -> None:

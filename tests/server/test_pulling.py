@@ -332,7 +332,11 @@ def test_keep_alive_0_unloads_a_model_and_the_next_request_loads_it(http):
 
 def test_a_model_is_described_before_and_after_it_is_loaded(http):
     pull(http, "maker/one", stream=False)
-    assert http.post("/api/show", json={"model": "maker/one"}).status_code == 200
+    before = http.post("/api/show", json={"model": "maker/one"}).json()
+    card = http.get("/v1/models/maker/one").json()
+    assert (card["state"], card["capabilities"]) == ("unloaded", ["completions", "chat"])
+    assert before["capabilities"] == ["completion", "tools"]
+    assert before["details"]["family"] == "llama" and before["template"]
     assert ask(http, "maker/one").status_code == 200
     tags = {one["name"]: one for one in http.get("/api/tags").json()["models"]}
     running = {one["name"]: one for one in http.get("/api/ps").json()["models"]}
@@ -342,6 +346,9 @@ def test_a_model_is_described_before_and_after_it_is_loaded(http):
     assert loaded["context_length"] == 512
     shown = http.post("/api/show", json={"model": "maker/one:latest"}).json()
     assert shown["details"] == listed["details"]
+    for field in ("capabilities", "details", "template", "parameters", "model_info"):
+        assert before[field] == shown[field], f"{field} before and after the load"
+    assert http.get("/v1/models/maker/one").json()["capabilities"] == card["capabilities"]
     http.post("/api/generate", json={"model": "maker/one", "keep_alive": 0})
     assert until(lambda: states(http)["maker/one:latest"] == "unloaded")
     tags = {one["name"]: one for one in http.get("/api/tags").json()["models"]}

@@ -12,7 +12,7 @@ from octavo.server.state.slot import EngineSlot
 
 def card_of(slot: EngineSlot) -> dict[str, Any]:
     """Returns Anthropic's card of a model."""
-    context = None if slot.loaded is None else slot.loaded.info.max_model_len
+    context = slot.max_model_len
     return {
         "type": "model",
         "id": slot.name,

@@ -1,11 +1,11 @@
 """GET /api/tags, /api/ps and /api/version, POST /api/show: what there is, in Ollama's form.
 
-Sizes and families are 0 or empty before a model has been loaded.
+A model that is not loaded is described by the headers of its files; sizes and families are 0 or
+empty if these are not on this machine.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -18,8 +18,9 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.body import body_of
 from octavo.server.ollama.bodies import NAMES, ShowBody
 from octavo.server.ollama.names import find, tagged
+from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.service import Service, service_of
-from octavo.server.state.slot import EngineSlot, SlotState
+from octavo.server.state.slot import EngineSlot
 from octavo.version import __version__
 
 NEVER = "9999-12-31T23:59:59Z"
@@ -38,16 +39,20 @@ async def tags(service: Annotated[Service, Depends(service_of)]) -> dict[str, An
     """Lists the models that requests may name, in any state; `load_on_demand` local adds all that
     lie in this machine's caches.
     """
-    cached = await service.known.local()
-    known = [
-        _entry(slot, name, cached)
-        for slot in service.models
-        for name in (slot.name, *service.models.aliases_of(slot))
-    ]
-    if service.settings.load_on_demand != "local":
-        return {"models": known}
-    others = [each for each in cached if not service.models.answers_to(each.name)]
-    return {"models": known + [_cached_entry(each) for each in others]}
+    known = service.known
+    cached = await known.local()
+    others: list[EngineSlot] = []
+    if service.settings.load_on_demand == "local":
+        others = [_slot_of(each) for each in cached if not service.models.answers_to(each.name)]
+    slots = [*service.models, *others]
+    await known.describe(slots)
+    return {
+        "models": [
+            await _entry(service, slot, name, cached)
+            for slot in slots
+            for name in (slot.name, *service.models.aliases_of(slot))
+        ]
+    }
 
 
 @router.get("/api/ps")
@@ -55,7 +60,7 @@ async def running(service: Annotated[Service, Depends(service_of)]) -> dict[str,
     """Lists the models that are loaded."""
     return {
         "models": [
-            _entry(slot, slot.name)
+            await _entry(service, slot, slot.name)
             | {
                 "expires_at": _expiry(slot),
                 "size_vram": 0,
@@ -74,6 +79,7 @@ async def show(
 ) -> dict[str, Any]:
     """Describes one model."""
     slot = find(service, body.known_as)
+    await service.known.describe([slot])
     return {
         "modelfile": f"FROM {slot.name}\n",
         "parameters": _parameters(slot),
@@ -85,38 +91,28 @@ async def show(
     }
 
 
-def _entry(slot: EngineSlot, name: str, cached: Sequence[CachedModel] = ()) -> dict[str, Any]:
-    """Describes a model under one of its names; `cached` has its size before it is loaded."""
-    num_bytes = slot.facts.num_bytes
-    if not num_bytes:
-        found = find_cached(slot.spec.model, cached)
-        num_bytes = 0 if found is None else found.num_bytes
-    row = _row(name, slot.created, num_bytes, slot.state, _details(slot))
-    return row | {"digest": _digest(slot.name)}  # the same under all names of a model
-
-
-def _cached_entry(model: CachedModel) -> dict[str, Any]:
-    details = _details(EngineSlot(is_unloaded=True))
-    return _row(model.name, model.modified_s, model.num_bytes, "unloaded", details)
-
-
-def _row(
-    name: str, modified_s: float, num_bytes: int, state: SlotState, details: dict[str, Any]
+async def _entry(
+    service: Service, slot: EngineSlot, name: str, cached: Sequence[CachedModel] = ()
 ) -> dict[str, Any]:
+    """Describes a model under one of its names; `cached` has its size before it is loaded."""
+    num_bytes, found = slot.facts.num_bytes, find_cached(slot.spec.model, cached)
+    if slot.loaded is None and found is not None:
+        num_bytes = num_bytes or found.num_bytes
     return {
         "name": tagged(name),
         "model": tagged(name),
-        "modified_at": _time(modified_s),
+        "modified_at": _time(slot.created if found is None else found.modified_s),
         "size": num_bytes,
-        "digest": _digest(name),
-        "details": details,
-        "state": state,
+        "digest": await service.known.digest(slot),  # the same under all names of a model
+        "details": _details(slot),
+        "state": slot.state,
     }
 
 
-def _digest(name: str) -> str:
-    """Returns what stands for a model's files, of which this server keeps no digest."""
-    return hashlib.sha256(name.encode()).hexdigest()
+def _slot_of(model: CachedModel) -> EngineSlot:
+    """Returns a slot that describes a model which no request has named yet."""
+    options = {"model": str(model.path), "served_model_name": model.name}
+    return EngineSlot(ModelSpec.of(options), is_unloaded=True)
 
 
 def _expiry(slot: EngineSlot) -> str:
@@ -138,14 +134,14 @@ def _details(slot: EngineSlot) -> dict[str, Any]:
 
 
 def _model_info(slot: EngineSlot) -> dict[str, Any]:
-    """Returns GGUF's keys of a model that has been loaded."""
-    if slot.loaded is None:
-        return {"general.architecture": ""}
+    """Returns GGUF's keys of a model."""
     facts = slot.facts
+    if slot.max_model_len is None:
+        return {"general.architecture": ""}
     return {
         "general.architecture": facts.family,
         "general.parameter_count": facts.num_parameters,
-        f"{facts.family}.context_length": slot.loaded.info.max_model_len,
+        f"{facts.family}.context_length": slot.max_model_len,
     }
 
 
@@ -159,9 +155,9 @@ def _short_count(number: int) -> str:
 
 def _parameters(slot: EngineSlot) -> str:
     """Returns what the model's makers recommend, as lines of Ollama's options."""
-    if slot.loaded is None or slot.loaded.pools is not None:
+    params = None if slot.outline is None else slot.outline.sampling
+    if params is None:
         return ""
-    params = slot.loaded.get_default_sampling_params()
     usual = SamplingParams()
     values = {theirs: getattr(params, ours) for theirs, ours in NAMES.items()}
     return "\n".join(
@@ -173,26 +169,23 @@ def _parameters(slot: EngineSlot) -> str:
 
 def _template(slot: EngineSlot) -> str:
     """Returns the model's chat template; "" where it has none."""
-    if slot.loaded is None or slot.loaded.config.model.skip_tokenizer_init:
-        return ""
-    return slot.loaded.get_tokenizer().chat_template or ""
+    return "" if slot.outline is None else slot.outline.chat_template
 
 
 def _capabilities(slot: EngineSlot) -> list[str]:
-    """Returns Ollama's words for what a model can do; [] before it has been loaded."""
-    if slot.loaded is None:
+    """Returns Ollama's words for what a model can do; [] before its files have been read."""
+    known = slot.outline
+    if known is None:
         return []
-    if slot.loaded.pools is not None:
-        return ["embedding"] if slot.loaded.pools == "embed" else []
-    has_text = not slot.loaded.config.model.skip_tokenizer_init
-    infills = has_text and slot.loaded.get_tokenizer().infill_format is not None
-    found = ["completion", "insert"] if infills else ["completion"]
-    if not has_text or not slot.loaded.get_tokenizer().has_chat_template:
+    if known.pools is not None:
+        return ["embedding"] if known.pools == "embed" else []
+    found = ["completion", "insert"] if known.infills else ["completion"]
+    if not known.chat_template:
         return found
     found.append("tools")
-    if "image" in slot.loaded.media:
+    if "image" in known.media:
         found.append("vision")
-    return found if slot.formats(slot.loaded).reasoning is None else [*found, "thinking"]
+    return [*found, "thinking"] if known.reasons else found
 
 
 def _time(unix_s: float) -> str:

@@ -38,6 +38,7 @@ async def list_models(
     if service.models.is_starting:
         reasons = "; ".join(slot.trouble for slot in service.models)
         raise Unavailable(reasons, hint="try again in a few seconds")
+    await service.known.describe(service.models)
     if VERSION_HEADER in request.headers:
         slots = list(service.models)
         return cards.page_of(slots, limit=limit, after_id=after_id, before_id=before_id)
@@ -53,6 +54,7 @@ async def show_model(
 ) -> dict[str, Any]:
     """Shows one model in any state, with the progress of its load or why it failed."""
     slot, meant = service.models.find(name), service.models.resolve(name)
+    await service.known.describe([slot])
     if meant in slot.adapters and not service.models.answers_to(meant):
         card = adapter_card_of(slot, slot.adapters[meant])
     elif VERSION_HEADER in request.headers:
@@ -82,7 +84,7 @@ def adapter_card_of(slot: EngineSlot, adapter: ServedAdapter) -> dict[str, Any]:
 def card_of(slot: EngineSlot) -> dict[str, Any]:
     """Returns OpenAI's card of a model with its context, what it can do, and its state.
 
-    `max_model_len` and `capabilities` are known once it has been loaded.
+    Of a model that is not loaded, `max_model_len` is that of its files.
     """
     return {
         "id": slot.name,
@@ -91,7 +93,7 @@ def card_of(slot: EngineSlot) -> dict[str, Any]:
         "owned_by": "octavo",
         "root": slot.name,
         "parent": None,
-        "max_model_len": None if slot.loaded is None else slot.loaded.info.max_model_len,
+        "max_model_len": slot.max_model_len,
         "capabilities": slot.capabilities,
         "state": slot.state,
         "reason": slot.reason or None,

@@ -22,6 +22,7 @@ from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.model_uses import ModelUses
+from octavo.wiring.model_outline import ModelOutline
 
 SlotState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
@@ -50,8 +51,7 @@ class EngineSlot:
         """Adapters of the model by their public names."""
         self.uses = ModelUses()
         self._is_unloaded = is_unloaded
-        self.facts = ModelFacts() if llm is None else llm.info.model
-        """Size and format of the model; nothing before its first load."""
+        self._outline: ModelOutline | None = None
         self._llm = llm
         self._formats: ModelFormats | None = None
         self._progress = "starting"
@@ -128,17 +128,45 @@ class EngineSlot:
         return ""
 
     @property
-    def capabilities(self) -> list[str]:
-        """Kinds of requests that the model takes; [] before it has been loaded."""
+    def outline(self) -> ModelOutline | None:
+        """Size, format and abilities of the model, by its engine or by its files' headers; None
+        before either has been read.
+        """
+        if self._outline is None and self._llm is not None:
+            self._outline = _outline_of(self._llm, self.formats(self._llm))
+        return self._outline
+
+    def describe(self, outline: ModelOutline | None) -> None:
+        """Notes what the files of a model say that is not loaded."""
         if self._llm is None:
+            self._outline = outline
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Size and format of the model; empty before its files have been read."""
+        if self._llm is not None:
+            return self._llm.info.model
+        return ModelFacts() if self._outline is None else self._outline.facts
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Context of the model in tokens; None before its files have been read."""
+        if self._llm is not None:
+            return self._llm.info.max_model_len
+        return None if self._outline is None else self._outline.max_model_len
+
+    @property
+    def capabilities(self) -> list[str]:
+        """Kinds of requests that the model takes; [] before its files have been read."""
+        known = self.outline
+        if known is None:
             return []
-        if self._llm.pools is not None:
-            return [CAPABILITIES[self._llm.pools]]
-        if "audio" in self._llm.media:
+        if known.pools is not None:
+            return [CAPABILITIES[known.pools]]
+        if "audio" in known.media:
             return ["transcriptions"]
-        has_text = not self._llm.config.model.skip_tokenizer_init
-        chats = has_text and self._llm.get_tokenizer().has_chat_template
-        sees = "image" in self._llm.media
+        sees = "image" in known.media
+        chats = bool(known.chat_template)
         return ["completions", *(["chat"] if chats else []), *(["images"] if sees else [])]
 
     def formats(self, llm: AsyncLLM) -> ModelFormats:
@@ -181,7 +209,7 @@ class EngineSlot:
 
     def fill(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self.facts = llm.info.model
+        self._outline = None
 
     def forget_engine(self) -> None:
         """Lets go of an engine that has ended."""
@@ -211,3 +239,18 @@ class EngineSlot:
             self._llm.close()
         elif self._cancel is not None:
             self._cancel()
+
+
+def _outline_of(llm: AsyncLLM, formats: ModelFormats) -> ModelOutline:
+    """Returns the outline of a loaded model."""
+    tokenizer = None if llm.config.model.skip_tokenizer_init else llm.get_tokenizer()
+    return ModelOutline(
+        facts=llm.info.model,
+        max_model_len=llm.info.max_model_len,
+        pools=llm.pools,
+        media=llm.media,
+        chat_template="" if tokenizer is None else tokenizer.chat_template or "",
+        infills=tokenizer is not None and tokenizer.infill_format is not None,
+        reasons=formats.reasoning is not None,
+        sampling=None if llm.pools is not None else llm.get_default_sampling_params(),
+    )

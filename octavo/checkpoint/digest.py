@@ -1,0 +1,51 @@
+"""The digest of a model's content, by which clients tell one version of it from another.
+
+huggingface-hub's cache names each file by its hash, and the catalogue has those of its files. Of
+other files the hash covers the size and the first and last MiB: reading all of a large model would
+take minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from octavo.checkpoint.catalogue import CATALOGUE, name_at
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+BLOB = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+"""Names of files in huggingface-hub's cache: SHA-256 of large files, git's SHA-1 of small ones."""
+SAMPLED_BYTES = 1 << 20
+
+
+def get_model_digest(path: Path) -> str:
+    """Returns a SHA-256 in hexadecimal digits: that of a model's only file if it is known, else one
+    over the names and hashes of all its files. Raises OSError.
+    """
+    name = name_at(path)
+    if name is not None:
+        hashes = {file.name: file.sha256 for file in CATALOGUE[name].files}
+    elif path.is_file():
+        hashes = {path.name: _hash_of(path)}
+    else:
+        found = (file for file in path.rglob("*") if file.is_file())
+        hashes = {file.relative_to(path).as_posix(): _hash_of(file) for file in found}
+    only = next(iter(hashes.values()), "")
+    if len(hashes) == 1 and SHA256.fullmatch(only):
+        return only
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_of(file: Path) -> str:
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and BLOB.fullmatch(blob.name):
+        return blob.name
+    size = blob.stat().st_size
+    digest = hashlib.sha256(f"{size}\n".encode())
+    with blob.open("rb") as content:
+        digest.update(content.read(SAMPLED_BYTES))
+        content.seek(max(SAMPLED_BYTES, size - SAMPLED_BYTES))
+        digest.update(content.read())
+    return digest.hexdigest()

@@ -1,0 +1,96 @@
+"""What clients are told of a model that is not loaded, read from the headers of its files.
+
+Reads neither weights nor the tokenizer's vocabulary into a tokenizer, so it takes a fraction of a
+second. Fetches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.json_file import read_json
+from octavo.checkpoint_ports import TokenizerSource
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.clients.client import ModelFacts
+from octavo.pooling_params import PoolingTask
+from octavo.sampling_params import SamplingParams
+from octavo.text.infill import infill_format_of
+from octavo.text.parsers.choice import formats_of
+from octavo.wiring.hearing import hears
+from octavo.wiring.images import layout_of
+from octavo.wiring.model import Model, open_model
+from octavo.wiring.sampling_defaults import sampling_defaults
+from octavo.wiring.tokenizer_files import tokenizer_source_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """Size, format and abilities of a model."""
+
+    facts: ModelFacts
+    max_model_len: int
+    """Context by its files and options; less memory may allow a loaded model less."""
+    pools: PoolingTask | None
+    media: frozenset[str]
+    """Kinds of media that it reads beside text: "image", "audio"."""
+    chat_template: str
+    """Its chat template; "" without one."""
+    infills: bool
+    reasons: bool
+    sampling: SamplingParams | None
+    """Params of completions that set none; None for a model that does not generate."""
+
+
+def read_outline(path: Path, options: Mapping[str, Any]) -> ModelOutline:
+    """Reads the headers of a model at a local path; raises SetupError for one that is damaged, or
+    of no supported family.
+    """
+    model = open_model(EngineConfig.from_options(**{**options, "model": str(path)}))
+    named = model.config.model
+    source = None if named.skip_tokenizer_init else tokenizer_source_of(named, model.checkpoint)
+    template = "" if source is None else named.chat_template or source.chat_template or ""
+    tool_template = None if source is None else source.named_templates.get("tool_use")
+    answers = formats_of(
+        template or None, named.tool_call_parser, named.reasoning_parser, tool_template
+    )
+    pools = model.pools()
+    return ModelOutline(
+        facts=model.facts(),
+        max_model_len=named.max_model_len or model.info.max_context_tokens,
+        pools=None if pools is None else pools.task,
+        media=_media(model),
+        chat_template=template,
+        infills=source is not None and _infills(source),
+        reasons=answers.reasoning is not None,
+        sampling=None if pools is not None else _sampling(model, template),
+    )
+
+
+def _sampling(model: Model, template: str) -> SamplingParams:
+    has_encoder = model.config.model.max_encoder_len is not None
+    return sampling_defaults(
+        model.config.model,
+        model.checkpoint,
+        has_chat_template=bool(template),
+        has_encoder=has_encoder,
+    ).params
+
+
+def _media(model: Model) -> frozenset[str]:
+    reads_images = layout_of(model.config, model.checkpoint) is not None
+    kinds = {"image": reads_images, "audio": hears(model)}
+    return frozenset(kind for kind, is_read in kinds.items() if is_read)
+
+
+def _infills(source: TokenizerSource) -> bool:
+    if source.vocabulary is not None:
+        ids = {text.decode(errors="replace"): i for i, text in enumerate(source.vocabulary.tokens)}
+    elif source.json is not None:
+        added = read_json(source.json).get("added_tokens") or []
+        ids = {token["content"]: token["id"] for token in added}
+    else:
+        ids = {}
+    return infill_format_of(ids.get) is not None
