@@ -28,10 +28,12 @@ from octavo.server.ignored import UNSUPPORTED, IgnoredFields, join_path, label_o
 class Dropped:
     """Stands for a value that is ignored until `note_ignored` has removed it."""
 
-    def __init__(self, reason: str, kind: str = "") -> None:
+    def __init__(self, reason: str, kind: str = "", stand_in: Any = None) -> None:
         self.reason = reason
         self.kind = kind
         """The `type` of an object whose type is not known, as a path shows it."""
+        self.stand_in = stand_in
+        """Part that takes its place in a list; None for none."""
 
 
 def _end_at_first_fault(schema: Any) -> None:
@@ -61,6 +63,13 @@ class BodyPart(BaseModel):
     """Fields that other servers know, and without which the answer would be a wrong one."""
     types: ClassVar[tuple[str, ...]] = ()
     """Values of `type` that this server knows; lists drop entries of other types. () for any."""
+    noted: ClassVar[frozenset[str]] = frozenset()
+    """Values of `type` of entries for which a part with a note stands (`note_of`)."""
+
+    @classmethod
+    def note_of(cls, value: dict[str, Any]) -> BodyPart:
+        """Returns the part that stands for an entry whose type is in `noted`."""
+        raise NotImplementedError
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -74,7 +83,7 @@ class BodyPart(BaseModel):
             if types := get_rule(cls, name, "types"):
                 _wrap(member["schema"], functools.partial(_drop_other_types, types))
         if cls.types:
-            check = functools.partial(_drop_other_types, cls.types)
+            check = functools.partial(_drop_other_types, cls.types, kind=cls)
             return core_schema.no_info_wrap_validator_function(check, schema)
         return schema
 
@@ -99,7 +108,7 @@ def note_ignored(part: BodyPart, ignored: IgnoredFields, path: str = "") -> None
             ignored.add(where, value.reason)
             setattr(part, name, None)
         elif isinstance(value, list) and _note_entries(value, ignored, where):
-            setattr(part, name, [entry for entry in value if not isinstance(entry, Dropped)])
+            setattr(part, name, _without_dropped(value))
 
 
 def _note_entries(entries: Sequence[Any], ignored: IgnoredFields, path: str) -> bool:
@@ -115,6 +124,12 @@ def _note_entries(entries: Sequence[Any], ignored: IgnoredFields, path: str) -> 
             is_any_dropped = True
             ignored.add(f"{where}.type", entry.reason, shown_as=f"{path}[type={entry.kind}]")
     return is_any_dropped
+
+
+def _without_dropped(entries: Sequence[Any]) -> list[Any]:
+    """Returns the entries of a list, with what stands for those that are dropped."""
+    found = (entry.stand_in if isinstance(entry, Dropped) else entry for entry in entries)
+    return [entry for entry in found if entry is not None]
 
 
 def _note_unknown(part: BodyPart, name: str, path: str, ignored: IgnoredFields) -> None:
@@ -168,10 +183,16 @@ def _drop_unusable(takes: str, value: Any, validate: ValidatorFunctionWrapHandle
 
 
 def _drop_other_types(
-    types: Sequence[str], value: Any, validate: ValidatorFunctionWrapHandler
+    types: Sequence[str],
+    value: Any,
+    validate: ValidatorFunctionWrapHandler,
+    *,
+    kind: type[BodyPart] = BodyPart,
 ) -> Any:
-    """Drops an object of a type that is not known."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind in types:
+    """Drops an object of a type that is not known to `kind`, the class of a list's entries."""
+    given = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(given, str) or given in types:
         return validate(value)
-    return Dropped(f"got {shown(kind)}, allowed are {', '.join(types)}", label_of(kind))
+    reason = f"got {shown(given)}, allowed are {', '.join(types)}"
+    stand_in = kind.note_of(value) if given in kind.noted else None
+    return Dropped(reason, label_of(given), stand_in)

@@ -17,6 +17,7 @@ from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
 from octavo.server.cohere.bodies import CohereChatBody
 from octavo.server.ignored import join_path, label_of
+from octavo.server.notes import build_note
 from octavo.server.ollama.bodies import OllamaChatBody
 from octavo.server.openai.bodies import ChatBody, CompletionBody
 from octavo.server.openai.embeddings import EmbeddingBody
@@ -209,7 +210,7 @@ def test_pages_that_say_what_the_engine_is_given_fit_roles_too(agents):
     ("path", "body", "param"),
     [
         ("/v1/responses", {"input": []}, "input"),
-        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input"),
+        ("/v1/responses", {"input": [{"type": "compaction"}]}, "input"),
         ("/v1/responses", {"input": "a", "conversation": "conv_1"}, "conversation"),
         ("/v1/responses", {"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
         (
@@ -258,6 +259,96 @@ def test_an_image_in_a_tools_result_ends_no_session(agents):
     result = RESULT | {"content": [{"type": "image", "source": PNG}]}
     answer = agents.post("/v1/messages", json=talk_of(result))
     assert answer.status_code == 200, answer.text
+
+
+DOCUMENT = {"type": "document", "source": PDF, "title": "a.pdf"}
+FILE = {"type": "file", "file": {"file_id": "f1"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}
+SEARCHED = {
+    "type": "web_search_tool_result",
+    "tool_use_id": "s1",
+    "content": [
+        {"type": "web_search_result", "title": "Oslo", "url": "http://o", "page_age": "1d"}
+    ],
+}
+SHELL = {
+    "type": "local_shell_call",
+    "call_id": "s1",
+    "status": "completed",
+    "action": {"type": "exec", "command": ["ls", "-l"], "env": {"A": "b"}},
+}
+UNREADABLE_PARTS = [
+    # path, message or item of the history, what the prompt tells of it
+    ("/v1/messages", {"role": "user", "content": [RESULT | {"content": [DOCUMENT]}]}, "'a.pdf'"),
+    ("/v1/messages", {"role": "user", "content": [DOCUMENT]}, "a part of type document 'a.pdf'"),
+    ("/v1/messages", {"role": "assistant", "content": [{"type": "image", "source": PNG}]}, "image"),
+    ("/v1/messages", {"role": "assistant", "content": [SEARCHED]}, "Oslo; http://o]"),
+    (CHAT, {"role": "user", "content": [FILE]}, "a part of type file"),
+    (CHAT, {"role": "user", "content": [SOUND]}, "a part of type input_audio"),
+    (CHAT, {"role": "assistant", "content": [FILE]}, "a part of type file"),
+    (CHAT, {"role": "tool", "tool_call_id": "t1", "content": [FILE]}, "a part of type file"),
+    ("/v1/responses", SHELL, "[local_shell_call: ls; -l]"),
+    ("/v1/responses", SHELL | {"type": "shell_call_output", "output": "no"}, "no]"),
+    ("/v1/responses", {"role": "user", "content": [{"type": "input_file"}]}, "input_file"),
+    (
+        "/v1/responses",
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]},
+        "input_file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "part", "told"), UNREADABLE_PARTS)
+def test_a_note_stands_for_what_cannot_be_read_in_a_history(agents, path, part, told):
+    """The request is answered, the part is named in the header, and the prompt tells of it."""
+    talk = [{"role": "user", "content": "a"}, part, {"role": "user", "content": "b"}]
+    field = "input" if path == "/v1/responses" else "messages"
+    body = {"model": "free", field: talk}
+    body |= {} if field == "input" else {"max_tokens": 1}
+    body |= {"return_prompt_text": True} if path == CHAT else {}
+    answer = agents.post(path, json=body | ({"max_output_tokens": 1} if field == "input" else {}))
+    assert answer.status_code == 200, answer.text
+    assert "[type=" in answer.headers["x-octavo-ignored"]
+    if path == CHAT:
+        assert told in answer.json()["prompt_text"]
+    plain = [*talk[:1], {"role": "user", "content": "x"}, *talk[2:]]
+    count = "/v1/messages/count_tokens" if path == "/v1/messages" else f"{path}/input_tokens"
+    if path != CHAT:
+        with_note, without = (
+            agents.post(count, json={"model": "free", field: one}).json()["input_tokens"]
+            for one in (talk, plain)
+        )
+        assert with_note - without > len(told)
+
+
+@pytest.mark.parametrize(("path", "part"), [(CHAT, FILE), (CHAT, SOUND)])
+def test_what_is_asked_about_must_be_readable(agents, path, part):
+    body = {"model": "free", "messages": [{"role": "user", "content": [part]}]}
+    answer = agents.post(path, json=body)
+    assert answer.status_code == 400 and part["type"] in answer.json()["error"]["message"]
+
+
+def test_a_document_in_base64_text_is_read(agents):
+    source = {"type": "base64", "media_type": "text/plain", "data": "aGVsbG8="}
+    talk = [{"role": "user", "content": [{"type": "document", "source": source}]}]
+    texts = [
+        agents.post("/v1/messages/count_tokens", json={"model": "free", "messages": one}).json()
+        for one in (talk, [{"role": "user", "content": "hello"}])
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_notes_tell_texts_and_no_data():
+    part = {
+        "type": "code_interpreter_call",
+        "id": "ci_1",
+        "container_id": "c",
+        "code": "print(1)",
+        "outputs": [{"type": "logs", "logs": "1"}, {"type": "image", "image_url": "data:AAAA"}],
+    }
+    assert build_note(part) == "[code_interpreter_call: print(1); 1]"
+    assert build_note({"type": "container_upload", "file_id": "f"}) == "[container_upload]"
+    assert len(build_note({"type": "x", "text": "y" * 9999})) < 4100
 
 
 ODD_NAMES = ["server/tool", "My Tool", "a.b:c", "\u67e5\u8be2", 'say "hi"', "<tool_call>", "a\nb"]

@@ -137,9 +137,12 @@ def test_an_item_of_an_answer_may_be_named_in_its_place(kept, other):
     kept.responses.delete(first.id)
     assert kept.responses.input_items.list(by_name.id).data[1].id == first.output[0].id
     mine = kept.responses.create(**SHORT).output[0].id
-    for client, item_id in ((other, mine), (kept, "msg_0"), (kept, named["id"])):
+    for client, item_id in ((other, mine), (kept, named["id"])):
         with pytest.raises(openai.BadRequestError, match=r"input\[0\].id: no item"):
             client.responses.create(**SHORT | {"input": [{**named, "id": item_id}]})
+    with_foreign = {"input": [{**named, "id": "rs_68a"}, turns[0]]}
+    answer = kept.responses.with_raw_response.create(**SHORT | with_foreign)
+    assert answer.headers["x-octavo-ignored"] == "input[type=item_reference]"
 
 
 EVENTS = [
@@ -299,7 +302,7 @@ def test_truncation_drops_the_oldest_where_the_context_is_full(kept):
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": " "}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),

@@ -13,6 +13,7 @@ from pydantic import Field
 from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
 from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.notes import build_note
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.plain_chat import TextBlock
 
@@ -28,6 +29,17 @@ NAMES = {
 """SamplingParams' names of the fields that choose tokens, by Anthropic's."""
 
 
+SERVER_BLOCKS = frozenset(
+    {
+        *("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload"),
+        *("web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+        *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result"),
+        *("tool_search_tool_result", "tool_reference"),
+    }
+)
+"""Types of blocks about tools that a server ran, for which a note stands."""
+
+
 class CacheControl(BodyPart):
     """A breakpoint for the cache: taken, as every prefix is cached here."""
 
@@ -39,6 +51,11 @@ class PlainBlock(TextBlock):
     """One block of a system's message or of a tool's result."""
 
     types: ClassVar[tuple[str, ...]] = ("text", "image", "document", "search_result")
+    noted: ClassVar[frozenset[str]] = SERVER_BLOCKS
+
+    @classmethod
+    def note_of(cls, value: dict[str, Any]) -> BodyPart:
+        return cls(type="text", text=build_note(value))
 
     source: str | dict[str, Any] | None = None
     title: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from octavo.server.anthropic.bodies import (
     PlainBlock,
     TurnMessage,
 )
+from octavo.server.ignored import IgnoredFields, label_of
 from octavo.server.images import block_source, content_of, image_part, text_part
+from octavo.server.notes import describe_unread
 from octavo.server.plain_chat import block_text, joined_text, rendering_of
 from octavo.server.state.served_model import ServedModel
 from octavo.server.tool_use import (
@@ -101,16 +104,27 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
     """Returns plain messages; consecutive texts of a role are one."""
     plain: list[dict[str, Any]] = []
     if body.system:
-        plain.append({"role": "system", "content": joined_text(body.system, "system")})
+        plain.append({"role": "system", "content": _system_text(body)})
+    users = [index for index, message in enumerate(body.messages) if message.role == "user"]
     for index, message in enumerate(body.messages):
-        where = f"messages[{index}]"
-        for made in _plain(message, f"{where}.content"):
+        where = f"messages[{index}].content"
+        for made in _plain(message, where, body.ignored, is_asked=index in users[-1:]):
             last = plain[-1] if plain else None
             if last is not None and last["role"] == made["role"] and _is_text(last, made):
                 plain[-1] = made | {"content": f"{last['content']}\n{made['content']}"}
             else:
                 plain.append(made)
     return plain
+
+
+def _system_text(body: CountTokensBody) -> str:
+    blocks = body.system or ""
+    if isinstance(blocks, str):
+        return blocks
+    parts = [
+        _history_part(block, f"system[{index}]", body.ignored) for index, block in enumerate(blocks)
+    ]
+    return "\n".join(part["text"] for part in parts)
 
 
 def _is_text(*messages: dict[str, Any]) -> bool:
@@ -120,8 +134,14 @@ def _is_text(*messages: dict[str, Any]) -> bool:
     )
 
 
-def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
-    """Returns a message without blocks; a tool's results are messages of their own before it."""
+def _plain(
+    message: TurnMessage, where: str, ignored: IgnoredFields, *, is_asked: bool
+) -> list[dict[str, Any]]:
+    """Returns a message without blocks; a tool's results are messages of their own before it.
+
+    A block that cannot be read is refused in the message that is asked about, the user's last one;
+    elsewhere a note stands for it.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[dict[str, Any]] = []
@@ -131,17 +151,18 @@ def _plain(message: TurnMessage, where: str) -> list[dict[str, Any]]:
         path = f"{where}[{index}]"
         if block.type == "tool_result":
             check_role(message.role, "user", path)
-            results.append(_result(block, path))
+            results.append(_result(block, path, ignored))
         elif block.type == "tool_use":
             check_role(message.role, "assistant", path)
             about.setdefault("tool_calls", []).append(_call(block, path))
-        elif block.type == "thinking" and block.thinking is not None:
+        elif block.type == "thinking":
             check_role(message.role, "assistant", path)
-            about["reasoning_content"] = about.get("reasoning_content", "") + block.thinking
-        else:
-            if block.type == "image":
-                check_role(message.role, "user", path)
+            thought = about.get("reasoning_content", "") + (block.thinking or "")
+            about["reasoning_content"] = thought
+        elif is_asked:
             parts.append(_part(block, path))
+        else:
+            parts.append(_history_part(block, path, ignored, reads_images=message.role == "user"))
     if not (parts or about) and results:
         return results
     return [*results, {"role": message.role, "content": content_of(parts), **about}]
@@ -154,7 +175,7 @@ def _call(block: ContentBlock, where: str) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _result(block: ContentBlock, where: str) -> dict[str, Any]:
+def _result(block: ContentBlock, where: str, ignored: IgnoredFields) -> dict[str, Any]:
     if block.tool_use_id is None:
         raise InvalidRequest(
             f"{where}.tool_use_id: needed, and not given", param=f"{where}.tool_use_id"
@@ -162,7 +183,10 @@ def _result(block: ContentBlock, where: str) -> dict[str, Any]:
     content = block.content or ""
     if isinstance(content, str):
         content = [PlainBlock(type="text", text=content)]
-    parts = [_part(inner, f"{where}.content[{at}]") for at, inner in enumerate(content)]
+    parts = [
+        _history_part(inner, f"{where}.content[{at}]", ignored, reads_images=True)
+        for at, inner in enumerate(content)
+    ]
     if block.is_error:
         parts = _marked_as_error(parts)
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts)}
@@ -174,6 +198,21 @@ def _marked_as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     is_told = any(part.get("text", "").lower().startswith("error") for part in parts)
     return parts if is_told else [text_part("Error:"), *parts]
+
+
+def _history_part(
+    block: PlainBlock, where: str, ignored: IgnoredFields, *, reads_images: bool = False
+) -> dict[str, Any]:
+    """Returns the plain part of a block, a note for one that cannot be read where it stands."""
+    try:
+        if block.type != "image" or reads_images:
+            return _part(block, where)
+    except InvalidRequest as error:
+        reason = error.message.partition(": ")[2]
+    else:
+        reason = "an image belongs to a user's message"
+    ignored.add(where, reason, shown_as=f"{where.rpartition('[')[0]}[type={label_of(block.type)}]")
+    return text_part(describe_unread(block.type, block.title))
 
 
 def _part(block: PlainBlock, where: str) -> dict[str, Any]:
@@ -194,6 +233,8 @@ def _document(source: object, where: str) -> str:
     """Returns the text of a document; raises InvalidRequest for a PDF, a URL or a stored file."""
     given = source if isinstance(source, dict) else {}
     data = given.get("data") if given.get("type") == "text" else given.get("content")
+    if str(given.get("media_type")).startswith("text/") and given.get("type") == "base64":
+        data = _decoded(given.get("data"))
     if isinstance(data, list):
         data = "\n".join(
             str(part["text"]) for part in data if isinstance(part, dict) and "text" in part
@@ -206,6 +247,14 @@ def _document(source: object, where: str) -> str:
             param=f"{where}.source",
         )
     return data
+
+
+def _decoded(data: object) -> str | None:
+    """Returns the text of a document in base64; None if it is none."""
+    try:
+        return base64.b64decode(str(data), validate=True).decode()
+    except ValueError:
+        return None
 
 
 def _thinks(body: CountTokensBody, model: ServedModel) -> bool | None:

@@ -231,7 +231,9 @@ def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) 
     """Returns the body's messages and how they become a prompt."""
     rendering = rendering_of(body, model, settings, add_special_tokens=body.add_special_tokens)
     truncation = truncation_of(body, model.llm, _max_tokens(body))
-    messages = plain_messages(body.messages, id_length=model.formats.tools.id_length)
+    messages = plain_messages(
+        body.messages, id_length=model.formats.tools.id_length, ignored=body.ignored
+    )
     tools = tools_of(body, model.limits)
     budget = body.thinking_token_budget
     return Conversation(

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest
+from octavo.server.ignored import IgnoredFields
 from octavo.server.images import Content, content_of, image_part, text_part, url_source
-from octavo.server.openai.message_bodies import TEXTS, ContentPart, Message, ToolCall
+from octavo.server.notes import describe_unread
+from octavo.server.openai.message_bodies import TEXTS, UNREADABLE, ContentPart, Message, ToolCall
 from octavo.server.tool_use import check_role, parse_arguments
 
 ROLES = {"function": "tool"}
@@ -20,17 +22,23 @@ MAY_BE_EMPTY = ("assistant", "tool", "function")
 """Roles whose messages need no content: an answer that was cut off, a tool without output."""
 
 
-def plain_messages(messages: Sequence[Message], *, id_length: int = 0) -> list[dict[str, Any]]:
+def plain_messages(
+    messages: Sequence[Message], *, id_length: int = 0, ignored: IgnoredFields | None = None
+) -> list[dict[str, Any]]:
     """Converts messages for a chat template; raises InvalidRequest for parts it cannot honour.
 
-    Ids of calls are cut to the last `id_length` characters, where the template takes no others.
+    With `ignored`, a note stands for parts of earlier messages that cannot be read, which are added
+    to it; those of the user's last message are refused. Ids of calls are cut to the last
+    `id_length` characters, where the template takes no others.
     """
     if not messages:
         raise InvalidRequest(
             "messages: got an empty list, needed is at least one message", param="messages"
         )
+    asked = [index for index, message in enumerate(messages) if message.role == "user"][-1:]
     plain = [
-        _plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)
+        _plain_message(message, f"messages[{index}]", None if index in asked else ignored)
+        for index, message in enumerate(messages)
     ]
     if id_length:
         for message in plain:
@@ -46,9 +54,9 @@ def _shorten_ids(message: dict[str, Any], length: int) -> None:
             call["id"] = call["id"][-length:]
 
 
-def _plain_message(message: Message, where: str) -> dict[str, Any]:
+def _plain_message(message: Message, where: str, ignored: IgnoredFields | None) -> dict[str, Any]:
     role = ROLES.get(message.role, message.role)
-    plain: dict[str, Any] = {"role": role, "content": _content(message, where)}
+    plain: dict[str, Any] = {"role": role, "content": _content(message, where, ignored)}
     if message.name is not None:
         plain["name"] = message.name
     thought = message.reasoning_content if message.reasoning is None else message.reasoning
@@ -82,7 +90,7 @@ def plain_call(call: ToolCall, where: str) -> dict[str, Any]:
     return plain if call.id is None else {"id": call.id, **plain}
 
 
-def _content(message: Message, where: str) -> Content:
+def _content(message: Message, where: str, ignored: IgnoredFields | None) -> Content:
     """Joins the parts of a content, each on lines of its own, but for those beside an image."""
     content = message.content
     if isinstance(content, str):
@@ -95,10 +103,24 @@ def _content(message: Message, where: str) -> Content:
         raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
     return content_of(
         [
-            _plain_part(part, f"{where}.content[{index}]", message.role)
+            _history_part(part, f"{where}.content[{index}]", message.role, ignored)
             for index, part in enumerate(content)
         ]
     )
+
+
+def _history_part(
+    part: ContentPart, where: str, role: str, ignored: IgnoredFields | None
+) -> dict[str, Any]:
+    """Returns a plain part, a note for one that cannot be read if it may be ignored."""
+    try:
+        return _plain_part(part, where, role)
+    except InvalidRequest as error:
+        if ignored is None or part.type not in (*UNREADABLE, "image_url"):
+            raise
+        shown_as = f"{where.rpartition('[')[0]}[type={part.type}]"
+        ignored.add(where, error.message.partition(": ")[2], shown_as=shown_as)
+        return text_part(describe_unread(part.type))
 
 
 def _plain_part(part: ContentPart, where: str, role: str) -> dict[str, Any]:

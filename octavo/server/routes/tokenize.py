@@ -121,7 +121,9 @@ async def apply_template(
     """Returns a conversation as the chat template writes it."""
     model = await service.model(body.model)
     rendering = rendering_of(body, model, service.settings)
-    messages = fit_messages(model.llm, plain_messages(body.messages), rendering)
+    messages = fit_messages(
+        model.llm, plain_messages(body.messages, ignored=body.ignored), rendering
+    )
     return {"prompt": await asyncio.to_thread(model.llm.render_chat, messages, rendering)}
 
 
@@ -164,7 +166,7 @@ async def _token_ids(
         rendering = rendering_of(body, model, service.settings, add_special_tokens=bool(asked))
         prompt = await chat_prompt_of(
             model.llm,
-            plain_messages(body.messages),
+            plain_messages(body.messages, ignored=body.ignored),
             cache_salt=None,
             rendering=rendering,
             truncation=ANY_LENGTH,

@@ -14,6 +14,7 @@ from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.body_part import BodyPart
 from octavo.server.fields import Whole, field, sampling, taken
+from octavo.server.notes import build_note
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.structured import response_format
@@ -62,6 +63,17 @@ ShortText = Annotated[
 ]
 
 
+SERVER_ITEMS = frozenset(
+    {
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
+        *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
+        *("mcp_call", "mcp_approval_request", "tool_search_call", "tool_search_output"),
+    }
+)
+"""Types of items about tools that another server ran, for which a note stands."""
+
+
 class ItemPart(BodyPart):
     """One part of an input item's content."""
 
@@ -86,6 +98,14 @@ class InputItem(BodyPart):
         *("message", "function_call", "function_call_output", "reasoning", "item_reference"),
         *("custom_tool_call", "custom_tool_call_output"),
     )
+
+    noted = SERVER_ITEMS
+
+    @classmethod
+    def note_of(cls, value: dict[str, Any]) -> BodyPart:
+        """Returns a message with a note: of the user for an output, else of the assistant."""
+        role = "user" if str(value["type"]).endswith("_output") else "assistant"
+        return cls(type="message", role=role, content=build_note(value))
 
     type: str | None = None
     role: str | None = None

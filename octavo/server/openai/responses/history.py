@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from octavo.errors import InvalidRequest, shown
+from octavo.server.ignored import IgnoredFields
 from octavo.server.openai.responses.items import REFERENCE
 from octavo.server.state.store import Record, Store
 
@@ -58,16 +59,23 @@ async def items_given(record: Record, store: Store) -> list[Item]:
     return [item for turn in reversed(turns) for item in turn]
 
 
-async def resolved(items: Sequence[Item], owner: str, store: Store | None) -> list[Item]:
-    """Returns items with what each reference names in its place; raises InvalidRequest for one that
-    names no item of an owner's stored answers.
+async def resolved(
+    items: Sequence[Item], owner: str, store: Store | None, ignored: IgnoredFields
+) -> list[Item]:
+    """Returns items with what each reference names in its place. One of another server's ids is
+    ignored; raises InvalidRequest for one of this server's that is in none of an owner's answers.
     """
-    return [
-        await _referenced(item["id"], f"input[{index}].id", owner, store)
-        if item["type"] == REFERENCE
-        else item
-        for index, item in enumerate(items)
-    ]
+    found: list[Item] = []
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if item["type"] != REFERENCE:
+            found.append(item)
+        elif OUTPUT_ID.fullmatch(item["id"]) is None:
+            reason = "it names an item of another server"
+            ignored.add(where, reason, shown_as=f"input[type={REFERENCE}]")
+        else:
+            found.append(await _referenced(item["id"], f"{where}.id", owner, store))
+    return found
 
 
 async def _referenced(item_id: str, where: str, owner: str, store: Store | None) -> Item:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest
+from octavo.server.ignored import IgnoredFields
 from octavo.server.images import Content, content_of, image_part, text_part, url_source
+from octavo.server.notes import describe_unread
 from octavo.server.openai.responses.body import InputItem, ItemPart
 from octavo.server.openai.responses.output import call_item, output_part
 from octavo.server.tool_use import check_role, parse_arguments
@@ -16,15 +18,37 @@ from octavo.server.tool_use import check_role, parse_arguments
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Each role of an item, and the role that a chat template knows for it."""
 
+UNREAD = ("input_audio", "input_file")
+"""Types of parts that no model here reads."""
 REFERENCE = "item_reference"
 """Type of an input item that stands for an item of a stored answer."""
 
 
-def input_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Returns the input as items to be stored; raises InvalidRequest for what none can be."""
+def input_items(given: str | Sequence[InputItem], ignored: IgnoredFields) -> list[dict[str, Any]]:
+    """Returns the input as items to be stored; raises InvalidRequest for what none can be.
+
+    A note stands for parts that cannot be read, but those of the user's last message are refused.
+    """
     if isinstance(given, str):
         given = [InputItem(role="user", content=given)]
+    asked = [index for index, item in enumerate(given) if item.role == "user"][-1:]
+    for index, item in enumerate(given):
+        if index not in asked:
+            _note_unread(item, f"input[{index}]", ignored)
     return [_stored(item, f"input[{index}]") for index, item in enumerate(given)]
+
+
+def _note_unread(item: InputItem, where: str, ignored: IgnoredFields) -> None:
+    """Puts notes in place of an item's parts that cannot be read there."""
+    for name in ("content", "output"):
+        for index, part in enumerate(getattr(item, name) or ()):
+            is_image = part.type == "input_image" if isinstance(part, ItemPart) else False
+            is_odd_image = is_image and name == "content" and item.role != "user"
+            if isinstance(part, ItemPart) and (part.type in UNREAD or is_odd_image):
+                path = f"{where}.{name}"
+                ignored.add(f"{path}[{index}]", shown_as=f"{path}[type={part.type}]")
+                part.text = describe_unread(part.type)
+                part.type = "input_text"
 
 
 def messages_of(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

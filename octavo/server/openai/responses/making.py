@@ -120,7 +120,7 @@ async def new_asked(body: ResponseBody, owner: str, origin: Origin, store: Store
     if body.seed is None:
         body.seed = secrets.randbits(63)
     name = f"resp_{secrets.token_hex(24)}"
-    items = await resolved(input_items(body.input), owner, store)
+    items = await resolved(input_items(body.input, body.ignored), owner, store, body.ignored)
     return Asked(name, owner, body, origin, items, int(time.time()))
 
 
