@@ -86,6 +86,19 @@ def check_sampling(given: dict[str, Any]) -> None:
     )
 
 
+def check_answers(llm: LLM) -> None:
+    """Raises InvalidRequest for a model that answers no text: one of embeddings, or of speech."""
+    from octavo.errors import InvalidRequest
+
+    llm.front.check_generates()
+    if "audio" in llm.front.media:
+        name = llm.config.model.served_model_name
+        raise InvalidRequest(
+            f"model: {name} transcribes speech, and answers no text",
+            hint=f"octavo serve {name}, and send a WAV file to POST /v1/audio/transcriptions",
+        )
+
+
 def new_seed() -> int:
     """Returns a random seed, for answers that differ from one command to the next."""
     return secrets.randbits(31)

@@ -11,6 +11,7 @@ import typer
 from octavo.cli.answers import (
     DEFAULT_MAX_TOKENS,
     RepetitionFlag,
+    check_answers,
     check_sampling,
     describe_sampling,
     new_seed,
@@ -100,6 +101,7 @@ def chat_with_engine(sampling: dict[str, Any], system: str | None, options: dict
     from octavo.llm import LLM
 
     with LLM(**fetched({"max_num_seqs": 1, "seed": new_seed(), **options})) as llm:
+        check_answers(llm)
         if any(sampling.get(name) is not None for name in FLAGS):
             print(describe_sampling(sampling_for(llm, sampling)), file=sys.stderr)
         _talk(LocalModel(llm), sampling, system)

@@ -27,14 +27,19 @@ GROUP_HELP = {
 
 OTHER_NAMES = {
     "benchmark": "bench",
+    "complete": "run --raw",
     "convert": "quantize",
     "delete": "rm",
     "download": "pull",
+    "embed": "serve minilm, with POST /v1/embeddings",
     "generate": "run",
     "info": "show",
     "ls": "list",
     "remove": "rm",
+    "server": "serve",
+    "start": "serve",
     "stop": "serve (Ctrl-C stops it)",
+    "transcribe": "serve whisper-tiny.en, with POST /v1/audio/transcriptions",
 }
 """Names that other programs give commands."""
 

@@ -15,6 +15,7 @@ from octavo.cli.answers import (
     DEFAULT_MAX_TOKENS,
     RepetitionFlag,
     Statistics,
+    check_answers,
     check_sampling,
     describe_sampling,
     explain_end,
@@ -102,6 +103,7 @@ def run(
         return chat_with_engine(sampling, system, options)
     text = _read_prompt("-" if prompt is None else prompt, raw=raw)
     with LLM(**fetched({"max_num_seqs": 1, **options})) as llm:
+        check_answers(llm)
         params = sampling_for(llm, sampling)
         if given:
             to_stderr(describe_sampling(params))

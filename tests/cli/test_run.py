@@ -12,6 +12,7 @@ from octavo.cli.answers import DEFAULT_MAX_TOKENS, sampling_for
 from octavo.cli.model import split_words
 from octavo.engine.front.sampling_defaults import SamplingDefaults
 from tests.cli.conftest import SMALL, process, run_counting_imports
+from tests.support.tiny_encoders import save_classifier
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 
@@ -118,6 +119,16 @@ def test_an_answer_without_a_limit_has_a_default_cap_that_is_named(octavo, tiny,
     assert "7 new tokens" in ended.message[0] and ended.message[-1].startswith(said)
     ended = octavo("run", "--raw", "hello", *tiny, "--max-tokens=7")
     assert "7 new tokens" in ended.message[-1], "a limit that was given needs no explanation"
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_model_without_answers_is_refused_before_anything_is_asked(
+    octavo, command, monkeypatch, tmp_path
+):
+    save_classifier(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    ended = octavo(command, f"--model={tmp_path}", "--threads=1")
+    assert ended.code == 2 and "and generates no text" in ended.message[0], ended.err
 
 
 def test_a_seed_repeats_the_draws(octavo, tiny):

@@ -310,6 +310,11 @@ TOOL = [{"name": "f", "input_schema": {}}]
             "tool_choice: got the function 'g', allowed are f",
         ),
         ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: "),
+        (
+            "anthropic",
+            {"thinking": {"type": "adaptive"}},
+            "thinking: got the type 'adaptive', but `tiny` does not think",
+        ),
         ("anthropic", {"stop_sequences": [""]}, "stop_sequences: "),
         ("anthropic", {"temperature": 9}, "temperature: got 9"),
         ("anthropic", {"metadata": {"user_id": "u" * 513}}, "metadata.user_id: "),

@@ -253,6 +253,9 @@ TOOLS = {
     [
         ("just words", True),
         ('see <tool=a>{"x":1}</tool> and <tool=b>12</tool>', True),
+        ('see <tool=a>{"x": 1, "y":2}</tool>', True),
+        ('see <tool=a>{\n  "x": 1\n}</tool>', False),
+        ('see <tool=a>{"x":  1}</tool>', False),
         ("see <tool=b>x", False),
         ("see <tool=c>", False),
         ('see <tool=a>{"x":1}', False),

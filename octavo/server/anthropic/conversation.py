@@ -260,13 +260,14 @@ def _decoded(data: object) -> str | None:
 def _thinks(body: CountTokensBody, model: ServedModel) -> bool | None:
     """Returns whether thinking is to be on or off; None where the template decides."""
     thinking = body.thinking
-    if thinking is None or thinking.type == "adaptive":
+    if thinking is None:
         return None
     if thinking.type == "disabled":
         return False
-    if thinking.type == "enabled" and model.formats.reasoning is not None:
-        return True
-    reason = f"`{model.name}` does not think" if thinking.type == "enabled" else "no such mode here"
+    is_known = thinking.type in ("enabled", "adaptive")
+    if is_known and model.formats.reasoning is not None:
+        return True if thinking.type == "enabled" else None
+    reason = f"`{model.name}` does not think" if is_known else "no such mode here"
     body.ignored.add(
         "thinking",
         f"got the type {thinking.type!r}, but {reason}",

@@ -116,14 +116,19 @@ def _json(form: StructuredOutputs, given: Any, name: str, *, spaced: bool = Fals
 
 
 def json_options(form: StructuredOutputs, *, spaced: bool = False) -> dict[str, Any]:
-    """Returns how llguidance reads a schema: whitespace, and no keyword passed over."""
-    space = " " if spaced and form.whitespace_pattern is None else ""
-    is_fixed = bool(space or form.disable_any_whitespace)
+    """Returns how llguidance reads a schema: whitespace, and no keyword passed over.
+
+    By default JSON is on one line; arguments of calls may leave out the spaces that `spaced` has.
+    """
+    pattern = form.whitespace_pattern
+    if form.disable_any_whitespace is False:
+        pattern = pattern or WHITESPACE
+    space = "" if pattern or form.disable_any_whitespace else " " if spaced else " ?"
     return {
         "item_separator": f",{space}",
         "key_separator": f":{space}",
-        "whitespace_flexible": not is_fixed,
-        "whitespace_pattern": None if is_fixed else form.whitespace_pattern or WHITESPACE,
+        "whitespace_flexible": pattern is not None,
+        "whitespace_pattern": pattern,
         "coerce_one_of": False,
         "lenient": False,
     }

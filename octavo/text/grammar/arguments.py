@@ -27,11 +27,8 @@ from octavo.text.grammar.schema import OPTIONS, Schema
 from octavo.text.grammar.string_patterns import whole_pattern
 from octavo.text.grammar.strings import escape_options, rewrite_patterns
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,8}"
-"""Whitespace between the parts of a JSON value."""
-SPACED = {"whitespace_pattern": WHITESPACE}
 INLINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Options of JSON that stands in place of other texts, which are told apart by their beginning."""
+"""Options of a JSON value: on one line, as the templates write it."""
 EMPTY = literal("")
 TEXT_ONLY = frozenset({"string"})
 PLAIN_NAME = r'/[^"\\\x00-\x1f\x7f]*/'
@@ -237,7 +234,7 @@ class PairLayout:
     def _value(self, rule: str, value: ArgumentValue) -> tuple[str, list[str]]:
         ending = literal(f"{self.line}{self.value_end}\n")
         if "string" not in value.types:
-            return f"{rule}_json {ending}", [f"{rule}_json: %json {_json(value, SPACED)}"]
+            return f"{rule}_json {ending}", [f"{rule}_json: %json {_json(value, INLINE)}"]
         found = leaves(value.root, value.schema)
         texts = raw_values.raw_terminal(found, self.value_end, value.types)
         lines, options = [], []
