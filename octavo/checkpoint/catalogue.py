@@ -324,7 +324,7 @@ def _not_found(name: str, reference: HubReference, error: Exception) -> Download
 
 
 def _hint(name: str) -> str:
-    close = difflib.get_close_matches(name, CATALOGUE, 1)
+    close = difflib.get_close_matches(name.lower(), CATALOGUE, 1)
     return (
         f"did you mean {close[0]}?"
         if close

@@ -7,6 +7,7 @@ shell shows for a process that a signal ended: 130 for Ctrl-C, 141 if the output
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,19 @@ import typer
 
 from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
 from octavo.errors import ClientError, OctavoError, SetupError
+
+INVALID = re.compile(r"Input should be ([^,]+)")
+"""What an option's type allows, in a message of the flag parser."""
+
+WORDS = {
+    "a valid integer": "a whole number",
+    "a valid": "a",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "a number above",
+    "less than": "a number below",
+}
+"""The flag parser's words for what is allowed, and those of all other messages."""
 
 
 def exit_code_of(command: Callable[[], None]) -> int:
@@ -61,12 +75,22 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
     if possible:
         return error.message, f"did you mean {' or '.join(possible)}?"
     context = getattr(error, "ctx", None)
-    given = _given(getattr(error, "param", None))
+    param = getattr(error, "param", None)
+    given, allowed = _given(param), INVALID.search(error.format_message())
+    if param is not None and given is not None and allowed is not None:
+        name = max(param.opts, key=len).lstrip("-").replace("-", "_")
+        return f"{name}: got {given!r}, allowed is {_in_our_words(allowed[1])}", None
     message = error.format_message() + (f", got {given!r}" if given is not None else "")
     return (
         message,
         f"{context.command_path} --help says what there is" if context is not None else None,
     )
+
+
+def _in_our_words(allowed: str) -> str:
+    for theirs, ours in WORDS.items():
+        allowed = allowed.replace(theirs, ours)
+    return allowed
 
 
 def _given(param: Any) -> str | None:

@@ -241,7 +241,8 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
     try:
         text = calibration.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"calibration: {calibration.text} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"calibration: {calibration.text} cannot be read: {reason}") from None
     ids = load_tokenizer(source).encode(text, add_special_tokens=False)
     num_texts = min(calibration.num_texts, len(ids) // length)
     if num_texts < 1:

@@ -205,6 +205,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
             "smollm",
             r"'smollm': no local path, no short name \(smollm2, .*\nhint: did you mean smollm2\?",
         ),
+        ("SmolLM2", r"hint: did you mean smollm2\?"),
         ("nobody/nothing", r"'nobody/nothing': no local path, .* Hugging Face"),
         ("./x.gguf", r"no such file or directory"),
         ("/nowhere/at/all", r"no such file or directory"),

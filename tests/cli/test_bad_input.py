@@ -44,6 +44,18 @@ def model_copy(tmp_path):
             ["octavo: threads: got 'many', allowed is a whole number of at least 1"],
         ),
         (
+            ["run", "hi", "--seed=abc"],
+            ["octavo: seed: got 'abc', allowed is a whole number"],
+        ),
+        (
+            ["run", "hi", "--temperature", "hot"],
+            ["octavo: temperature: got 'hot', allowed is a number"],
+        ),
+        (
+            ["top", "--interval=0"],
+            ["octavo: interval: got '0', allowed is at least 0.1"],
+        ),
+        (
             ["run", "hi", "--backend=gpu"],
             ["octavo: backend: got 'gpu', allowed is 'native' or 'torch' or 'reference'"],
         ),

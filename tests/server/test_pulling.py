@@ -162,6 +162,19 @@ def test_a_pull_ends_with_its_last_client_and_goes_on_at_the_next(http, hubs, ho
     assert any(part.startswith("bytes=") for part in hub.ranges), "it goes on where it stopped"
 
 
+def test_a_model_of_the_caches_is_described_before_any_request_names_it(http, home):
+    pull(http, "maker/shared", stream=False)
+    cached = home / "hub" / "models--maker--shared"
+    shutil.copytree(cached, cached.with_name("models--maker--found"), symlinks=True)
+    assert until(lambda: "maker/found:latest" in states(http))
+    shown = http.post("/api/show", json={"model": "maker/found"}).json()
+    assert shown["capabilities"] == ["completion", "tools"] and shown["template"]
+    card = http.get("/v1/models/maker/found").json()
+    assert (card["state"], card["capabilities"]) == ("unloaded", ["completions", "chat"])
+    assert http.delete("/v1/models/maker/found").status_code == 405
+    assert http.request("DELETE", "/api/delete", json={"model": "maker/found"}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("model", "status", "said"),
     [
@@ -334,7 +347,7 @@ def test_a_model_is_described_before_and_after_it_is_loaded(http):
     pull(http, "maker/one", stream=False)
     before = http.post("/api/show", json={"model": "maker/one"}).json()
     card = http.get("/v1/models/maker/one").json()
-    assert (card["state"], card["capabilities"]) == ("unloaded", ["completions", "chat"])
+    assert card["capabilities"] == ["completions", "chat"]
     assert before["capabilities"] == ["completion", "tools"]
     assert before["details"]["family"] == "llama" and before["template"]
     assert ask(http, "maker/one").status_code == 200

@@ -17,7 +17,7 @@ from octavo.checkpoint.local_models import CachedModel, find_cached
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import body_of
 from octavo.server.ollama.bodies import NAMES, ShowBody
-from octavo.server.ollama.names import find, tagged
+from octavo.server.ollama.names import known_name, tagged
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
@@ -78,7 +78,7 @@ async def show(
     body: Annotated[ShowBody, Depends(body_of(ShowBody))],
 ) -> dict[str, Any]:
     """Describes one model."""
-    slot = find(service, body.known_as)
+    slot = await service.residency.find(known_name(service, body.known_as))
     await service.known.describe([slot])
     return {
         "modelfile": f"FROM {slot.name}\n",

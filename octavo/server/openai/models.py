@@ -53,7 +53,7 @@ async def show_model(
     name: str, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> dict[str, Any]:
     """Shows one model in any state, with the progress of its load or why it failed."""
-    slot, meant = service.models.find(name), service.models.resolve(name)
+    slot, meant = await service.residency.find(name), service.models.resolve(name)
     await service.known.describe([slot])
     if meant in slot.adapters and not service.models.answers_to(meant):
         card = adapter_card_of(slot, slot.adapters[meant])
