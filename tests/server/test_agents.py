@@ -2,7 +2,7 @@
 each is answered, and the header names what is ignored.
 
 `tests/data/agent_requests.jsonl` has one request a line: a name, a path, a body without its model,
-and the paths that are ignored.
+and the paths that are ignored. A name OWNER/REPO#NUMBER is that of a report about another server.
 """
 
 import json

@@ -11,7 +11,7 @@ from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
 from octavo.server.fields import field, needed, taken
 from octavo.server.ollama.keep_alive import TAKES, KeepAlive
-from octavo.server.openai.message_bodies import ToolBody
+from octavo.server.openai.message_bodies import ContentPart, ToolBody
 
 NAMES = {
     "temperature": "temperature",
@@ -127,7 +127,8 @@ class OllamaMessage(BodyPart):
     """One message."""
 
     role: str
-    content: str | None = None
+    content: str | list[ContentPart] | None = None
+    """A text; clients of OpenAI's API send parts too."""
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     images: list[str] | None = None

@@ -21,7 +21,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of, require_operator
 from octavo.server.body import body_bytes, body_of
 from octavo.server.generation import prompt_of
-from octavo.server.images import Content, base64_source, image_part, text_part
+from octavo.server.ignored import IgnoredFields
+from octavo.server.images import Content, base64_source, content_of, image_part, text_part
 from octavo.server.ollama.answer import ChatLines, GenerateLines, LineStream, OllamaAnswer
 from octavo.server.ollama.bodies import (
     NAMES,
@@ -34,6 +35,7 @@ from octavo.server.ollama.bodies import (
 )
 from octavo.server.ollama.keep_alive import apply_keep_alive, asks_to_unload
 from octavo.server.ollama.names import find, known_name
+from octavo.server.openai.messages import build_part
 from octavo.server.openai.tools import offered
 from octavo.server.plain_chat import refuse_values, rendering_of
 from octavo.server.reading import PLAIN, AnswerReading
@@ -176,7 +178,10 @@ def _conversation(
 
 
 def _messages(body: OllamaChatBody) -> list[dict[str, Any]]:
-    return [_plain(message) for message in body.messages or ()]
+    return [
+        _plain(message, f"messages[{index}].content", body.ignored)
+        for index, message in enumerate(body.messages or ())
+    ]
 
 
 def _seen(text: str, images: Sequence[str] | None) -> Content:
@@ -186,9 +191,20 @@ def _seen(text: str, images: Sequence[str] | None) -> Content:
     return [*(image_part(base64_source(image)) for image in images), text_part(text)]
 
 
-def _plain(message: OllamaMessage) -> dict[str, Any]:
+def _content(message: OllamaMessage, where: str, ignored: IgnoredFields) -> Content:
+    given = message.content or ""
+    if isinstance(given, str):
+        return _seen(given, message.images)
+    parts = [
+        build_part(part, f"{where}[{index}]", message.role, ignored)
+        for index, part in enumerate(given)
+    ]
+    return content_of([*(image_part(base64_source(one)) for one in message.images or ()), *parts])
+
+
+def _plain(message: OllamaMessage, where: str, ignored: IgnoredFields) -> dict[str, Any]:
     """Returns a message as templates read it."""
-    content = _seen(message.content or "", message.images)
+    content = _content(message, where, ignored)
     plain: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking is not None:
         plain["reasoning_content"] = message.thinking

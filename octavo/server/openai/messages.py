@@ -103,13 +103,13 @@ def _content(message: Message, where: str, ignored: IgnoredFields | None) -> Con
         raise InvalidRequest(f"{where}.content: needed, and not given", param=f"{where}.content")
     return content_of(
         [
-            _history_part(part, f"{where}.content[{index}]", message.role, ignored)
+            build_part(part, f"{where}.content[{index}]", message.role, ignored)
             for index, part in enumerate(content)
         ]
     )
 
 
-def _history_part(
+def build_part(
     part: ContentPart, where: str, role: str, ignored: IgnoredFields | None
 ) -> dict[str, Any]:
     """Returns a plain part, a note for one that cannot be read if it may be ignored."""
