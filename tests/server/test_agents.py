@@ -88,7 +88,7 @@ def test_an_agents_request_is_answered(agents, case, template):
         if not case["path"].endswith("count_tokens"):
             body |= {"stream": stream}
         body = {k: v for k, v in body.items() if k != "stream_options" or stream}
-        if body.get("max_tokens", 0) > MAX_TOKENS:
+        if (body.get("max_tokens") or 0) > MAX_TOKENS:
             body["max_tokens"] = MAX_TOKENS
         answer = agents.post(case["path"], json=body)
         assert answer.status_code == 200, answer.text

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from octavo.text.grammar.admission import admit
-from octavo.text.grammar.enforceable import enforceable
+from octavo.text.grammar.enforceable import enforceable, without_unenforced
 from octavo.text.grammar.schema import SchemaError
 from octavo.text.parsers.call_forms import NO_REASONING, CallRules, form_of_answer
 from octavo.text.parsers.formats import named_tool_format
@@ -130,3 +130,13 @@ def test_values_that_their_limits_exclude_are_left_out(compiler):
     none = {"allOf": [{"enum": ["abcde", 7]}, {"maxLength": 4, "maximum": 3}]}
     schema = {"type": "object", "properties": {"x": none}, "additionalProperties": none}
     compiles(compiler, enforceable(schema, is_strict=True).schema)
+
+
+def test_look_around_in_a_pattern_is_dropped_and_an_invalid_pattern_kept():
+    texts = {"a": "(?<=a)b", "b": "(?!x)y", "c": "^a$", "d": "(a"}
+    schema = {
+        "properties": {key: {"type": "string", "pattern": text} for key, text in texts.items()}
+    }
+    found = without_unenforced(schema)
+    assert found.dropped == ("#/properties/a/pattern", "#/properties/b/pattern")
+    assert found.schema["properties"]["d"] == {"type": "string", "pattern": "(a"}

@@ -8,6 +8,7 @@ raises SchemaError. Results are cached: clients send the same functions with eve
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ def enforceable(schema: Mapping[str, Any], *, is_strict: bool) -> Enforceable:
 
 
 def without_unenforced(schema: Mapping[str, Any]) -> Enforceable:
-    """Returns a schema of any type without the keywords that no grammar enforces.
+    """Returns a schema of any type without the keywords and the look-around in patterns that no
+    grammar enforces.
 
     Unlike `enforceable` it leaves other faults in, which are refused when the schema is compiled.
     """
@@ -74,7 +76,26 @@ def without_unenforced(schema: Mapping[str, Any]) -> Enforceable:
         root = json.loads(json.dumps(read(schema)))
     except SchemaError:
         return Enforceable(schema)
-    return Enforceable(root, tuple(_drop_known(root)))
+    return Enforceable(root, (*_drop_known(root), *_drop_lookaround(root)))
+
+
+def _drop_lookaround(root: dict[str, Any]) -> list[str]:
+    """Removes valid patterns that no grammar enforces (look-ahead, look-behind); returns where."""
+    dropped = []
+    for place in list(places(root)):
+        pattern = place.schema.get("pattern") if isinstance(place.schema, dict) else None
+        if isinstance(pattern, str) and _is_regex(pattern) and _pattern_fault(pattern):
+            del place.schema["pattern"]
+            dropped.append(f"{place.pointer}/pattern")
+    return dropped
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError):
+        return False
+    return True
 
 
 @lru_cache(maxsize=1024)
