@@ -29,6 +29,8 @@ class DenseShape:
     width: int = 6144
     vocabulary: int = 49_152
     context: int = 32_768
+    tied: bool = False
+    """Whether the output layer is the embedding."""
 
 
 SHAPES = {
@@ -40,7 +42,8 @@ SHAPES = {
 def matrices(s: DenseShape) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yields the names and shapes of all quantised tensors."""
     yield "token_embd.weight", (s.vocabulary, s.hidden)
-    yield "output.weight", (s.vocabulary, s.hidden)
+    if not s.tied:
+        yield "output.weight", (s.vocabulary, s.hidden)
     for layer in range(s.layers):
         block = f"blk.{layer}"
         yield f"{block}.attn_q.weight", (s.heads * s.head_dim, s.hidden)

@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,9 @@ BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
 
 def blocks_of(kind: BlockType, draw: np.random.Generator) -> NDArray[np.uint8]:
     """Draws blocks whose numbers are about WIDTH: `[DRAWN_BLOCKS, bytes]`."""
+    if kind.name == "BF16":
+        numbers = draw.normal(0, WIDTH, (DRAWN_BLOCKS, kind.block_size)).astype(np.float32)
+        return (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     blocks = draw.integers(0, 256, (DRAWN_BLOCKS, kind.block_bytes), np.uint8)
     if kind.name in SCALE_BYTES:
         count, value = SCALE_BYTES[kind.name]
@@ -70,19 +74,21 @@ def _put(blocks: NDArray[np.uint8], places: tuple[int, ...], value: float) -> No
         blocks[:, place : place + 2] = np.array([value], np.float16).view(np.uint8)
 
 
-def write(path: Path, name: str) -> None:
-    """Writes the model with its matrices in a type, the tables in TABLE_TYPE."""
+def write(path: Path, shape: DenseShape, type_of: Callable[[str], str]) -> None:
+    """Writes a model of random numbers with each matrix in the type that `type_of` returns."""
     draw = np.random.default_rng(0)
-    drawn = {each: blocks_of(BY_NAME[each], draw) for each in (name, TABLE_TYPE)}
+    drawn: dict[str, NDArray[np.uint8]] = {}
     partial = path.with_suffix(".partial")
     writer = GGUFWriter(partial, "qwen3", use_temp_file=True)
-    write_header(writer, SHAPE)
-    for tensor, (rows, inputs) in matrices(SHAPE):
-        own = TABLE_TYPE if tensor in TABLES else name
+    write_header(writer, shape)
+    for tensor, (rows, inputs) in matrices(shape):
+        own = type_of(tensor)
+        if own not in drawn:
+            drawn[own] = blocks_of(BY_NAME[own], draw)
         num_blocks = rows * inputs // BY_NAME[own].block_size
         blocks = np.resize(drawn[own], (num_blocks, BY_NAME[own].block_bytes)).reshape(rows, -1)
         writer.add_tensor(tensor, blocks, raw_dtype=GGMLQuantizationType[own])
-    for tensor, width in norms(SHAPE):
+    for tensor, width in norms(shape):
         writer.add_tensor(tensor, np.ones(width, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -123,7 +129,7 @@ def main() -> None:
     for name in names:
         file = args.directory / f"{name}.gguf"
         if not file.exists():
-            write(file, name)
+            write(file, SHAPE, lambda tensor, own=name: TABLE_TYPE if tensor in TABLES else own)
         for turn in range(args.rounds):
             for engine in engines(name, file, args.llamacpp, args.engine):
                 for result in engine.run(args.requests, args.prompt, args.output):

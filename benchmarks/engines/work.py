@@ -13,6 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 
+WARM_TOKENS = 128
+"""Tokens of a prompt in the warm-up, at most."""
+
 Run = Callable[[list[list[int]], int], int]
 
 
@@ -30,7 +33,7 @@ def measure(run: Run, requests: int, prompt: int, output: int) -> None:
     """
     draw = random.Random(0)
     prompts = [[draw.randint(10, 40000) for _ in range(prompt)] for _ in range(requests)]
-    warm = [[draw.randint(10, 40000) for _ in range(prompt)] for _ in range(2)]
+    warm = [[draw.randint(10, 40000) for _ in range(min(prompt, WARM_TOKENS))] for _ in range(2)]
     run(warm, 8)
     took = _timed(run, prompts[:1], output)
     report("single", output / took)

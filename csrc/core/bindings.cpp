@@ -201,6 +201,28 @@ Low low_of(const std::string& name) {
     throw std::invalid_argument("unknown numbers behind scales: " + name);
 }
 
+TileFormat format_of(const std::string& code, const std::string& scale_type, const std::string& low,
+                     bool half_groups, bool half_factors, int span) {
+    return {.code = code_of(code),
+            .scale_type = scale_type_of(scale_type),
+            .low = low_of(low),
+            .half_groups = half_groups,
+            .span = span,
+            .half_factors = half_factors};
+}
+
+std::vector<std::pair<double, double>> measure_stream(Device& d, const std::string& code,
+                                                      const std::string& scale_type, const std::string& low,
+                                                      bool half_groups, bool half_factors, int span,
+                                                      int num_inputs, size_t bytes, int rounds) {
+    const TileFormat format = format_of(code, scale_type, low, half_groups, half_factors, span);
+    std::vector<std::pair<double, double>> found;
+    for (const StreamRound& round :
+         stream_rounds(d.pool, d.kernels, tiles_of(format, kTile, num_inputs), bytes, rounds))
+        found.push_back({round.read, round.product});
+    return found;
+}
+
 // How a weight lies in tiles, and the bytes from a tile to the next one, as `WeightStream.tiles` takes them.
 using TileTuple = std::tuple<std::string, std::string, std::string, bool, bool, int, int, int, int, size_t,
                              std::vector<int>, std::vector<float>>;
@@ -328,6 +350,11 @@ NB_MODULE(_native, m) {
         .def(
             "read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); },
             "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
+        .def("stream_rounds", &measure_stream, "code"_a, nb::kw_only(), "scale_type"_a, "low"_a,
+             "half_groups"_a, "half_factors"_a, "span"_a, "num_inputs"_a, "bytes"_a, "rounds"_a,
+             nb::call_guard<nb::gil_scoped_release>(),
+             "Bytes per second of each round: of a plain read, and of products of one row with tiles in the "
+             "same memory.")
         .def(
             "hop_seconds", [](Device& d) { return hop_seconds(d.pool); },
             nb::call_guard<nb::gil_scoped_release>(),
@@ -384,12 +411,7 @@ NB_MODULE(_native, m) {
         "tile_bytes",
         [](const std::string& code, const std::string& scale_type, const std::string& low, bool half_groups,
            bool half_factors, int span, int64_t num_rows, int num_inputs) {
-            const TileFormat format{.code = code_of(code),
-                                    .scale_type = scale_type_of(scale_type),
-                                    .low = low_of(low),
-                                    .half_groups = half_groups,
-                                    .span = span,
-                                    .half_factors = half_factors};
+            const TileFormat format = format_of(code, scale_type, low, half_groups, half_factors, span);
             return total_bytes(tiles_of(format, num_rows, num_inputs));
         },
         "code"_a, "scale_type"_a, "low"_a, "half_groups"_a, "half_factors"_a, "span"_a, "num_rows"_a,

@@ -19,16 +19,31 @@ namespace {
 constexpr int kInputs = 1024;
 constexpr int kRepeats = 5;
 
+constexpr size_t kPrefetchedBytes = 16 << 10;  // behind the last tile: more than a product reads ahead
+
+template <typename Fn>
+double seconds_of(const Fn& fn) {
+    const auto start = std::chrono::steady_clock::now();
+    fn();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
 template <typename Fn>
 double best_seconds(const Fn& fn) {
     double best = 1e30;
-    for (int i = 0; i < kRepeats; i++) {
-        const auto start = std::chrono::steady_clock::now();
-        fn();
-        best =
-            std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-    }
+    for (int i = 0; i < kRepeats; i++) best = std::min(best, seconds_of(fn));
     return best;
+}
+
+// Returns the sum of the words of a multiple of 128 bytes, which it reads in order.
+uint64_t read_all(const uint8_t* from, size_t bytes) {
+    constexpr size_t kStep = 128, kReadAhead = 4096;
+    uint64_t sum[kStep / sizeof(uint64_t)] = {}, all = 0;
+    for (const uint8_t* at = from; at + kStep <= from + bytes; at += kStep) {
+        for (size_t line = 0; line < kStep; line += kLineBytes) __builtin_prefetch(at + kReadAhead + line);
+        for (size_t j = 0; j < kStep / sizeof(uint64_t); j++) sum[j] += ((const uint64_t*)at)[j];
+    }
+    for (const uint64_t each : sum) all += each;
+    return all;
 }
 
 // Makes tiles of zeros: no instruction here takes longer for other numbers.
@@ -74,35 +89,44 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     return pack(pool, memory, source);
 }
 
-// One thread's operands.
-struct Bench {
-    PackedTiles tiles;
+// One thread's rows for products with a weight, zeros at first, and the memory for their results.
+struct RowOperands {
+    static constexpr int kRows = 2 * kTile;
     Memory values, scales, scratch;
     Rows rows;
     std::vector<float> acc;
 
-    Bench(const KernelTable& kernels, PackedTiles t)
-        : tiles(std::move(t)),
-          values(2 * kTile * kInputs * sizeof(float)),
-          scales(2 * kTile * (kInputs / kGroup) * 16),
-          scratch(kernels.scratch_bytes(tiles.tiles)),
-          acc((size_t)4 * kTile * kTile) {
-        const size_t each = (size_t)2 * kTile * (kInputs / kGroup);
+    RowOperands(const KernelTable& kernels, const Tiles& w)
+        : values((size_t)kRows * w.num_groups * kGroup * sizeof(float) +
+                 OutlierList::num_bytes(w.num_inputs)),
+          scales((size_t)kRows * w.num_groups * 16),
+          scratch(kernels.scratch_bytes(w)),
+          acc((size_t)2 * kRows * kTile) {
+        const size_t each = (size_t)kRows * w.num_groups;
         float* at = (float*)scales.data();
-        const RowType type = kernels.row_type(tiles.tiles.code);
+        const RowType type = kernels.row_type(w.code);
         rows = Rows{.type = type,
                     .values = values.data(),
-                    .stride = row_elements(type, kInputs / kGroup),
+                    .stride = row_elements(type, w.num_groups),
                     .scales = at,
                     .sums = (int32_t*)(at + 2 * each),
                     .scaled_sums = at + each,
-                    .num_groups = kInputs / kGroup,
-                    .group_stride = kInputs / kGroup};
+                    .num_groups = w.num_groups,
+                    .group_stride = w.num_groups};
     }
+    float* second() { return acc.data() + kRows * kTile; }
+};
+
+// One thread's operands, all in its own caches.
+struct Bench {
+    PackedTiles tiles;
+    RowOperands operands;
+
+    Bench(const KernelTable& kernels, PackedTiles t) : tiles(std::move(t)), operands(kernels, tiles.tiles) {}
     void run(const KernelTable& kernels, int num_rows) {
-        const TileRef refs[2] = {{&tiles.tiles, 0, acc.data()},
-                                 {&tiles.tiles, 1, acc.data() + 2 * kTile * kTile}};
-        kernels.tile_products(refs, 2, rows, 0, num_rows, scratch.data());
+        const TileRef refs[2] = {{&tiles.tiles, 0, operands.acc.data()},
+                                 {&tiles.tiles, 1, operands.second()}};
+        kernels.tile_products(refs, 2, operands.rows, 0, num_rows, operands.scratch.data());
     }
 };
 
@@ -112,21 +136,50 @@ double read_bandwidth(ThreadPool& pool, size_t bytes) {
     const Memory memory(bytes);
     std::memset(memory.data(), 1, bytes);
     const int threads = pool.num_threads();
-    const size_t words = bytes / threads / sizeof(uint64_t) / 16 * 16;
+    const size_t part = bytes / threads / 128 * 128;
     std::vector<uint64_t> sums(threads);
     const double seconds = best_seconds([&] {
-        pool.parallel_for(threads, [&](int piece, int) {
-            const uint64_t* at = (const uint64_t*)memory.data() + piece * words;
-            uint64_t sum[16] = {};
-            for (size_t i = 0; i < words; i += 16) {
-                __builtin_prefetch(at + i + 512);
-                __builtin_prefetch(at + i + 520);
-                for (int j = 0; j < 16; j++) sum[j] += at[i + j];
-            }
-            for (const uint64_t each : sum) sums[piece] += each;
-        });
+        pool.parallel_for(
+            threads, [&](int piece, int) { sums[piece] += read_all(memory.data() + piece * part, part); });
     });
-    return (double)(words * threads * sizeof(uint64_t)) / seconds;
+    return (double)(part * threads) / seconds;
+}
+
+std::vector<StreamRound> stream_rounds(ThreadPool& pool, const KernelTable& kernels, const Tiles& layout,
+                                       size_t bytes, int rounds) {
+    const int threads = pool.num_threads(), inputs = layout.num_inputs;
+    const int each = std::max((int)(bytes / layout.tile_bytes / threads), 2) / 2 * 2;  // tiles of a thread
+    Tiles tiles = layout;
+    tiles.num_rows = each * threads * kTile;
+    tiles.tile_stride = layout.tile_bytes;
+    const size_t part = (size_t)each * layout.tile_bytes;
+    const Memory memory(part * threads + kPrefetchedBytes);
+    std::memset(memory.data(), 0x3b, memory.size());  // no scale is a subnormal
+    tiles.data = memory.data();
+    std::vector<float> x(inputs);
+    for (int k = 0; k < inputs; k++) x[k] = (float)(k * 37 % 255 - 127) / 64;
+    std::vector<std::unique_ptr<RowOperands>> rows;
+    for (int t = 0; t < threads; t++) {
+        rows.push_back(std::make_unique<RowOperands>(kernels, tiles));
+        kernels.prepare_row(x.data(), inputs, Norm{}, rows[t]->rows, 0);
+    }
+    std::vector<uint64_t> sums(threads);
+    const auto read = [&](int piece, int) { sums[piece] += read_all(memory.data() + piece * part, part); };
+    const auto multiply = [&](int piece, int) {
+        RowOperands& own = *rows[piece];
+        kernels.begin_step();
+        for (int i = piece * each; i < (piece + 1) * each; i += 2) {
+            const TileRef refs[2] = {{&tiles, i, own.acc.data()}, {&tiles, i + 1, own.second()}};
+            kernels.tile_products(refs, 2, own.rows, 0, 1, own.scratch.data());
+        }
+    };
+    std::vector<StreamRound> found(rounds);
+    const double total = (double)part * threads;
+    for (StreamRound& round : found) {
+        round.read = total / seconds_of([&] { pool.parallel_for(threads, read); });
+        round.product = total / seconds_of([&] { pool.parallel_for(threads, multiply); });
+    }
+    return found;
 }
 
 double hop_seconds(ThreadPool& pool) {

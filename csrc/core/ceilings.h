@@ -2,6 +2,8 @@
 // in a core's own caches.
 #pragma once
 
+#include <vector>
+
 #include "../kernels/table.h"
 #include "thread_pool.h"
 
@@ -14,6 +16,17 @@ double read_bandwidth(ThreadPool& pool, size_t bytes);
 // Returns the multiplications and additions per second of `rows` rows (at most 32) with two tiles of a code,
 // all threads at once: the kernel's own mix of instructions, with no memory to wait for.
 double product_rate(ThreadPool& pool, const KernelTable& kernels, Code code, int rows);
+
+// Bytes per second of one pass over the same memory: read in a plain loop, and as tiles that one row is
+// multiplied with.
+struct StreamRound {
+    double read, product;
+};
+
+// Measures products of one row with tiles of a layout that lie in `bytes` of memory, each thread its own part,
+// in turns with a plain read.
+std::vector<StreamRound> stream_rounds(ThreadPool& pool, const KernelTable& kernels, const Tiles& layout,
+                                       size_t bytes, int rounds);
 
 // Returns the seconds that a cache line takes from one thread's core to another's, 0 with one thread. On a
 // Zen 4 these are 25 to 45 ns where both share a third-level cache or a core (which product_rate tells

@@ -79,54 +79,89 @@ OCTAVO_INLINE vi for_dot4_signed(vi codes) { return codes ^ (int32_t)0x80808080;
 OCTAVO_INLINE vi dot4_signed(vi acc, vi codes, vi s) { return dot4(acc, codes, s); }
 #endif
 
-// Two 4-bit codes in a byte. The products of the low nibbles are summed as they are; those of the high ones
-// as codes times 16, which saves a shift for each vector (`high_sum` undoes it, exactly). Where sums of pairs
-// have 16 bits (AVX2 without VNNI) the codes are shifted down instead, since 240 * 127 * 2 would not fit.
-#if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
-OCTAVO_INLINE vi high_nibbles(vi both) { return (both >> 4) & 0x0f0f0f0f; }
-OCTAVO_INLINE vi high_sum(vi sum) { return sum; }
-OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) {
-    const auto half = [](RegisterI sum, RegisterI x, RegisterI y) {
-        return (RegisterI)_mm256_add_epi32(
-            (__m256i)sum,
-            _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)x, (__m256i)y), _mm256_set1_epi16(1)));
-    };
-    return each(half, acc, u, s);
+// Sums of products of unsigned codes of at most 6 bits with terms. `dot4_narrow` adds four products in each
+// lane, and `widen` makes 32 bits of the sum. Without VNNI, sums of pairs have 16 bits: vectors of
+// kNarrowVectors<bits> codes are added there before they are widened, which saves most multiplications.
+#if (defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)) || \
+    (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
+constexpr bool kPairSums = true;
+template <int kBits>
+constexpr int kNarrowVectors = 32767 / (((1 << kBits) - 1) * 2 * 127);
+OCTAVO_INLINE vi add_narrow(vi a, vi b) {
+#if defined(__AVX512BW__)
+    return (vi)_mm512_add_epi16((__m512i)a, (__m512i)b);
+#else
+    return each([](RegisterI x, RegisterI y) { return (RegisterI)_mm256_add_epi16((__m256i)x, (__m256i)y); },
+                a, b);
+#endif
 }
+OCTAVO_INLINE vi dot4_narrow(vi acc, vi u, vi s) {
+#if defined(__AVX512BW__)
+    return add_narrow(acc, (vi)_mm512_maddubs_epi16((__m512i)u, (__m512i)s));
 #else
-OCTAVO_INLINE vi high_nibbles(vi both) { return both & (int32_t)0xf0f0f0f0; }
-OCTAVO_INLINE vi high_sum(vi sum) { return sum >> 4; }
-OCTAVO_INLINE vi dot4_nibbles(vi acc, vi u, vi s) { return dot4(acc, u, s); }
-#endif
-
-// dot4 with codes of up to 6 bits: sums of two products fit 16 bits, so that nothing has to be widened first.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__) && !defined(__AVX512BW__)
-OCTAVO_INLINE vi dot4_six_bits(vi acc, vi u, vi s) { return dot4_nibbles(acc, u, s); }
-#else
-OCTAVO_INLINE vi dot4_six_bits(vi acc, vi u, vi s) { return dot4(acc, u, s); }
-#endif
-
-// Returns in each lane the sum of the products of sixteen codes of 2 bits with sixteen terms: exact.
-OCTAVO_INLINE vi dot16_twos(const vi (&codes)[4], const int8_t* terms) {
-#if defined(__AVX2__) && !defined(__AVX512BW__) && !defined(__AVXVNNI__)
-    // 16 bits hold the sums of eight products.
-    vi pairs = {};
-    const auto add_pairs = [](RegisterI sum, RegisterI u, RegisterI s) {
-        return (RegisterI)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)u, (__m256i)s));
+    const auto half = [](RegisterI x, RegisterI y) {
+        return (RegisterI)_mm256_maddubs_epi16((__m256i)x, (__m256i)y);
     };
-    for (int v = 0; v < 4; v++) pairs = each(add_pairs, pairs, codes[v], broadcast4(terms + 4 * v));
+    return add_narrow(acc, each(half, u, s));
+#endif
+}
+OCTAVO_INLINE vi widen(vi pairs) {
+#if defined(__AVX512BW__)
+    return (vi)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1));
+#else
     return each(
-        [](RegisterI sum) { return (RegisterI)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); },
+        [](RegisterI sums) { return (RegisterI)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); },
         pairs);
-#else
-    vi a = {}, b = {};
-    for (int v = 0; v < 4; v += 2) {
-        a = dot4_nibbles(a, codes[v], broadcast4(terms + 4 * v));
-        b = dot4_nibbles(b, codes[v + 1], broadcast4(terms + 4 * v + 4));
-    }
-    return a + b;
 #endif
 }
+#else
+constexpr bool kPairSums = false;
+template <int kBits>
+constexpr int kNarrowVectors = 1 << 20;
+OCTAVO_INLINE vi add_narrow(vi a, vi b) { return a + b; }
+OCTAVO_INLINE vi dot4_narrow(vi acc, vi u, vi s) { return dot4(acc, u, s); }
+OCTAVO_INLINE vi widen(vi sum) { return sum; }
+#endif
+
+// Two 4-bit codes in a byte. The products of the low nibbles are summed as they are; those of the high ones
+// as codes times 16, which saves a shift for each vector (`nibble_sum` undoes it, exactly). Where sums of pairs
+// have 16 bits the codes are shifted down instead, since 240 * 127 * 2 would not fit.
+OCTAVO_INLINE vi high_nibbles(vi both) {
+    return kPairSums ? (both >> 4) & 0x0f0f0f0f : both & (int32_t)0xf0f0f0f0;
+}
+// Returns the sum of a group's products, of its low nibbles and its high ones.
+OCTAVO_INLINE vi nibble_sum(vi low, vi high) {
+    return kPairSums ? widen(add_narrow(low, high)) : low + (high >> 4);
+}
+
+// Codes of 8 bits as `CodeSum` takes them, and what it takes away from them. Without VNNI they become signed
+// bytes, so that the sums of two products fit 16 bits.
+constexpr int kCodeOffset = kPairSums ? 128 : 0;
+OCTAVO_INLINE vi code_operand(vi codes) { return kPairSums ? codes ^ (int32_t)0x80808080 : codes; }
+
+// The sum of products of vectors of codes of kBits bits with terms, in two chains.
+template <int kBits>
+class CodeSum {
+  public:
+    OCTAVO_INLINE void start(vi sum) { second_ = sum; }
+    // Adds vector v's products, of vectors 0, 1, 2 ... in order. Codes of 8 bits have been through `code_operand`.
+    OCTAVO_INLINE void add(int v, vi codes, vi terms) {
+        if constexpr (kBits == 8) {
+            vi& sum = v % 2 ? second_ : first_;
+            sum = kPairSums ? dot4_signed(sum, codes, terms) : dot4(sum, codes, terms);
+        } else if constexpr (kPairSums) {
+            if (v && v % kNarrowVectors<kBits> == 0) second_ = second_ + widen(first_), first_ = vi{};
+            first_ = dot4_narrow(first_, codes, terms);
+        } else {
+            vi& sum = v % 2 ? second_ : first_;
+            sum = dot4(sum, codes, terms);
+        }
+    }
+    OCTAVO_INLINE vi total() const { return (kBits < 8 ? widen(first_) : first_) + second_; }
+
+  private:
+    vi first_ = {}, second_ = {};
+};
 
 // Sixteen bytes, and the one that each byte's low nibble names; the high nibbles are zeros.
 class Table16 {

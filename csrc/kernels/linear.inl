@@ -95,6 +95,7 @@ constexpr bool kTwoTerms = false;
 template <int M, ScaleType S, Low L>
 void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     constexpr size_t kCodes = 256, kStep = kCodes + scale_bytes<S>() + low_bytes<S, L>();
+    constexpr int kTerms = kTwoTerms ? 2 : 1;
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
@@ -109,32 +110,31 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
         ahead.template prefetch<kStep>(tile);
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
-        vi low[4], high[4];
+        const auto zeros = [&](int m) { return splat_i(-w.zero_point * (first[m] + second[m])); };
+        vi low[kTerms][M] = {}, high[kTerms][M] = {};
+        if constexpr (!kPairSums)
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) low[kTerms - 1][m] = zeros(m);
+#pragma GCC unroll 4
         for (int v = 0; v < 4; v++) {
-            const vi both = load_i(tile + 64 * v);
-            low[v] = both & 0x0f0f0f0f;
-            high[v] = high_nibbles(both);
+            const vi both = load_i(tile + 64 * v), lows = both & 0x0f0f0f0f, highs = high_nibbles(both);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                for (int t = 0; t < kTerms; t++) {
+                    const int8_t* terms = q[m] + kGroup * (kTerms * g + t) + 8 * v;
+                    low[t][m] = dot4_narrow(low[t][m], lows, broadcast4(terms));
+                    high[t][m] = dot4_narrow(high[t][m], highs, broadcast4(terms + 4));
+                }
         }
         const vf scale = levels.scale(tile + kCodes);
         const vf least = levels.min(tile + kCodes + scale_bytes<S>(), scale);
+#pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            const int8_t* terms = q[m] + (kTwoTerms ? 2 : 1) * kGroup * g;
-            const vi zeros = splat_i(-w.zero_point * (first[m] + second[m]));
-            vi a = kTwoTerms ? vi{} : zeros, b = {};
-            const auto add_terms = [&] {
-                for (int v = 0; v < 4; v++) {
-                    a = dot4_nibbles(a, low[v], broadcast4(terms + 8 * v));
-                    b = dot4_nibbles(b, high[v], broadcast4(terms + 8 * v + 4));
-                }
-            };
-            if (kTwoTerms) {
-                add_terms();
-                a = a * kFirstUnit + zeros;
-                b *= kFirstUnit;
-                terms += kGroup;
-            }
-            add_terms();
-            acc[m] = fma(to_float(a + high_sum(b)), scale * d[m], acc[m]);
+            vi sum = nibble_sum(low[kTerms - 1][m], high[kTerms - 1][m]);
+            if (kTerms == 2) sum += nibble_sum(low[0][m], high[0][m]) * kFirstUnit;
+            if (kPairSums) sum += zeros(m);
+            acc[m] = fma(to_float(sum), scale * d[m], acc[m]);
             if (L != Low::none) acc[m] = fma(least, splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
         }
     }
@@ -143,51 +143,40 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
 
 // -- 8-bit, 4-bit codes that stand for numbers of 8 bits, and codes of 2, 3, 5 and 6 bits --
 
-// Loads kVectors vectors of four bytes an output, from vector `first` of a group on.
-template <Code C, int kVectors>
-OCTAVO_INLINE void load_codes(const uint8_t* group, const Table16& table, int first, vi (&codes)[kVectors]) {
-    constexpr int kLow = low_bits(C), kHigh = high_bits(C), kPerLoad = 8 / kLow;
-    for (int v = 0; v < kVectors; v += kPerLoad) {
-        const vi all = load_i(group + 8 * kLow * (first + v));
-        for (int i = 0; i < kPerLoad; i++) {
-            vi low = all;
-            if constexpr (kLow == 4) low = (i ? all >> 4 : all) & 0x0f0f0f0f;
-            if constexpr (kLow == 2) low = (all >> 2 * i) & 0x03030303;
-            codes[v + i] = C == Code::l4 ? table(low) : low;
-        }
-    }
-    if constexpr (kHigh > 0) {
-        constexpr int kMask = (0x01010101 << kLow) * ((1 << kHigh) - 1), kPerVector = 8 / kHigh;
-        for (int v = 0; v < kVectors; v++) {
-            const vi high = load_i(group + 64 * (kLow + (first + v) / kPerVector));
-            const int left = kLow - kHigh * ((first + v) % kPerVector);
-            codes[v] |= (left >= 0 ? high << left : high >> -left) & kMask;
-        }
-    }
+// Returns the bits of a code's numbers.
+template <Code C>
+constexpr int sum_bits() {
+    return C == Code::l4 ? 8 : low_bits(C) + high_bits(C);
 }
 
-// Returns the sums of the products of an output's codes with as many terms, in two chains.
-template <Code C, int kVectors>
-OCTAVO_INLINE vi dot_codes(const vi (&codes)[kVectors], const int8_t* terms, vi zeros) {
-    vi a = zeros, b = {};
-    const auto dot = [](vi acc, vi u, vi s) {
-        return high_bits(C) ? dot4_six_bits(acc, u, s) : dot4(acc, u, s);
-    };
-    for (int v = 0; v < kVectors; v += 2) {
-        a = dot(a, codes[v], broadcast4(terms + 4 * v));
-        b = dot(b, codes[v + 1], broadcast4(terms + 4 * v + 4));
+// Returns vector v of a group's codes, four bytes an output, as `CodeSum` takes them.
+template <Code C>
+OCTAVO_INLINE vi load_codes(const uint8_t* group, const Table16& table, int v) {
+    constexpr int kLow = low_bits(C), kHigh = high_bits(C), kPerLoad = 8 / kLow;
+    vi codes = load_i(group + 64 * (v / kPerLoad));
+    if constexpr (kLow < 8) {
+        const int shift = kLow * (v % kPerLoad);
+        codes = (shift ? codes >> shift : codes) & (kLow == 4 ? 0x0f0f0f0f : 0x03030303);
     }
-    return a + b;
+    if constexpr (C == Code::l4) codes = table(codes);
+    if constexpr (kHigh > 0) {
+        constexpr int kMask = (0x01010101 << kLow) * ((1 << kHigh) - 1), kPerVector = 8 / kHigh;
+        const vi high = load_i(group + 64 * (kLow + v / kPerVector));
+        const int left = kLow - kHigh * (v % kPerVector);
+        codes |= (left >= 0 ? high << left : high >> -left) & kMask;
+    }
+    return sum_bits<C>() == 8 ? code_operand(codes) : codes;
 }
 
 // kHalves: scales change every 16 inputs (Q6_K), and mins do; the two halves are two steps of the same rule.
 template <int M, ScaleType S, Low L, bool kHalves, Code C = Code::u8>
 void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
-    constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts;
+    constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts, kBits = sum_bits<C>();
     constexpr size_t kCodes = codes_bytes(C), kScales = scale_bytes<S>() * kParts, kLows = low_bytes<S, L>(),
                      kStep = kCodes + kScales + kLows * kParts;
     const Tiles& w = *ref->weight;
     const Table16 table(w.table);
+    const int offset = (kBits == 8 ? kCodeOffset : 0) - w.zero_point;
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
     const int8_t* q[M];
@@ -202,20 +191,27 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
         const float* d = x.scales + x.at(row, g);
         const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         for (int part = 0; part < kParts; part++) {
-            vi codes[kVectors];
-            load_codes<C>(tile, table, part * kVectors, codes);
+            int32_t sum[M];
+            CodeSum<kBits> codes_sum[M];
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                sum[m] = kHalves ? (part ? second : first)[m] : first[m] + second[m];
+                if constexpr (C != Code::u2)
+                    codes_sum[m].start(splat_i(offset * sum[m]));  // u2 has no zero point
+            }
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; v++) {
+                const vi codes = load_codes<C>(tile, table, part * kVectors + v);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++)
+                    codes_sum[m].add(v, codes, broadcast4(q[m] + 32 * g + 16 * part + 4 * v));
+            }
             const vf scale = levels.scale(tile + kCodes + part * scale_bytes<S>());
             const vf least = levels.min(tile + kCodes + kScales + part * kLows, scale);
+#pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
-                const int32_t sum = kHalves ? (part ? second : first)[m] : first[m] + second[m];
-                const int8_t* at = q[m] + 32 * g + 16 * part;
-                vi whole;
-                if constexpr (C == Code::u2)
-                    whole = dot16_twos(codes, at);  // these have no zero point
-                else
-                    whole = dot_codes<C>(codes, at, splat_i(-w.zero_point * sum));
-                acc[m] = fma(to_float(whole), scale * d[m], acc[m]);
-                const float scaled = kHalves ? d[m] * (float)sum : x.scaled_sums[x.at(row, g) + m];
+                acc[m] = fma(to_float(codes_sum[m].total()), scale * d[m], acc[m]);
+                const float scaled = kHalves ? d[m] * (float)sum[m] : x.scaled_sums[x.at(row, g) + m];
                 if (L != Low::none) acc[m] = fma(least, splat(scaled), acc[m]);
             }
         }

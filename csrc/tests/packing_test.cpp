@@ -86,13 +86,14 @@ void check_rows(const KernelTable& kernels, const PackedTiles& packed, const Exa
 }
 
 // Checks products with rows whose quantisation is exact (codes times a power of two), so that the right
-// result is known to fp32's rounding.
-void check_products(const KernelTable& kernels, const PackedTiles& packed, const Example& e) {
+// result is known to fp32's rounding: random ones, or of the largest numbers alone.
+void check_products(const KernelTable& kernels, const PackedTiles& packed, const Example& e,
+                    bool largest = false) {
     constexpr int kRows = 37;
     const int blocks = (kRows + kTile - 1) / kTile * kTile;
     std::mt19937 generator(5);
     Floats x((size_t)kRows * e.inputs);
-    for (float& value : x) value = (float)((int)(generator() % 255) - 127) / 64;
+    for (float& value : x) value = largest ? 127.0f / 64 : (float)((int)(generator() % 255) - 127) / 64;
     for (int r = 0; r < kRows; r++)
         for (int k = 0; k < e.inputs; k += kGroup) x[(size_t)r * e.inputs + k] = 127.0f / 64;
     const RowType type = kernels.row_type(packed.tiles.code);
@@ -129,7 +130,8 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
 }
 
 // Checks that two weights have the same products, bit for bit.
-void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTiles& b, int num_rows) {
+void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTiles& b, int num_rows,
+                bool largest = false) {
     const int inputs = a.tiles.num_inputs, groups = a.tiles.num_groups;
     const RowType type = kernels.row_type(a.tiles.code);
     const int stride = (int)row_elements(type, groups);
@@ -143,8 +145,10 @@ void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTi
                     .scaled_sums = (float*)scaled.data(),
                     .num_groups = groups,
                     .group_stride = groups};
-    for (int r = 0; r < num_rows; r++)
-        kernels.prepare_row(normal(inputs, 90 + r).data(), inputs, Norm{}, rows, r);
+    for (int r = 0; r < num_rows; r++) {
+        const Floats x = largest ? Floats(inputs, r % 2 ? -3.0f : 3.0f) : normal(inputs, 90 + r);
+        kernels.prepare_row(x.data(), inputs, Norm{}, rows, r);
+    }
     for (int tile = 0; tile < a.tiles.num_tiles(); tile++) {
         Floats expected((size_t)num_rows * kTile), found(expected.size(), 1);
         const TileRef first{&a.tiles, tile, found.data()}, second{&b.tiles, tile, expected.data()};
@@ -449,6 +453,35 @@ void test_five_bits(const KernelTable& kernels, ThreadPool& pool) {
     }
 }
 
+// Sums of the largest codes and the largest numbers are exact, though most levels add some of them in 16 bits.
+void test_largest_sums(const KernelTable& kernels, ThreadPool& pool) {
+    Example examples[] = {Example(16, 512, 4, 32, 8, true, false, false, false),
+                          Example(16, 512, 4, 32, 0, true, false, true, false),
+                          Example(16, 512, 8, 32, 0, false, false, false, false),
+                          Example(16, 512, 8, 16, 0, false, true, false, false)};
+    for (Example& e : examples) {
+        std::fill(e.codes.begin(), e.codes.end(), e.is_signed ? 0x80 : 0xff);
+        WeightMemory memory;
+        Packer packer(memory);
+        const PackedTiles packed = packer.add(e.source());
+        packer.run(pool);
+        check_products(kernels, packed, e, true);
+    }
+    Grouped numbers(5);
+    std::fill(numbers.codes.begin(), numbers.codes.end(), 0xff);
+    for (const auto& [bits, group, has_mins] :
+         {std::tuple(2, 16, true), {3, 16, false}, {4, 32, true}, {5, 32, true}, {6, 16, false}}) {
+        QuantisedSource s = numbers.two_levels(bits, group, has_mins, Matrix::Kind::fp16);
+        WeightMemory memory;
+        Packer packer(memory);
+        const PackedTiles wide = packer.add(s);
+        s.small_levels = true;
+        const PackedTiles narrow = packer.add(s);
+        packer.run(pool);
+        for (const int num_rows : {1, 2, 4}) check_same(kernels, wide, narrow, num_rows, true);
+    }
+}
+
 Example other_codes(Example e) {
     for (uint8_t& code : e.codes) code ^= 0x5a;
     return e;
@@ -543,6 +576,7 @@ void test_packing(const KernelTable& kernels) {
     test_tables(kernels, pool);
     test_small_levels(kernels, pool);
     test_five_bits(kernels, pool);
+    test_largest_sums(kernels, pool);
     test_columns(kernels, pool);
     test_interleaved(kernels, pool);
     test_interleaved_in_two_pieces(kernels, pool);

@@ -6,7 +6,7 @@ KV memory in `kv.py`. Knows Programs and packed weights, and nothing of requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -129,6 +129,9 @@ class Footprint:
     neuron_bytes: int = 0
     """Bytes of weights of which a step reads those of the neurons that it uses, as far as they are
     not in memory."""
+    layouts: Mapping[Weight, Hashable] = field(default_factory=dict)
+    """How each weight lies in memory, where reading speed depends on that: keys of
+    `Ceilings.row_rates`."""
 
     @property
     def resident_bytes(self) -> int:
@@ -148,6 +151,9 @@ class Ceilings:
     disk: float | None = None
     """Bytes a second read from the disk of streamed weights; None where none are streamed or the
     rate is not known."""
+    row_rates: Mapping[Hashable, float] = field(default_factory=dict)
+    """Bytes a second at which products of one row read weights, by the weights' layout; those that
+    are missing are read at `bandwidth`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,9 +367,9 @@ class Backend(Protocol):
         """
         ...
 
-    def measure(self, num_bytes: int, code: str) -> Ceilings:
-        """Measures this machine in some tenths of a second: reading `num_bytes` from memory, and
-        products with weights of the code.
+    def measure(self, num_bytes: int, footprint: Footprint) -> Ceilings:
+        """Measures this machine in about a second: reading `num_bytes` from memory, products of
+        many rows with weights of the footprint's code, and of one row with each of its layouts.
         """
         ...
 

@@ -2,7 +2,8 @@
 could be.
 
 It reads config.json or a GGUF header and no weight. Speeds are rooflines: upper bounds that real
-engines stay below.
+engines stay below. The exception is one request that decodes: unless --bandwidth is given, its rate
+is an estimate from products that are measured on this machine.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class ContextEstimate:
     request_kv_bytes: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    """Rate of one request alone."""
+    """Rate of one request alone: an estimate where products were measured."""
     batch: int
     """Number of requests that run at once."""
     batch_tokens_per_s: float
@@ -188,6 +189,8 @@ class PlanReport:
     shortfall_bytes: int
     bandwidth: float
     flops: float
+    estimates_decode: bool
+    """Whether `decode_tokens_per_s` is an estimate from measured products, not an upper bound."""
     streamed_bytes: int
     """Bytes of weights that each step reads from weights_dir."""
     neuron_bytes: int
@@ -236,6 +239,7 @@ class PlanReport:
             shortfall_bytes=capacity.shortfall_bytes,
             bandwidth=ceilings.bandwidth,
             flops=ceilings.operations,
+            estimates_decode=bool(ceilings.row_rates),
             streamed_bytes=found.footprint.streamed_bytes,
             neuron_bytes=found.footprint.neuron_bytes,
             disk_rate=ceilings.disk,
@@ -302,7 +306,11 @@ class PlanReport:
         else:
             yield _line("left for KV", self.kv_bytes, f"{self.kv_tokens:,} tokens")
         yield ""
-        yield f"at most, with {self.bandwidth / 1e9:,.1f} GB/s and {self.flops / 1e9:,.0f} GFLOP/s:"
+        estimated = ", about for decode" if self.estimates_decode else ""
+        yield (
+            f"at most{estimated}, with {self.bandwidth / 1e9:,.1f} GB/s and"
+            f" {self.flops / 1e9:,.0f} GFLOP/s:"
+        )
         if not self.generates:
             yield f"{'text':>9}{'tokens/s':>15}"
             for row in self.rows:
@@ -360,23 +368,25 @@ def _memory(text: str | None, num_ranks: int) -> int:
 
 
 def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Ceilings:
-    """Returns the machine's limits: as given, else measured."""
+    """Returns the machine's limits: as given, else measured. Rates of products of one row are this
+    machine's, so they are left out if the bandwidth was given.
+    """
     from octavo.backends.base import Ceilings
     from octavo.wiring.backend import build_backend
 
-    given = {}
+    given: dict[str, Any] = {}
     if bandwidth is not None:
         given["bandwidth"] = parse_rate(bandwidth, name="--bandwidth")
     if flops is not None:
         given["operations"] = parse_rate(flops, name="--flops")
     if len(given) == 2:
         return Ceilings(**given)
+    if bandwidth is not None:
+        given["row_rates"] = {}
     backend = build_backend(found.config)
     try:
-        return replace(
-            backend.measure(min(found.capacity.weight_bytes, MEASURED_BYTES), found.footprint.code),
-            **given,
-        )
+        num_bytes = min(found.capacity.weight_bytes, MEASURED_BYTES)
+        return replace(backend.measure(num_bytes, found.footprint), **given)
     finally:
         backend.close()
 

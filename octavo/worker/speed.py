@@ -3,7 +3,8 @@ in decode.
 
 A step takes at least the time to read its weights, K and V from memory, at least the time of its
 products, and at least the time to read its streamed weights from the disk; what takes longest
-counts. Source: Williams et al. 2009.
+counts. Source: Williams et al. 2009. For one request that decodes, weights are read at the rates
+that products of one row reach: with these measured, its rate is an estimate rather than a bound.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from octavo.backends.base import Ceilings, Footprint
+from octavo.program.program import Weight
 from octavo.program.work import Work
 from octavo.worker.capacity import Capacity
 
@@ -36,9 +38,8 @@ class Roofline:
                 + (end == num_tokens) * self.work.per_sample
                 + self.work.pairs(first, end)
             )
-            seconds += self._seconds(
-                products, self._weights_read(end - first) + self.capacity.request_bytes(end)
-            )
+            num_bytes = self._weights_read(end - first) + self.capacity.request_bytes(end)
+            seconds += self._seconds(products, num_bytes / self.ceilings.bandwidth)
         return num_tokens / seconds
 
     def decode_tokens_per_s(self, num_requests: int, context: int) -> float:
@@ -48,17 +49,33 @@ class Roofline:
         products = (
             self.work.per_token + self.work.per_sample + self.work.pairs(context, context + 1)
         )
-        num_bytes = self._weights_read(num_requests) + num_requests * self.capacity.request_bytes(
-            context
-        )
-        return num_requests / self._seconds(num_requests * products, num_bytes)
+        kv_bytes = num_requests * self.capacity.request_bytes(context)
+        reading = kv_bytes / self.ceilings.bandwidth
+        if num_requests == 1:
+            reading += self._one_row_seconds()
+        else:
+            reading += self._weights_read(num_requests) / self.ceilings.bandwidth
+        return num_requests / self._seconds(num_requests * products, reading)
 
-    def _seconds(self, products: int, num_bytes: float) -> float:
+    def _seconds(self, products: int, reading: float) -> float:
+        """Returns the seconds of a step that takes `reading` to read its weights, K and V."""
         return max(
             2 * products / self.ceilings.operations,
-            num_bytes / self.ceilings.bandwidth,
+            reading,
             self.footprint.streamed_bytes / (self.ceilings.disk or math.inf),
         )
+
+    def _one_row_seconds(self) -> float:
+        """Returns the seconds in which one token's step reads its weights."""
+        footprint, ceilings = self.footprint, self.ceilings
+
+        def seconds(weight: Weight) -> float:
+            rate = ceilings.row_rates.get(footprint.layouts.get(weight), ceilings.bandwidth)
+            return footprint.weight_bytes[weight] / rate
+
+        dense = sum(seconds(weight) for weight in self.work.read_by_all)
+        experts = sum(share * seconds(weight) for weight, share in self.work.read_by_some)
+        return dense + experts
 
     def _weights_read(self, num_tokens: int) -> float:
         """Returns the bytes of weights read for `num_tokens` tokens; of experts those that some

@@ -54,6 +54,7 @@ from octavo.backends.native.offload import (
     tiles_of_neurons,
 )
 from octavo.backends.native.ranks import EngineRanks, SharedMemoryRanks
+from octavo.backends.native.row_rates import row_rates
 from octavo.backends.native.stages import body_first
 from octavo.backends.native.states import StateBlocks
 from octavo.backends.native.weights import NativeWeights
@@ -259,7 +260,13 @@ class NativeBackend:
             self._optimize(program), format_of, self._device.row_type, self.options.max_tokens
         )
         layouts = self._kv_layouts(program, computes_fp32=found.computes_fp32)
-        plain = Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
+        plain = Footprint(
+            found.weight_bytes,
+            found.step_bytes,
+            layouts,
+            found.code,
+            layouts=found.layouts,
+        )
         if self.options.offload is None:
             return plain
         self._offloaded = planned = offload(
@@ -278,9 +285,11 @@ class NativeBackend:
         assert self._offloaded is not None, "weights are planned by their formats, in `footprint`"
         return StreamedWeights(self._device, self._offloaded, self.options.offload, self.numerics)
 
-    def measure(self, num_bytes: int, code: str) -> Ceilings:
+    def measure(self, num_bytes: int, footprint: Footprint) -> Ceilings:
         return Ceilings(
-            self._device.read_bandwidth(num_bytes), self._device.product_rate(code, MANY_ROWS)
+            self._device.read_bandwidth(num_bytes),
+            self._device.product_rate(footprint.code, MANY_ROWS),
+            row_rates=row_rates(self._device, footprint.layouts.values(), num_bytes),
         )
 
     def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> KvCache:

@@ -11,7 +11,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from octavo.backends.base import FormatOf
-from octavo.backends.native.formats import PRODUCTS, RowTypeOf, matrices_of, tile_formats
+from octavo.backends.native.formats import (
+    PRODUCTS,
+    RowTypeOf,
+    TileFormat,
+    matrices_of,
+    tile_formats,
+)
 from octavo.backends.native.stage_emitter import GROUP
 from octavo.backends.native.stages import body_first, plan_arena, stages_of
 from octavo.program.expert_ops import GroupedLinear, Route
@@ -34,6 +40,7 @@ class NativeFootprint:
     """Code in which most bytes of weights are packed."""
     computes_fp32: bool
     """Whether every product reads fp32 rows."""
+    layouts: dict[Weight, TileFormat]
 
 
 def native_footprint(
@@ -60,6 +67,7 @@ def native_footprint(
         step_bytes=_step_bytes(optimized, max_tokens),
         code=bytes_of_codes.most_common(1)[0][0],
         computes_fp32=all(formats[weight].code in FP32_CODES for weight in products),
+        layouts=formats,
     )
 
 

@@ -190,7 +190,7 @@ class ReferenceBackend:
         step_bytes = 8 * widths * self.options.max_tokens
         return Footprint(sizes, step_bytes, self._kv_layouts(program), "fp64")
 
-    def measure(self, num_bytes: int, code: str) -> Ceilings:
+    def measure(self, num_bytes: int, footprint: Footprint) -> Ceilings:
         raise BackendUnavailable(
             "the reference backend is not made for speed",
             hint="give --bandwidth and --flops, or plan for native",

@@ -221,9 +221,9 @@ class TorchBackend:
             self.packed_dtype,
         )
 
-    def measure(self, num_bytes: int, code: str) -> Ceilings:
+    def measure(self, num_bytes: int, footprint: Footprint) -> Ceilings:
         return measured_ceilings(
-            num_bytes, DTYPES_OF_CODES.get(code, self.packed_dtype), self.device
+            num_bytes, DTYPES_OF_CODES.get(footprint.code, self.packed_dtype), self.device
         )
 
     def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
