@@ -97,10 +97,10 @@ def legal(matcher: TokenMatcher) -> list[int]:
 def admits(
     compiler: GrammarCompiler, tokenizer: Tokenizer, form: StructuredOutputs, text: str
 ) -> bool:
-    """Returns whether a form's grammar admits a whole text."""
+    """Returns whether the masks of a form's grammar admit a whole text, token by token."""
     matcher = compiler.compile(admit(form, compiler))
     for token_id in tokenizer.encode(text, add_special_tokens=False, allow_special_text=True):
-        if not matcher.allows(token_id):
+        if token_id not in legal(matcher):
             return False
         matcher.take([token_id])
     return matcher.allows(END)
