@@ -81,7 +81,7 @@ def body_of(kind: type[BodyT]) -> Callable[..., Awaitable[BodyT]]:
         except ValidationError as error:
             raise _describe(kind, error) from None
         body.take_unknown_fields(get_ignored(request, is_strict=kind.is_strict))
-        check_interactions(body)
+        check_interactions(body, body.ignored)
         return body
 
     reader: Any = parse

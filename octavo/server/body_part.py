@@ -1,7 +1,8 @@
 """Objects inside request bodies: strict types, and tolerance of what this server does not know.
 
-Unknown fields, list entries of unknown types and unusable values of inert fields are kept aside
-while pydantic validates; `note_ignored` then reports and removes them. Knows no dialect.
+Unknown fields, list entries of unknown types, unusable values of inert fields and blank texts are
+kept aside while pydantic validates; `note_ignored` then reports and removes them. A whole number
+may be written as 4.0. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from octavo.errors import InvalidRequest, shown
 from octavo.server.ignored import UNSUPPORTED, IgnoredFields, join_path, label_of
+
+BLANK = "got an empty text, which stops nothing"
 
 
 class Dropped:
@@ -46,6 +49,25 @@ def _end_at_first_fault(schema: Any) -> None:
     elif isinstance(schema, list | tuple):
         for part in schema:
             _end_at_first_fault(part)
+
+
+def _take_whole_floats(schema: Any) -> None:
+    """Makes the whole numbers of a field's schema take 4.0 for 4; those in lists stay strict, which
+    may be a million token ids.
+    """
+    if schema["type"] == "int":
+        inner = schema.copy()
+        schema.clear()
+        schema.update(core_schema.no_info_before_validator_function(_whole_number, inner))
+    elif schema["type"] in ("default", "nullable"):
+        _take_whole_floats(schema["schema"])
+    elif schema["type"] == "union":
+        for choice in schema["choices"]:
+            _take_whole_floats(choice[0] if isinstance(choice, tuple) else choice)
+
+
+def _whole_number(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class BodyPart(BaseModel):
@@ -80,6 +102,9 @@ class BodyPart(BaseModel):
             if get_rule(cls, name, "inert"):
                 takes = get_rule(cls, name, "takes")
                 _wrap(member["schema"], functools.partial(_drop_unusable, takes))
+            if get_rule(cls, name, "blanks"):
+                _wrap(member["schema"], _drop_blanks)
+            _take_whole_floats(member["schema"])
             if types := get_rule(cls, name, "types"):
                 _wrap(member["schema"], functools.partial(_drop_other_types, types))
         if cls.types:
@@ -122,7 +147,10 @@ def _note_entries(entries: Sequence[Any], ignored: IgnoredFields, path: str) -> 
             note_ignored(entry, ignored, where)
         elif isinstance(entry, Dropped):
             is_any_dropped = True
-            ignored.add(f"{where}.type", entry.reason, shown_as=f"{path}[type={entry.kind}]")
+            if entry.kind:
+                ignored.add(f"{where}.type", entry.reason, shown_as=f"{path}[type={entry.kind}]")
+            else:
+                ignored.add(where, entry.reason)
     return is_any_dropped
 
 
@@ -154,8 +182,7 @@ def _nested_fields(kind: type[BodyPart]) -> list[tuple[str, str]]:
         (name, info.alias or name)
         for name, info in kind.model_fields.items()
         if _holds_part(info.annotation)
-        or get_rule(kind, name, "inert")
-        or get_rule(kind, name, "types")
+        or any(get_rule(kind, name, rule) for rule in ("inert", "types", "blanks"))
     ]
 
 
@@ -172,14 +199,21 @@ def _wrap(schema: Any, check: Callable[[Any, ValidatorFunctionWrapHandler], Any]
 
 
 def _drop_unusable(takes: str, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Drops a value that is of the right type and not one of those that are allowed."""
+    """Drops a value that is not one of those that are allowed."""
     try:
         return validate(value)
-    except ValidationError as error:
-        faults = [fault["type"] for fault in error.errors(include_url=False)]
-        if any(fault.endswith("_type") for fault in faults):
-            raise
+    except ValidationError:
         return Dropped(f"got {shown(value)}, allowed is {takes}")
+
+
+def _drop_blanks(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Drops an empty text, and the empty and null entries of a list."""
+    if value == "":
+        return Dropped(BLANK)
+    if not isinstance(value, list) or all(value):
+        return validate(value)
+    texts = iter(validate([entry for entry in value if entry not in ("", None)]))
+    return [Dropped(BLANK) if entry in ("", None) else next(texts) for entry in value]
 
 
 def _drop_other_types(

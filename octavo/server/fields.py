@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from octavo.errors import InvalidRequest
 from octavo.sampling_limits import NUMBERS, WHOLE_NUMBERS
+from octavo.server.ignored import IgnoredFields
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A whole number of at most 64 bits."""
@@ -38,7 +39,9 @@ def field(
     `takes` says what is allowed, and is what a refusal says; with `by_path` a refusal names the
     faulty part of the value instead. `rules` may hold `needs` ({field: values of which it must have
     one, [] for any}), `excludes` ({field: reason}), `same_as` (a field of the same meaning),
-    `inert` (true if a value that is not allowed is ignored, since the answer is the same),
+    `inert` (true if a value that is not allowed is ignored, since the answer is the same), `blanks`
+    (true if empty texts are ignored), `idle` (true if the field is ignored without what it needs),
+    `neutral` (a value that needs nothing),
     `types` (the known types of an object; one of another type is ignored) and words of JSON schema.
     """
     return Field(
@@ -73,17 +76,38 @@ def taken(takes: str, **bounds: Any) -> Any:
     return field(takes, "taken; changes nothing here", rules={"inert": True}, **bounds)
 
 
-def check_interactions(body: BaseModel) -> None:
-    """Raises InvalidRequest where a body's fields do not go together."""
+def stop_texts(takes: str = "a text or a list of texts", **bounds: Any) -> Any:
+    """Returns the row of the texts that end an answer."""
+    return field(takes, "ends the answer before it", rules={"blanks": True}, **bounds)
+
+
+def user_name() -> Any:
+    """Returns the row of the user that asks."""
+    return field(
+        "a text of at most 200 characters; a fair policy shares among them",
+        "user that asks",
+        rules={"inert": True},
+        max_length=200,
+    )
+
+
+def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
+    """Raises InvalidRequest where a body's fields do not go together; those that change nothing
+    without another one are ignored.
+    """
     for name, rules in _interactions(type(body)):
         value = getattr(body, name)
-        if value is None or value is False:
+        if value is None or value is False or value == rules.get("neutral"):
             continue
         for other, values in rules.get("needs", {}).items():
             got = getattr(body, other)
             if got is None or (values and got not in values):
                 when = f"where {other} is {_spelled(values)}" if values else f"with {other}"
-                raise InvalidRequest(f"{name}: allowed only {when}", param=name)
+                if not rules.get("idle"):
+                    raise InvalidRequest(f"{name}: allowed only {when}", param=name)
+                ignored.add(name, f"allowed only {when}")
+                setattr(body, name, None)
+                break
         for other, reason in rules.get("excludes", {}).items():
             if getattr(body, other) not in (None, False):
                 raise InvalidRequest(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from octavo.server.body import Body
-from octavo.server.fields import Whole, field
+from octavo.server.fields import Whole, field, user_name
 
 
 class PoolingBody(Body):
@@ -21,11 +21,7 @@ class PoolingBody(Body):
         "cuts a text to this many tokens; -1 to as many as the model takes",
         rules={"minimum": -1},
     )
-    user: str | None = field(
-        "a text of at most 200 characters; a fair policy shares among them",
-        "user that asks",
-        max_length=200,
-    )
+    user: str | None = user_name()
     priority: int | None = field(
         "a whole number of at most 32 bits; lower goes first, where the policy is priority",
         "place in the queue",

@@ -135,6 +135,7 @@ def tool_use_of(
     if ignored.drops_entries_of(names.tools) and not _is_satisfied(choice, named, known):
         ignored.add(names.choice, "it needs a tool that is ignored")
         choice, named = "auto", None
+    functions = _without_copies(functions, names, ignored)
     if not functions:
         if choice == "required" or named is not None:
             raise InvalidRequest(
@@ -153,6 +154,23 @@ def tool_use_of(
         return None
     allowed = None if named is None else frozenset(named)
     return ToolUse(functions, choice or "auto", is_parallel, allowed, names, ignored)
+
+
+def _without_copies(
+    functions: Sequence[OfferedFunction], names: ToolNames, ignored: IgnoredFields
+) -> list[OfferedFunction]:
+    """Returns functions without those that are equal to an earlier one, which are ignored."""
+    kept: list[OfferedFunction] = []
+    by_name: dict[str, OfferedFunction] = {}
+    for index, function in enumerate(functions):
+        first = by_name.setdefault(function.name, function)
+        if first is not function and first == function:
+            shown_as = f"{names.tools}[{label_of(function.name)}]"
+            path = f"{names.tools}[{index}].{names.name}"
+            ignored.add(path, _twice(function.name), shown_as=shown_as)
+        else:
+            kept.append(function)
+    return kept
 
 
 def _is_satisfied(choice: Choice | None, named: Sequence[str] | None, known: Sequence[str]) -> bool:
@@ -194,9 +212,11 @@ def _check_name(name: str, seen: set[str], where: str) -> None:
             param=where,
         )
     if name in seen:
-        raise InvalidRequest(
-            f"{where}: got {shown(name)} twice, each tool needs a name of its own", param=where
-        )
+        raise InvalidRequest(f"{where}: {_twice(name)}", param=where)
+
+
+def _twice(name: str) -> str:
+    return f"got {shown(name)} twice, each tool needs a name of its own"
 
 
 def parse_arguments(given: object) -> dict[str, Any]:

@@ -315,7 +315,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
             {"thinking": {"type": "adaptive"}},
             "thinking: got the type 'adaptive', but `tiny` does not think",
         ),
-        ("anthropic", {"stop_sequences": [""]}, "stop_sequences: "),
+        ("anthropic", {"stop_sequences": [""]}, "stop_sequences[0]: "),
         ("anthropic", {"temperature": 9}, "temperature: got 9"),
         ("anthropic", {"metadata": {"user_id": "u" * 513}}, "metadata.user_id: "),
         (
@@ -331,7 +331,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
         ),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
         ("ollama", {"format": "xml"}, "format: got 'xml', allowed are 'json' and a JSON schema"),
-        ("ollama", {"tools": TOOL}, "tools[0].function: needed, and not given"),
+        ("ollama", {"tools": [{"type": "function"}]}, "tools[0].function: needed, and not given"),
         ("ollama", {"think": True}, 'think: got True, but "tiny" does not support thinking'),
         ("ollama", {"options": {"num_ctx": 513}}, "options.num_ctx: got 513, allowed is at most"),
         ("ollama", {"options": {"repeat_last_n": 1}}, "options.repeat_last_n: no such field"),

@@ -180,8 +180,10 @@ def test_ranges_that_are_listed_are_those_that_are_checked(http, listed):
     assert checked > 15
 
 
-def test_interactions_that_are_listed_are_checked(http, listed):
-    """A field without what it needs is refused, and so is one beside what it excludes."""
+def test_interactions_that_are_listed_are_checked(http, strict, listed):
+    """A field without what it needs is refused, or ignored if it then changes nothing; one beside
+    what it excludes is refused.
+    """
     values = {"boolean": True, "integer": 1, "number": 0.5, "object": {}, "string": "left"}
     values["array"] = [1]
     beside = {"truncate_prompt_tokens": 1, "decoder_prompt_token_ids": [1], "suffix": "left"}
@@ -192,8 +194,11 @@ def test_interactions_that_are_listed_are_checked(http, listed):
         value = row.get("choices", [values.get(kind)])[0]
         base = CHAT if "chat" in path else {"prompt": "Hello", "max_tokens": 1}
         if "needs" in row:
-            answer = post(http, base | {row["name"]: value}, path)
-            assert answer.json()["error"]["param"] == row["name"], row
+            fields = base | {row["name"]: value}
+            assert post(strict, fields, path).json()["error"]["param"] == row["name"], row
+            answer = post(http, fields, path)
+            named = answer.headers.get("x-octavo-ignored")
+            assert answer.status_code == 400 or named == row["name"], row
             seen += 1
         for other in row.get("excludes", ()):
             other_value = beside.get(other, True)

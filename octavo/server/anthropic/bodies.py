@@ -12,7 +12,7 @@ from pydantic import Field
 
 from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
-from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.fields import field, needed, sampling, stop_texts, taken
 from octavo.server.notes import build_note
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.plain_chat import TextBlock
@@ -88,12 +88,17 @@ class TurnMessage(BodyPart):
 
 
 class TurnMetadata(BodyPart):
-    user_id: str | None = Field(None, max_length=512)
+    user_id: str | None = field(
+        "a text of at most 512 characters",
+        "user that asks",
+        rules={"inert": True},
+        max_length=512,
+    )
 
 
 class ThinkingConfig(BodyPart):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
+    budget_tokens: int | None = Field(None, ge=0, lt=2**31)
     display: Literal["summarized", "omitted"] | None = field(
         '"summarized" or "omitted"', "whether thinking is shown", rules={"inert": True}
     )
@@ -196,7 +201,7 @@ class MessagesBody(CountTokensBody, FilterBody):
         ge=1,
         lt=2**31,
     )
-    stop_sequences: list[str] | None = field("a list of texts", "end the answer before them")
+    stop_sequences: list[str] | None = stop_texts("a list of texts")
     temperature: float | None = sampling("temperature", "randomness of the draw; 0 is greedy")
     top_p: float | None = sampling(
         "top_p", "draws from the likeliest tokens that together have this probability"

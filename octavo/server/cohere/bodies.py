@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from octavo.server.body_part import BodyPart
-from octavo.server.fields import field, needed, sampling, taken
+from octavo.server.fields import field, needed, sampling, stop_texts, taken
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.message_bodies import ToolBody, ToolCall
 from octavo.server.plain_chat import TextBlock
@@ -76,9 +76,7 @@ class CohereChatBody(FilterBody):
     )
     stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
     max_tokens: int | None = sampling("max_tokens", "most tokens of the answer")
-    stop_sequences: list[str] | None = field(
-        "a list of at most 5 texts", "end the answer before them", max_length=5
-    )
+    stop_sequences: list[str] | None = stop_texts("a list of at most 5 texts", max_length=5)
     temperature: float | None = sampling("temperature", "randomness of the draw; 0 is greedy")
     seed: int | None = sampling("seed", "makes the draws repeatable; null draws a seed")
     frequency_penalty: float | None = sampling(

@@ -9,7 +9,7 @@ from pydantic import Field
 from octavo.errors import InvalidRequest
 from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
-from octavo.server.fields import field, needed, taken
+from octavo.server.fields import field, needed, stop_texts, taken
 from octavo.server.ollama.keep_alive import TAKES, KeepAlive
 from octavo.server.openai.message_bodies import ContentPart, ToolBody
 
@@ -52,7 +52,7 @@ class RunOptions(BodyPart):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[str] | None = stop_texts()
     num_predict: int | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
@@ -94,7 +94,7 @@ class OllamaBody(Body):
     top_logprobs: int | None = field(
         "a whole number from 0 to 20",
         "alternatives given for each token",
-        rules={"needs": {"logprobs": [True]}},
+        rules={"needs": {"logprobs": [True]}, "neutral": 0},
         ge=0,
         le=20,
     )

@@ -14,7 +14,7 @@ from pydantic import Field
 from octavo.sampling_limits import MAX_LISTED, MAX_PROCESSORS
 from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
-from octavo.server.fields import Whole, field, needed, sampling, taken
+from octavo.server.fields import Whole, field, needed, sampling, stop_texts, taken, user_name
 from octavo.server.openai.filter_body import FilterBody
 from octavo.server.openai.message_bodies import (
     AllowedToolsChoice,
@@ -126,7 +126,7 @@ class SamplingBody(FilterBody):
         "min_p", "draws from tokens with at least this share of the likeliest one's probability"
     )
     seed: Whole | None = sampling("seed", "makes the draws repeatable; null draws a seed")
-    stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
+    stop: str | list[str] | None = stop_texts()
     stop_token_ids: list[TokenId] | None = field("a list of token ids", "end the answer")
     repetition_detection: dict[str, TokenId] | None = field(
         "an object of max_pattern_size, min_pattern_size and min_count",
@@ -204,12 +204,12 @@ class SamplingBody(FilterBody):
     length_penalty: float | None = field(
         "a number from -10 to 10",
         "power of its length that divides the logprob of a beam",
-        rules={"needs": {"use_beam_search": [True]}, "minimum": -10, "maximum": 10},
+        rules={"needs": {"use_beam_search": [True]}, "idle": True, "minimum": -10, "maximum": 10},
     )
     early_stopping: bool | Literal["never"] | None = field(
         'true, false or "never"',
         "when a beam search ends",
-        rules={"needs": {"use_beam_search": [True]}},
+        rules={"needs": {"use_beam_search": [True]}, "idle": True},
     )
     cache_salt: str | None = field("a text", "shares cached prefixes with the same salt only")
     request_id: str | None = field(
@@ -228,7 +228,7 @@ class SamplingBody(FilterBody):
         "an object of include_usage, continuous_usage_stats and include_obfuscation (false)",
         "what a stream says besides",
         by_path=True,
-        rules={"needs": {"stream": [True]}},
+        rules={"needs": {"stream": [True]}, "idle": True},
     )
     return_token_ids: bool = field(FLAG, "adds token ids to the answer", default=False)
     return_tokens_as_token_ids: bool = field(
@@ -240,11 +240,7 @@ class SamplingBody(FilterBody):
     timings: bool = field(
         "true or false: say where the time went", "adds queueing, prefill and decode", default=False
     )
-    user: str | None = field(
-        "a text of at most 200 characters; a fair policy shares among them",
-        "user that asks",
-        max_length=200,
-    )
+    user: str | None = user_name()
     priority: int | None = field(
         "a whole number of at most 32 bits; lower goes first, where the policy is priority",
         "place in the queue",
@@ -276,7 +272,7 @@ class PromptBody(SamplingBody):
     truncation_side: Literal["left", "right"] | None = field(
         '"left" or "right"',
         "side at which the prompt is cut; null is left",
-        rules={"needs": {"truncate_prompt_tokens": []}},
+        rules={"needs": {"truncate_prompt_tokens": []}, "idle": True},
     )
 
 
@@ -380,7 +376,7 @@ class ChatBody(ConversationBody, PromptBody):
     top_logprobs: Whole | None = field(
         "a whole number from 0 up",
         "alternatives given for each token",
-        rules={"needs": {"logprobs": [True]}},
+        rules={"needs": {"logprobs": [True]}, "neutral": 0},
         ge=0,
     )
     echo: bool = field(

@@ -53,6 +53,7 @@ class FilterBody(Body):
         f"a regular expression in RE2's notation, of at most {MAX_PATTERN} characters, or a list"
         f" of at most {MAX_PATTERNS}",
         f"ends the answer before its match, which has at most {MAX_MATCH} characters",
+        rules={"blanks": True},
     )
 
 

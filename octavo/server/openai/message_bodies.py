@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from octavo.server.body_part import BodyPart
 from octavo.server.fields import taken
@@ -68,6 +68,15 @@ class Message(BodyPart):
     reasoning: str | None = None
     reasoning_content: str | None = None
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _list_parts(cls, content: Any) -> Any:
+        """Takes a lone part as a list of one, and texts in a list as parts."""
+        parts = [content] if isinstance(content, dict) and "type" in content else content
+        if not isinstance(parts, list) or not any(isinstance(part, str) for part in parts):
+            return parts
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
 
 class OfferedFunctionBody(BodyPart):
     """A function that the model may call."""
@@ -84,6 +93,19 @@ class ToolBody(BodyPart):
 
     type: Literal["function"] = "function"
     function: OfferedFunctionBody
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest_function(cls, given: Any) -> Any:
+        """Takes the flat form of a tool, which Responses and Anthropic's API have."""
+        if not isinstance(given, dict) or "function" in given or "name" not in given:
+            return given
+        rest = dict(given)
+        if "input_schema" in rest:
+            rest.setdefault("parameters", rest.pop("input_schema"))
+        names = [name for name in OfferedFunctionBody.model_fields if name in rest]
+        function = {name: rest.pop(name) for name in names}
+        return {**rest, "function": function}
 
 
 class FunctionName(BodyPart):

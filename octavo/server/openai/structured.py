@@ -82,8 +82,13 @@ def response_format(
             raise InvalidRequest(
                 f"{name}.schema: got {shown(schema)}, allowed is an object", param=name
             )
-        return StructuredOutputs(json=schema, json_object=None if schema else True, given_as=name)
+        if not schema:
+            return StructuredOutputs(json_object=True, given_as=name)
+        schema = _without_unenforced(schema, f"{name}.schema", ignored)
+        return StructuredOutputs(json=schema, given_as=name)
     if kind == "json_schema":
+        if given.get("json_schema") is None and "schema" in given:  # llama.cpp's form too
+            given = {"type": kind, "json_schema": {**given, "type": None}}
         _known(name, given, ("type", "json_schema"), ignored)
         schema = _schema(given.get("json_schema"), name, ignored)
         return StructuredOutputs(json=schema, given_as=name)
@@ -106,11 +111,8 @@ def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
     _known(f"{name}.json_schema", given, SCHEMA_KEYS, ignored)
     label = given.get("name")
     if label is not None and not (isinstance(label, str) and 0 < len(label) <= MAX_NAME):
-        raise InvalidRequest(
-            f"{name}: got {shown(label)} as the schema's name, allowed is a text of at most"
-            f" {MAX_NAME} characters",
-            param=name,
-        )
+        reason = f"got {shown(label)}, allowed is a text of at most {MAX_NAME} characters"
+        ignored.add(f"{name}.json_schema.name", reason)
     if not isinstance(given.get("strict"), bool | None):
         raise InvalidRequest(
             f"{name}: got {shown(given['strict'])} as strict, allowed is true or false", param=name
@@ -118,9 +120,16 @@ def _schema(given: object, name: str, ignored: IgnoredFields) -> Any:
     schema = given["schema"]
     if given.get("strict") or not isinstance(schema, Mapping):
         return schema
+    return _without_unenforced(schema, f"{name}.json_schema.schema", ignored)
+
+
+def _without_unenforced(
+    schema: Mapping[str, Any], name: str, ignored: IgnoredFields
+) -> dict[str, Any]:
+    """Returns a schema without the keywords that no grammar enforces, which are ignored."""
     found = without_unenforced(schema)
-    ignored.add_keywords(found.dropped, f"{name}.json_schema.schema")
-    return found.schema
+    ignored.add_keywords(found.dropped, name)
+    return dict(found.schema)
 
 
 def _known(

@@ -13,7 +13,7 @@ from octavo.engine.front.sampling_defaults import params_over
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.body_part import BodyPart
-from octavo.server.fields import Whole, field, sampling, taken
+from octavo.server.fields import Whole, field, sampling, stop_texts, taken, user_name
 from octavo.server.notes import build_note
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
@@ -58,9 +58,8 @@ Metadata = Annotated[
         f" characters, under names of at most {MAX_METADATA_KEY}",
     ),
 ]
-ShortText = Annotated[
-    str | None, Field(max_length=200, description="a text of at most 200 characters")
-]
+SHORT_TEXT = "a text of at most 200 characters"
+ShortText = Annotated[str | None, Field(max_length=200, description=SHORT_TEXT)]
 
 
 SERVER_ITEMS = frozenset(
@@ -194,7 +193,7 @@ class ResponseBody(FilterBody):
         "frequency_penalty", "penalty by how often a token has occurred"
     )
     seed: Whole | None = sampling("seed", "seed of the draws")
-    stop: str | list[str] | None = field("a text or a list of texts", "ends the answer before it")
+    stop: str | list[str] | None = stop_texts()
     min_tokens: Whole | None = sampling("min_tokens", "tokens before the answer may end")
     ignore_eos: Choice = None
     allowed_token_ids: list[TokenId] | None = field("a list of token ids", "tokens to draw from")
@@ -210,14 +209,14 @@ class ResponseBody(FilterBody):
         '{"include_obfuscation": false}',
         "what a stream says besides",
         by_path=True,
-        rules={"needs": {"stream": [True]}},
+        rules={"needs": {"stream": [True]}, "idle": True},
     )
     metadata: Metadata = None
     previous_response_id: ShortText = None
     truncation: Annotated[
         str | None, Field(pattern="^(auto|disabled)$", description='"auto" or "disabled"')
     ] = None
-    user: ShortText = None
+    user: str | None = user_name()
     text: ResponseText | None = field(
         "an object of format and verbosity", "form of the answer", by_path=True
     )
@@ -250,11 +249,11 @@ class ResponseBody(FilterBody):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = taken(
         '"auto", "default", "flex", "scale" or "priority"'
     )
-    prompt_cache_key: ShortText = None
+    prompt_cache_key: str | None = taken(SHORT_TEXT, max_length=200)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = taken(
         '"in_memory" or "24h"'
     )
-    safety_identifier: ShortText = None
+    safety_identifier: str | None = taken(SHORT_TEXT, max_length=200)
 
     @property
     def is_stored(self) -> bool:
