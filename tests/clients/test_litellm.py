@@ -120,10 +120,11 @@ def test_a_tool_is_called_through_cohere(server):
         api_key="none",
         messages=TALK,
         tools=[tool],
-        tool_choice="required",
+        extra_body={"tool_choice": "REQUIRED"},  # it sends no tool_choice of its own there
         max_tokens=100,
         stream=True,
     )
     calls = [call for part in parts for call in part.choices[0].delta.tool_calls or ()]
     assert calls[0].function.name == "look_up"
-    json.loads("".join(call.function.arguments or "" for call in calls))
+    first = [call.function.arguments or "" for call in calls if call.index == 0]
+    json.loads("".join(first))
