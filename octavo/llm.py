@@ -17,7 +17,6 @@ from typing import Any, Self
 from octavo.beam_search_params import BeamSearchParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
-from octavo.engine.core import CoreOutputs
 from octavo.engine.front.arguments import (
     Messages,
     Prompt,
@@ -416,29 +415,22 @@ class LLM:
                 if self._is_stepping:
                     self._turn.wait()
                 else:
-                    self._step(at_once=streaming)
+                    self._step()
             self._changed -= changed
             wanted = [name for name in changed if streaming or self.front.is_finished(name)]
             return [self.front.output(name) for name in wanted]
 
-    def _step(self, *, at_once: bool) -> None:
-        """Steps the core once, for the requests of all threads; with `at_once` the step ends with
-        the first token of each. The caller's lock is given up for that time.
+    def _step(self) -> None:
+        """Steps the core once, for the requests of all threads. The caller's lock is given up for
+        that time.
         """
         self._is_stepping = True
         self._turn.release()
         try:
-            step = self.front.receive(take_early=None if at_once else self._take_early)
+            step = self.front.receive()
         finally:
             self._turn.acquire()
             self._is_stepping = False
             self._turn.notify_all()
         if step is not None:
             self._changed.update(self.front.take(step))
-
-    def _take_early(self, step: CoreOutputs) -> bool:
-        """Takes in what a step yields before its end."""
-        with self._turn:
-            self._changed.update(self.front.take(step))
-            self._turn.notify_all()
-        return True

@@ -4,7 +4,7 @@ importing it. Those of prompts are in `prompt_ports.py`, those of files in `chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from octavo.errors import OctavoError
@@ -19,20 +19,15 @@ from octavo.kv_messages import (
     StreamedBlock,
 )
 from octavo.outputs import Profile
-from octavo.step import RowResult, StepPlan, StepResult
-
-Between = Callable[[Sequence[RowResult]], bool]
-"""Called between two decode steps of a plan with the results of the first; False ends the plan
-there. It never raises.
-"""
+from octavo.step import StepPlan, StepResult
 
 
 class Executor(Protocol):
     """Runs steps. The core knows only this; `worker/worker.py` implements it."""
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
-        """Carries out a plan; the result holds all steps' tokens. The fault of a single row does
-        not raise: that row's result carries `failure`.
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carries out a plan of one step. The fault of a single row does not raise: that row's
+        result carries `failure`.
         """
         ...
 
@@ -63,6 +58,18 @@ class AsyncExecutor(Executor, Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Starts a step and returns as soon as it can; rows that are `from_device` take what the
         step before draws.
+        """
+        ...
+
+
+@runtime_checkable
+class DecodingExecutor(Executor, Protocol):
+    """An executor that carries out plans of several decode steps."""
+
+    def decode(self, plan: StepPlan) -> Generator[StepResult]:
+        """Carries out a plan: computes one decode step each time the iterator is advanced, each
+        row's drawn token being its next one. The caller may stop after any step; the iterator ends
+        by itself behind `plan.num_steps` steps, or sooner.
         """
         ...
 

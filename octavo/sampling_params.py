@@ -218,7 +218,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
     @property
     def ends_by_text(self) -> bool:
         """Whether the text may end the request, and not its tokens alone."""
-        return bool(self.stop_strings or self.stop_patterns)
+        return bool(self.stop or self.stop_regex)
 
     def _check_flags(self) -> None:
         for name in FLAGS:

@@ -205,10 +205,8 @@ class StepPlan(msgspec.Struct):
     rows: list[ScheduledRow]
     connector: ConnectorPlan | None = None
     num_steps: int = 1
-    """Decode steps that the plan holds, each row's drawn token being its next one. More than 1 only
-    where every row computes one token and draws one.
-
-    They end early where a request ends or fails, and where the executor's caller says so.
+    """Most decode steps of the plan, each row's drawn token being its next one. More than 1 only
+    where every row computes one token and draws one; `start` then advances with each step.
     """
     table_ends: list[TableEnd] = []
     """Tables that became shorter since the last plan."""
@@ -241,7 +239,7 @@ class TokenLogprobs(msgspec.Struct):
 
 
 class RowResult(msgspec.Struct):
-    """The result of one row of the plan: a token for each decode step, none where it drew none."""
+    """The result of one row of a step: the tokens that it drew."""
 
     request_id: str
     token_ids: list[int] = []
@@ -334,7 +332,9 @@ class KvArrivals(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct):
-    """The results of a plan's rows, in its order, and the seconds that the device was busy."""
+    """The results of a plan's rows in one step, in the plan's order, and the seconds that the
+    device was busy.
+    """
 
     step: int
     rows: list[RowResult]
@@ -353,10 +353,6 @@ class StepResult(msgspec.Struct):
     """Adapters whose reading has ended since the last result."""
     not_encoded: list[bytes] = []
     """Digests of images of the plan that could not be encoded."""
-    num_steps: int = 1
-    """Decode steps computed, at most as many as the plan holds; each row has a token from every
-    one.
-    """
     weights: WeightArrivals | None = None
     """Weights read from a file so far; None where all are in memory."""
     spilled: KvArrivals | None = None

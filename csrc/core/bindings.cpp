@@ -8,6 +8,7 @@
 #include "arrays.h"
 #include "builder.h"
 #include "ceilings.h"
+#include "decode_call.h"
 #include "disk_rate.h"
 #include "packing.h"
 #include "source_digest.h"
@@ -744,12 +745,16 @@ NB_MODULE(_native, m) {
              "Copies the logits of a sampled row of the step that was just run, which kept them.")
         .def("candidates", &Builder::candidates, "samples"_a, "out"_a,
              "Writes the tokens that sampled rows would draw one after another, while their draws are "
-             "checked.")
-        .def(
-            "decode", &Builder::decode, "batch"_a, "output"_a, "kv"_a, "steps"_a, "goes_on"_a,
-            "check"_a.none(),
-            "Computes up to steps.num_steps steps of a decoding batch, each row's draw its next token, until "
-            "one ends a request or goes_on(step) is false. Returns how many.");
+             "checked.");
+    nb::class_<DecodeCall>(m, "DecodeCall",
+                           "Up to steps.num_steps steps of a decoding batch, each row's draw its next token. "
+                           "Nothing is computed yet.")
+        .def(nb::init<Builder&, const nb::object&, const nb::object&, const std::shared_ptr<KvMemory>&,
+                      const nb::object&>(),
+             "executor"_a, "batch"_a, "output"_a, "kv"_a, "steps"_a, nb::keep_alive<1, 2>())
+        .def("step", &DecodeCall::step, "check"_a.none(),
+             "Computes the next step into its part of the output's arrays. Returns whether another may "
+             "follow.");
 }
 
 }  // namespace octavo

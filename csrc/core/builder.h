@@ -471,31 +471,6 @@ struct Builder {
         executor.write_candidates(*checked_step_, *checked_kv_, rows, out.data());
     }
 
-    // Returns how many steps were computed and checked. An exception in any but the first ends them instead:
-    // the rows have taken in the steps before, and the caller meets it again when it computes that step next.
-    int decode(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
-               const nb::object& steps, const nb::callable& goes_on, const nb::object& check) {
-        const int num_steps = nb::cast<int>(steps.attr("num_steps"));
-        const Batch first = read_batch(batch, output, num_steps);
-        DecodeBatch decoding(first, kv->num_groups(), num_steps, read_end_tokens(steps, first.num_requests));
-        const bool follows_tokens = nb::cast<bool>(steps.attr("follows_tokens"));
-        for (int done = 0;; done++) {
-            try {
-                if (done > 0 && follows_tokens)
-                    decoding.follow(read_sampling(batch.attr("sampling"), (size_t)first.num_samples));
-                run_and_check(decoding.batch(), *kv, check, done);
-            } catch (const nb::python_error& error) {
-                if (done == 0 || error.matches(PyExc_KeyboardInterrupt)) throw;
-                return done;
-            } catch (const std::exception&) {
-                if (done == 0) throw;
-                return done;
-            }
-            const bool is_last = done + 1 == num_steps || !decoding.advance();
-            if (is_last || !nb::cast<bool>(goes_on(done))) return done + 1;
-        }
-    }
-
     nb::list profiled() const {
         nb::list rows;
         for (const auto& [name, time] : executor.profiled())

@@ -6,7 +6,7 @@ KV memory in `kv.py`. Knows Programs and packed weights, and nothing of requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.batch import Check, DecodeSteps, GoesOn, SampleResult, StepBatch, StepOutput
+from octavo.backends.batch import Check, DecodedStep, DecodeSteps, StepBatch, StepOutput
 from octavo.backends.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache, SpillingKvCache
 from octavo.outputs import Profile
 from octavo.program.low_rank import Updates
@@ -320,20 +320,16 @@ class CheckingRunnable(Protocol):
 
 @runtime_checkable
 class DecodingRunnable(Protocol):
-    """A Runnable that computes several decode steps in one call."""
+    """A Runnable that computes several decode steps of one batch."""
 
     def decode(
-        self,
-        batch: StepBatch,
-        kv: KvCache,
-        steps: DecodeSteps,
-        goes_on: GoesOn,
-        check: Check | None,
-    ) -> list[SampleResult]:
-        """Computes several steps, each bitwise as `run` does, or `run_checked` with a check, and
-        returns their results.
+        self, batch: StepBatch, kv: KvCache, steps: DecodeSteps, check: Check | None
+    ) -> Iterator[DecodedStep]:
+        """Computes a step each time the iterator is advanced, bitwise as `run` does, or
+        `run_checked` with a check.
 
-        A fault in the first step is raised; a fault in a later one ends the call before it.
+        The step in which a request ends or fails is the last. A fault in the first step is raised;
+        a fault in a later one ends the iterator before it.
         """
         ...
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -347,9 +347,6 @@ class KeptRows(Protocol):
 Check = Callable[[SampleResult, KeptRows], Redraw | None]
 """Looks at the draws of a step, and may set them; None where all of them hold."""
 
-GoesOn = Callable[[SampleResult], bool]
-"""Takes the draws of a decode step and says whether there is to be another one."""
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
@@ -366,5 +363,12 @@ class DecodeSteps:
     end_ids: NDArray[np.int32]
     """Tokens that end a request, those of all requests end to end."""
     follows_tokens: bool = False
-    """Whether GoesOn sets, in the batch's sampling, what is added to logits and the bounds of
-    mirostat for the next step, since these follow from the tokens that were drawn."""
+    """Whether the caller sets, in the batch's sampling, what is added to logits and the bounds of
+    mirostat between two steps, since these follow from the tokens that were drawn."""
+
+
+class DecodedStep(NamedTuple):
+    """The draws of one of several decode steps."""
+
+    samples: SampleResult
+    is_last: bool

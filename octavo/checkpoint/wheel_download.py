@@ -120,7 +120,7 @@ class _Progress:
 
 
 def _tree_bytes(folder: Path) -> int:
-    """Returns the bytes of all files in a folder, of which pip may move some meanwhile."""
+    """Returns the bytes of all files in a folder, of which pip may move some during the walk."""
     num_bytes = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -132,7 +132,7 @@ def _tree_bytes(folder: Path) -> int:
 def _download(requirement: str, folder: Path, tell: Callable[[], None]) -> Path:
     """Downloads the wheel of one exact requirement with pip, without its dependencies.
 
-    `tell` is called often meanwhile; an error of it, or Ctrl-C, ends pip.
+    `tell` is called often during the download; an error of it, or Ctrl-C, ends pip.
     """
     options = [
         "--no-deps",

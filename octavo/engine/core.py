@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import msgspec
 
-from octavo.engine.early_outputs import EarlyOutputs
 from octavo.engine.kv.pin import Pin
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.live.view import EngineView
@@ -37,12 +37,7 @@ from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.stats import EngineStats, StepTokens
 from octavo.engine.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.errors import EngineDead
-from octavo.ports import (
-    AsyncExecutor,
-    Between,
-    Executor,
-    Launched,
-)
+from octavo.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
 from octavo.step import RowResult, StepPlan, StepResult
 from octavo.transfer.block_events import BlockEvent
 
@@ -66,12 +61,6 @@ class CoreOutputs(msgspec.Struct):
     """Costs of steps as measured so far, now and then."""
 
 
-TakeEarly = Callable[[CoreOutputs], bool]
-"""Takes what a plan's decode step yields before its last one; False leaves the outputs to the end
-of the step, which then ends.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
     """A step that was computed at once, or could not be. Implements `ports.Launched`."""
@@ -92,6 +81,16 @@ class StepInFlight:
     launched: Launched
     began: float
     """When it was planned, on the core's clock."""
+    is_first: bool = True
+    """Whether it is the first decode step of its plan."""
+
+
+class Decode(NamedTuple):
+    """A plan of several decode steps that is being carried out."""
+
+    plan: StepPlan
+    results: Generator[StepResult]
+    """Computes the next step each time it is advanced."""
 
 
 class EngineCore:
@@ -142,6 +141,10 @@ class EngineCore:
         self.steps_ahead = max(num_lanes - 1, 1 if runs_ahead else 0)
         """Steps that are launched before the oldest one is taken in."""
         self._in_flight: deque[StepInFlight] = deque()
+        self._told = EngineStats()
+        """Statistics that went out with the last outputs."""
+        self._decode: Decode | None = None
+        """The plan of several decode steps that is being carried out."""
         self._early: list[EngineOutput] = []
         """Outputs of steps that were taken in between two calls of `step`."""
         self._watch: EngineWatch | None = None
@@ -152,6 +155,7 @@ class EngineCore:
     def has_work(self) -> bool:
         return (
             bool(self._in_flight)
+            or self._decode is not None
             or self.scheduler.has_work
             or self._holds_memory
             or bool(self._early)
@@ -169,22 +173,26 @@ class EngineCore:
         return self._meter.costs
 
     def add(self, request: EngineRequest) -> None:
+        self._end_decode()
         self._log.write(RequestAdded(request))
         if not self.has_work:
             self._moved = None
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
+        self._end_decode()
         self._log.write(RequestAborted(request_id))
         self.scheduler.abort(request_id)
 
     def fail(self, request_id: str, error: str) -> None:
         """Ends a request for a reason that is not the user's."""
+        self._end_decode()
         self._log.write(RequestFailed(request_id, error))
         self.scheduler.fail(request_id, error)
 
     def change(self, change: RequestChange) -> None:
         """Gives a request that waits or runs other params and another priority."""
+        self._end_decode()
         self._log.write(RequestChanged(change))
         self.scheduler.change(change)
 
@@ -207,32 +215,29 @@ class EngineCore:
         """Keeps a prompt in the prefix cache for a time; returns how many of its tokens, or raises
         InvalidRequest.
         """
+        self._end_decode()
         self._log.write(PrefixPinned(pin))
         return self.scheduler.blocks.pin_prefix(pin)
 
     def pause_s(self) -> float:
         """Returns the seconds for which steps do nothing unless a request comes or goes."""
-        if self._in_flight or self._early or self.scheduler.blocks.events:
+        if self._in_flight or self._decode or self._early or self.scheduler.blocks.events:
             return 0.0
         return self.scheduler.pause_s(self._clock())
 
-    def step(self, take_early: TakeEarly | None = None) -> CoreOutputs:
+    def step(self) -> CoreOutputs:
         """Plans a step and takes one in: the same, or, where the executor runs ahead, the one
         before. Either may be left to the next call.
 
-        Where a plan holds several decode steps, `take_early` is given what each of them yields;
-        without it all comes at the end.
+        Where a plan holds several decode steps, each call takes in one of them.
         """
         outputs, self._early = self._early, []
-        early = None
-        if self._may_plan:
+        if not self._decode_on() and self._may_plan:
             began, plan = self._plan()
-            early = self._early_outputs(plan, take_early)
-            self._in_flight.append(StepInFlight(plan, self._launch(plan, early), began))
+            self._in_flight.append(StepInFlight(plan, self._launch(plan), began))
             if len(self._in_flight) <= self.steps_ahead:
                 return CoreOutputs(outputs, self._stats(), block_events=self._block_events())
-        taken = self._take_in(self._in_flight.popleft())
-        outputs += taken if early is None else early.rest(taken)
+        outputs += self._take_in(self._in_flight.popleft())
         return CoreOutputs(
             outputs,
             self._stats(),
@@ -268,37 +273,65 @@ class EngineCore:
         self._end_starvation(plan, now)
         return now, plan
 
-    def _early_outputs(self, plan: StepPlan, take: TakeEarly | None) -> EarlyOutputs | None:
-        """Returns what hands on a plan's early outputs; None where it has one decode step, or no
-        one takes them.
-        """
-        if take is None or plan.num_steps == 1:
-            return None
-        stats = self._stats()
-        return EarlyOutputs(
-            self.scheduler, lambda outputs: take(CoreOutputs(outputs, stats)), clock=self._clock
-        )
-
-    def _launch(self, plan: StepPlan, between: Between | None) -> Launched:
+    def _launch(self, plan: StepPlan) -> Launched:
         try:
             if self.steps_ahead and isinstance(self.executor, AsyncExecutor):
                 assert plan.num_steps == 1, "the next plan counts on one token of each row"
                 return self.executor.launch(plan)
-            return CompletedStep(self.executor.execute(plan, between))
+            if plan.num_steps == 1:
+                return CompletedStep(self.executor.execute(plan))
+            # Other executors are given plans of one step.
+            results = cast("DecodingExecutor", self.executor).decode(plan)
+            self._decode = Decode(plan, results)
+            return CompletedStep(next(results))
         except Exception as error:
             return CompletedStep(error)
+
+    def _decode_on(self) -> bool:
+        """Computes the next step of a plan of several decode steps; returns False where none is
+        being carried out any more.
+        """
+        if self._decode is None:
+            return False
+        plan, results = self._decode
+        began = self._clock()
+        try:
+            result: StepResult | Exception | None = next(results, None)
+        except Exception as error:
+            result = error
+        if result is None:
+            self._end_decode()
+            return False
+        self.scheduler.repeat()
+        self._in_flight.append(StepInFlight(plan, CompletedStep(result), began, is_first=False))
+        return True
+
+    def _end_decode(self) -> None:
+        """Ends a plan of several decode steps behind the last one that was taken in."""
+        if self._decode is not None:
+            self._decode.results.close()
+            self.scheduler.end_decode()
+            self._decode = None
 
     def _take_in(self, step: StepInFlight) -> list[EngineOutput]:
         plan = step.plan
         result = self._result(plan, step.launched)
-        self._kv_meter.observe(plan, result, self.scheduler)
+        if step.is_first:
+            self._kv_meter.observe(plan, result, self.scheduler)
+        else:
+            self._kv_meter.repeat(plan, self.scheduler)
         if plan.rows:
-            self._step_tokens.add(plan.num_tokens, result.num_steps)
+            self._step_tokens.add(plan.num_tokens)
         self._holds_memory = bool(result.kv_bytes)
         outputs = self.scheduler.update(plan, result)
+        if not self.scheduler.decodes:
+            self._end_decode()
         now = self._clock()
         elapsed_s = now - max(step.began, self._measured_until)
-        self._meter.observe(plan, result, elapsed_s)
+        if step.is_first:
+            self._meter.observe(plan, result, elapsed_s)
+        else:
+            self._meter.repeat(plan, elapsed_s)
         self._measured_until = now
         if self._watch is not None:
             self._watch.note(plan, result, elapsed_s)
@@ -306,6 +339,7 @@ class EngineCore:
 
     def settle(self) -> None:
         """Takes in all steps in flight; their outputs come with the next step."""
+        self._end_decode()
         while self._in_flight:
             self._early += self._take_in(self._in_flight.popleft())
 
@@ -320,10 +354,12 @@ class EngineCore:
         return view
 
     def _stats(self) -> EngineStats:
-        stats = self.scheduler.stats()
-        stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
-        stats.step_tokens = self._step_tokens + StepTokens()
-        return stats
+        """Returns the counters; between the decode steps of a plan those before it."""
+        if self._decode is None:
+            self._told = stats = self.scheduler.stats()
+            stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
+            stats.step_tokens = self._step_tokens + StepTokens()
+        return self._told
 
     def _result(self, plan: StepPlan, launched: Launched) -> StepResult:
         """Waits for a step's result. An exception fails the step's requests and no other: their

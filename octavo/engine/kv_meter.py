@@ -33,12 +33,9 @@ class KvMeter:
         """
         if not plan.rows or not self._block_bytes:
             return
-        blocks, running = (
-            scheduler.blocks,
-            [row for request in scheduler.running for row in request.rows],
-        )
-        num_ahead = (result.num_steps - 1) * len(plan.rows)
-        num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens + num_ahead
+        blocks = scheduler.blocks
+        running = [row for request in scheduler.running for row in request.rows]
+        num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens
         tables = [blocks.tables[row.request_id] for row in running]
         used = reserved = whole = 0.0
         for group, (pool, block_bytes) in enumerate(
@@ -56,10 +53,13 @@ class KvMeter:
             used += (num_held - num_empty_tokens / blocks.block_size) * block_bytes
             whole += len(running) * -(-self._max_model_len // blocks.block_size) * block_bytes
         self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
-        growing = sum(
-            block_bytes
-            for pool, block_bytes in zip(blocks.pools, self._block_bytes, strict=True)
-            if pool.life.grows
-        )
-        on_average = self.now - KvBytes(num_ahead / 2 / blocks.block_size * growing)
-        self.sums += on_average.times(result.num_steps)
+        self.sums += self.now
+
+    def repeat(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """Measures a further decode step of the last plan: each row fills one more token."""
+        if not self._block_bytes:
+            return
+        pools = zip(scheduler.blocks.pools, self._block_bytes, strict=True)
+        growing = sum(block_bytes for pool, block_bytes in pools if pool.life.grows)
+        self.now += KvBytes(len(plan.rows) / scheduler.blocks.block_size * growing)
+        self.sums += self.now

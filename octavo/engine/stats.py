@@ -39,9 +39,6 @@ class KvBytes(msgspec.Struct, frozen=True, array_like=True):
             self.whole_contexts - other.whole_contexts,
         )
 
-    def times(self, count: int) -> KvBytes:
-        return KvBytes(self.used * count, self.reserved * count, self.whole_contexts * count)
-
     @property
     def utilisation(self) -> float:
         """Share of the reserved bytes that are used, 0 to 1."""
@@ -59,10 +56,10 @@ class StepTokens(msgspec.Struct, array_like=True):
     """Number of steps by bucket; the last one has no upper bound."""
     total: int = 0
 
-    def add(self, num_tokens: int, num_steps: int) -> None:
-        """Takes in steps of `num_tokens` each."""
-        self.counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += num_steps
-        self.total += num_tokens * num_steps
+    def add(self, num_tokens: int) -> None:
+        """Takes in a step of `num_tokens`."""
+        self.counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        self.total += num_tokens
 
     def __add__(self, other: StepTokens) -> StepTokens:
         counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]

@@ -128,7 +128,9 @@ class StepCostMeter:
     """Measures what steps cost, as running means. `known` are costs measured before."""
 
     def __init__(self, known: StepCosts = UNMEASURED) -> None:
-        self.costs = known
+        self._costs: StepCosts | None = known
+        """None after a step until `costs` is read."""
+        self._swap_blocks_per_s = known.swap_blocks_per_s
         self._points = {
             StepKind(_bucket(round(point.num_tokens)), verifies): point
             for verifies, points in ((False, known.points), (True, known.verifying))
@@ -137,46 +139,58 @@ class StepCostMeter:
         self._key_fit = KeyCostFit(known.key_s)
 
     def observe(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
-        """Takes in a plan that was carried out: `elapsed_s` of wall clock for all of its decode
-        steps, Python's share included.
-        """
-        swap_blocks_per_s = self.costs.swap_blocks_per_s
+        """Takes in a step that took `elapsed_s` of wall clock, Python's share included."""
         if result.moved_s > 0 and any(move.kind != "copy" for move in plan.moves):
-            swap_blocks_per_s = _mean(swap_blocks_per_s, len(plan.moves) / result.moved_s)
-        step_s = (elapsed_s - result.moved_s) / result.num_steps
+            self._swap_blocks_per_s = _mean(
+                self._swap_blocks_per_s, len(plan.moves) / result.moved_s
+            )
+        step_s = elapsed_s - result.moved_s
         # A step in which a row fails may have been computed again, row by row.
         has_failed = any(row.failure is not None for row in result.rows)
         if plan.rows and step_s > 0 and not (has_failed or _only_proposes(plan)):
             kind = StepKind(_bucket(plan.num_tokens), _only_verifies(plan))
-            point = CostPoint(plan.num_tokens, _keys_read(plan, result.num_steps), step_s)
-            self._observe_step(kind, point, result.num_steps)
-        self.costs = StepCosts(
-            self._points_of(verifies=False),
-            self._key_fit.key_s,
-            swap_blocks_per_s,
-            self._points_of(verifies=True),
-        )
+            num_keys = sum(row.start + row.num_tokens for row in plan.rows)
+            self._observe_step(kind, CostPoint(plan.num_tokens, num_keys, step_s))
+        self._costs = None
+
+    def repeat(self, plan: StepPlan, step_s: float) -> None:
+        """Takes in a further decode step of a plan, in which each row computes a token."""
+        if step_s <= 0:
+            return
+        num_rows = len(plan.rows)
+        num_keys = sum(row.start for row in plan.rows) + num_rows
+        kind = StepKind(_bucket(num_rows), verifies=False)
+        self._observe_step(kind, CostPoint(num_rows, num_keys, step_s))
+        self._costs = None
+
+    @property
+    def costs(self) -> StepCosts:
+        """Costs of steps as measured so far."""
+        if self._costs is None:
+            self._costs = StepCosts(
+                self._points_of(verifies=False),
+                self._key_fit.key_s,
+                self._swap_blocks_per_s,
+                self._points_of(verifies=True),
+            )
+        return self._costs
 
     def _points_of(self, *, verifies: bool) -> tuple[CostPoint, ...]:
         return tuple(
             self._points[kind] for kind in sorted(self._points) if kind.verifies == verifies
         )
 
-    def _observe_step(self, kind: StepKind, new: CostPoint, num_steps: int) -> None:
-        """Takes in the mean of `num_steps` decode steps of one call, which weighs as much as they
-        would one by one.
-        """
+    def _observe_step(self, kind: StepKind, new: CostPoint) -> None:
         old = self._points.get(kind) or new
         seconds = min(new.seconds, MOST_SLOWER * old.seconds)
         # Beyond, steps of one bucket differ in their tokens too: not all of a difference in
         # seconds would be the keys'.
         if new.num_tokens <= MAX_SINGLE_TOKENS:
             self._key_fit.observe(kind, new.num_keys, seconds)
-        weight = 1 - (1 - WEIGHT) ** num_steps
         self._points[kind] = CostPoint(
-            old.num_tokens + weight * (new.num_tokens - old.num_tokens),
-            old.num_keys + weight * (new.num_keys - old.num_keys),
-            old.seconds + weight * (seconds - old.seconds),
+            old.num_tokens + WEIGHT * (new.num_tokens - old.num_tokens),
+            old.num_keys + WEIGHT * (new.num_keys - old.num_keys),
+            old.seconds + WEIGHT * (seconds - old.seconds),
         )
 
 
@@ -239,14 +253,6 @@ def _only_verifies(plan: StepPlan) -> bool:
     return any(row.draft_ids for row in plan.rows) and all(
         row.wants == "draw" and row.num_tokens == len(row.draft_ids) + 1 for row in plan.rows
     )
-
-
-def _keys_read(plan: StepPlan, num_steps: int) -> float:
-    """Returns the keys that the rows of one step read, the mean over the plan's decode steps: a
-    row reads the keys before and at its tokens once, however many tokens it has.
-    """
-    num_first = sum(row.start + row.num_tokens for row in plan.rows)
-    return num_first + len(plan.rows) * (num_steps - 1) / 2
 
 
 def _only_proposes(plan: StepPlan) -> bool:

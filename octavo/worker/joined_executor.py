@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.errors import EngineDead, OctavoError
 from octavo.outputs import Profile
-from octavo.ports import Between, Launched
+from octavo.ports import Launched
 from octavo.step import StepPlan, StepResult
 from octavo.worker.engine_links import EngineLinks
 from octavo.worker.ranks.ranked_worker import RankedWorker
@@ -50,9 +50,9 @@ class JoinedExecutor:
     def progress(self) -> int:
         return self._executor.progress
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         try:
-            return self._executor.execute(self._joined(plan), between)
+            return self._executor.execute(self._joined(plan))
         except Exception as error:
             raise self._ended_by(error) from error
 

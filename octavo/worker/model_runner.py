@@ -6,7 +6,7 @@ Knows rows and arrays; knows nothing of queues, blocks' owners or text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,12 @@ from octavo.backends.batch import (
     sampling_records,
 )
 from octavo.backends.kv import KvCache
-from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, TokenLogprobs
 from octavo.worker.checked_draws import CheckedDraws, Texts
 from octavo.worker.checked_shares import checked_shares
 from octavo.worker.guessed_draws import StepRows, draws_of, kept_draws
 from octavo.worker.logprobs_reader import LogprobsReader
-from octavo.worker.prepared_step import DecodedRows, LaunchedRows, Layout, PreparedStep
+from octavo.worker.prepared_step import LaunchedRows, Layout, PreparedStep
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets
 from octavo.worker.stages.hand_over import HiddenReceiver
@@ -133,44 +132,24 @@ class ModelRunner:
         assert output.samples is not None
         return self._whole_results(launched.step, output.samples)
 
-    def decode(self, step: PreparedStep, num_steps: int, between: Between | None) -> DecodedRows:
-        """Computes up to `num_steps` decode steps in one call, each row's drawn token being its
-        next one.
-
-        Ends early as `StepPlan.num_steps` says.
+    def decode(self, step: PreparedStep, num_steps: int) -> Iterator[list[RowResult]]:
+        """Computes up to `num_steps` decode steps, one each time the iterator is advanced; each
+        row's drawn token is its next one. Yields what `run` would return.
         """
         assert isinstance(self.runnable, DecodingRunnable)
         layout, rows = step.layout, self._rows
         follows_tokens = rows.sampling.follows_tokens(layout.rows)
-        done: list[list[RowResult]] = []
-
-        def take(samples: SampleResult) -> list[RowResult]:
-            done.append(self._results(step, samples))
+        end_ids, end_starts = rows.end_tokens(layout.rows)
+        steps = DecodeSteps(num_steps, end_starts, end_ids, follows_tokens)
+        for samples, is_last in self.runnable.decode(step.batch, self._kv, steps, step.checks):
+            results = self._results(step, samples)
             layout.ends += 1
             layout.draw_ends += 1
-            return done[-1]
-
-        def goes_on(samples: SampleResult) -> bool:
-            results = take(samples)
-            if not (between is None or between(results)):
-                return False
+            if is_last:
+                self._append_forced(layout.rows, layout.ends, results)
+            yield results
             if follows_tokens:
                 rows.sampling.follow(step.sampling, layout.rows, rows.token_ids, layout.draw_ends)
-            return True
-
-        end_ids, end_starts = rows.end_tokens(layout.rows)
-        steps = self.runnable.decode(
-            step.batch,
-            self._kv,
-            DecodeSteps(num_steps, end_starts, end_ids, follows_tokens),
-            goes_on,
-            step.checks,
-        )
-        for samples in steps[len(done) :]:
-            take(samples)
-        rows.grammars.take_back()  # what a step was to draw that did not end
-        self._append_forced(layout.rows, layout.ends, done[-1])
-        return DecodedRows([_joined(results) for results in zip(*done, strict=True)], len(done))
 
     def can_decode(self, step: PreparedStep) -> bool:
         """Returns whether several decode steps may begin with this one: its rows need no mask that
@@ -417,27 +396,6 @@ def _last_tokens(
     targets = np.full(num_samples, -1, np.int32)
     targets[: len(layout.draws)] = layout.rows[np.array(layout.draws, np.intp)]
     return LastTokens(sources, targets)
-
-
-def _joined(steps: Sequence[RowResult]) -> RowResult:
-    """Returns one row's results of several decode steps as one."""
-    token_ids = [token_id for step in steps for token_id in step.token_ids]
-    logprobs = (
-        None
-        if steps[0].logprobs is None
-        else [entry for step in steps for entry in step.logprobs or ()]
-    )
-    failure = steps[-1].failure
-    num_kept = 0 if failure is not None else sum(step.num_kept for step in steps)
-    return RowResult(
-        steps[0].request_id,
-        token_ids,
-        logprobs,
-        failure=failure,
-        num_kept=num_kept,
-        mirostat_mu=steps[-1].mirostat_mu,
-        draft_ids=steps[-1].draft_ids,
-    )
 
 
 def _add_logprobs(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.backends.base import Computing
 from octavo.backends.batch import SamplingBatch, StepBatch
-from octavo.step import RowResult, ScheduledRow
+from octavo.step import ScheduledRow
 from octavo.worker.checked_draws import CheckedDraws
 from octavo.worker.guessed_draws import StepRows
 
@@ -59,14 +58,6 @@ class Layout:
         for draw, ids in self.listed:
             yield draw, range(first, first + len(ids))
             first += len(ids)
-
-
-class DecodedRows(NamedTuple):
-    """The results of several decode steps in one call."""
-
-    rows: list[RowResult]
-    num_steps: int
-    """Decode steps computed; each row has a token from every one of them."""
 
 
 @dataclass(frozen=True, slots=True)

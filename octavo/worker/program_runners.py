@@ -6,17 +6,16 @@ decoder. Rows of one Program are computed together, one Program after another, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.backends.base import Runnable, StreamingRunnable
-from octavo.ports import Between
 from octavo.step import RowResult, ScheduledRow, WeightArrivals
 from octavo.worker.encoder_runner import EncoderRunner, EncodingStep, Failures
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PooledStep, PoolingRunner
-from octavo.worker.prepared_step import DecodedRows, PreparedStep
+from octavo.worker.prepared_step import PreparedStep
 from octavo.worker.stages.stage_runner import StageRunner, StageStep
 
 TakeIn = Callable[[], list[RowResult]]
@@ -181,15 +180,13 @@ class ProgramRunners:
         failures = launched.encoded()
         return launched.step.in_order([take_in() for take_in in launched.take_in], failures)
 
-    def decode(
-        self, step: PreparedParts, num_steps: int, between: Between | None
-    ) -> DecodedRows | None:
-        """Computes up to `num_steps` decode steps in one call; returns None, with nothing done,
+    def decode(self, step: PreparedParts, num_steps: int) -> Iterator[list[RowResult]] | None:
+        """Returns what computes up to `num_steps` decode steps, one each time it is advanced; None
         where rows do not all draw by one Program, or are not drawn alike with every token.
         """
         (part, *others) = step.parts
         if others or step.encoding is not None or not isinstance(part, DrawingPart):
             return None
-        if not part.runner.can_decode(part.step):
-            return None
-        return part.runner.decode(part.step, num_steps, between)
+        return (
+            part.runner.decode(part.step, num_steps) if part.runner.can_decode(part.step) else None
+        )

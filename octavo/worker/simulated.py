@@ -9,10 +9,10 @@ through the real EngineCore with `SimulatedClock` as its clock.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from octavo.draft_tree import DraftTree
-from octavo.ports import Between
 from octavo.step import AdapterLoaded, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 SMOLLM2_ON_2_CORES = (
@@ -76,32 +76,27 @@ class SimulatedExecutor:
         self.clock = clock
         self.costs = costs or SimulatedCosts()
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         moved_s = self.costs.move_s * len(plan.moves)
-        step_s = self.compute_s(plan.rows)
-        busy_s = moved_s + step_s
+        busy_s = moved_s + self.compute_s(plan.rows)
         self.clock.now += busy_s
-        results, num_steps = [_result(row) for row in plan.rows], 1
-        while num_steps < plan.num_steps and (
-            between is None or between([_result(row) for row in plan.rows])
-        ):
-            self.clock.now += step_s
-            busy_s += step_s
-            num_steps += 1
-            for result in results:
-                result.token_ids.append(TOKEN)
-                result.num_kept += 1
         compiled = [spec.digest for spec in plan.compiles]
         adapters = [AdapterLoaded(load.ref.digest) for load in plan.adapters]
         return StepResult(
             plan.step,
-            results,
+            [_result(row) for row in plan.rows],
             busy_s,
             moved_s,
             compiled=compiled,
             adapters=adapters,
-            num_steps=num_steps,
         )
+
+    def decode(self, plan: StepPlan) -> Generator[StepResult]:
+        yield self.execute(plan)
+        for _ in range(plan.num_steps - 1):
+            busy_s = self.compute_s(plan.rows)
+            self.clock.now += busy_s
+            yield StepResult(plan.step, [_result(row) for row in plan.rows], busy_s)
 
     @property
     def progress(self) -> int:
@@ -165,7 +160,7 @@ class SimulatedPipeline:
             self._free[stage] = end
         return SimulatedStep(made, end, self.clock)
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
     @property

@@ -12,20 +12,18 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from octavo.errors import EngineDead
 from octavo.kv_messages import BlockMove, ConnectorReport
 from octavo.outputs import Profile
-from octavo.ports import Between
 from octavo.step import AdapterLoaded, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_layers import LayerStreaming
-from octavo.worker.prepared_step import DecodedRows
 from octavo.worker.program_runners import LaunchedParts, ProgramRunners
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.row_faults import PreparedRows, RowFaults, describe
@@ -101,8 +99,21 @@ class Worker:
         self._streaming = streaming
         self._faults = RowFaults(is_alone=is_alone)
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
-        """Carries out a plan and returns its result."""
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carries out a plan of one step and returns its result."""
+        (result,) = self._execute(plan, self._step)
+        return result
+
+    def decode(self, plan: StepPlan) -> Generator[StepResult]:
+        """Carries out a plan of several decode steps, one each time the iterator is advanced."""
+        return self._execute(plan, self._decode_steps)
+
+    def _execute(
+        self, plan: StepPlan, compute: Callable[[StepPlan], Iterable[list[RowResult]]]
+    ) -> Generator[StepResult]:
+        """Brings rows and blocks to where the plan wants them, then yields a result for each step
+        that `compute` yields.
+        """
         not_encoded = self._encode(plan)
         began = time.perf_counter()
         moved_s = max(self._apply(plan), self.cache_engine.settle(plan.moves))
@@ -111,25 +122,27 @@ class Worker:
             self._streaming.take(plan.connector)
         if plan.joins:
             self._runner.join()
-        results, num_steps = self._compute(plan, between) if plan.rows else DecodedRows([], 1)
-        if self._draft is not None and plan.rows:
-            self._draft.follow(plan.rows, results)
-        busy_s = time.perf_counter() - began
-        kv_bytes = self.cache_engine.places.num_bytes
-        return StepResult(
-            plan.step,
-            results,
-            busy_s,
-            moved_s,
-            connector=self._report(waits=not plan.rows),
-            kv_bytes=kv_bytes,
-            compiled=self._compiled(waits=not plan.rows),
-            adapters=self._loaded(waits=not plan.rows),
-            not_encoded=not_encoded,
-            num_steps=num_steps,
-            weights=self._runner.arrivals,
-            spilled=self.cache_engine.spilled,
-        )
+        waits = not plan.rows
+        for results in compute(plan):
+            if self._draft is not None and plan.rows:
+                self._draft.follow(plan.rows, results)
+            busy_s = time.perf_counter() - began
+            kv_bytes = self.cache_engine.places.num_bytes
+            yield StepResult(
+                plan.step,
+                results,
+                busy_s,
+                moved_s,
+                connector=self._report(waits=waits),
+                kv_bytes=kv_bytes,
+                compiled=self._compiled(waits=waits),
+                adapters=self._loaded(waits=waits),
+                not_encoded=not_encoded,
+                weights=self._runner.arrivals,
+                spilled=self.cache_engine.spilled,
+            )
+            began = time.perf_counter()
+            moved_s, not_encoded = 0.0, []
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a plan on an asynchronous runnable; the result is waited for later."""
@@ -303,28 +316,33 @@ class Worker:
             return []
         return self._adapters.take_loaded(wait_s=WAIT_S if waits else 0.0)
 
-    def _compute(self, plan: StepPlan, between: Between | None) -> DecodedRows:
-        """Computes the plan's decode steps in one call; where that raises, or a row has a fault,
-        one step by itself.
+    def _step(self, plan: StepPlan) -> Iterator[list[RowResult]]:
+        yield self._run(plan.rows, self._run_now) if plan.rows else []
+
+    def _decode_steps(self, plan: StepPlan) -> Iterator[list[RowResult]]:
+        """Yields the rows of each decode step; where the first raises, or a row has a fault, those
+        of one step by itself.
         """
-        if plan.num_steps > 1:
-            try:
-                prepare = partial(self._runner.prepare, num_steps=plan.num_steps)
-                prepared = self._faults.prepare(plan.rows, prepare)
-                step = prepared.step
-                if step is not None and not prepared.failed:
-                    decoded = self._runner.decode(step, plan.num_steps, between)
-                    if decoded is not None:
-                        return decoded
-            except EngineDead:
+        has_begun = False
+        try:
+            prepare = partial(self._runner.prepare, num_steps=plan.num_steps)
+            prepared = self._faults.prepare(plan.rows, prepare)
+            if prepared.step is not None and not prepared.failed:
+                for results in self._runner.decode(prepared.step, plan.num_steps) or ():
+                    has_begun = True
+                    yield results
+        except EngineDead:
+            raise
+        except Exception:
+            if has_begun:
                 raise
-            except Exception:
-                logger.exception(
-                    "%d decode steps of %d requests failed; running one",
-                    plan.num_steps,
-                    len(plan.rows),
-                )
-        return DecodedRows(self._run(plan.rows, self._run_now), num_steps=1)
+            logger.exception(
+                "%d decode steps of %d requests failed; running one",
+                plan.num_steps,
+                len(plan.rows),
+            )
+        if not has_begun:
+            yield from self._step(plan)
 
     def _run(self, rows: Sequence[ScheduledRow], run: RunRows) -> list[RowResult]:
         """Runs rows together; where that raises, one by one.

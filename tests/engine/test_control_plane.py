@@ -93,7 +93,7 @@ class ControlPlaneMachine(ControlPlaneInvariants):
             "runs_ahead": runs_ahead,
             "num_scheduler_steps": 1 if runs_ahead else num_scheduler_steps,
         }
-        self.count = self.num_early = 0
+        self.count = 0
         self.load()
 
     def load(self):
@@ -178,7 +178,7 @@ class ControlPlaneMachine(ControlPlaneInvariants):
     def step(self, count):
         for _ in range(count):
             if self.core.has_work:
-                self.take(self.core.step(self.take_early))
+                self.take(self.core.step())
 
     def one_alive(self, which):
         alive = sorted(set(self.given) - set(self.finals))
@@ -247,15 +247,6 @@ class ControlPlaneMachine(ControlPlaneInvariants):
             key, tokens = self.disk.pop(name)
             if damaged:
                 self.disk[name] = (key._replace(parent=b""), (9, *tokens[1:]))
-
-    def take_early(self, step):
-        """Takes early outputs; now and then a new arrival ends the step."""
-        self.num_early += 1
-        if self.num_early % 5 == 0:
-            return False
-        assert all(output.token_ids and output.finish_reason is None for output in step.outputs)
-        self.take(step)
-        return True
 
     def take(self, step):
         for output in step.outputs:

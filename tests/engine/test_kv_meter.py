@@ -64,8 +64,8 @@ def test_what_a_window_has_passed_is_neither_used_nor_reserved():
 
 def test_the_worker_knows_better_where_it_gives_memory_on_demand():
     class Giving(FakeExecutor):
-        def execute(self, plan, between=None):
-            result = super().execute(plan, between)
+        def execute(self, plan):
+            result = super().execute(plan)
             result.kv_bytes = 1234
             return result
 

@@ -47,24 +47,6 @@ def test_sixteen_counts_stand_singly_then_powers_of_two():
     assert tokens == pytest.approx([1, 15, 16, 17 + 0.2 * 15, 33 + 0.2 * 31, 65])
 
 
-def test_calls_of_several_steps_are_amortised():
-    """The seconds of a call and its keys are shared by its decode steps."""
-    meter = StepCostMeter()
-    observe(meter, 0.8, (9, 1), (19, 1), num_steps=8)
-    assert meter.costs.points == (CostPoint(2, 10 + 20 + 7, 0.1),)
-
-
-def test_a_call_weighs_as_its_steps_would_one_by_one():
-    """A mean over many steps says more than one step does."""
-    one_by_one, call = StepCostMeter(), StepCostMeter()
-    for meter in (one_by_one, call):
-        observe(meter, 0.1, (9, 1), (9, 1))
-    for at in range(4):
-        observe(one_by_one, 0.15, (10 + at, 1), (10 + at, 1))
-    observe(call, 4 * 0.15, (10, 1), (10, 1), num_steps=4)
-    assert call.costs.points[0].seconds == pytest.approx(one_by_one.costs.points[0].seconds)
-
-
 def test_a_step_that_was_held_up_hardly_counts_and_a_slower_machine_is_followed():
     """No single step raises a point by more than a fifth; some steps in a row do."""
     meter = StepCostMeter()

@@ -85,8 +85,8 @@ class InAThread:
 
     progress = 0
 
-    def execute(self, plan: StepPlan, between=None) -> StepResult:
-        return self._executor.execute(plan, between)
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._executor.execute(plan)
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         self.plans.append(plan)

@@ -231,10 +231,10 @@ def test_the_worker_knows_tables_as_they_are(model, options, monkeypatch):
         known[:] = [rows]
         updated(rows, scheduled, places)
 
-    def execute(worker, plan, between=None):
+    def execute(worker, plan):
         nonlocal num_cut
         num_cut += len(plan.table_ends)
-        result = computed(worker, plan, between)
+        result = computed(worker, plan)
         (rows,), places, blocks = known, worker.cache_engine.places, core.scheduler.blocks
         for planned, row in zip(plan.rows, rows.indices(plan.rows).tolist(), strict=True):
             tables = blocks.tables[planned.request_id]

@@ -15,16 +15,16 @@ INFO = EngineInfo(VOCAB, 512, 1024, "a fake cache")
 class DyingExecutor(FakeExecutor):
     """Ends the process with the first row that it computes."""
 
-    def execute(self, plan, between=None):
+    def execute(self, plan):
         if plan.rows:
             os._exit(7)
-        return super().execute(plan, between)
+        return super().execute(plan)
 
 
 class SlowExecutor(FakeExecutor):
-    def execute(self, plan, between=None):
+    def execute(self, plan):
         time.sleep(0.01)
-        return super().execute(plan, between)
+        return super().execute(plan)
 
 
 BAD = VOCAB + 1
@@ -38,7 +38,7 @@ class HangingExecutor(FakeExecutor):
 
     bad = BAD
 
-    def execute(self, plan, between=None):
+    def execute(self, plan):
         for new in plan.new_rows:
             self.rows.setdefault(
                 new.request_id,
@@ -51,7 +51,7 @@ class HangingExecutor(FakeExecutor):
         if any(self.bad in some for some in tokens) or sum(SICK in some for some in tokens) > 1:
             self.fail()
         time.sleep(0.002)
-        return super().execute(plan, between)
+        return super().execute(plan)
 
     def fail(self):
         time.sleep(3600)
@@ -67,11 +67,11 @@ class CrashingExecutor(HangingExecutor):
 class LongExecutor(FakeExecutor):
     """Takes longer for a step than the stall timeout allows, but makes progress in it."""
 
-    def execute(self, plan, between=None):
+    def execute(self, plan):
         for _ in range(6):
             time.sleep(0.3)
             self.progress += 1
-        return super().execute(plan, between)
+        return super().execute(plan)
 
 
 def build(options, report):

@@ -7,7 +7,7 @@ stale hit changes the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from octavo.config.cache_options import CacheOptions
@@ -21,7 +21,6 @@ from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.group_life import life_of_window
 from octavo.kv_messages import BlockMove
 from octavo.original_context import ONE_CONTEXT, OriginalContext
-from octavo.ports import Between
 from octavo.sampling_params import SamplingParams
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 from tests.support.fake_tiers import FakeTiers, tiers_of
@@ -98,7 +97,7 @@ class FakeExecutor:
         self.progress = 0
         self.closed = False
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         for end in plan.table_ends:
             for table, num_blocks in zip(
@@ -128,25 +127,22 @@ class FakeExecutor:
             if row.start + row.num_tokens > len(self.rows[row.request_id].tokens):
                 raise RuntimeError(f"the last token of {row.request_id} was never drawn")
         self.tiers.begin(plan.connector)
-        steps = [[self.run_row(row) for row in plan.rows]]
-        while (
-            len(steps) < plan.num_steps
-            and not any(map(self._ends, steps[-1]))
-            and (between is None or between(steps[-1]))
-        ):
+        results = [self.run_row(row) for row in plan.rows]
+        return StepResult(plan.step, results, connector=self.tiers.report(), busy_s=self.step_s)
+
+    def decode(self, plan: StepPlan) -> Generator[StepResult]:
+        starts = {row.request_id: row.start for row in plan.rows}
+        result = self.execute(plan)
+        yield result
+        for num_done in range(1, plan.num_steps):
+            if any(map(self._ends, result.rows)):
+                return
             further = [
-                ScheduledRow(row.request_id, row.start + len(steps), 1, [], wants="draw")
-                for row in plan.rows
+                ScheduledRow(name, start + num_done, 1, [], wants="draw")
+                for name, start in starts.items()
             ]
-            steps.append([self.run_row(row) for row in further])
-        results = [_joined(rows) for rows in zip(*steps, strict=True)]
-        return StepResult(
-            plan.step,
-            results,
-            connector=self.tiers.report(),
-            busy_s=self.step_s * len(steps),
-            num_steps=len(steps),
-        )
+            result = StepResult(plan.step, list(map(self.run_row, further)), busy_s=self.step_s)
+            yield result
 
     def _ends(self, result: RowResult) -> bool:
         ends = self.rows[result.request_id].end_token_ids
@@ -220,18 +216,6 @@ class FakeExecutor:
 
     def close(self) -> None:
         self.closed = True
-
-
-def _joined(steps: Sequence[RowResult]) -> RowResult:
-    last = steps[-1]
-    return RowResult(
-        last.request_id,
-        [token for step in steps for token in step.token_ids],
-        last.logprobs,
-        last.prompt_logprobs,
-        last.failure,
-        num_kept=sum(step.num_kept for step in steps),
-    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.supervised import SupervisedClient
-from octavo.engine.core import CoreOutputs, TakeEarly
+from octavo.engine.core import CoreOutputs
 from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.stats import EngineStats
 from tests.support.engine_fakes import expected_tokens, make_request
@@ -41,10 +41,8 @@ class NotedClient(SupervisedClient):
         self.stats = EngineStats()
         """Statistics that came with the last outputs."""
 
-    def receive(
-        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
-    ) -> CoreOutputs | None:
-        step = super().receive(timeout_s, take_early=take_early)
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
+        step = super().receive(timeout_s)
         if step is not None:
             self.stats = step.stats
         return step

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from octavo.backends.batch import SampleResult, StepOutput
+from octavo.backends.batch import DecodedStep, SampleResult, StepOutput
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.front.input_processor import InputProcessor, ModelLimits
 from octavo.engine.front.output_processor import OutputProcessor
@@ -26,11 +26,9 @@ class InstantRunnable:
     def run(self, batch, kv):
         return StepOutput(_draws(len(batch.sample_rows)))
 
-    def decode(self, batch, kv, steps, goes_on, check=None):
-        done = [_draws(len(batch.sample_rows))]
-        while len(done) < steps.num_steps and goes_on(done[-1]):
-            done.append(_draws(len(batch.sample_rows)))
-        return done
+    def decode(self, batch, kv, steps, check=None):
+        for num_left in reversed(range(steps.num_steps)):
+            yield DecodedStep(_draws(len(batch.sample_rows)), is_last=num_left == 0)
 
 
 def _draws(num):
@@ -64,23 +62,20 @@ def microseconds_a_step(num_requests, num_steps=200, *, num_scheduler_steps=1):
         outputs.add(request)
         client.add(request.samples)
     client.receive()
-    num_taken = 0
 
     def take(step):
-        nonlocal num_taken
         changes = outputs.process(step.outputs, time.monotonic())
         assert (
             not any(map(outputs.is_finished, changes.request_ids))
             and len(changes.request_ids) == num_requests
         )
-        num_taken += 1
-        return True
 
     times = []
     for _ in range(num_steps // num_scheduler_steps):
-        before, began = num_taken, time.perf_counter()
-        take(client.receive(take_early=take))
-        times.append((time.perf_counter() - began) / (num_taken - before))
+        began = time.perf_counter()
+        for _ in range(num_scheduler_steps):
+            take(client.receive())
+        times.append((time.perf_counter() - began) / num_scheduler_steps)
     return sorted(times)[len(times) // 5] * 1e6
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.outputs import RequestOutput
-from octavo.ports import Between, Executor
+from octavo.ports import Executor
 from octavo.step import NewRow, RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import SamplingRows
@@ -51,7 +51,7 @@ class PoisoningExecutor:
         self._value = value
         self.progress = 0
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         rows = [
             poisoned(row, self._field, self._value)
             if self._kind is ScheduledRow and row.request_id == "bad"
@@ -59,9 +59,7 @@ class PoisoningExecutor:
             for row in plan.rows
         ]
         new_rows = [self._new_row(new) for new in plan.new_rows]
-        return self._executor.execute(
-            msgspec.structs.replace(plan, new_rows=new_rows, rows=rows), between
-        )
+        return self._executor.execute(msgspec.structs.replace(plan, new_rows=new_rows, rows=rows))
 
     def _new_row(self, new: NewRow) -> NewRow:
         if new.request_id != "bad" or self._kind is ScheduledRow:

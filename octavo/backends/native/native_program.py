@@ -6,7 +6,7 @@ weights nor how a Program was lowered: the executor has both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,9 @@ from octavo.backends.batch import (
     MOST_CANDIDATES,
     MOST_WITNESSES,
     Check,
+    DecodedStep,
     DecodeSteps,
-    GoesOn,
+    Redraw,
     SampleResult,
     SamplingBatch,
     StepBatch,
@@ -159,26 +160,27 @@ class NativeProgram:
         batch: StepBatch,
         kv: KvCache,
         steps: DecodeSteps,
-        goes_on: GoesOn,
         check: Check | None,
-    ) -> list[SampleResult]:
+    ) -> Iterator[DecodedStep]:
         assert batch.sampling is not None
         num_rows = len(batch.sample_rows)
         whole = _empty_result(batch.sampling, num_rows * steps.num_steps, self._vocab_size)
-
-        def step(index: int) -> SampleResult:
-            return whole.part(index * num_rows, (index + 1) * num_rows)
-
-        with fatal_as_engine_dead():
-            num_steps = self._executor.decode(
-                batch,
-                StepOutput(whole),
-                kv,
-                steps,
-                lambda index: goes_on(step(index)),
-                None if check is None else lambda index: check(step(index), self._kept_rows),
-            )
-        return [step(index) for index in range(num_steps)]
+        call = native_module().DecodeCall(self._executor, batch, StepOutput(whole), kv, steps)
+        check_step: Callable[[int], Redraw | None] | None = None
+        goes_on, first = True, 0
+        while goes_on:
+            samples = whole.part(first, first + num_rows)
+            if check is not None:
+                check_step = lambda _, samples=samples: check(samples, self._kept_rows)  # noqa: E731
+            try:
+                with fatal_as_engine_dead():
+                    goes_on = call.step(check_step)
+            except Exception:
+                if first == 0:
+                    raise
+                return  # met again when the step is computed by itself
+            yield DecodedStep(samples, is_last=not goes_on)
+            first += num_rows
 
 
 class NativeRows:

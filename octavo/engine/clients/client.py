@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from octavo.engine.core import CoreOutputs, EngineCore, TakeEarly
+from octavo.engine.core import CoreOutputs, EngineCore
 from octavo.engine.kv.pin import Pin
 from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
@@ -89,15 +89,10 @@ class EngineClient(Protocol):
         """Returns what the core holds now."""
         ...
 
-    def receive(
-        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
-    ) -> CoreOutputs | None:
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         """Returns the outputs of the next step; blocks, without using the CPU, if there is no work.
 
-        Returns None when the time is up or the client is closed. A core in this process calls
-        `take_early`, in this thread, with outputs that exist before the step's end; without it a
-        step ends with the first token of each request. A core in another process ignores it: its
-        outputs are received as they come.
+        Returns None when the time is up or the client is closed.
         """
         ...
 

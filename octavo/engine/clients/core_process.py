@@ -44,7 +44,7 @@ from octavo.engine.clients.messages import (
     Reply,
     Stepped,
 )
-from octavo.engine.core import CoreOutputs, EngineCore
+from octavo.engine.core import EngineCore
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.ports import Losable, StepSharer
 
@@ -124,19 +124,12 @@ class CoreLoop:
         try:
             while self._take_commands(core, heartbeat):
                 if core.has_work:
-                    self.send(Stepped(core.step(self._send_early)))
+                    self.send(Stepped(core.step()))
                 elif self._is_called:
                     self._take_part(core)
         finally:
             heartbeat.close()
             core.close()
-
-    def _send_early(self, outputs: CoreOutputs) -> bool:
-        """Sends outputs before their step's end, unless a command has come, which goes first."""
-        if int(self._commands.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            return False
-        self.send(Stepped(outputs))
-        return True
 
     def _take_commands(self, core: EngineCore, heartbeat: HeartbeatThread) -> bool:
         """Applies all commands that have come, and blocks for one while there is no work.

@@ -16,7 +16,7 @@ import msgspec
 
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.clients.supervised import SupervisedClient
-from octavo.engine.core import CoreOutputs, TakeEarly
+from octavo.engine.core import CoreOutputs
 from octavo.engine.kv.block_names import BlockNaming
 from octavo.engine.kv.known_blocks import note_events
 from octavo.engine.kv.pin import Pin
@@ -130,9 +130,7 @@ class FleetClient:
             for index, names in self._by_owner(list(of_id)).items():
                 self._clients[index].change([of_id[name] for name in names])
 
-    def receive(
-        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
-    ) -> CoreOutputs | None:
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         try:
             step = self._outputs.get(timeout=timeout_s)
         except queue.Empty:

@@ -11,17 +11,13 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
-from octavo.ports import (
-    AsyncExecutor,
-    Between,
-    Executor,
-    Launched,
-)
+from octavo.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
 from octavo.step import StepPlan, StepResult
 
 PAGE_BYTES = 1 << 16
@@ -81,7 +77,7 @@ class HeartbeatPage:
 class MonitoredExecutor:
     """An executor that notes each step on the heartbeat page while it is computed.
 
-    Implements `ports.AsyncExecutor` if the wrapped executor does.
+    Implements `ports.AsyncExecutor` and `ports.DecodingExecutor` if the wrapped executor does.
     """
 
     def __init__(self, executor: Executor, page: HeartbeatPage) -> None:
@@ -94,12 +90,24 @@ class MonitoredExecutor:
     def progress(self) -> int:
         return self._executor.progress
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         self._page.begin_step(_requests_of(plan))
         try:
-            return self._executor.execute(plan, between)
+            return self._executor.execute(plan)
         finally:
             self._page.end_step()
+
+    def decode(self, plan: StepPlan) -> Generator[StepResult]:
+        results = cast("DecodingExecutor", self._executor).decode(plan)
+        while True:
+            self._page.begin_step(_requests_of(plan))
+            try:
+                result = next(results, None)
+            finally:
+                self._page.end_step()
+            if result is None:
+                return
+            yield result
 
     def launch(self, plan: StepPlan) -> Launched:
         assert isinstance(self._executor, AsyncExecutor)

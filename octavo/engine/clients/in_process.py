@@ -27,7 +27,7 @@ from octavo.engine.clients.client import (
     as_view,
     run_query,
 )
-from octavo.engine.core import CoreOutputs, EngineCore, TakeEarly
+from octavo.engine.core import CoreOutputs, EngineCore
 from octavo.engine.kv.pin import Pin
 from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
@@ -63,11 +63,10 @@ class InProcessClient:
     def watch(self, period_s: float) -> None:
         self._send(WatchEngine(period_s))
 
-    def receive(
-        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
-    ) -> CoreOutputs | None:
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._await_commands(0 if self.core.has_work else timeout_s)
+        if not (self.core.has_work and self._inbox.empty()):
+            self._await_commands(0 if self.core.has_work else timeout_s)
         while not self._closed and self.core.has_work and (pause_s := self.core.pause_s()):
             left_s = pause_s if end is None else end - time.monotonic()
             if left_s <= 0:
@@ -76,12 +75,7 @@ class InProcessClient:
         with self._lock:
             if self._closed or not self.core.has_work:
                 return None
-            # A command that has come goes before further decode steps of this call.
-            return self.core.step(
-                lambda outputs: (
-                    take_early is not None and self._inbox.empty() and take_early(outputs)
-                )
-            )
+            return self.core.step()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         return bool(as_number(self._query(ResetPrefixCache(reset_connector))))

@@ -48,7 +48,7 @@ from octavo.engine.clients.messages import (
     Stepped,
     encode_requests,
 )
-from octavo.engine.core import CoreOutputs, TakeEarly
+from octavo.engine.core import CoreOutputs
 from octavo.engine.kv.pin import Pin
 from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
@@ -158,9 +158,7 @@ class ProcessClient:
     def watch(self, period_s: float) -> None:
         self._command(WatchEngine(period_s))
 
-    def receive(
-        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
-    ) -> CoreOutputs | None:
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         """Returns what the core sends next; raises EngineDead once the process has ended."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:

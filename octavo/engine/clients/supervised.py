@@ -21,7 +21,7 @@ from octavo.engine.clients.messages import encode_requests
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.suspects import Suspects
 from octavo.engine.clients.watchdog import RestartBackoff, Watchdog
-from octavo.engine.core import CoreOutputs, TakeEarly
+from octavo.engine.core import CoreOutputs
 from octavo.engine.kv.pin import Pin
 from octavo.engine.live.view import EngineView
 from octavo.engine.requests.changes import RequestChange
@@ -145,9 +145,7 @@ class SupervisedClient:
     def view(self, *, with_blocks: bool) -> EngineView:
         return self._core.view(with_blocks=with_blocks)
 
-    def receive(
-        self, timeout_s: float | None = None, *, take_early: TakeEarly | None = None
-    ) -> CoreOutputs | None:
+    def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closing:
             interval_s = RECOVERY_INTERVAL_S if self.trouble else self._watchdog.interval_s

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
-from octavo.engine.core import CoreOutputs, TakeEarly
+from octavo.engine.core import CoreOutputs
 from octavo.engine.front.adapter_names import AdapterNames
 from octavo.engine.front.arguments import Messages, PoolingPrompt, Prompt
 from octavo.engine.front.changes import Fork, RequestUpdate, changed, forked
@@ -245,11 +245,11 @@ class Front:
             self.outputs.forget(request.request_id)
             raise
 
-    def receive(self, *, take_early: TakeEarly | None = None) -> CoreOutputs | None:
+    def receive(self) -> CoreOutputs | None:
         """Waits for the outputs of the core's next step, as its client does; `take` takes them in.
         A thread of its own may call it.
         """
-        return self.client.receive(take_early=take_early)
+        return self.client.receive()
 
     def take(self, step: CoreOutputs) -> list[str]:
         """Takes in a step's outputs, aborts samples that a stop string has ended, and returns the

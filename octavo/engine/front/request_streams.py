@@ -94,21 +94,16 @@ class RequestStreams:
 
     def _read(self) -> None:
         """Hands each step's outputs to the event loop; runs in a thread until the engine ends."""
-
-        def hand_over(step: CoreOutputs) -> bool:
-            self._call(self._take, step)
-            return True
-
         while self._dead is None:
             try:
-                step = self._front.receive(take_early=hand_over)
+                step = self._front.receive()
             except EngineDead as error:
                 self.end(error)
             except Exception as error:
                 self.end(EngineDead(f"the engine has failed: {type(error).__name__}: {error}"))
             else:
                 if step is not None:
-                    hand_over(step)
+                    self._call(self._take, step)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function in the event loop's thread, after those handed over before it; what is

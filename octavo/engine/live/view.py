@@ -59,16 +59,15 @@ class BlockMap(msgspec.Struct):
 
 
 class StepMark(NamedTuple):
-    """One plan that was carried out."""
+    """One step that was carried out."""
 
     step: int
+    """Number of its plan: that of the first of several decode steps."""
     ms: float
-    """Wall clock of all its decode steps, in milliseconds."""
+    """Wall clock, in milliseconds."""
     num_prefill_tokens: int
     num_decode_tokens: int
     num_rows: int
-    num_steps: int
-    """Decode steps computed in one call."""
 
 
 class RequestView(msgspec.Struct):

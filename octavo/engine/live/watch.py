@@ -74,9 +74,8 @@ def mark_of(plan: StepPlan, result: StepResult, elapsed_s: float) -> StepMark:
         plan.step,
         round(1000 * elapsed_s, 3),
         num_prefill_tokens=plan.num_tokens - num_decode,
-        num_decode_tokens=num_decode * result.num_steps,
+        num_decode_tokens=num_decode,
         num_rows=len(plan.rows),
-        num_steps=result.num_steps,
     )
 
 

@@ -26,7 +26,7 @@ from octavo.errors import ConfigError
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.step import RowResult, StepPlan, StepResult, TokenLogprobs
 
-FORMAT = 3
+FORMAT = 4
 """Version of the recording's lines; another one is refused."""
 
 NO_LOGPROBS = TokenLogprobs([], [], [])
@@ -103,7 +103,7 @@ class StepPlanned(msgspec.Struct, tag=True):
 
 
 class StepComputed(msgspec.Struct, tag=True):
-    """The result of the oldest plan without one."""
+    """The result of the oldest plan without one, or of the next decode step of the last plan."""
 
     result: StepResult
     failed: bool = False
@@ -147,6 +147,8 @@ class Recorder:
         self._encoder = msgspec.json.Encoder()
         self._plans: dict[int, StepPlan] = {}
         """Plans without a result, by their step."""
+        self._computed: StepPlan | None = None
+        """The plan of the last result."""
         try:
             self._file = path.open("wb")
         except OSError as error:
@@ -159,7 +161,10 @@ class Recorder:
         if isinstance(event, StepPlanned):
             self._plans[event.plan.step] = event.plan
         elif isinstance(event, StepComputed):
-            plan = self._plans.pop(event.result.step)
+            # Further decode steps of a plan follow its first one's result.
+            plan = self._plans.pop(event.result.step, None) or self._computed
+            assert plan is not None, "a result follows its plan"
+            self._computed = plan
             event = StepComputed(
                 msgspec.structs.replace(event.result, rows=lean_rows(plan, event.result.rows)),
                 event.failed,

@@ -8,9 +8,8 @@ Knows no file and no model.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -34,7 +33,7 @@ from octavo.engine.recording.recorder import (
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.errors import ConfigError, InvalidRequest
-from octavo.ports import Between, Executor
+from octavo.ports import DecodingExecutor, Executor
 from octavo.step import RowResult, StepPlan, StepResult
 
 MAX_STEPS_AHEAD = 1
@@ -72,6 +71,10 @@ class Replay:
         self._executor = executor
         self._in_flight: deque[StepPlanned] = deque()
         """Recorded plans whose results have not come yet."""
+        self._computed: StepPlan | None = None
+        """The plan of the last result, until another event follows."""
+        self._results: Iterator[StepResult] = iter(())
+        """What the executor yields for its further decode steps."""
         self._other_plan = False
 
     def run(self, events: Iterable[Event], *, max_differences: int = 1) -> Replayed:
@@ -83,12 +86,14 @@ class Replay:
             if self._other_plan or len(self.found.differences) >= max_differences:
                 return self.found
         for planned in self._in_flight:
-            self._execute(planned.plan, planned.plan.num_steps)
+            self._execute(planned.plan)
         self.found.unfinished_step = self._in_flight[0].plan.step if self._in_flight else None
         return self.found
 
     def take(self, event: Event) -> None:
         """Makes the call to the scheduler that an event stands for; what differs is in `found`."""
+        if not self._is_repeat(event):
+            self._end_decode()
         if isinstance(event, RequestAdded):
             self.found.num_requests += 1
             self.scheduler.add(event.request)
@@ -119,9 +124,23 @@ class Replay:
             self._other_plan = True
             self.found.differences.append(_difference(then.plan, plan))
 
-    def _execute(self, plan: StepPlan, num_steps: int) -> StepResult | str | None:
-        """Returns what the executor yields, in no more decode steps than were recorded, or how it
-        failed; None without an executor.
+    def _is_repeat(self, event: Event) -> bool:
+        """Returns whether an event is the result of a further decode step of the last plan."""
+        return (
+            isinstance(event, StepComputed)
+            and self._computed is not None
+            and event.result.step == self._computed.step
+        )
+
+    def _end_decode(self) -> None:
+        """Ends a plan of several decode steps where the recorded engine did."""
+        self.scheduler.end_decode()
+        self._results = iter(())
+        self._computed = None
+
+    def _execute(self, plan: StepPlan) -> StepResult | str | None:
+        """Returns what the executor yields for a plan's first step, or how it failed; None without
+        an executor.
 
         Plans are executed in their order, whether the engine ran ahead or not: what a row takes
         from the device was drawn by the step before.
@@ -129,17 +148,37 @@ class Replay:
         if self._executor is None:
             return None
         try:
-            return self._executor.execute(plan, _until(num_steps))
+            if plan.num_steps == 1:
+                return self._executor.execute(plan)
+            assert isinstance(self._executor, DecodingExecutor)
+            self._results = self._executor.decode(plan)
+            return next(self._results)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _execute_next(self) -> StepResult | str | None:
+        """Returns what the executor yields for the next decode step of the last plan."""
+        if self._executor is None:
+            return None
+        try:
+            return next(self._results)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
     def _update(self, then: StepComputed) -> None:
-        if not self._in_flight:
+        if self._computed is not None:
+            plan, made = self._computed, self._execute_next()
+            if not self.scheduler.decodes:
+                raise _damaged(f"step {plan.step} has more results than decode steps")
+            self.scheduler.repeat()
+        elif self._in_flight:
+            plan = self._in_flight.popleft().plan
+            made = self._execute(plan)
+        else:
             raise _damaged(f"step {then.result.step} has a result and no plan")
-        plan = self._in_flight.popleft().plan
         if [row.request_id for row in plan.rows] != [row.request_id for row in then.result.rows]:
             raise _damaged(f"step {plan.step} has the result of another plan")
-        made = self._execute(plan, then.result.num_steps)
+        self._computed = plan
         if then.failed:
             self.scheduler.plan_failed(plan)
         elif isinstance(made, str):
@@ -147,7 +186,7 @@ class Replay:
         elif made is not None:
             self._compare(plan, then.result.rows, made.rows)
         self.scheduler.update(plan, then.result)
-        self.found.num_steps += then.result.num_steps
+        self.found.num_steps += 1
         self.found.num_tokens += sum(len(row.token_ids) for row in then.result.rows)
 
     def _compare(self, plan: StepPlan, then: list[RowResult], now: list[RowResult]) -> None:
@@ -180,12 +219,6 @@ def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = Non
         num_lanes=config.backend.pipeline_parallel_size,
         original=header.original,
     )
-
-
-def _until(num_steps: int) -> Between:
-    """Returns a callback that ends a plan after `num_steps` decode steps."""
-    count = itertools.count(1)
-    return lambda rows: next(count) < num_steps
 
 
 def _damaged(what: str) -> ConfigError:

@@ -135,10 +135,6 @@ class BeamSearch:
         """Returns 1: each step decides which beams go on."""
         return 1
 
-    def foresee(self, row: TokenRow, token_ids: Sequence[int]) -> bool:
-        """Returns False: a search takes in each of its steps."""
-        return False
-
     def _row_params(self) -> SamplingParams:
         num_banned = len(self._end_token_ids) if self._params.min_tokens else 0
         wanted = max(self._width.num_candidates + num_banned, self._params.logprobs or 0)

@@ -46,13 +46,11 @@ class EndRules:
             return Finish("repetition", REPETITION_FOUND)
         return Finish("abort") if self.one_token else None
 
-    def repeats(self, token_ids: Sequence[int], num_before: int = 0) -> bool:
-        """Returns whether the answer has fallen into a loop, and may end. `token_ids` may be the
-        last ones alone, behind `num_before` others that no pattern reaches.
-        """
-        if self.repetition is None or num_before + len(token_ids) < self.min_num_tokens:
+    def repeats(self, token_ids: Sequence[int]) -> bool:
+        """Returns whether the answer has fallen into a loop, and may end."""
+        if self.repetition is None or len(token_ids) < self.min_num_tokens:
             return False
-        return self.repetition.holds_for(token_ids, self.num_prompt_tokens - num_before)
+        return self.repetition.holds_for(token_ids, self.num_prompt_tokens)
 
 
 class PlainGeneration:
@@ -74,8 +72,6 @@ class PlainGeneration:
         self.draws_in_turn = params.mirostat_mode > 0
         self._watched = rules.one_token or (has_grammar and params.min_tokens > 0)
         """Whether something has to be done for each of its tokens."""
-        self._foreseen: list[int] = []
-        """Tokens drawn in a call that is not back yet, where they may be a repetition."""
 
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         self._rules = replace(self._rules, max_num_tokens=max_num_tokens)
@@ -93,20 +89,8 @@ class PlainGeneration:
         num_left = self._rules.max_num_tokens - num_tokens
         return min(num_left, num_banned) if num_banned > 0 else num_left
 
-    def foresee(self, row: TokenRow, token_ids: Sequence[int]) -> bool:
-        """Notes tokens that are drawn and not taken in; returns whether they end an answer that
-        repeats itself.
-        """
-        repetition = self._rules.repetition
-        if repetition is None:
-            return False
-        self._foreseen += token_ids
-        num_before = max(0, row.num_tokens - repetition.num_looked_at)
-        return self._rules.repeats([*row.token_ids[num_before:], *self._foreseen], num_before)
-
     def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress:
         """Adds the drawn tokens to the row, up to the one that ends the request."""
-        self._foreseen.clear()
         known, drawn = row.token_ids, result.token_ids
         num_before = len(known)
         finish = None

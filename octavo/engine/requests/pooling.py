@@ -36,9 +36,6 @@ class Pooling:
     def num_plain_draws(self, num_tokens: int) -> int:
         return 1
 
-    def foresee(self, row: TokenRow, token_ids: Sequence[int]) -> bool:
-        return False
-
     def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress:
         """Hands out the pooled row, with which the request ends."""
         assert result.pooled is not None, "a row without a fault has what it wants"

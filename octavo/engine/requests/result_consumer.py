@@ -129,13 +129,6 @@ class ResultConsumer(Protocol):
         """
         ...
 
-    def foresee(self, row: TokenRow, token_ids: Sequence[int]) -> bool:
-        """Notes tokens that a row has drawn in a call which is not back yet, and which `take` is
-        given once it is; returns whether they end the request by a rule that the worker does not
-        know.
-        """
-        ...
-
     def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress | None:
         """Takes in what one row of the request drew; returns None until all rows have yielded."""
         ...

@@ -89,8 +89,6 @@ class Timekeeper:
         self._num_steps_done = 0
         self._num_rows_done = 0
         """Steps computed, and their rows."""
-        self._num_ahead = 0
-        """Decode steps of the plan in flight that are computed and counted."""
         self._peaks: list[tuple[int, int]] = []
         """Steps and their rows, as (step, rows) with falling rows: from any step on, the largest
         batch is that of the first entry not before it.
@@ -121,30 +119,19 @@ class Timekeeper:
         self._num_steps += 1
         self._num_rows += num_rows
 
-    def went_on(self, busy_s: float) -> None:
-        """Notes that a decode step of the only plan in flight is computed, and another one
-        follows.
-        """
-        begun, num_rows = self._begun[0]
-        self._end = max(begun, self._computed_until) + busy_s
-        self._num_ahead += 1
-        self._count(num_rows, num_planned=1, num_done=1)
+    def repeated(self, num_rows: int) -> None:
+        """Notes that the last plan, of `num_rows` rows, has one more decode step."""
+        self._begun.append((self._computed_until, num_rows))
+        self._num_steps += 1
+        self._num_rows += num_rows
 
-    def computed(self, busy_s: float, num_steps: int = 1) -> None:
-        """Notes that the oldest plan in flight is computed, in `num_steps` decode steps."""
+    def computed(self, busy_s: float) -> None:
+        """Notes that the oldest step in flight is computed."""
         begun, num_rows = self._begun.popleft()
         self._end = self._computed_until = max(begun, self._computed_until) + busy_s
         if num_rows:
-            num_left = num_steps - self._num_ahead
-            self._count(num_rows, num_planned=num_left - 1, num_done=num_left)
-        self._num_ahead = 0
-
-    def _count(self, num_rows: int, *, num_planned: int, num_done: int) -> None:
-        """Counts planned and computed steps of `num_rows` rows."""
-        self._num_steps += num_planned
-        self._num_rows += num_planned * num_rows
-        self._num_steps_done += num_done
-        self._num_rows_done += num_done * num_rows
+            self._num_steps_done += 1
+            self._num_rows_done += num_rows
 
     # -- requests ----------------------------------------------------------------------------------
 

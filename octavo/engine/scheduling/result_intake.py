@@ -6,7 +6,7 @@ consumer says and frees what an ended request held. Knows nothing of how steps a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from octavo.engine.adapters import AdapterPlaces
@@ -18,7 +18,7 @@ from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.engine.scheduling.grammar_gate import GrammarGate
 from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.request_queues import RequestQueues
-from octavo.engine.scheduling.steps_in_flight import StepsInFlight
+from octavo.engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight
 from octavo.engine.speculation.speculation import Speculating
 from octavo.engine.stats import EngineStats
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs, WeightArrivals
@@ -40,47 +40,25 @@ class ResultIntake:
     speculation: Speculating
     leaving: list[Request] = field(default_factory=list)
     """Finished requests whose last step is still in flight; freed when it has come back."""
-
-    def preview(self, rows: Sequence[RowResult], busy_s: float) -> list[EngineOutput]:
-        """Returns what `update` will say of the next decode step of the plan in flight, which ends
-        no request and is not its last.
-        """
-        self.times.went_on(busy_s)
-        outputs = []
-        for (request, _), row in zip(self.in_flight.oldest.owners, rows, strict=True):
-            output = self._output(request, row.token_ids, row.logprobs)
-            output.mirostat_mu = row.mirostat_mu
-            outputs.append(output)
-        return outputs
-
-    def ends_any(self, rows: Sequence[RowResult]) -> bool:
-        """Returns whether the next decode step of the plan in flight ends a request by a rule that
-        the worker does not know.
-        """
-        owners = self.in_flight.oldest.owners
-        found = [
-            request.consumer.foresee(owner, row.token_ids)
-            for (request, owner), row in zip(owners, rows, strict=True)
-        ]
-        return any(found)
-
-    def is_tempted(self, rows: Sequence[RowResult]) -> bool:
-        """Returns whether a guess that follows from the next decode step of the plan in flight is
-        worth ending it for.
-        """
-        return self.speculation.is_tempted(self.in_flight.oldest.owners, rows)
+    _decoding: PlannedStep | None = None
+    """The last decode step of a plan that may have further ones."""
+    _num_left: int = 0
+    """Most decode steps that the last plan still has."""
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Advances the requests of the oldest plan in flight; returns what each of them got."""
-        owners = self.in_flight.take().owners
-        self.times.computed(result.busy_s, result.num_steps)
-        self.stats.num_steps += result.num_steps - 1
+        """Advances the requests of the oldest step in flight; returns what each of them got."""
+        step = self.in_flight.take()
+        self._num_left = (plan.num_steps if step.is_first else self._num_left) - 1
+        self._decoding = step if self._num_left else None
+        owners = step.owners
+        self.times.computed(result.busy_s)
         self.stats.busy_s += result.busy_s
         if result.spilled is not None:
             self.stats.spilled = result.spilled
         if result.weights is not None:
             self._share_weights(result.weights, {request for request, _ in owners})
-        self.blocks.connector.step_done(result.connector)
+        if step.is_first:
+            self.blocks.connector.step_done(result.connector)
         self.grammars.compiled(result.compiled)
         outputs = self._end_without_adapter(self.adapters.loaded(result.adapters))
         for (request, row), scheduled, row_result in zip(
@@ -94,8 +72,46 @@ class ResultIntake:
                 outputs.append(output)
         if any(output.finish_reason is not None for output in outputs):
             self.queues.drop_finished()
+        if self._decoding is not None:
+            if self._may_decode_on():
+                for scheduled in plan.rows:
+                    scheduled.start += 1
+            else:
+                self.end_decode()
         self._free_leaving()
         return outputs
+
+    # -- several decode steps of one plan ----------------------------------------------------------
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a plan of several decode steps has begun, and may go on."""
+        return self._decoding is not None
+
+    def repeat(self) -> None:
+        """Notes that the next decode step of the last plan is computed."""
+        assert self._decoding is not None, "no plan of several decode steps has begun"
+        self.in_flight.repeat(self._decoding)
+        self.stats.num_steps += 1
+        self.times.repeated(len(self._decoding.owners))
+
+    def end_decode(self) -> None:
+        """Ends a plan of several decode steps behind the last one taken in."""
+        if self._decoding is not None:
+            for request, row in self._decoding.owners:
+                if request.status is RequestStatus.RUNNING:
+                    self._settle(row)
+            self._decoding = None
+
+    def _may_decode_on(self) -> bool:
+        """Returns whether another decode step may follow: no request has ended or lost its blocks,
+        and no guess that follows from the last tokens promises more.
+        """
+        assert self._decoding is not None
+        owners = self._decoding.owners
+        return all(
+            request.status is RequestStatus.RUNNING for request, _ in owners
+        ) and not self.speculation.is_tempted(owners)
 
     def _share_weights(self, arrivals: WeightArrivals, requests: Collection[Request]) -> None:
         """Counts what was read for the last step for each of its requests, a share each."""
@@ -116,15 +132,14 @@ class ResultIntake:
         request.num_draft_tokens += len(scheduled.draft_ids)
         num_taken = len(result.token_ids) if progress is None else progress.num_tokens
         request.num_accepted_tokens += self.speculation.took(scheduled, result, num_taken)
-        self._advance_row(request, row, scheduled, result)
+        self._advance_row(row, scheduled, result)
+        # A request that goes on is settled at the end of its plan: nothing looks up blocks before.
+        if self._decoding is None or (progress is not None and progress.finish is not None):
+            self._settle(row)
         return None if progress is None else self._advance(request, progress)
 
-    def _advance_row(
-        self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult
-    ) -> None:
-        """Counts a row's computed tokens, names the blocks that they fill, and gives back those
-        that were granted beyond its end.
-        """
+    def _advance_row(self, row: TokenRow, scheduled: ScheduledRow, result: RowResult) -> None:
+        """Counts a row's computed tokens."""
         if scheduled.leaf_blocks:
             self.blocks.keep_path(row.request_id, result.kept_path)
         kept = scheduled.start + result.num_kept
@@ -132,6 +147,13 @@ class ResultIntake:
             kept = scheduled.start
         row.num_computed_tokens = min(kept, row.num_tokens)
         row.num_tokens_in_flight -= scheduled.num_tokens
+        if not self.keeps_kv and scheduled.wants:
+            row.num_computed_tokens = 0
+
+    def _settle(self, row: TokenRow) -> None:
+        """Names the blocks that a row's computed tokens fill, and gives back those that were
+        granted beyond its end.
+        """
         if self.keeps_kv:
             self.blocks.record(
                 row.request_id,
@@ -139,8 +161,6 @@ class ResultIntake:
                 row.num_computed_tokens,
                 in_flight=row.num_tokens_in_flight > 0,
             )
-        elif scheduled.wants:
-            row.num_computed_tokens = 0
         self.placement.give_back(row)
 
     def _advance(self, request: Request, progress: RequestProgress) -> EngineOutput | None:

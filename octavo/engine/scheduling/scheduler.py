@@ -9,8 +9,6 @@ package's docstring says in which order to read the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from octavo.engine.adapters import AdapterPlaces
@@ -41,7 +39,7 @@ from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.outputs import Timings
 from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, StepPlan, StepResult
+from octavo.step import StepPlan, StepResult
 
 
 class Scheduler:
@@ -122,38 +120,36 @@ class Scheduler:
         """Returns the next step's plan. Outputs that wait to be handed out make it a short one."""
         return self._planner.plan(now, costs, single_step=bool(self._outputs))
 
-    def preview(self, rows: Sequence[RowResult], busy_s: float) -> list[EngineOutput]:
-        """Returns what `update` will say of the next decode step of the plan in flight, which ends
-        no request and is not its last.
-        """
-        return self._intake.preview(rows, busy_s)
-
-    def ends_any(self, rows: Sequence[RowResult]) -> bool:
-        """Returns whether `rows`, the next decode step of the plan in flight, end a request by a
-        rule that the worker does not know.
-        """
-        return self._intake.ends_any(rows)
-
-    def is_tempted(self, rows: Sequence[RowResult]) -> bool:
-        """Returns whether the plan in flight should end behind a decode step that has yielded
-        `rows`, for a guess of what follows them.
-        """
-        return self._intake.is_tempted(rows)
-
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
-        """Takes in the result of the oldest plan in flight; returns what each of its requests got,
+        """Takes in the result of the oldest step in flight; returns what each of its requests got,
         after the final outputs of requests that ended between steps.
         """
         outputs, self._outputs = self._outputs, []
         self.media.forget(result.not_encoded)
         return outputs + self._intake.update(plan, result)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the last plan, of several decode steps, may go on with the next one."""
+        return self._intake.decodes
+
+    def repeat(self) -> None:
+        """Notes that the next decode step of the last plan is computed; `update` takes it in."""
+        self._intake.repeat()
+
+    def end_decode(self) -> None:
+        """Ends a plan of several decode steps behind the last one that was taken in."""
+        self._intake.end_decode()
+
     def plan_failed(self, plan: StepPlan) -> None:
         """Prepares for the result of a plan that failed as a whole, carried out no one knows how
         far: its rows are freed again (twice does no harm), and what it swapped out starts over.
 
-        The requests that it computes fail at `update`.
+        The requests that it computes fail at `update`. A later decode step of a plan has moved and
+        freed nothing.
         """
+        if not self.in_flight.oldest.is_first:
+            return
         self.placement.free_again(self.in_flight.not_given_away(plan.freed_rows))
         self.blocks.connector.step_failed()
         # Where these were not begun, they are compiled with the rows that have them.

@@ -33,6 +33,8 @@ class PlannedStep:
     new_rows: list[str]
     swapped_out: list[Request]
     is_short: bool
+    is_first: bool = True
+    """Whether it is the first decode step of its plan."""
 
 
 class StepsInFlight:
@@ -58,6 +60,12 @@ class StepsInFlight:
                 builder.is_short,
             )
         )
+
+    def repeat(self, step: PlannedStep) -> None:
+        """Adds one more decode step of the same rows."""
+        for _, row in step.owners:
+            row.num_tokens_in_flight += 1
+        self._steps.append(PlannedStep(step.owners, [], [], is_short=False, is_first=False))
 
     @property
     def oldest(self) -> PlannedStep:

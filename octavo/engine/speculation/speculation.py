@@ -93,10 +93,8 @@ class Speculating(Protocol):
         """
         ...
 
-    def is_tempted(
-        self, owners: Sequence[tuple[Request, TokenRow]], results: Sequence[RowResult]
-    ) -> bool:
-        """Returns whether a call of several decode steps should end behind one."""
+    def is_tempted(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
+        """Returns whether a plan of several decode steps should end behind the last one."""
         ...
 
     def took(self, scheduled: ScheduledRow, result: RowResult, num_taken: int) -> int:
@@ -116,9 +114,7 @@ class NoSpeculation:
     def add_drafts(self, builder: StepBuilder) -> bool:
         return False
 
-    def is_tempted(
-        self, owners: Sequence[tuple[Request, TokenRow]], results: Sequence[RowResult]
-    ) -> bool:
+    def is_tempted(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
         return False
 
     def took(self, scheduled: ScheduledRow, result: RowResult, num_taken: int) -> int:
@@ -364,23 +360,20 @@ class Speculation:
 
     # -- results -----------------------------------------------------------------------------------
 
-    def is_tempted(
-        self, owners: Sequence[tuple[Request, TokenRow]], results: Sequence[RowResult]
-    ) -> bool:
-        """Returns whether a call of several decode steps should end behind one, whose `results`
-        are not taken in yet: a guess that is likely to hold follows from them, and verifying it
-        promises more than the next plain step.
+    def is_tempted(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
+        """Returns whether a plan of several decode steps should end behind the last one taken in: a
+        guess that is likely to hold follows from its tokens, and verifying it promises more than
+        the next plain step.
         """
         if self._make_drafter is None or self._num_blind or len(owners) > MOST_WATCHED:
             return False
         drafts = []
-        for index, ((request, row), result) in enumerate(zip(owners, results, strict=True)):
+        for index, (request, row) in enumerate(owners):
             history = self._rows.get(row.request_id)
             if history is None or history.drafter is None or not history.is_current:
                 continue
-            history.drafter.took(result.token_ids)
-            history.num_taken += len(result.token_ids)
-            most = min(self._max_tokens, request.num_guessable_tokens - history.num_taken)
+            history.follow(row.token_ids, 1)
+            most = min(self._max_tokens, request.num_guessable_tokens - row.num_tokens)
             draft = history.drafter.propose(most) if most > 0 else NO_DRAFT
             chance = self._acceptance.chance(row.request_id, draft.num_matched)
             if draft.token_ids and chance >= LIKELY:

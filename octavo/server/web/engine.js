@@ -185,8 +185,7 @@ class Figures {
     const held = groups.map(({ counts, numBlocks }) => (counts.held + counts.shared) / Math.max(1, numBlocks));
     const rate = rateOf(frame, frames);
     const steps = frames.slice(-20).flatMap((one) => one.steps);
-    const numSteps = steps.reduce((sum, mark) => sum + Math.max(1, mark.numSteps), 0);
-    const ms = steps.reduce((sum, mark) => sum + mark.ms, 0) / Math.max(1, numSteps);
+    const ms = steps.reduce((sum, mark) => sum + mark.ms, 0) / Math.max(1, steps.length);
     this.set("Tokens/s", rate === null ? "–" : count(rate));
     this.set("Running", count(queue.running));
     this.set("Waiting", count(queue.waiting));
@@ -194,7 +193,7 @@ class Figures {
     this.set("KV held", percent(Math.max(0, ...held)));
     this.set("Prefix hits", counters.prefix_query_tokens
       ? percent(counters.prefix_hit_tokens / counters.prefix_query_tokens) : "–");
-    this.set("Step", numSteps ? seconds(ms / 1000) : "–");
+    this.set("Step", steps.length ? seconds(ms / 1000) : "–");
     this.set("Preemptions", count(counters.num_preemptions));
   }
 

@@ -28,7 +28,7 @@ export function frameOf(before, event) {
   };
 }
 
-const markOf = ([step, ms, prefill, decode, rows, numSteps]) => ({ step, ms, prefill, decode, rows, numSteps });
+const markOf = ([step, ms, prefill, decode, rows]) => ({ step, ms, prefill, decode, rows });
 
 function groupOf(before, event) {
   const size = event.num_shown;

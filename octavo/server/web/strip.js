@@ -65,7 +65,7 @@ export class StepStrip {
 
   bar(context, x, mark, most) {
     const { colours } = this;
-    const above = (perStep(mark) / most.decode) * (MIDDLE - 6);
+    const above = (mark.decode / most.decode) * (MIDDLE - 6);
     const below = (mark.prefill / most.prefill) * (HEIGHT - MIDDLE - 8);
     context.fillStyle = colours.decode;
     if (above) context.fillRect(x, MIDDLE - Math.max(1, above), BAR - 1.5, Math.max(1, above));
@@ -74,19 +74,16 @@ export class StepStrip {
   }
 }
 
-const perStep = (mark) => mark.decode / Math.max(1, mark.numSteps);
-
 function scaleOf(marks) {
   return {
-    decode: Math.max(4, ...marks.map(perStep)),
+    decode: Math.max(4, ...marks.map((mark) => mark.decode)),
     prefill: Math.max(16, ...marks.map((mark) => mark.prefill)),
   };
 }
 
 function describe(mark) {
-  const several = mark.numSteps > 1 ? `, ${mark.numSteps} steps in one call` : "";
   return (
     `Step ${count(mark.step)}: ${count(mark.rows)} rows, ${count(mark.decode)} decoded, ` +
-    `${count(mark.prefill)} prefilled, ${seconds(mark.ms / 1000)}${several}`
+    `${count(mark.prefill)} prefilled, ${seconds(mark.ms / 1000)}`
   );
 }

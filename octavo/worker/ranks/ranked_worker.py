@@ -6,7 +6,6 @@ Every plan goes to all ranks, all compute it in step, and the first one's result
 from __future__ import annotations
 
 from octavo.outputs import Profile
-from octavo.ports import Between
 from octavo.step import StepPlan, StepResult
 from octavo.worker.ranks.messages import Execute
 from octavo.worker.ranks.other_ranks import OnLoss, OtherRanks
@@ -27,12 +26,12 @@ class RankedWorker:
     def progress(self) -> int:
         return self._worker.progress
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         assert plan.num_steps == 1, "only the first rank would know where several steps end"
         self._others.check()
         self._others.send(Execute(plan))
         try:
-            return self._worker.execute(plan, between)
+            return self._worker.execute(plan)
         except Exception as error:
             raise self._others.ended_by(error, "rank 0") from error
 

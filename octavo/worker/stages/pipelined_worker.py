@@ -10,7 +10,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from octavo.outputs import Profile
-from octavo.ports import Between
 from octavo.step import StepPlan, StepResult
 from octavo.worker.ranks.messages import DrawnTokens, Execute, TakeIn
 from octavo.worker.ranks.other_ranks import OnLoss, OtherRanks
@@ -46,7 +45,7 @@ class PipelinedWorker:
     def progress(self) -> int:
         return self._worker.progress
 
-    def execute(self, plan: StepPlan, between: Between | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> PipelinedStep:

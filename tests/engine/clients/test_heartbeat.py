@@ -32,7 +32,7 @@ class ReadingExecutor:
         self.outside = HeartbeatPage(page)
         self.seen = None
 
-    def execute(self, plan, between=None):
+    def execute(self, plan):
         self.seen = self.outside.step_requests()
         if plan.step:
             raise RuntimeError("no luck")

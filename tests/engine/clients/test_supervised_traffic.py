@@ -39,13 +39,13 @@ class FailingExecutor(FakeExecutor):
         super().__init__()
         self.bad, self.chance, self.failure = bad, chance, failure
 
-    def execute(self, plan, between=None):
+    def execute(self, plan):
         names = [row.request_id for row in plan.rows]
         if self.chance() or any(
             row.start + row.num_tokens >= self.bad.get(row.request_id, 1 << 30) for row in plan.rows
         ):
             raise self.failure()(names)
-        return super().execute(plan, between)
+        return super().execute(plan)
 
 
 class FakeProcess:

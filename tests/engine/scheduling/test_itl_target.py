@@ -48,12 +48,11 @@ class WatchedExecutor(SimulatedExecutor):
         super().__init__(clock)
         self.steps = []
 
-    def execute(self, plan, between=None):
-        result = super().execute(plan, between)
+    def execute(self, plan):
+        result = super().execute(plan)
         num_decode = sum(row.wants == "draw" and row.num_tokens == 1 for row in plan.rows)
         if plan.rows:
-            step_s = result.busy_s / result.num_steps
-            self.steps.append((num_decode, plan.num_tokens - num_decode, step_s))
+            self.steps.append((num_decode, plan.num_tokens - num_decode, result.busy_s))
         return result
 
 

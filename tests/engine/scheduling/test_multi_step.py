@@ -1,7 +1,5 @@
 """How many decode steps a plan holds, and what becomes of their tokens."""
 
-import itertools
-
 import pytest
 
 from octavo.engine.clients.ledger import UnfinishedRequest
@@ -43,9 +41,8 @@ def test_steps_are_computed_at_once_up_to_the_end():
     assert num_steps_of(executor) == [1, 8, 8, 3] and tokens_of(found) == expected_tokens(
         PROMPT, 20
     )
-    assert [len(output.token_ids) for output in found] == [1, 8, 8, 3] and found[
-        -1
-    ].finish_reason == "length"
+    assert [len(output.token_ids) for output in found] == [1] * 20
+    assert found[-1].finish_reason == "length"
     stats = core.scheduler.stats()
     assert (stats.num_steps, stats.generation_tokens) == (20, 20)
     timings = found[-1].timings
@@ -100,7 +97,7 @@ def test_one_that_ends_ends_the_call():
         and found["a"][-1].finish_reason == "stop"
     )
     assert tokens_of(found["b"]) == expected_tokens([4, 5, 6], 20)
-    assert [len(output.token_ids) for output in found["b"]][:2] == [1, 4]
+    assert [len(output.token_ids) for output in found["b"]] == [1] * 20
 
 
 def test_nobody_waits_for_a_call():
@@ -126,8 +123,8 @@ def test_blocks_are_taken_for_all_steps_or_for_fewer():
     assert plan.num_steps == 2 and not any(row.new_block_ids for row in plan.rows)
     found = run_all(core)
     assert (
-        tokens_of(found["a"]) == expected_tokens([1] * 13, 30)[3:]
-        and tokens_of(found["b"]) == expected_tokens([2] * 13, 30)[3:]
+        tokens_of(found["a"]) == expected_tokens([1] * 13, 30)[2:]
+        and tokens_of(found["b"]) == expected_tokens([2] * 13, 30)[2:]
     )
 
 
@@ -142,72 +139,37 @@ def test_blocks_filled_within_a_call_are_found_again(num_groups):
     assert max(num_steps_of(executor)) == 8
 
 
-class Early:
-    def __init__(self, until=100):
-        self.steps = []
-        self.until = until
-
-    def __call__(self, step):
-        if len(self.steps) == self.until:
-            return False
-        self.steps.append(step.outputs)
-        return True
-
-
-def test_each_token_is_handed_on_once():
-    core, _ = stepping_core()
-    early = Early()
+def test_each_step_of_a_call_hands_on_its_tokens():
+    core, executor = stepping_core()
     core.add(make_request("a", PROMPT, max_tokens=20, stop=["x"]))
-    outputs = [core.step(early).outputs for _ in range(3)]
-    assert [len(step[0].token_ids) for step in outputs] == [1, 1, 1] and len(early.steps) == 14
-    assert all(
-        step[0].timings.num_steps == 1 + index
-        for index, step in enumerate(early.steps[:7], start=1)
-    )
-    everything = [outputs[0], *early.steps[:7], outputs[1], *early.steps[7:], outputs[2]]
-    assert [token for step in everything for token in step[0].token_ids] == expected_tokens(
+    outputs = [core.step().outputs[0] for _ in range(17)]
+    assert num_steps_of(executor) == [1, 8, 8]
+    assert [output.timings.num_steps for output in outputs] == list(range(1, 18))
+    assert [token for output in outputs for token in output.token_ids] == expected_tokens(
         PROMPT, 17
     )
 
 
-@pytest.mark.parametrize("until", range(8))
-def test_a_call_ends_where_it_is_told_to(until):
-    core, _ = stepping_core()
-    early = Early(until)
+@pytest.mark.parametrize("num_done", range(1, 9))
+@pytest.mark.parametrize("what", ["add", "abort another", "settle"])
+def test_a_command_ends_a_call(num_done, what):
+    """The call ends behind the step that was taken in, whose tokens are all that was drawn; blocks
+    for further steps are given back.
+    """
+    core, executor = stepping_core()
     core.add(make_request("a", PROMPT, max_tokens=30))
-    core.step(early)
-    (last,) = core.step(early).outputs
-    tokens = [token for (output,) in early.steps for token in output.token_ids]
-    assert (
-        len(tokens) == until
-        and tokens + last.token_ids == expected_tokens(PROMPT, 30)[1 : until + 2]
-    )
-    rest = [core.step().outputs[0].token_ids for _ in range(3)]
-    assert list(itertools.chain(*rest)) == expected_tokens(PROMPT, 30)[until + 2 : until + 26]
-
-
-def test_a_call_does_not_last_longer_than_it_may():
-    """A call ends at its time limit though its steps were measured to be faster."""
-    now = itertools.count()
-    core, executor = stepping_core(clock=lambda: next(now) * 0.03)
-    early = Early()
-    core.add(make_request("a", PROMPT, max_tokens=30))
-    core.step(early)
-    (last,) = core.step(early).outputs
-    assert executor.plans[-1].num_steps == 8 and len(early.steps) == 2 and len(last.token_ids) == 1
-
-
-def test_what_sending_raises_is_raised_once_the_step_is_done():
-    core, _ = stepping_core()
-    core.add(make_request("a", PROMPT, max_tokens=30))
-    core.step()
-
-    def broken(step):
-        raise OSError("nobody listens")
-
-    with pytest.raises(OSError, match="nobody listens"):
-        core.step(broken)
-    assert core.scheduler.running[0].num_tokens == len(PROMPT) + 2
+    outputs = [core.step().outputs[0] for _ in range(1 + num_done)]
+    if what == "add":
+        core.add(make_request("b", [4, 5], max_tokens=2))
+    elif what == "abort another":
+        core.abort("no one")
+    else:
+        core.settle()
+    num_blocks = len(core.scheduler.blocks.tables["a"][0])
+    assert num_blocks == -(-core.scheduler.running[0].num_tokens // 16)
+    outputs += run_all(core)["a"]
+    assert tokens_of(outputs) == expected_tokens(PROMPT, 30)
+    assert len([plan for plan in executor.plans if plan.num_steps > 1]) >= 3
 
 
 def test_a_failure_within_a_call_is_that_requests():
@@ -224,13 +186,11 @@ def test_a_failure_within_a_call_is_that_requests():
         return result
 
     executor.run_row = run_or_fail
-    early = Early()
-    a, b = core.step(early).outputs
-    assert (
-        (a.finish_reason, a.error, a.token_ids) == ("error", "NaN", [])
-        and len(early.steps) == 3
-        and len(b.token_ids) == 1
-    )
+    for _ in range(3):
+        assert [len(output.token_ids) for output in core.step().outputs] == [1, 1]
+    a, b = core.step().outputs
+    assert (a.finish_reason, a.error, a.token_ids) == ("error", "NaN", [])
+    assert len(b.token_ids) == 1
     assert tokens_of(run_all(core)["b"]) == expected_tokens([7, 8], 30)[5:]
 
 

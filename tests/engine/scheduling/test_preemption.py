@@ -119,11 +119,11 @@ def test_what_a_failed_step_may_not_have_swapped_out_is_computed_again():
     add_all(core)
     execute, failed = executor.execute, []
 
-    def execute_or_fail(plan, between=None):
+    def execute_or_fail(plan):
         if not failed and any(move.kind == "swap_out" for move in plan.moves):
             failed.extend(row.request_id for row in plan.rows)
             raise RuntimeError("the device is gone for a moment")
-        return execute(plan, between)
+        return execute(plan)
 
     executor.execute = execute_or_fail
     found = run_all(core)

@@ -378,7 +378,7 @@ class CompiledExecutor:
     def __init__(self, executor, digests):
         self.executor, self.digests = executor, digests
 
-    def execute(self, plan, between=None):
+    def execute(self, plan):
         return msgspec.structs.replace(self.executor.execute(plan), compiled=self.digests)
 
 
@@ -403,8 +403,8 @@ def test_tokens_whose_kv_does_not_hold_are_computed_again():
     class Forgetful(FakeExecutor):
         """Keeps all but three tokens of the first chunk of a prompt."""
 
-        def execute(self, plan, between=None):
-            result = super().execute(plan, between)
+        def execute(self, plan):
+            result = super().execute(plan)
             if len(self.plans) == 1:
                 result.rows[0].num_kept -= 3
             return result

@@ -31,10 +31,14 @@ class ListingExecutor(SimulatedExecutor):
         self.calls: list[tuple[int, list[int]]] = []
         """Decode steps that each call computed, and the tokens of its rows."""
 
-    def execute(self, plan, between=None):
-        result = super().execute(plan, between)
-        self.calls.append((result.num_steps, [row.num_tokens for row in plan.rows]))
-        return result
+    def execute(self, plan):
+        self.calls.append((1, [row.num_tokens for row in plan.rows]))
+        return super().execute(plan)
+
+    def decode(self, plan):
+        for num_done, result in enumerate(super().decode(plan), start=1):
+            self.calls[-1] = (num_done, [row.num_tokens for row in plan.rows])
+            yield result
 
 
 class SometimesDrafter:
@@ -75,13 +79,13 @@ class Run:
         )
         self._names = count()
 
-    def answers(self, num_streams, num_tokens, take_early=None):
+    def answers(self, num_streams, num_tokens):
         """Runs requests to their ends; returns the calls and the simulated seconds."""
         first, began = len(self.executor.calls), self.executor.clock.now
         for _ in range(num_streams):
             self.core.add(request_of(str(next(self._names)), 0.0, PROMPT_TOKENS, num_tokens))
         while self.core.has_work:
-            self.core.step(take_early)
+            self.core.step()
         return self.executor.calls[first:], self.executor.clock.now - began
 
     @property
@@ -101,12 +105,10 @@ def test_after_64_tokens_a_drafter_that_is_always_wrong_leaves_calls_as_they_are
     plain = Run(monkeypatch, costs)
     guessing = Run(monkeypatch, costs, lambda: SometimesDrafter(0.0))
     for run in (plain, guessing):
-        run.answers(num_streams, 8, lambda outputs: True)
-        run.answers(num_streams, 64, lambda outputs: True)
+        run.answers(num_streams, 8)
+        run.answers(num_streams, 64)
     num_guessed = guessing.num_guessed
-    wanted, found = (
-        run.answers(num_streams, 200, lambda outputs: True)[0] for run in (plain, guessing)
-    )
+    wanted, found = (run.answers(num_streams, 200)[0] for run in (plain, guessing))
     num_later = guessing.num_guessed - num_guessed
     assert num_later <= 1 and len(found) <= len(wanted) + 2 * num_later
     assert num_later or found == wanted
@@ -138,17 +140,13 @@ def test_guesses_that_hold_gain(monkeypatch):
 
 def test_a_call_ends_for_a_guess_that_is_likely_to_hold(monkeypatch):
     """A guess that exists only after every 20th token mostly comes up within a call of 8 steps."""
-    made = []
-    for take_early in (None, lambda outputs: True):
-        run = Run(monkeypatch, STEADY, lambda: SometimesDrafter(1.0, every=20))
-        run.answers(1, 400, take_early)
-        made.append(run.core.scheduler.stats().num_drafts)
-    at_the_end, between = made
-    assert at_the_end < 12 < 18 <= between
+    run = Run(monkeypatch, STEADY, lambda: SometimesDrafter(1.0, every=20))
+    run.answers(1, 400)
+    assert run.core.scheduler.stats().num_drafts >= 18
 
 
 def test_no_call_ends_for_a_guess_that_seldom_holds(monkeypatch):
     run = Run(monkeypatch, STEADY, lambda: SometimesDrafter(0.0, every=20))
-    run.answers(1, 64, lambda outputs: True)
-    calls, _ = run.answers(1, 200, lambda outputs: True)
+    run.answers(1, 64)
+    calls, _ = run.answers(1, 200)
     assert all(num_steps == 8 for num_steps, _ in calls[2:-1])
