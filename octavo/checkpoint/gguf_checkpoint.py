@@ -49,12 +49,18 @@ END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Kinds of tokens that end a text by whose names a header has their ids."""
 
 SAMPLING_KEYS = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+    "octavo.max_new_tokens": "max_new_tokens",
 }
+"""generation_config's names of a header's recommended sampling values. llama.cpp has no key for the
+token cap, so the last one is our own.
+"""
+FLOAT32_DIGITS = 7
+"""Significant digits of a float32: a value of 0.7 is not read as 0.699999988."""
 
 
 class TensorPlace(NamedTuple):
@@ -348,11 +354,8 @@ class GgufCheckpoint:
         )
 
     def _generation_config(self) -> dict[str, Any]:
-        found = {
-            name: self._get(f"general.sampling.{key}", (int, float), None)
-            for key, name in SAMPLING_KEYS.items()
-        }
-        found = {name: value for name, value in found.items() if value is not None}
+        found = {name: self._get(key, (int, float), None) for key, name in SAMPLING_KEYS.items()}
+        found = {name: _rounded(value) for name, value in found.items() if value is not None}
         if "temperature" in found:
             found["do_sample"] = found["temperature"] > 0
         return found | {
@@ -430,3 +433,8 @@ def _stem(source: str) -> str:
     """
     parts = source.removesuffix(".weight").removesuffix(".bias").split(".")
     return parts[-1]
+
+
+def _rounded(value: float) -> float:
+    """Returns a float32 as the decimal number that was meant; whole numbers as they are."""
+    return value if isinstance(value, int) else float(f"{value:.{FLOAT32_DIGITS}g}")

@@ -22,6 +22,9 @@ from octavo.config.paths import cache_dir
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
 
+DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""GGUF's names of config.json's data types."""
+
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
@@ -38,16 +41,22 @@ class CachedModel:
 
     @property
     def quantization(self) -> str:
-        """The quantization that the file's name or config.json has, or else the data type; "" if
-        neither says."""
-        if self.path.suffix == ".gguf":
-            return GgufModel((self.path.name,), 1).quant
-        try:
-            config = json.loads((self.path / "config.json").read_bytes())
-            method = (config.get("quantization_config") or {}).get("quant_method")
-            return str(method or config.get("torch_dtype") or config.get("dtype") or "")
-        except (OSError, ValueError, AttributeError):
-            return ""
+        return get_quantization(self.path)
+
+
+def get_quantization(path: Path) -> str:
+    """Returns the quantization in a model's file name or config.json, or else the data type by
+    GGUF's name; "" if neither says.
+    """
+    if path.suffix == ".gguf":
+        return GgufModel((path.name,), 1).quant
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return str(method or DTYPE_NAMES.get(dtype, dtype))
 
 
 def list_local_models() -> list[CachedModel]:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -19,6 +20,9 @@ from octavo.errors import ClientError, OctavoError, SetupError
 
 INVALID = re.compile(r"Input should be ([^,]+)")
 """What an option's type allows, in a message of the flag parser."""
+
+LEAST_LIKENESS = 0.75
+"""Least likeness of a flag that is suggested for a wrong one, from 0 to 1."""
 
 WORDS = {
     "a valid integer": "a whole number",
@@ -72,6 +76,9 @@ def _discard_output() -> None:
 def _describe(error: typer.TyperException) -> tuple[str, str | None]:
     """Returns message and hint for what the flag parser found wrong."""
     possible = getattr(error, "possibilities", None)
+    wrong = getattr(error, "option_name", None)
+    if possible and wrong is not None:
+        possible = get_close_matches(wrong, possible, n=1, cutoff=LEAST_LIKENESS)
     if possible:
         return error.message, f"did you mean {' or '.join(possible)}?"
     context = getattr(error, "ctx", None)
@@ -80,7 +87,9 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
     if param is not None and given is not None and allowed is not None:
         name = max(param.opts, key=len).lstrip("-").replace("-", "_")
         return f"{name}: got {given!r}, allowed is {_in_our_words(allowed[1])}", None
-    message = error.format_message() + (f", got {given!r}" if given is not None else "")
+    message = error.format_message()
+    if given is not None:
+        message = f"{message.removesuffix('.')}, got {given!r}"
     return (
         message,
         f"{context.command_path} --help says what there is" if context is not None else None,

@@ -70,6 +70,10 @@ def run(
     seed: Annotated[
         int | None, typer.Option(help="Seed the sampling", show_default="random")
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Stop before this text; may be given several times", show_default=False),
+    ] = None,
     repetition_detection: RepetitionFlag = True,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text")
@@ -88,6 +92,7 @@ def run(
         "top_p": top_p,
         "max_tokens": max_tokens,
         "seed": seed,
+        "stop": stop or None,
     }
     check_sampling(sampling)
     given = [name for name, value in sampling.items() if value is not None]
@@ -125,13 +130,18 @@ def _read_prompt(argument: str, *, raw: bool) -> str:
 
     text = argument
     if argument == "-":
-        text = sys.stdin.read()
+        text = _without_last_newline(sys.stdin.read())
     elif given := _read_piped():
         text = given + argument if raw else f"{given.rstrip()}\n\n{argument}"
     if not (text if raw else text.strip()):
         raise InvalidRequest("prompt: got an empty text", hint="octavo run 'What is a prompt?'")
     check_unicode(text)
     return text
+
+
+def _without_last_newline(text: str) -> str:
+    """Returns a text without the newline that ends its last line, which is no part of a prompt."""
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_piped() -> str:

@@ -91,13 +91,18 @@ def user_name() -> Any:
     )
 
 
+def is_set(value: Any) -> bool:
+    """Returns whether a field has a value; many clients send false, "" and [] for none."""
+    return not (value is None or value is False or value in ("", []))
+
+
 def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
     """Raises InvalidRequest where a body's fields do not go together; those that change nothing
     without another one are ignored.
     """
     for name, rules in _interactions(type(body)):
         value = getattr(body, name)
-        if value is None or value is False or value == rules.get("neutral"):
+        if not is_set(value) or value == rules.get("neutral"):
             continue
         for other, values in rules.get("needs", {}).items():
             got = getattr(body, other)
@@ -109,7 +114,7 @@ def check_interactions(body: BaseModel, ignored: IgnoredFields) -> None:
                 setattr(body, name, None)
                 break
         for other, reason in rules.get("excludes", {}).items():
-            if getattr(body, other) not in (None, False):
+            if is_set(getattr(body, other)):
                 raise InvalidRequest(
                     f"{name}: got {_spelled([value])} with {other}, allowed is one of them:"
                     f" {reason}",

@@ -19,6 +19,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.tool_use import ToolUse
 from octavo.structured_outputs import StructuredOutputs
+from octavo.text.detokenizer import decode_whole_characters
 from octavo.text.parsers.call_forms import (
     NO_REASONING,
     CallRules,
@@ -60,7 +61,9 @@ class AnswerReading:
     id_length: int = 0
     """Length of a call's id where the model's template checks it; 0 for any."""
     given: str = ""
-    """Text of the message that the answer goes on from."""
+    """Text of the message that the answer goes on from, without a character that it begins."""
+    given_token_ids: tuple[int, ...] = ()
+    """Tokens of that text."""
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
         """Returns params with the marks that the detokenizer must know, and with the form that
@@ -119,8 +122,9 @@ class AnswerReading:
         if self.form is None or marks is None or not token_ids:
             return self
         hidden = tokenizer.special_token_ids - set(marks.shown_token_ids)
-        told = [token_id for token_id in token_ids if token_id not in hidden]
-        given = self.given + tokenizer.decode(told, skip_special_tokens=False)
+        new = (token_id for token_id in token_ids if token_id not in hidden)
+        told = (*self.given_token_ids, *new)
+        given = decode_whole_characters(tokenizer, told, skip_special_tokens=False)
         opening = marks.reasoning_opening
         may_reason = bool(opening) and marks.reasoning_closing not in given
         marks = msgspec.structs.replace(
@@ -128,7 +132,7 @@ class AnswerReading:
             reasoning_opening=opening if may_reason else "",
             begins_in_reasoning=may_reason and (marks.begins_in_reasoning or opening in given),
         )
-        return replace(self, given=given, marks=marks)
+        return replace(self, given=given, given_token_ids=told, marks=marks)
 
     def reader(self) -> AnswerReader | None:
         """Returns what reads one sample as it grows; None where its text is content."""

@@ -1,19 +1,22 @@
 """Turns token ids into text as they come, and finds stop strings in it.
 
 Owns one answer's text so far. Never shows half a character: bytes wait until UTF-8 is whole.
-Constant work per token. The text continues the prompt, so the space that SentencePiece tokenizers
-drop at the front of a text stays.
+Constant work per token. The text continues the prompt: the space that SentencePiece tokenizers
+drop at the front of a text stays, and a character that the prompt begins is completed.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from octavo.prompt_ports import Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.text.reasoning_watch import ReasoningWatch
 from octavo.text.stop_search import StopSearch
+
+MAX_UNFINISHED_BYTES = 3
+"""Most bytes of a UTF-8 character that lacks its last one."""
 
 
 class SpelledText:
@@ -42,12 +45,16 @@ class Detokenizer:
     is new).
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        """Begins the text that continues a prompt, or the first tokens of another answer."""
         self._tokenizer = tokenizer
         marks = params.answer_marks
         self._skipped = skipped_ids(tokenizer, params)
         self._watch = ReasoningWatch(marks) if marks and marks.reasoning_opening else None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder.decode(get_unfinished_bytes(tokenizer, prompt_token_ids))
         self._stops = StopSearch(params)
         self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -190,6 +197,27 @@ class Detokenizer:
             pieces.append(part[-missing:])
             missing -= len(part)
         return "".join(reversed(pieces))
+
+
+def get_unfinished_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
+    """Returns the bytes of the character that a text's last tokens begin and do not end."""
+    tail = b""
+    for token_id in reversed(token_ids):
+        if token_id in tokenizer.special_token_ids or len(tail) >= MAX_UNFINISHED_BYTES:
+            break
+        tail = tokenizer.token_bytes(token_id) + tail
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(tail)
+    return decoder.getstate()[0]
+
+
+def decode_whole_characters(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """Decodes the first tokens of a text without a character that later tokens complete."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    is_cut = bool(get_unfinished_bytes(tokenizer, token_ids))
+    return text.removesuffix("\ufffd") if is_cut else text
 
 
 def skipped_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:

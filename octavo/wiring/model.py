@@ -25,6 +25,7 @@ from octavo.backends.base import (
 from octavo.backends.devices import default_backend
 from octavo.checkpoint.catalogue import resolve, resolve_header
 from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
+from octavo.checkpoint.local_models import get_quantization
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
@@ -128,10 +129,12 @@ class Model:
             sizes[format_] += math.prod(weight.shape)
         path = self.checkpoint.path
         files = [path] if path.is_file() else path.glob("*.safetensors")
+        is_made_at_load = self.config.model.quantization is not None
+        named = "" if is_made_at_load else get_quantization(path)
         return ModelFacts(
             self.info.model_type,
             sizes.total(),
-            sizes.most_common(1)[0][0],
+            named or sizes.most_common(1)[0][0],
             sum(file.stat().st_size for file in files),
             "gguf" if path.suffix == ".gguf" else "safetensors",
         )

@@ -11,9 +11,12 @@ from huggingface_hub import constants
 from octavo.checkpoint.catalogue import CATALOGUE, CatalogueModel, ModelFile
 from octavo.checkpoint.local_models import (
     find_local_model,
+    get_quantization,
     list_local_models,
     remove_local_model,
 )
+from octavo.wiring.model_outline import read_outline
+from tests.support.tiny_gguf import tiny_model, write_tiny_gguf
 
 REVISIONS = ("1" * 40, "2" * 40)
 
@@ -109,6 +112,16 @@ def test_each_gguf_file_of_a_repository_is_a_model(cache: Path) -> None:
     assert last is not None
     remove_local_model(last)
     assert rows() == {} and not repo.exists()
+
+
+@pytest.mark.parametrize("name", ["a-Q4_K_M.gguf", "a.gguf"])
+def test_a_quantization_is_named_alike_by_list_and_server(tmp_path: Path, name: str) -> None:
+    """If the file's name has none, the server tells the format of most weights."""
+    path = tmp_path / name
+    write_tiny_gguf(path, "llama", tiny_model("llama"))
+    named = get_quantization(path)
+    assert named == ("Q4_K_M" if "Q4" in name else "")
+    assert read_outline(path, {"skip_tokenizer_init": True}).facts.weight_format == (named or "F32")
 
 
 def test_a_repository_without_weights_is_no_model(cache: Path) -> None:

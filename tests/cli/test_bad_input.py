@@ -22,7 +22,7 @@ def model_copy(tmp_path):
             ["run", "hi", "--treads=3"],
             [
                 "octavo: No such option: --treads",
-                "hint: did you mean --threads or --record or --raw?",
+                "hint: did you mean --threads?",
             ],
         ),
         (

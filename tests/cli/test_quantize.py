@@ -1,5 +1,6 @@
 """`octavo quantize`: the command makes a model that the engine runs, and says what it cannot do."""
 
+import json
 import re
 import shutil
 
@@ -78,6 +79,32 @@ def test_the_default_model_needs_no_option_and_keeps_its_sampling_values(octavo,
     answer = octavo("run", tmp_path / "made", "What is the capital of France?", "--max-tokens=12")
     assert "Paris" in answer.out
     assert "temperature 0, repetition_penalty 1.05" in answer.err
+
+
+def test_a_gguf_file_keeps_the_sampling_values_of_its_source(octavo, model, tmp_path):
+    values = {"temperature": 0.7, "top_p": 0.95, "top_k": -1, "max_new_tokens": 99}
+    (model / "generation_config.json").write_text(json.dumps(values))
+    (model / "tokenizer.json").unlink()
+    expected = {
+        ("max_tokens" if name == "max_new_tokens" else name): values[name] for name in values
+    }
+    options = {"max_model_len": 64, "skip_tokenizer_init": True, "report": lambda line: None}
+    for source, made in ((model, "a"), (tmp_path / "a", "b")):
+        words = ("-o", tmp_path / made, "--method=rtn", "--format=gguf", "--bits=8")
+        ended = octavo("quantize", source, *words)
+        assert ended.code == 0, ended.err
+        with LLM(str(tmp_path / made), **options) as llm:
+            assert llm.front.sampling.values == expected
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_gguf_file_of_a_catalogue_model_keeps_its_recommended_sampling_values(octavo, tmp_path):
+    options = ("--method=rtn", "--format=gguf", "--bits=4")
+    ended = octavo("quantize", "smollm2", "-o", tmp_path / "made", *options)
+    assert ended.code == 0, ended.err
+    shown = octavo("show", tmp_path / "made" / "model.gguf").out
+    assert "temperature 0, repetition_penalty 1.05, max_tokens 1024" in shown
 
 
 def test_a_buffer_of_whole_numbers_is_left_out(octavo, model, tmp_path):

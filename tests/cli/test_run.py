@@ -86,12 +86,21 @@ def test_raw_leaves_the_template_out(octavo, tiny):
     )
 
 
-def test_a_dash_reads_the_prompt_from_stdin(octavo, tiny, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_dash_reads_the_prompt_from_stdin(octavo, tiny, monkeypatch, end):
+    """The newline that ends the last line, as `echo` writes it, is no part of the prompt."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello" + end))
     assert (
         octavo("run", "--raw", "-", *tiny, "--max-tokens=8").out
         == answer_of("hello", max_tokens=8) + "\n"
     )
+
+
+def test_a_stop_string_ends_the_answer(octavo, tiny):
+    whole = answer_of("hello", max_tokens=8)
+    words = ("run", "--raw", "hello", *tiny, "--max-tokens=8", "--stop", "never", "--stop")
+    assert octavo(*words, whole[3:5]).out == whole[: whole.find(whole[3:5])] + "\n"
+    assert "stop: " in octavo(*words, "").err
 
 
 def test_json_is_one_object(octavo, tiny):
@@ -238,6 +247,13 @@ def test_the_default_model_knows_paris_and_begins_with_few_imports():
     text, num_modules = run_counting_imports("run", "What is the capital of France?")
     assert "Paris" in text
     assert num_modules < 900
+
+
+@pytest.mark.model
+def test_the_default_model_answers_a_question_that_echo_pipes():
+    asked = process("run", "smollm2")
+    out, err = asked.communicate("What is the capital of France?\n")
+    assert asked.returncode == 0 and "The capital of France is Paris." in out, err
 
 
 def test_a_piped_text_goes_before_the_prompt(tiny, tmp_path):

@@ -183,6 +183,9 @@ def test_generate_renders_the_prompt_or_takes_it_raw(http, plain):
     assert made["response"] == plain([*system, *HELLO])[0] and made["done"]
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": LENGTH, "seed": 5}
     raw = http.post("/v1/completions", json=body).json()
+    unset = {"suffix": "", "template": "", "context": [], "images": [], "format": "", "raw": False}
+    again = ollama(http, "/api/generate", system="Be kind", stream=False, **unset).json()
+    assert again["response"] == made["response"]
     parts = lines(ollama(http, "/api/generate", raw=True))
     assert "".join(part["response"] for part in parts) == raw["choices"][0]["text"]
     assert parts[-1]["prompt_eval_count"] == raw["usage"]["prompt_tokens"]

@@ -77,12 +77,10 @@ def test_a_call_that_must_be_made_is_valid(http, fields, choice):
             assert choice == "required"
 
 
-@pytest.mark.parametrize("share", [0, 0.3, 0.5])
+@pytest.mark.parametrize("share", [0, 0.3, 0.6])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fork_within_arguments_tells_the_whole_call(http, share, stream):
-    """Also a fork of a fork; what was told before the call's beginning is not told again. The
-    shares end between two characters: a fork within one shows its bytes as broken ones.
-    """
+    """Also a fork of a fork; what was told before the call's beginning is not told again."""
     body = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     whole = ask(http, **body, temperature=0, return_token_ids=True).json()
     (call,) = whole["choices"][0]["message"]["tool_calls"]
@@ -98,6 +96,23 @@ def test_a_fork_within_arguments_tells_the_whole_call(http, share, stream):
         assert arguments == call["function"]["arguments"]
         assert "".join(message.get("content") or "" for message in messages) == ""
         assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_fork_at_any_token_tells_the_whole_call(http):
+    """Also one inside a character of several tokens."""
+    body = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = ask(http, **body, temperature=0, return_token_ids=True).json()
+    (call,) = whole["choices"][0]["message"]["tool_calls"]
+    assert not call["function"]["arguments"].isascii()
+    num_tokens, last_characters = len(whole["choices"][0]["token_ids"]), 20
+    for kept in range(num_tokens - last_characters):
+        name = whole["id"]
+        for num_more in (kept, 1):  # a fork, and a fork of it one token later
+            url = f"/v1/requests/{name}/fork"
+            forked = http.post(url, json={"keep": num_more}).json()
+            (again,) = forked["choices"][0]["message"]["tool_calls"]
+            assert again["function"] == call["function"]
+            name = forked["id"]
 
 
 def test_a_streamed_call_is_the_whole_one(http):

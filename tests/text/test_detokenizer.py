@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.sampling_params import SamplingParams
-from octavo.text.detokenizer import Detokenizer
+from octavo.text.detokenizer import Detokenizer, decode_whole_characters
 from octavo.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.support.tiers import examples
 from tests.support.tiny_vocabularies import bpe_source, sentencepiece_source
@@ -59,6 +59,20 @@ def test_never_half_a_character(kind: str, text: str) -> None:
     ours = tokenizer(kind)
     ids = ours.encode(text, add_special_tokens=False)
     assert all("\ufffd" not in part for part in deltas(Detokenizer(ours, params()), ids))
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.text(alphabet="ab é漢😀", min_size=1, max_size=12))
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_a_text_completes_the_character_that_its_prompt_begins(kind: str, text: str) -> None:
+    ours = tokenizer(kind)
+    ids = ours.encode(text, add_special_tokens=False)
+    for num_kept in range(len(ids) + 1):
+        kept, rest = ids[:num_kept], ids[num_kept:]
+        told = decode_whole_characters(ours, kept)
+        made = deltas(Detokenizer(ours, params(), kept), rest)
+        assert told + "".join(made) == ours.decode(ids)
+        assert not rest or "\ufffd" not in told + "".join(made)
 
 
 @settings(max_examples=examples(60), deadline=None)

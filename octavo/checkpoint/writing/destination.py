@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from octavo.checkpoint.catalogue import recommended_sampling
 from octavo.checkpoint.formats.table import OLDER_FILES, OLDER_KEY
-from octavo.checkpoint.gguf_checkpoint import IGNORED_TENSORS, GgufCheckpoint
+from octavo.checkpoint.gguf_checkpoint import IGNORED_TENSORS, SAMPLING_KEYS, GgufCheckpoint
 from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.safetensors import DTYPES, INTEGERS
 from octavo.checkpoint.sentence_modules import module_folders
@@ -146,7 +146,7 @@ class HfDirectory:
         source = self._checkpoint.path
         if self._checkpoint.has_config_file:
             _copy_small_files(source, self._folder)
-        elif generation := self._generation_config():
+        elif generation := _generation_config(self._checkpoint):
             _write_json(self._folder / "generation_config.json", generation)
         config = self._plain_config()
         if self._architecture is not None:
@@ -164,13 +164,6 @@ class HfDirectory:
             return {key: found[key] for key in found if key not in QUANTIZATION_KEYS}
         known = {key: one for key, one in self._checkpoint.config.items() if one is not None}
         return known | {"dtype": "float16", "torch_dtype": "float16"}
-
-    def _generation_config(self) -> dict[str, Any]:
-        """Returns the source's values; a catalogue model's recommended ones, which are found by its
-        file, are written here, as the new directory is none of the catalogue's.
-        """
-        recommended = recommended_sampling(self._checkpoint.path)
-        return {**(recommended[1] if recommended else {}), **self._checkpoint.generation_config}
 
     def _plain_spec(self, name: str) -> TensorSpec:
         """Returns how a tensor is stored that is not quantised here: as it is, if it is floats."""
@@ -216,7 +209,14 @@ class GgufDirectory:
             for name in ("token_embd.weight", "output.weight")
             if name in source.tensors and (kind := self._table_kind(name)) is not None
         }
-        self._writer = GgufWriter(folder / GGUF_NAME, source, {**tables, **kinds}, keeps=keeps)
+        holder = self._checkpoint if self._source is None else self._source
+        self._writer = GgufWriter(
+            folder / GGUF_NAME,
+            source,
+            {**tables, **kinds},
+            keeps=keeps,
+            added=_sampling_metadata(_generation_config(holder)),
+        )
         if keeps:
             return
         for name in source.tensors:
@@ -290,6 +290,20 @@ class GgufDirectory:
         weight = holder.tensor(own).dequantize()
         rounded = nearest(weight, None, lambda rows, shares: fit_blocks(rows, shares, kind))
         self._writer.write(name, block_bytes(rounded, kind))
+
+
+def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns a model's own values over a catalogue model's recommended ones, which are found by
+    its file and would be lost with it.
+    """
+    recommended = recommended_sampling(checkpoint.path)
+    return {**(recommended[1] if recommended else {}), **checkpoint.generation_config}
+
+
+def _sampling_metadata(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the sampling values of a generation_config by GGUF's keys."""
+    values = {key: generation.get(name) for key, name in SAMPLING_KEYS.items()}
+    return {key: value for key, value in values.items() if isinstance(value, int | float)}
 
 
 def _dtype_of(spec: TensorSpec) -> np.dtype:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.gguf import DEFAULT_ALIGNMENT, MAGIC, GgufFile
+from octavo.checkpoint.writing.gguf_keys import metadata_bytes
 from octavo.checkpoint.writing.safetensors_file import reserve, write_at
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
 
@@ -38,12 +39,21 @@ FILE_TYPES = {
 
 
 class GgufWriter:
-    """A copy of `source` at `path` whose tensors named in `kinds` are of other types."""
+    """A copy of `source` at `path` whose tensors named in `kinds` are of other types, and whose
+    metadata have those of `added` that the source lacks.
+    """
 
     def __init__(
-        self, path: Path, source: GgufFile, kinds: Mapping[str, BlockType], *, keeps: bool
+        self,
+        path: Path,
+        source: GgufFile,
+        kinds: Mapping[str, BlockType],
+        *,
+        keeps: bool,
+        added: Mapping[str, float] | None = None,
     ) -> None:
         self._path = path
+        new = {key: n for key, n in (added or {}).items() if key not in source.metadata}
         alignment = source.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         entries = []
         self._starts: dict[str, int] = {}
@@ -57,8 +67,8 @@ class GgufWriter:
         keys = bytes(source.metadata_bytes)
         if most in FILE_TYPES:
             keys = _with_number(keys, FILE_TYPE_KEY, struct.pack("<II", U32, FILE_TYPES[most]))
-        keys = _with_number(keys, PARTS_KEY, struct.pack("<IH", U16, 1))
-        counts = struct.pack("<IQQ", 3, len(entries), len(source.metadata))
+        keys = _with_number(keys, PARTS_KEY, struct.pack("<IH", U16, 1)) + metadata_bytes(new)
+        counts = struct.pack("<IQQ", 3, len(entries), len(source.metadata) + len(new))
         header = MAGIC + counts + keys + b"".join(entries)
         self._data = -(-len(header) // alignment) * alignment
         if not keeps:

@@ -1,7 +1,7 @@
 """Metadata of a GGUF file: keys with typed values, as bytes.
 
 Source of the format: ggml's `docs/gguf.md`, version 3. Numbers are written as llama.cpp's converter
-writes them: whole ones as uint32, others as float32.
+writes them: whole ones as uint32, negative ones as int32, others as float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _value(value: KeyValue) -> bytes:
     if isinstance(value, bool):
         return struct.pack("<I?", BOOL, value)
     if isinstance(value, int):
-        return struct.pack("<II", U32, value)
+        return struct.pack("<Ii", I32, value) if value < 0 else struct.pack("<II", U32, value)
     if isinstance(value, float):
         return struct.pack("<If", F32, value)
     if isinstance(value, str):

@@ -27,7 +27,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """Hugging Face's model_type."""
     num_parameters: int = 0
     weight_format: str = ""
-    """Format of most of its loaded weights, by GGUF's name."""
+    """Quantization of its files, as `octavo list` shows it; if they do not name one or it is made
+    at load, the format of most of its weights."""
     num_bytes: int = 0
     """Size of its weights' files."""
     file_format: str = ""

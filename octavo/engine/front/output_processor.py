@@ -174,9 +174,7 @@ class OutputProcessor:
                 f"request_id: {request.request_id!r} is in use by an unfinished request",
                 param="request_id",
             )
-        samples = [
-            self._make_sample(request.params, sample.sample_index) for sample in request.samples
-        ]
+        samples = [self._make_sample(request, sample.sample_index) for sample in request.samples]
         state = RequestState(
             request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time)
         )
@@ -286,14 +284,18 @@ class OutputProcessor:
         for sample in state.request.samples if state is not None else ():
             self._samples.pop(sample.request_id, None)
 
-    def _make_detokenizer(self, params: RequestParams) -> Detokenizer | None:
+    def _make_detokenizer(self, request: FrontRequest) -> Detokenizer | None:
         """Returns what makes text of a sample's tokens; None where none is wanted."""
+        params = request.params
         if self._tokenizer is None or not isinstance(params, SamplingParams):
             return None
-        return Detokenizer(self._tokenizer, params) if params.detokenize else None
+        if not params.detokenize:
+            return None
+        return Detokenizer(self._tokenizer, params, request.samples[0].prompt_token_ids)
 
-    def _make_sample(self, params: RequestParams, index: int) -> Sample:
-        sample = Sample(index, self._make_detokenizer(params))
+    def _make_sample(self, request: FrontRequest, index: int) -> Sample:
+        params = request.params
+        sample = Sample(index, self._make_detokenizer(request))
         if params.logprobs is not None:
             sample.logprobs = []
         if params.logprobs is not None or params.is_ranked:
@@ -364,7 +366,7 @@ class OutputProcessor:
         self._take_start(state, output, now)
         params = state.request.params
         state.samples = [
-            self._make_sample(params, index) for index in range(len(output.beams or ()))
+            self._make_sample(state.request, index) for index in range(len(output.beams or ()))
         ]
         for sample, beam in zip(state.samples, output.beams or (), strict=True):
             sample.token_ids, sample.score, sample.cumulative_logprob = (

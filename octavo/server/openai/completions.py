@@ -32,7 +32,7 @@ from octavo.server.openai.truncation import truncation_of
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
-from octavo.text.detokenizer import skipped_ids
+from octavo.text.detokenizer import decode_whole_characters, skipped_ids
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16
@@ -142,7 +142,8 @@ class CompletionAnswer(Answer):
         if self._num_logprobs is None or delta.logprobs is None:
             return None
         if index not in self._offsets:
-            self._offsets[index] = TextOffsets(self.tokenizer, self._hidden_ids)
+            prompt = () if self._echo else output.prompt_token_ids
+            self._offsets[index] = TextOffsets(self.tokenizer, self._hidden_ids, prompt)
         place = self._offsets[index]
         token_ids = delta.token_ids
         offsets: list[int] = []
@@ -157,9 +158,11 @@ class CompletionAnswer(Answer):
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self.tokenizer is None:
             return output.prompt or ""
-        return self.tokenizer.decode(
-            output.prompt_token_ids, skip_special_tokens=self.params.skip_special_tokens
-        )
+        token_ids, skips = output.prompt_token_ids, self.params.skip_special_tokens
+        if self._only_prompt:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skips)
+        # The answer's text begins with the character that the prompt leaves unfinished.
+        return decode_whole_characters(self.tokenizer, token_ids, skip_special_tokens=skips)
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         usage = usage_of(outputs)

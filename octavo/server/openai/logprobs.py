@@ -16,6 +16,7 @@ from octavo.server.openai.protocol import (
     CompletionLogprobs,
     TokenLogprob,
 )
+from octavo.text.detokenizer import get_unfinished_bytes
 
 Steps = Sequence[dict[int, Logprob] | None]
 """A mapping of ids to logprobs for each token: its own first, then the alternatives'."""
@@ -55,10 +56,18 @@ class TextOffsets:
     takes no place.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, hidden_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        hidden_ids: Collection[int],
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Begins at the answer's text, or with a prompt that is echoed later without one."""
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        if tokenizer is not None:
+            self._decoder.decode(get_unfinished_bytes(tokenizer, prompt_token_ids))
         self._position = 0
 
     def add(self, token_ids: Sequence[int]) -> list[int]:
