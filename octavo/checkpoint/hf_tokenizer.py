@@ -96,13 +96,13 @@ def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, 
 
 def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Returns the chat templates by name, the main one as "default": chat_template.jinja first,
-    then chat_template.json, then tokenizer_config.json, whose lists name several. Those in
+    then chat_template.json, then tokenizer_config.json, which may name several. Those in
     additional_chat_templates are named by their files.
     """
     template = read_json_if_there(path / "chat_template.json").get(
         "chat_template", settings.get("chat_template")
     )
-    if template is not None and not isinstance(template, str | list):
+    if template is not None and not isinstance(template, str | list | dict):
         raise _not_a_template(path, "chat_template", template)
     found = _named(template)
     file = path / "chat_template.jinja"
@@ -127,6 +127,8 @@ def _named(template: Any) -> dict[str, Any]:
     """Returns the entry chat_template of a JSON file by names."""
     if template is None:
         return {}
+    if isinstance(template, dict):
+        return {str(name): text for name, text in template.items()}
     if not isinstance(template, list):
         return {"default": template}
     return {

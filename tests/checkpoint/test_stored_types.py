@@ -151,8 +151,11 @@ class Unsafe:
 
 def test_a_pickle_runs_nothing(tmp_path: Path, capsys) -> None:
     folder = pickled(tmp_path, {"a": Unsafe()})  # type: ignore[dict-item]
-    with pytest.raises(WeightMismatch, match=r"cannot be read with torch\.load\(weights_only=True"):
+    with pytest.raises(
+        WeightMismatch, match=r"cannot be read with torch\.load\(weights_only=True"
+    ) as found:
         open_checkpoint(folder)
+    assert found.value.message.endswith("GLOBAL print was not an allowed global by default.")
     assert "run by" not in capsys.readouterr().out
     (folder / "pytorch_model.bin").write_bytes(b"PK damaged")
     with pytest.raises(WeightMismatch, match="cannot be read with"):

@@ -51,6 +51,7 @@ def write_gguf(path: Path, keys: dict[str, str]) -> None:
 MAIN, MORE = "chat_template.jinja", "additional_chat_templates"
 PLACES = {
     "list": ({}, {"chat_template": AS_LIST}),
+    "object": ({}, {"chat_template": NAMED}),
     "text": ({}, {"chat_template": "one {{ messages[0].content }}"}),
     "files": (
         {MAIN: NAMED["default"], f"{MORE}/tool_use.jinja": NAMED["tool_use"]},
