@@ -19,45 +19,47 @@ from typing import Any
 
 import octavo
 from octavo import LLM, SamplingParams
+from octavo.engine.scheduling import multi_step
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = 16
-PACKAGE = str(Path(octavo.__file__).parent)
+PACKAGE = Path(octavo.__file__).parent
 STEP = "EngineCore.step"
 """Qualified name of the function from which frames are counted."""
-NATIVE = "octavo.backends.native._native"
+LAST = {"NativeProgram._run", "NativeProgram.decode"}
+"""Functions that make the native calls of a step."""
 
 
 class PathProfile:
-    """What a profiler sees of one thread's calls, and of those of threads that it starts."""
+    """Counts calls of Octavo's functions in the threads that it profiles."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
         self.deepest: list[str] = []
-        """Frames from `EngineCore.step` to the deepest native call that runs a step."""
+        """Frames from `EngineCore.step` to the function that calls the native code."""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            self.calls[frame.f_code] += 1
-        elif event == "c_call" and _runs_a_step(argument):
+        if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)):
+            return
+        self.calls[frame.f_code] += 1
+        if frame.f_code.co_qualname in LAST:
             between = _frames_below_step(frame)
             if len(between) > len(self.deepest):
                 self.deepest = between
 
 
-def _runs_a_step(function: Any) -> bool:
-    owner = type(getattr(function, "__self__", None))
-    module = getattr(function, "__module__", None) or owner.__module__
-    return module == NATIVE and getattr(function, "__name__", "") in {"run", "decode", "step"}
+def _file_of(code: CodeType) -> str:
+    return str(Path(code.co_filename).relative_to(PACKAGE))
 
 
 def _frames_below_step(frame: FrameType | None) -> list[str]:
+    """Returns the functions called since `EngineCore.step`, outermost first; [] outside of it."""
     names: list[str] = []
     while frame is not None:
-        code = frame.f_code
-        if code.co_qualname == STEP:
-            return names[::-1]
-        names.append(f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_qualname}")
+        if frame.f_code.co_qualname == STEP:
+            return [name for name in names[::-1] if "<" not in name]
+        if frame.f_code.co_filename.startswith(str(PACKAGE)):
+            names.append(f"{_file_of(frame.f_code)}: {frame.f_code.co_qualname}")
         frame = frame.f_back
     return []
 
@@ -67,6 +69,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--list", action="store_true", help="list each function with its calls")
     options = parser.parse_args()
+    # However slow the machine is, plans hold as many decode steps as on a fast one.
+    multi_step.MAX_CALL_S = 1e9
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(options.model, max_model_len=1024) as llm:
         llm.generate(PROMPT, params)
@@ -87,8 +91,7 @@ def main() -> None:
         print(f"    {name}")
     if options.list:
         for code, count in profile.calls.most_common():
-            path = Path(code.co_filename).relative_to(PACKAGE)
-            print(f"{count:6d}  {path}:{code.co_qualname}")
+            print(f"{count:6d}  {_file_of(code)}: {code.co_qualname}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 
@@ -85,12 +85,16 @@ class StepInFlight:
     """Whether it is the first decode step of its plan."""
 
 
-class Decode(NamedTuple):
+@dataclass(slots=True)
+class Decode:
     """A plan of several decode steps that is being carried out."""
 
     plan: StepPlan
     results: Generator[StepResult]
     """Computes the next step each time it is advanced."""
+    num_repeated: int = 0
+    repeated_s: float = 0.0
+    """Wall clock of the steps after the first, and how many they are."""
 
 
 class EngineCore:
@@ -293,10 +297,10 @@ class EngineCore:
         """
         if self._decode is None:
             return False
-        plan, results = self._decode
+        plan = self._decode.plan
         began = self._clock()
         try:
-            result: StepResult | Exception | None = next(results, None)
+            result: StepResult | Exception | None = next(self._decode.results, None)
         except Exception as error:
             result = error
         if result is None:
@@ -311,6 +315,9 @@ class EngineCore:
         if self._decode is not None:
             self._decode.results.close()
             self.scheduler.end_decode()
+            self._meter.repeat(
+                self._decode.plan, self._decode.num_repeated, self._decode.repeated_s
+            )
             self._decode = None
 
     def _take_in(self, step: StepInFlight) -> list[EngineOutput]:
@@ -319,20 +326,21 @@ class EngineCore:
         if step.is_first:
             self._kv_meter.observe(plan, result, self.scheduler)
         else:
-            self._kv_meter.repeat(plan, self.scheduler)
+            self._kv_meter.repeat(plan)
         if plan.rows:
-            self._step_tokens.add(plan.num_tokens)
+            self._step_tokens.add(plan.num_tokens if step.is_first else len(plan.rows))
         self._holds_memory = bool(result.kv_bytes)
         outputs = self.scheduler.update(plan, result)
-        if not self.scheduler.decodes:
-            self._end_decode()
         now = self._clock()
         elapsed_s = now - max(step.began, self._measured_until)
+        self._measured_until = now
         if step.is_first:
             self._meter.observe(plan, result, elapsed_s)
-        else:
-            self._meter.repeat(plan, elapsed_s)
-        self._measured_until = now
+        elif self._decode is not None:
+            self._decode.num_repeated += 1
+            self._decode.repeated_s += elapsed_s
+        if self._decode is not None and not self.scheduler.decodes:
+            self._end_decode()
         if self._watch is not None:
             self._watch.note(plan, result, elapsed_s)
         return outputs

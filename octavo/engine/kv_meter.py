@@ -26,6 +26,8 @@ class KvMeter:
         """Sums over all steps that computed something."""
         self._block_bytes = block_bytes
         self._max_model_len = max_model_len
+        self._token_bytes = 0.0
+        """Bytes that one more token of a row fills."""
 
     def observe(self, plan: StepPlan, result: StepResult, scheduler: Scheduler) -> None:
         """Measures a step between its end and its update: its tokens are computed, and no block is
@@ -37,7 +39,7 @@ class KvMeter:
         running = [row for request in scheduler.running for row in request.rows]
         num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens
         tables = [blocks.tables[row.request_id] for row in running]
-        used = reserved = whole = 0.0
+        used = reserved = whole = growing = 0.0
         for group, (pool, block_bytes) in enumerate(
             zip(blocks.pools, self._block_bytes, strict=True)
         ):
@@ -47,19 +49,20 @@ class KvMeter:
                 used += num_held * block_bytes
                 whole += num_held * block_bytes
                 continue
+            growing += block_bytes
             num_empty_tokens = (
                 sum(len(table[group]) for table in tables) * blocks.block_size - num_computed
             )
             used += (num_held - num_empty_tokens / blocks.block_size) * block_bytes
             whole += len(running) * -(-self._max_model_len // blocks.block_size) * block_bytes
+        self._token_bytes = growing / blocks.block_size
         self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
         self.sums += self.now
 
-    def repeat(self, plan: StepPlan, scheduler: Scheduler) -> None:
+    def repeat(self, plan: StepPlan) -> None:
         """Measures a further decode step of the last plan: each row fills one more token."""
-        if not self._block_bytes:
-            return
-        pools = zip(scheduler.blocks.pools, self._block_bytes, strict=True)
-        growing = sum(block_bytes for pool, block_bytes in pools if pool.life.grows)
-        self.now += KvBytes(len(plan.rows) / scheduler.blocks.block_size * growing)
-        self.sums += self.now
+        if self._block_bytes:
+            now = self.now
+            used = now.used + len(plan.rows) * self._token_bytes
+            self.now = KvBytes(used, now.reserved, now.whole_contexts)
+            self.sums += self.now

@@ -153,14 +153,16 @@ class StepCostMeter:
             self._observe_step(kind, CostPoint(plan.num_tokens, num_keys, step_s))
         self._costs = None
 
-    def repeat(self, plan: StepPlan, step_s: float) -> None:
-        """Takes in a further decode step of a plan, in which each row computes a token."""
-        if step_s <= 0:
+    def repeat(self, plan: StepPlan, num_steps: int, elapsed_s: float) -> None:
+        """Takes in the decode steps of a plan after its first, in which each row computes a token;
+        `elapsed_s` is that of all of them. They weigh as much as they would one by one.
+        """
+        if num_steps == 0 or elapsed_s <= 0:
             return
         num_rows = len(plan.rows)
-        num_keys = sum(row.start for row in plan.rows) + num_rows
-        kind = StepKind(_bucket(num_rows), verifies=False)
-        self._observe_step(kind, CostPoint(num_rows, num_keys, step_s))
+        num_keys = sum(row.start for row in plan.rows) + num_rows * (1 - (num_steps - 1) / 2)
+        point = CostPoint(num_rows, num_keys, elapsed_s / num_steps)
+        self._observe_step(StepKind(_bucket(num_rows), verifies=False), point, num_steps)
         self._costs = None
 
     @property
@@ -180,17 +182,19 @@ class StepCostMeter:
             self._points[kind] for kind in sorted(self._points) if kind.verifies == verifies
         )
 
-    def _observe_step(self, kind: StepKind, new: CostPoint) -> None:
+    def _observe_step(self, kind: StepKind, new: CostPoint, num_steps: int = 1) -> None:
+        """Takes in the mean of `num_steps` steps."""
         old = self._points.get(kind) or new
         seconds = min(new.seconds, MOST_SLOWER * old.seconds)
         # Beyond, steps of one bucket differ in their tokens too: not all of a difference in
         # seconds would be the keys'.
         if new.num_tokens <= MAX_SINGLE_TOKENS:
             self._key_fit.observe(kind, new.num_keys, seconds)
+        weight = 1 - (1 - WEIGHT) ** num_steps
         self._points[kind] = CostPoint(
-            old.num_tokens + WEIGHT * (new.num_tokens - old.num_tokens),
-            old.num_keys + WEIGHT * (new.num_keys - old.num_keys),
-            old.seconds + WEIGHT * (seconds - old.seconds),
+            old.num_tokens + weight * (new.num_tokens - old.num_tokens),
+            old.num_keys + weight * (new.num_keys - old.num_keys),
+            old.seconds + weight * (seconds - old.seconds),
         )
 
 

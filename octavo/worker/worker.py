@@ -123,26 +123,24 @@ class Worker:
         if plan.joins:
             self._runner.join()
         waits = not plan.rows
-        for results in compute(plan):
+        for num_done, results in enumerate(compute(plan)):
             if self._draft is not None and plan.rows:
                 self._draft.follow(plan.rows, results)
-            busy_s = time.perf_counter() - began
-            kv_bytes = self.cache_engine.places.num_bytes
-            yield StepResult(
+            result = StepResult(
                 plan.step,
                 results,
-                busy_s,
-                moved_s,
-                connector=self._report(waits=waits),
-                kv_bytes=kv_bytes,
-                compiled=self._compiled(waits=waits),
-                adapters=self._loaded(waits=waits),
-                not_encoded=not_encoded,
+                time.perf_counter() - began,
+                kv_bytes=self.cache_engine.places.num_bytes,
                 weights=self._runner.arrivals,
                 spilled=self.cache_engine.spilled,
             )
+            if num_done == 0:
+                result.moved_s, result.not_encoded = moved_s, not_encoded
+                result.connector = self._report(waits=waits)
+                result.compiled = self._compiled(waits=waits)
+                result.adapters = self._loaded(waits=waits)
+            yield result
             began = time.perf_counter()
-            moved_s, not_encoded = 0.0, []
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a plan on an asynchronous runnable; the result is waited for later."""

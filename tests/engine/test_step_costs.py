@@ -47,6 +47,21 @@ def test_sixteen_counts_stand_singly_then_powers_of_two():
     assert tokens == pytest.approx([1, 15, 16, 17 + 0.2 * 15, 33 + 0.2 * 31, 65])
 
 
+def test_decode_steps_of_a_plan_weigh_as_they_would_one_by_one():
+    """The steps after the first are taken in together, by their mean, with the keys of the mean."""
+    one_by_one, together = StepCostMeter(), StepCostMeter()
+    for meter in (one_by_one, together):
+        observe(meter, 0.1, (9, 1), (9, 1))
+    for at in range(4):
+        observe(one_by_one, 0.15, (10 + at, 1), (10 + at, 1))
+    # `start` is that of the last step.
+    together.repeat(plan_of((13, 1), (13, 1)), 4, 4 * 0.15)
+    assert together.costs.points[0].seconds == pytest.approx(one_by_one.costs.points[0].seconds)
+    alone = StepCostMeter()
+    alone.repeat(plan_of((16, 1), (26, 1)), 8, 0.8)
+    assert alone.costs.points == (CostPoint(2, 10 + 20 + 7, 0.1),)
+
+
 def test_a_step_that_was_held_up_hardly_counts_and_a_slower_machine_is_followed():
     """No single step raises a point by more than a fifth; some steps in a row do."""
     meter = StepCostMeter()

@@ -173,12 +173,12 @@ class NativeProgram:
             if check is not None:
                 check_step = lambda _, samples=samples: check(samples, self._kept_rows)  # noqa: E731
             try:
-                with fatal_as_engine_dead():
-                    goes_on = call.step(check_step)
+                goes_on = call.step(check_step)
             except Exception:
-                if first == 0:
+                if first > 0:
+                    return  # met again when the step is computed by itself
+                with fatal_as_engine_dead():
                     raise
-                return  # met again when the step is computed by itself
             yield DecodedStep(samples, is_last=not goes_on)
             first += num_rows
 

@@ -109,9 +109,10 @@ class ResultIntake:
         """
         assert self._decoding is not None
         owners = self._decoding.owners
-        return all(
-            request.status is RequestStatus.RUNNING for request, _ in owners
-        ) and not self.speculation.is_tempted(owners)
+        for request, _ in owners:
+            if request.status is not RequestStatus.RUNNING:
+                return False
+        return not self.speculation.is_tempted(owners)
 
     def _share_weights(self, arrivals: WeightArrivals, requests: Collection[Request]) -> None:
         """Counts what was read for the last step for each of its requests, a share each."""
