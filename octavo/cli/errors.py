@@ -87,7 +87,7 @@ def _describe(error: typer.TyperException) -> tuple[str, str | None]:
     if param is not None and given is not None and allowed is not None:
         name = max(param.opts, key=len).lstrip("-").replace("-", "_")
         return f"{name}: got {given!r}, allowed is {_in_our_words(allowed[1])}", None
-    message = error.format_message()
+    message = error.format_message() if wrong is None else error.message
     if given is not None:
         message = f"{message.removesuffix('.')}, got {given!r}"
     return (

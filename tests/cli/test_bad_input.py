@@ -26,6 +26,13 @@ def model_copy(tmp_path):
             ],
         ),
         (
+            ["run", "hi", "--checks"],
+            [
+                "octavo: No such option: --checks",
+                "hint: octavo run --help says what there is",
+            ],
+        ),
+        (
             ["rum", "hi"],
             [
                 "octavo: No such command 'rum'. Did you mean 'rm', 'run'?",

@@ -91,7 +91,8 @@ async def generate(
     answer = GenerateLines(body.model, model, params)
     if not body.prompt and not body.suffix:
         return _loaded(answer, body)
-    if body.suffix or body.raw:
+    has_template = model.tokenizer is not None and model.tokenizer.has_chat_template
+    if body.suffix or body.raw or not has_template:
         refuse_values(body, ["images"])
         return await _answer(request, service, body, answer, await _prompt(body, model))
     system = [{"role": "system", "content": body.system}] if body.system else []
@@ -158,10 +159,14 @@ def _json(made: dict[str, Any], body: OllamaBody) -> Response:
 
 
 async def _prompt(body: OllamaGenerateBody, model: ServedModel) -> Prompt:
-    """Returns the prompt of a generation without a template: between two texts, or raw."""
+    """Returns the prompt of a generation without a template: between two texts, raw, or after the
+    system's message.
+    """
     text = body.prompt or ""
     if body.suffix:
         return await model.llm.infill_prompt(text, body.suffix)
+    if body.system:
+        text = f"{body.system}\n\n{text}"
     return await prompt_of(model.llm, text)
 
 
