@@ -342,7 +342,7 @@ class EngineCore:
         if self._decode is not None and not self.scheduler.decodes:
             self._end_decode()
         if self._watch is not None:
-            self._watch.note(plan, result, elapsed_s)
+            self._watch.note(plan, elapsed_s)
         return outputs
 
     def settle(self) -> None:

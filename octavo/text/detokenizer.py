@@ -54,7 +54,8 @@ class Detokenizer:
         self._skipped = skipped_ids(tokenizer, params)
         self._watch = ReasoningWatch(marks) if marks and marks.reasoning_opening else None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._decoder.decode(get_unfinished_bytes(tokenizer, prompt_token_ids))
+        self._begun = get_unfinished_bytes(tokenizer, prompt_token_ids)
+        """Bytes of a character that the prompt begins, until the first bytes of the text."""
         self._stops = StopSearch(params)
         self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -83,12 +84,23 @@ class Detokenizer:
                 break
             self._num_tokens += 1
             if token_id not in self._skipped:
-                self._add(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+                new = self._tokenizer.token_bytes(token_id)
+                if self._begun and new:
+                    new = self._begun_with(new)
+                self._add(self._decoder.decode(new))
             elif self._stops:
                 self._skip(self._tokenizer.token_bytes(token_id).decode(errors="replace"))
             if self._watch is not None and self._watch.is_inside:
                 self.num_reasoning_tokens = self._num_tokens
         return self.stop
+
+    def _begun_with(self, first: bytes) -> bytes:
+        """Returns the text's first bytes, after those of the prompt whose character they complete;
+        others begin a character of their own.
+        """
+        begun, self._begun = self._begun, b""
+        is_continuation = first[0] & 0xC0 == 0x80
+        return begun + first if is_continuation else first
 
     def change_stops(self, params: SamplingParams) -> None:
         """Looks for other stop strings in what comes next; one may have begun before."""

@@ -51,7 +51,7 @@ def test_what_follows_another_plan_is_not_looked_at(octavo, log):
     ("order", "message"),
     [
         ([0, 1, 3], "step 0 has a result and no plan"),
-        ([0, 1, 2, 3, 3], "step 0 has a result and no plan"),
+        ([0, 1, 2, 3, 3], "step 0 has more results than steps"),
         ([0, 1, 2, 3, 0], "it begins a second time"),
     ],
 )

@@ -315,8 +315,8 @@ def test_a_recording_makes_the_same_guesses_again(tmp_path):
     ended: list[bool] = []
     tempted = Speculation.is_tempted
 
-    def noting(self, owners, results):
-        ended.append(tempted(self, owners, results))
+    def noting(self, owners):
+        ended.append(tempted(self, owners))
         return ended[-1]
 
     with all_verified(guess), pytest.MonkeyPatch.context() as patch:

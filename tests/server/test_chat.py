@@ -221,11 +221,6 @@ def test_token_ids_come_along(http):
             "messages[0].content",
             "messages[0].content",
         ),
-        (
-            {"stream_options": {"include_usage": True}},
-            "stream_options",
-            "allowed only where stream is true",
-        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(http, body, param, message):

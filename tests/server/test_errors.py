@@ -61,8 +61,8 @@ def error_of(response, status):
         ({"seed": 2**70}, "seed", "seed: got 1180591620717411303424, allowed is a"),
         (
             {"stop": [""]},
-            "stop",
-            "stop: got '', allowed is one text or a list of texts, none of them empty",
+            "stop[0]",
+            "stop[0]: got an empty text, which stops nothing",
         ),
         ({"stop": [1]}, "stop", "stop: got [1], allowed is a text or a list of texts"),
         (

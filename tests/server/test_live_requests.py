@@ -234,7 +234,6 @@ def test_a_fork_of_a_chat_is_a_stream_of_chat_chunks(http):
         ({"temperature": 9}, "temperature"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"cache_salt": "x"}, "cache_salt"),
-        ({"stream_options": {}}, "stream_options"),
     ],
 )
 def test_a_fork_that_cannot_be_is_refused_by_field(http, body, param):

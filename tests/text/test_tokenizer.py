@@ -226,7 +226,7 @@ def test_unknown_kinds_are_named(tmp_path: Path) -> None:
     [
         ({"bos_token": 5}, "bos_token is 5, allowed is a text or an object"),
         ({"eos_token": {"text": "x"}}, "eos_token is {'text': 'x'}, allowed is"),
-        ({"chat_template": {"default": "x"}}, "chat_template is a dict, allowed is a text"),
+        ({"chat_template": {"default": 5}}, "chat_template is a int, allowed is a text"),
         (
             {"chat_template": [{"name": "default", "template": 5}]},
             "chat_template is a int, allowed is a text",

@@ -62,7 +62,6 @@ class StepMark(NamedTuple):
     """One step that was carried out."""
 
     step: int
-    """Number of its plan: that of the first of several decode steps."""
     ms: float
     """Wall clock, in milliseconds."""
     num_prefill_tokens: int

@@ -29,7 +29,7 @@ from octavo.engine.live.view import (
 )
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.step import StepPlan, StepResult
+from octavo.step import StepPlan
 
 CACHED_CELL, FREE_CELL = (CACHED, ""), (FREE, "")
 MAX_SHARE = 0.03
@@ -45,11 +45,14 @@ class EngineWatch:
         self._period_s = period_s
         self._due = 0.0
         self._steps: deque[StepMark] = deque(maxlen=MAX_STEPS)
+        self._last_step = -1
 
-    def note(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
+    def note(self, plan: StepPlan, elapsed_s: float) -> None:
         """Takes in a step that was computed."""
         if plan.rows:
-            self._steps.append(mark_of(plan, result, elapsed_s))
+            # A plan has the number of its first step, its further decode steps the next ones.
+            self._last_step = max(plan.step, self._last_step + 1)
+            self._steps.append(mark_of(self._last_step, plan, elapsed_s))
 
     def spent(self, now: float, seconds: float) -> None:
         """Plans the next view after one that took so long: no more than MAX_SHARE of the time is
@@ -67,11 +70,11 @@ class EngineWatch:
         return view
 
 
-def mark_of(plan: StepPlan, result: StepResult, elapsed_s: float) -> StepMark:
+def mark_of(step: int, plan: StepPlan, elapsed_s: float) -> StepMark:
     """Returns what is shown of a step."""
     num_decode = sum(row.wants == "draw" and row.num_tokens == 1 for row in plan.rows)
     return StepMark(
-        plan.step,
+        step,
         round(1000 * elapsed_s, 3),
         num_prefill_tokens=plan.num_tokens - num_decode,
         num_decode_tokens=num_decode,

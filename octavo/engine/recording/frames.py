@@ -17,6 +17,7 @@ from octavo.engine.live.watch import mark_of, view_of
 from octavo.engine.recording.recorder import Event, RecordingHeader, StepComputed, StepPlanned
 from octavo.engine.recording.replay import Replay
 from octavo.errors import ConfigError
+from octavo.step import StepPlan
 
 
 class RecordedFrames:
@@ -36,6 +37,9 @@ class RecordedFrames:
         self._feed = EngineFeed(lambda period_s: None, lambda name: (name, 0))
         self._planned: list[StepPlanned] = []
         """Plans without a result, the oldest first."""
+        self._plan: StepPlan | None = None
+        """The plan of the last result."""
+        self._step = 0
         self._now = 0.0
         self._before: EngineView | None = None
         self._num_frames = 0
@@ -51,15 +55,22 @@ class RecordedFrames:
             if isinstance(event, StepPlanned):
                 self._planned.append(event)
             elif isinstance(event, StepComputed):
-                yield self._frame(self._planned.pop(0), event)
+                yield self._frame(event)
 
-    def _frame(self, planned: StepPlanned, computed: StepComputed) -> FeedEvent:
+    def _frame(self, computed: StepComputed) -> FeedEvent:
         """Returns the event after a step, which ends when the device was done with it."""
         busy_s = computed.result.busy_s
-        self._now = max(self._now, planned.now + busy_s)
+        if self._planned and self._planned[0].plan.step == computed.result.step:
+            planned = self._planned.pop(0)
+            self._plan, self._step = planned.plan, planned.plan.step
+            self._now = max(self._now, planned.now + busy_s)
+        else:  # a further decode step of the last plan
+            self._step += 1
+            self._now += busy_s
+        assert self._plan is not None, "the replay has seen the plan"
         scheduler = self._replay.scheduler
         view = view_of(scheduler, self._now, with_blocks=True)
-        mark = mark_of(planned.plan, computed.result, busy_s)
+        mark = mark_of(self._step, self._plan, busy_s)
         self._feed.offer(view, scheduler.stats())
         is_first = self._num_frames % self._num_in_chunk == 0
         event = self._feed.event(None if is_first else self._before, view, [mark])

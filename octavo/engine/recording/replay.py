@@ -169,10 +169,13 @@ class Replay:
         if self._computed is not None:
             plan, made = self._computed, self._execute_next()
             if not self.scheduler.decodes:
-                raise _damaged(f"step {plan.step} has more results than decode steps")
+                raise _damaged(f"step {plan.step} has more results than steps")
             self.scheduler.repeat()
         elif self._in_flight:
             plan = self._in_flight.popleft().plan
+            if plan.num_steps > 1:  # its rows' `start` advances with each step
+                rows = [msgspec.structs.replace(row) for row in plan.rows]
+                plan = msgspec.structs.replace(plan, rows=rows)
             made = self._execute(plan)
         else:
             raise _damaged(f"step {then.result.step} has a result and no plan")
