@@ -89,9 +89,9 @@ class BodyPart(BaseModel):
     """Values of `type` of entries for which a part with a note stands (`note_of`)."""
 
     @classmethod
-    def note_of(cls, value: dict[str, Any]) -> BodyPart:
-        """Returns the part that stands for an entry whose type is in `noted`."""
-        raise NotImplementedError
+    def note_of(cls, value: dict[str, Any]) -> BodyPart | None:
+        """Returns the part that stands for an entry whose type is in `noted`; None for none."""
+        return None
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

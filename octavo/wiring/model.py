@@ -128,14 +128,12 @@ class Model:
         for weight, format_ in formats_by_weight(self.config, self.checkpoint, self.programs()):
             sizes[format_] += math.prod(weight.shape)
         path = self.checkpoint.path
-        files = [path] if path.is_file() else path.glob("*.safetensors")
-        is_made_at_load = self.config.model.quantization is not None
-        named = "" if is_made_at_load else get_quantization(path)
+        in_files = "" if self.config.model.quantization else get_quantization(path)
         return ModelFacts(
             self.info.model_type,
             sizes.total(),
-            named or sizes.most_common(1)[0][0],
-            sum(file.stat().st_size for file in files),
+            in_files or sizes.most_common(1)[0][0],
+            sum(file.stat().st_size for file in self.checkpoint.weight_files),
             "gguf" if path.suffix == ".gguf" else "safetensors",
         )
 

@@ -11,8 +11,8 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.scheduling.step_builder import StepBuilder
 
 MAX_CALL_S = 0.1
-"""Upper bound on one multi-step call, in seconds (decision 0019); an arrival could wait this long
-if nothing polled between steps.
+"""Upper bound on the decode steps of one plan, in seconds (decision 0019). Requests and aborts end
+them at once; the work of connectors waits for the next plan.
 """
 
 
