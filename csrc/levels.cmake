@@ -18,5 +18,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
       # GCC 12 warns of the intrinsics' undefined values in its own headers.
       list(APPEND OCTAVO_FLAGS_${level} -Wno-maybe-uninitialized -Wno-uninitialized)
     endforeach()
+    # Expressions keep their order: replaced forwards, products of one row need more than 16 registers.
+    list(APPEND OCTAVO_FLAGS_avx2 -fno-tree-ter)
   endif()
 endif()

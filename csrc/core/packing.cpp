@@ -265,7 +265,7 @@ bool keeps_fp16(const QuantisedSource& s) {
 Code code_for(const QuantisedSource& s, bool narrow) {
     const int bits = s.codes.bits();
     const bool small_halves = s.small_levels && s.group == 16;
-    if (bits <= 2 && small_halves && s.mins.data && !s.zero_point) return Code::u2;
+    if (bits <= 2 && small_halves && s.mins.data) return Code::u2;
     if (bits == 3 && small_halves && !s.mins.data && !s.wide) return Code::u3;
     if (narrow) return s.table || s.group == 16 ? Code::l4 : Code::u4;
     if (s.wide || s.zeros.data) return Code::u8;
@@ -324,6 +324,8 @@ void check(const QuantisedSource& s) {
                                     std::to_string(s.group));
     if (s.table && (s.codes.bits() != 4 || s.zero_point || s.zeros.data))
         throw std::invalid_argument("codes of a table have 4 bits, no zero point and no zeros");
+    if (s.mins.data && s.zero_point && s.codes.bits() < 8)
+        throw std::invalid_argument("codes of fewer than 8 bits have mins or a zero point, got both");
     if (half_groups && s.zeros.data)
         throw std::invalid_argument("weights in groups of 16 are packed without zeros");
     const int per_factor = kSmallSpan * kGroup / std::min(s.group, kGroup);

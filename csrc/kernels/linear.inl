@@ -90,6 +90,21 @@ constexpr bool kTwoTerms = true;
 constexpr bool kTwoTerms = false;
 #endif
 
+// What rows, from one on, have of a group of inputs: scales, the sums of each half's terms, and the sum of all
+// of them times the scale.
+struct RowGroup {
+    RowGroup(const Rows& x, int64_t row)
+        : scale(x.scales + x.at(row, 0)),
+          scaled_sum(x.scaled_sums + x.at(row, 0)),
+          first(x.sums + x.half_at(row, 0, 0)),
+          second(first + kTile) {}
+    OCTAVO_INLINE void next() {
+        scale += kTile, scaled_sum += kTile, first += 2 * kTile, second += 2 * kTile;
+    }
+    const float *scale, *scaled_sum;
+    const int32_t *first, *second;
+};
+
 // -- 4-bit --
 
 template <int M, ScaleType S, Low L>
@@ -104,13 +119,14 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     vf acc[M] = {};
     GroupLevels<S, L> levels(w);
     ReadAhead<M> ahead(turn, w);
-    for (int g = 0; g < groups; g++, tile += kStep) {
+    RowGroup at(x, row);
+    for (int g = 0; g < groups; g++, tile += kStep, at.next()) {
         tile = levels.begin(tile, g);
         ahead.step();
         ahead.template prefetch<kStep>(tile);
-        const float* d = x.scales + x.at(row, g);
-        const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
-        const auto zeros = [&](int m) { return splat_i(-w.zero_point * (first[m] + second[m])); };
+        const auto zeros = [&](int m) {
+            return L == Low::min ? vi{} : splat_i(-w.zero_point * (at.first[m] + at.second[m]));
+        };
         vi low[kTerms][M] = {}, high[kTerms][M] = {};
         if constexpr (!kPairSums)
 #pragma GCC unroll 8
@@ -133,9 +149,9 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
         for (int m = 0; m < M; m++) {
             vi sum = nibble_sum(low[kTerms - 1][m], high[kTerms - 1][m]);
             if (kTerms == 2) sum += nibble_sum(low[0][m], high[0][m]) * kFirstUnit;
-            if (kPairSums) sum += zeros(m);
-            acc[m] = fma(to_float(sum), scale * d[m], acc[m]);
-            if (L != Low::none) acc[m] = fma(least, splat(x.scaled_sums[x.at(row, g) + m]), acc[m]);
+            if (kPairSums && L != Low::min) sum += zeros(m);
+            acc[m] = fma(to_float(sum), scale * at.scale[m], acc[m]);
+            if (L != Low::none) acc[m] = fma(least, splat(at.scaled_sum[m]), acc[m]);
         }
     }
     for (int m = 0; m < M; m++) store(ref->acc + 16 * (turn.done + m), acc[m]);
@@ -147,6 +163,12 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
 template <Code C>
 constexpr int sum_bits() {
     return C == Code::l4 ? 8 : low_bits(C) + high_bits(C);
+}
+
+// Whether codes may have a zero point: codes of few bits have mins or a zero point.
+template <Code C, Low L>
+constexpr bool has_zero_point() {
+    return L != Low::min || sum_bits<C>() == 8;
 }
 
 // Returns vector v of a group's codes, four bytes an output, as `CodeSum` takes them.
@@ -184,20 +206,18 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     vf acc[M] = {};
     GroupLevels<S, L> levels(w);
     ReadAhead<M> ahead(turn, w);
-    for (int g = 0; g < groups; g++, tile += kStep) {
+    RowGroup at(x, row);
+    for (int g = 0; g < groups; g++, tile += kStep, at.next()) {
         tile = levels.begin(tile, g);
         ahead.step();
         ahead.template prefetch<kStep>(tile);
-        const float* d = x.scales + x.at(row, g);
-        const int32_t *first = x.sums + x.half_at(row, g, 0), *second = first + kTile;
         for (int part = 0; part < kParts; part++) {
             int32_t sum[M];
             CodeSum<kBits> codes_sum[M];
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
-                sum[m] = kHalves ? (part ? second : first)[m] : first[m] + second[m];
-                if constexpr (C != Code::u2)
-                    codes_sum[m].start(splat_i(offset * sum[m]));  // u2 has no zero point
+                sum[m] = kHalves ? (part ? at.second : at.first)[m] : at.first[m] + at.second[m];
+                if constexpr (has_zero_point<C, L>()) codes_sum[m].start(splat_i(offset * sum[m]));
             }
 #pragma GCC unroll 8
             for (int v = 0; v < kVectors; v++) {
@@ -210,8 +230,8 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
             const vf least = levels.min(tile + kCodes + kScales + part * kLows, scale);
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
-                acc[m] = fma(to_float(codes_sum[m].total()), scale * d[m], acc[m]);
-                const float scaled = kHalves ? d[m] * (float)sum[m] : x.scaled_sums[x.at(row, g) + m];
+                acc[m] = fma(to_float(codes_sum[m].total()), scale * at.scale[m], acc[m]);
+                const float scaled = kHalves ? at.scale[m] * (float)sum[m] : at.scaled_sum[m];
                 if (L != Low::none) acc[m] = fma(least, splat(scaled), acc[m]);
             }
         }
