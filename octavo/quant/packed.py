@@ -103,6 +103,7 @@ class PackedWeight:
     zeros: NDArray[np.int8] | None = None
     """Zero of each group beyond `zero_point`, `[..., out, groups]`; None: nothing."""
     zero_point: int = 0
+    """Zero of all groups; 0 for codes of fewer than 8 bits with mins."""
     nibbles: NibbleOrder = "pairs"
     lookup: NDArray[np.float32] | None = None
     input_permutation: NDArray[np.int32] | None = None

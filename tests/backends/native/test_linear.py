@@ -2,6 +2,7 @@
 exact emulation of the documented arithmetic (`tests/support/native_products.py`).
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -278,3 +279,14 @@ def test_every_half_is_read_right(level, kind):
 
 def test_there_is_a_portable_level():
     assert levels()[0] == "portable"
+
+
+def test_refuses_mins_beside_a_zero_point():
+    weight = replace(weight_of("Q4_1", 16, 64).packed(), zero_point=8)
+    case = Case(
+        {"x": rows_of(64)},
+        lambda v: [ops.Linear(v["x"], (Value("y", "tokens", 16),), (Weight("w", (16, 64)),))],
+        {"w": weight},
+    )
+    with pytest.raises(ValueError, match="have mins or a zero point, got both"):
+        case.native("portable")
