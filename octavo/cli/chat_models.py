@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.cli import answers
 from octavo.cli.answers import Statistics, sampling_for
+from octavo.cli.http_client import HttpClient, describe_refusal, parse_json
 from octavo.errors import ConfigError, WorkerFailed
 
 if TYPE_CHECKING:
-    from octavo.cli.http_client import HttpClient
     from octavo.llm import LLM
 
 Show = Callable[[str], None]
@@ -102,14 +102,16 @@ class RemoteModel:
     def __init__(self, client: HttpClient, name: str | None = None) -> None:
         self._client = client
         self.name = name or self._first_name()
-        self._is_octavo = client.get("/v1/capabilities").status == 200
+        self._is_octavo = client.get("/v1/capabilities").status_code == 200
 
     def _first_name(self) -> str:
         answer = self._client.get("/v1/models")
-        if answer.status != 200:
-            raise ConfigError(f"url: {self._client.url}/v1/models answers {answer.refusal()}")
+        if answer.status_code != 200:
+            raise ConfigError(
+                f"url: {self._client.url}/v1/models answers {describe_refusal(answer)}"
+            )
         try:
-            return str(answer.json()["data"][0]["id"])
+            return str(parse_json(answer.content)["data"][0]["id"])
         except (LookupError, TypeError, WorkerFailed) as error:
             raise ConfigError(f"url: {self._client.url}/v1/models is no list of models") from error
 

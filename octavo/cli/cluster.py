@@ -45,14 +45,14 @@ def cluster(
     """
     from octavo.cluster.controller import Cluster, ClusterKeys
     from octavo.cluster.ray_placer import RayPlacer
-    from octavo.cluster.router_admin import HttpRouterAdmin
+    from octavo.cluster.router_admin import RouterAdmin
     from octavo.errors import ConfigError
 
     path = Path(plan)
     wanted = _read(path)
     keys = ClusterKeys(os.environ.get(KEY_VARIABLE), os.environ.get(SECRET_VARIABLE))
     placer = RayPlacer(ray_address)
-    running = Cluster(wanted, placer, lambda url: HttpRouterAdmin(url, keys.api_key), keys, _report)
+    running = Cluster(wanted, placer, lambda url: RouterAdmin(url, keys.api_key), keys, _report)
     try:
         is_several = len({machine.host for machine in placer.machines()}) > 1
         if is_several and (keys.secret is None or keys.api_key is None):

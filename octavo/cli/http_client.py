@@ -1,13 +1,14 @@
-"""A small client of a server's HTTP API: whole answers, and events as they come.
+"""A client of a server's HTTP API for the commands of the terminal: whole answers, and events as
+they come. `stream_client.py` is the one for measurements.
 
-On the standard library, which is imported quickly; `stream_client.py` is the one for measurements.
+httpx2 is imported when the first client is made, since importing it takes 0.1 s.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,85 +17,90 @@ from octavo.config.server_url import parse_server_url
 from octavo.errors import Unavailable, WorkerFailed
 
 if TYPE_CHECKING:
-    from http.client import HTTPConnection, HTTPResponse
+    from httpx2 import Response
 
 TIMEOUT_S = 10.0
 """Time that a server has to connect or to answer a GET, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    """A whole answer to one GET."""
-
-    status: int
-    body: bytes
-
-    def json(self) -> Any:
-        """Returns the body's content; raises WorkerFailed where it is no JSON."""
-        try:
-            return msgspec.json.decode(self.body)
-        except msgspec.DecodeError as error:
-            raise WorkerFailed(f"the answer is no JSON: {error}") from error
-
-    def refusal(self) -> str:
-        """Returns the message of an error's body, in OpenAI's form or any other."""
-        try:
-            message = msgspec.json.decode(self.body)["error"]["message"]
-        except (msgspec.DecodeError, KeyError, TypeError):
-            message = self.body[:200].decode(errors="replace") or "no reason given"
-        return f"HTTP {self.status}: {message}"
-
-
 class HttpClient:
-    """A client of one server; each request has a connection of its own."""
+    """A client of one server."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._address = parse_server_url(url)
-        self.url = str(self._address)
-        self._headers = {"User-Agent": "octavo", "Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        import httpx2
 
-    def get(self, path: str) -> HttpAnswer:
-        """Returns the answer, of any status; raises Unavailable where none comes."""
-        with self._exchange("GET", path, None, timeout=TIMEOUT_S) as response:
-            return HttpAnswer(response.status, response.read())
+        address = parse_server_url(url)
+        self.url = str(address)
+        self._client = httpx2.Client(
+            base_url=self.url,
+            headers={"User-Agent": "octavo", "Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            # Loading the certificates takes 0.1 s, and plain HTTP needs none.
+            verify=ssl.create_default_context() if address.is_tls else False,
+            trust_env=False,
+            timeout=TIMEOUT_S,
+        )
+
+    def get(self, path: str) -> Response:
+        """Returns the response, of any status; raises Unavailable if no server answers."""
+        with self._reported():
+            return self._client.get(path)
 
     def events(self, path: str, body: Any) -> Iterator[Any]:
-        """Yields the JSON of each event of a stream; raises WorkerFailed where the server refuses.
+        """Yields the JSON of each event of a stream; raises WorkerFailed if the server refuses.
 
         Waits for the next event as long as it takes: a prompt may be long.
         """
+        import httpx2
+
         content = msgspec.json.encode(body)
-        with self._exchange("POST", path, content, timeout=None) as response:
-            if response.status != 200:
-                raise WorkerFailed(HttpAnswer(response.status, response.read()).refusal())
-            for line in response:
-                payload = line.removeprefix(b"data:").strip()
-                if line.startswith(b"data:") and payload != b"[DONE]":
-                    yield HttpAnswer(200, payload).json()
+        with (
+            self._reported(),
+            self._client.stream("POST", path, content=content, timeout=None) as response,
+        ):
+            if response.status_code != 200:
+                response.read()
+                raise WorkerFailed(describe_refusal(response))
+            for event in httpx2.EventSource(response, max_event_size=None):
+                if event.data != "[DONE]":
+                    yield parse_json(event.data)
 
     @contextmanager
-    def _exchange(
-        self, method: str, path: str, body: bytes | None, *, timeout: float | None
-    ) -> Iterator[HTTPResponse]:
-        from http.client import HTTPException
+    def _reported(self) -> Iterator[None]:
+        import httpx2
 
-        connection = self._connection(timeout)
         try:
-            connection.request(method, self._address.path + path, body, self._headers)
-            yield connection.getresponse()
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            yield
+        except httpx2.HTTPError as error:
             raise Unavailable(
-                f"url: no server answers at {self.url}: {reason}",
+                f"url: no server answers at {self.url}: {_get_reason(error)}",
                 hint="start one with `octavo serve`, or name another with --url",
             ) from error
-        finally:
-            connection.close()
 
-    def _connection(self, timeout: float | None) -> HTTPConnection:
-        from http.client import HTTPConnection, HTTPSConnection
 
-        kind = HTTPSConnection if self._address.is_tls else HTTPConnection
-        return kind(self._address.host, self._address.port, timeout=timeout)
+def parse_json(text: str | bytes) -> Any:
+    """Returns the content of a response or an event; raises WorkerFailed if it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise WorkerFailed(f"the answer is no JSON: {error}") from error
+
+
+def describe_refusal(response: Response) -> str:
+    return f"HTTP {response.status_code}: {parse_error_message(response.content)}"
+
+
+def parse_error_message(body: bytes) -> str:
+    """Returns the message of an error's body, in OpenAI's form or any other."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:200].decode(errors="replace") or "no reason given"
+
+
+def _get_reason(error: BaseException) -> str:
+    """Returns the system's reason, such as "Connection refused", or else the client's."""
+    cause = error
+    while cause.__context__ is not None:
+        cause = cause.__context__
+    return getattr(cause, "strerror", None) or str(error) or type(error).__name__

@@ -29,17 +29,17 @@ def ps(
     import msgspec
 
     from octavo.cli.columns import format_columns
-    from octavo.cli.http_client import HttpClient
+    from octavo.cli.http_client import HttpClient, describe_refusal, parse_json
     from octavo.errors import WorkerFailed
     from octavo.progress import to_stderr
 
     key = api_key or next(filter(None, map(os.environ.get, reversed(KEY_VARIABLES))), None)
     client = HttpClient(url, key)
     answer = client.get("/api/ps")
-    if answer.status != 200:
-        raise WorkerFailed(f"url: {client.url}/api/ps answers {answer.refusal()}")
+    if answer.status_code != 200:
+        raise WorkerFailed(f"url: {client.url}/api/ps answers {describe_refusal(answer)}")
     try:
-        models = answer.json()["models"]
+        models = parse_json(answer.content)["models"]
         rows = [_row(model) for model in models]
     except (KeyError, TypeError, ValueError) as error:
         raise WorkerFailed(f"url: {client.url}/api/ps is no list of models") from error

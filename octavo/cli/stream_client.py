@@ -17,6 +17,7 @@ from typing import Any
 import httptools
 import msgspec
 
+from octavo.cli.http_client import parse_error_message
 from octavo.config.server_url import parse_server_url
 from octavo.errors import ConfigError, WorkerFailed
 
@@ -178,7 +179,9 @@ class StreamClient:
         try:
             await exchange.done
             if exchange.status != 200:
-                raise WorkerFailed(f"HTTP {exchange.status}: {_message(bytes(exchange.body))}")
+                raise WorkerFailed(
+                    f"HTTP {exchange.status}: {parse_error_message(bytes(exchange.body))}"
+                )
         finally:
             exchange.close()
 
@@ -214,14 +217,6 @@ class EventReader:
                 streamed.token_times.append(now)
                 streamed.num_tokens += num_tokens
             streamed.finished = streamed.finished or choice.finish_reason is not None
-
-
-def _message(body: bytes) -> str:
-    """Returns the message of an error's body, in OpenAI's form or any other."""
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return body[:200].decode(errors="replace") or "no reason given"
 
 
 def _describe(error: Exception) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from octavo.cli.http_client import HttpClient, describe_refusal, parse_json
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from octavo.cli.http_client import HttpClient
 
 PREFIX = "octavo:"
 SHARES = {"kv_cache_usage_perc", "kv_cache_utilisation"}
@@ -44,27 +42,29 @@ class ServerReader:
         cards = self._client.get("/v1/models")
         states = {
             str(card["id"]): str(card.get("state", ""))
-            for card in (cards.json()["data"] if cards.status == 200 else ())
+            for card in (parse_json(cards.content)["data"] if cards.status_code == 200 else ())
         }
         answer = self._client.get("/v1/requests")
-        refused = answer.status != 200
+        refused = answer.status_code != 200
         return Reading(
             time_s=time.monotonic(),
             url=self._client.url,
             series=series,
             states=states or dict.fromkeys(series, ""),
-            requests=[] if refused else answer.json()["data"],
-            note=f"requests are not shown: {answer.refusal()}" if refused else None,
+            requests=[] if refused else parse_json(answer.content)["data"],
+            note=f"requests are not shown: {describe_refusal(answer)}" if refused else None,
         )
 
     def _series(self) -> dict[str, dict[str, float]]:
         answer = self._client.get("/metrics")
-        if answer.status != 200:
+        if answer.status_code != 200:
             raise ConfigError(
-                f"url: {self._client.url}/metrics answers {answer.refusal()}",
-                hint="--api-key gives the server's key" if answer.status in (401, 403) else None,
+                f"url: {self._client.url}/metrics answers {describe_refusal(answer)}",
+                hint="--api-key gives the server's key"
+                if answer.status_code in (401, 403)
+                else None,
             )
-        found = series_of(answer.body.decode(errors="replace"))
+        found = series_of(answer.content.decode(errors="replace"))
         if not found:
             raise ConfigError(
                 f"url: {self._client.url}/metrics has none of Octavo's series",

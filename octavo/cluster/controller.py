@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import httpx2
 import msgspec
 
 from octavo.cluster.instance import InstanceSpec, InstanceState
@@ -334,7 +335,7 @@ class Cluster:
                 if member.joined_url and member.number is not None:
                     admin.leave(member.number)  # it was started again elsewhere
                 member.number = admin.join(member.state.url)
-            except OSError as error:
+            except httpx2.HTTPError as error:
                 logger.warning("%s does not join the router: %s", name, error)
                 continue
             member.joined_url = member.state.url
@@ -352,7 +353,7 @@ class Cluster:
             return
         try:
             self.make_admin(self.router.state.url).leave(member.number)
-        except OSError as error:
+        except httpx2.HTTPError as error:
             logger.warning("%s does not leave the router: %s", member.spec.name, error)
 
     def _end_left(self, now: float) -> None:
@@ -369,7 +370,7 @@ class Cluster:
             return True
         try:
             return self.make_admin(self.router.state.url).is_gone(member.number)
-        except OSError:
+        except httpx2.HTTPError:
             return False
 
     def _stop(self, member: ClusterMember) -> None:

@@ -11,11 +11,10 @@ import os
 import socket
 import subprocess
 import tempfile
-import urllib.error
-import urllib.request
 import zlib
 from pathlib import Path
 
+import httpx2
 import msgspec
 
 from octavo.child_process import end_process, start_bound
@@ -174,7 +173,6 @@ def _is_free(host: str, port: int) -> bool:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError, ValueError):
+        return httpx2.get(url, timeout=ANSWER_S, verify=False, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
         return False

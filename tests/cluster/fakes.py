@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import httpx2
+
 from octavo.cluster.instance import InstanceSpec, InstanceState
 from octavo.cluster.placing import ClusterMachine
 from octavo.errors import ConfigError
@@ -80,7 +82,7 @@ class FakePlacer:
 
 @dataclass
 class FakeRouter:
-    """Implements `router_admin.RouterAdmin`."""
+    """A stand-in for `router_admin.RouterAdmin`."""
 
     urls: list[str] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
@@ -110,4 +112,4 @@ class FakeRouter:
 
     def _check(self) -> None:
         if self.is_away:
-            raise OSError("the router is away")
+            raise httpx2.ConnectError("the router is away")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import struct
 import sys
+import threading
 import zlib
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import PIL.Image
@@ -125,6 +130,75 @@ def test_a_program_may_name_any_path(tmp_path):
     (by_path,), (by_bytes,) = reader().read([file]), reader().read([GOOD])
     assert by_path == by_bytes
     assert not Path(tmp_path / "none").exists()
+
+
+class Pictures(BaseHTTPRequestHandler):
+    """Serves an image, redirects and a file without an end."""
+
+    REDIRECTS: ClassVar = {
+        "/moved": "/cat.png",
+        "/local": "file:///etc/hostname",
+        "/round": "/round",
+    }
+
+    def do_GET(self) -> None:
+        if self.path in self.REDIRECTS:
+            self.send_response(302)
+            self.send_header("Location", self.REDIRECTS[self.path])
+            self.end_headers()
+        elif self.path == "/cat.png":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(GOOD)
+        elif self.path == "/endless":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    self.wfile.write(bytes(1 << 16))
+        elif self.path == "/empty":
+            self.send_response(200)
+            self.end_headers()
+        else:
+            self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("path", ["/cat.png", "/moved"])
+def test_an_address_is_fetched_where_that_is_allowed(site, path):
+    (fetched,) = reader(replace(LIMITS, fetches_urls=True)).read([site + path])
+    (given,) = reader().read([GOOD])
+    assert fetched == given
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/none", "404"),
+        ("/local", "cannot be fetched"),
+        ("/round", "cannot be fetched"),
+        ("/endless", "allowed are 100,000"),
+        ("/empty", "got no bytes"),
+    ],
+)
+def test_an_address_without_an_image_is_refused(site, path, message):
+    assert message in refusal(site + path, replace(LIMITS, fetches_urls=True))
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1/cat.png", "http://[", "http:///cat.png"])
+def test_an_address_that_does_not_answer_is_refused(address):
+    assert "cannot be fetched" in refusal(address, replace(LIMITS, fetches_urls=True))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])

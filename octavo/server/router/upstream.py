@@ -1,6 +1,7 @@
 """Exchanges with one server over HTTP/1.1: a pool of connections, answers handed on part by part.
 
-An asyncio protocol with HTTP parsed by httptools, as in the server. Nothing is buffered beyond
+An asyncio protocol with HTTP parsed by httptools, as in the server: docs/decisions/0037 compares it
+with httpx2. Nothing is buffered beyond
 `MAX_AHEAD_BYTES`: a slow reader stops the connection's reading. Knows nothing of what is asked.
 """
 
