@@ -26,7 +26,7 @@ NUM_TOKENS = 16
 PACKAGE = Path(octavo.__file__).parent
 STEP = "EngineCore.step"
 """Qualified name of the function from which frames are counted."""
-LAST = {"NativeProgram._run", "NativeProgram.decode"}
+LAST = {"NativeProgram.run", "NativeProgram.decode"}
 """Functions that make the native calls of a step."""
 
 

@@ -235,6 +235,9 @@ class GrammarRows:
             self._matchers[row].take_back()
         self._taken.clear()
 
+    def __bool__(self) -> bool:
+        return bool(self._matchers)
+
     def __contains__(self, row: int) -> bool:
         return row in self._matchers
 

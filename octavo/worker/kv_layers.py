@@ -18,7 +18,7 @@ from octavo.backends.base import LayeredRunnable
 from octavo.backends.kv import KvLayout, LayeredKvCache
 from octavo.kv_messages import ConnectorPlan, StreamedBlock
 from octavo.worker.block_places import BlockPlaces
-from octavo.worker.program_runners import PreparedParts
+from octavo.worker.model_input import ModelInput
 
 
 class KvLayers:
@@ -84,12 +84,12 @@ class LayerStreaming:
         self._blocks = () if plan is None else plan.stream
 
     @contextmanager
-    def during(self, step: PreparedParts) -> Iterator[None]:
-        """Streams the blocks of a step's rows while the caller computes it. A step of several parts
-        writes the layers of each in turn, so that their count says nothing of a block's: its blocks
-        come whole.
+    def during(self, inputs: Sequence[ModelInput]) -> Iterator[None]:
+        """Streams the blocks of a step's rows while the caller computes it. A step of several
+        inputs writes the layers of each in turn, so that their count says nothing of a block's:
+        its blocks come whole.
         """
-        ids = {row.request_id for row in step.scheduled} if len(step.parts) == 1 else set()
+        ids = {row.request_id for row in inputs[0].scheduled} if len(inputs) == 1 else set()
         blocks = [block for block in self._blocks if block.request_id in ids]
         if not blocks:
             yield

@@ -49,6 +49,7 @@ from octavo.worker.kv_layers import layer_streaming
 from octavo.worker.logits_processors import LogitsProcessors, load_processors
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, plan_kv
+from octavo.worker.model_input import ProgramRunner
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PoolingRunner
 from octavo.worker.prefix_weigher import NUM_BLOCKS as WEIGHING_BLOCKS
@@ -236,9 +237,7 @@ class LoadedModel:
             tree_width=self.config.scheduler.spec_tree_width,
         )
 
-    def _runner(
-        self, name: str, kv: KvCache, media: StepMedia | None
-    ) -> ModelRunner | PoolingRunner | StageRunner:
+    def _runner(self, name: str, kv: KvCache, media: StepMedia | None) -> ProgramRunner:
         """Makes what runs a Program's steps, by what the Program makes of its rows."""
         program, runnable = self.programs[name], self.runnables[name]
         if "hidden" in program.outputs:

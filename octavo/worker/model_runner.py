@@ -6,24 +6,21 @@ Knows rows and arrays; knows nothing of queues, blocks' owners or text.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import (
-    AsyncRunnable,
-    CheckingRunnable,
-    DecodingRunnable,
-    JoiningRunnable,
-    Runnable,
-)
+from octavo.backends.base import CheckingRunnable, Computing, DecodingRunnable, Runnable
 from octavo.backends.batch import (
     DecodeSteps,
     LastTokens,
     SampleResult,
     SamplingBatch,
     StepBatch,
+    StepOutput,
     sampling_records,
 )
 from octavo.backends.kv import KvCache
@@ -32,7 +29,7 @@ from octavo.worker.checked_draws import CheckedDraws, Texts
 from octavo.worker.checked_shares import checked_shares
 from octavo.worker.guessed_draws import StepRows, draws_of, kept_draws
 from octavo.worker.logprobs_reader import LogprobsReader
-from octavo.worker.prepared_step import LaunchedRows, Layout, PreparedStep
+from octavo.worker.model_input import ModelInput, ProgramRunner, SampleLayout
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets
 from octavo.worker.stages.hand_over import HiddenReceiver
@@ -40,8 +37,8 @@ from octavo.worker.step_arrays import Spans, add_leaves, gather
 from octavo.worker.step_media import StepMedia
 
 
-class ModelRunner:
-    """Runs steps of one Program over the KV of the requests that have a row."""
+class ModelRunner(ProgramRunner):
+    """Runs steps of one Program that samples tokens."""
 
     def __init__(
         self,
@@ -53,119 +50,101 @@ class ModelRunner:
         *,
         in_one_part: bool = False,
     ) -> None:
-        """Takes the images of its steps, where the Program reads any; `before` has the hidden
-        states that the stage before has made, where there is one. With `in_one_part` each step is
-        one run of the Program, as other engines count on that share its experts.
+        """Takes the images of its steps, if the Program reads any; `before` has the hidden states
+        of the stage before. With `in_one_part` each step is one run of the Program, as other
+        engines count on that share its experts.
         """
-        self.runnable = runnable
+        super().__init__(runnable, kv, rows)
         self._media = media
         self._before = before
-        self._asynchronous = runnable if isinstance(runnable, AsyncRunnable) else None
         self._checking = runnable if isinstance(runnable, CheckingRunnable) else None
+        self._max_checked = 0 if self._checking is None else self._checking.max_checked
         self._in_one_part = in_one_part
-        self._kv = kv
-        self._rows = rows
 
-    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> PreparedStep:
-        """Gathers the arrays of the first of `num_steps` steps. Writes guesses behind the rows'
-        known tokens and changes nothing else of them, so that a step may be prepared again.
-        """
-        self._rows.grammars.take_back()
-        layout = self._layout(scheduled)
-        if any(row.draft_ids for row in scheduled):
-            chains = [[] if row.leaf_blocks else row.draft_ids for row in scheduled]
-            self._rows.guess(layout.rows, layout.ends, chains)
-            if not self._can_check(layout):
-                layout = self._layout(scheduled, in_turn=False)
-        checks = self._checks(layout)
-        batch = self._batch(scheduled, layout, checks, num_steps)
-        assert batch.sampling is not None
-        return PreparedStep(scheduled, batch, layout, batch.sampling, checks)
+    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> list[ModelInput]:
+        """Gathers the arrays of the first of `num_steps` steps. Writes draft tokens behind the
+        rows' known tokens and changes nothing else of them.
 
-    def shares(self, scheduled: Sequence[ScheduledRow]) -> list[Sequence[ScheduledRow]]:
-        """Splits a step's rows where more of them are sampled than the backend has checked at once,
-        and some have to be checked.
+        Returns several inputs if more rows are sampled than the backend verifies at once, and some
+        have to be verified.
         """
         if self._in_one_part:
-            return [scheduled]
-        most = 0 if self._checking is None else self._checking.max_checked
-        return checked_shares(scheduled, self._rows, most)
+            return [self._prepare(scheduled, num_steps)]
+        return [
+            self._prepare(part, num_steps)
+            for part in checked_shares(scheduled, self._rows, self._max_checked)
+        ]
 
-    def join(self) -> None:
-        """Computes a step of no rows, whose experts compute those of other engines."""
-        assert isinstance(self.runnable, JoiningRunnable), "other backends are refused"
-        self.runnable.join(self._kv)
-
-    def run(self, step: PreparedStep) -> list[RowResult]:
-        """Computes a step; returns one result for each row, in order.
-
-        The rows take in their sampled tokens only once the whole step has succeeded.
-        """
-        if step.checks is None:
-            output = self.runnable.run(step.batch, self._kv)
+    def run(self, model_input: ModelInput) -> list[RowResult]:
+        """Computes a step. The rows take their sampled tokens only once all of it has succeeded."""
+        if model_input.checks is None:
+            output = self.runnable.run(model_input.batch, self._kv)
         else:
             assert self._checking is not None
-            output = self._checking.run_checked(step.batch, self._kv, step.checks)
+            output = self._checking.run_checked(model_input.batch, self._kv, model_input.checks)
+        return self.results(model_input, output)
+
+    def launch(self, model_input: ModelInput, *, all_known: bool = False) -> Computing:
+        """Starts a step without waiting for it. The device keeps the tokens that it samples, for
+        rows of the next step that are `from_device`; with `all_known` none of these rows is.
+        """
+        model_input.batch.last_tokens = _last_tokens(model_input, all_known=all_known)
+        return super().launch(model_input)
+
+    def decode(self, model_input: ModelInput, num_steps: int) -> Iterator[list[RowResult]] | None:
+        """Returns the decode steps of rows that need no mask that changes with their tokens; None
+        for others.
+        """
+        batch, checks, grammars = model_input.batch, model_input.checks, self._rows.grammars
+        if batch.given is not None or batch.limits is not None:
+            return None
+        for entry, row in enumerate(model_input.rows.tolist() if grammars else ()):
+            if row in grammars and not (checks is not None and entry in checks):
+                return None
+        return self._decode(model_input, num_steps)
+
+    def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
         assert output.samples is not None
-        return self._whole_results(step, output.samples)
+        results = self._sampled(model_input, output.samples)
+        if self._rows.grammars:
+            num_sampled = [len(result.token_ids) for result in results]
+            ends = [
+                row.start + row.num_tokens - len(row.draft_ids) for row in model_input.scheduled
+            ]
+            self._append_forced(model_input, list(map(add, ends, num_sampled)), results)
+        return results
 
-    def launch(self, step: PreparedStep, *, all_known: bool = False) -> LaunchedRows:
-        """Starts a step without waiting for it; `take_in` returns its results.
-
-        The device keeps the tokens that it draws, for rows of the next step that are `from_device`.
-        With `all_known` the tokens of these rows have come back already.
-        """
-        assert self._asynchronous is not None, "only what is asynchronous is launched"
-        step.batch.last_tokens = _last_tokens(
-            [] if all_known else step.scheduled,
-            step.layout,
-            num_samples=len(step.batch.sample_rows),
-        )
-        return LaunchedRows(step, self._asynchronous.launch(step.batch, self._kv))
-
-    def take_in(self, launched: LaunchedRows) -> list[RowResult]:
-        """Waits for a launched step and returns what `run` would.
-
-        Steps are taken in in the order of their launches.
-        """
-        output = launched.computing.result()
-        assert output.samples is not None
-        return self._whole_results(launched.step, output.samples)
-
-    def decode(self, step: PreparedStep, num_steps: int) -> Iterator[list[RowResult]]:
-        """Computes up to `num_steps` decode steps, one each time the iterator is advanced; each
-        row's drawn token is its next one. Yields what `run` would return.
-        """
+    def _decode(self, model_input: ModelInput, num_steps: int) -> Iterator[list[RowResult]]:
         assert isinstance(self.runnable, DecodingRunnable)
-        layout, rows = step.layout, self._rows
+        rows, layout, batch = self._rows, model_input.layout, model_input.batch
+        assert layout is not None and batch.sampling is not None
         follows_tokens = rows.sampling.follows_tokens(layout.rows)
         end_ids, end_starts = rows.end_tokens(layout.rows)
         steps = DecodeSteps(num_steps, end_starts, end_ids, follows_tokens)
-        for samples, is_last in self.runnable.decode(step.batch, self._kv, steps, step.checks):
-            results = self._results(step, samples)
-            layout.ends += 1
+        for samples, is_last in self.runnable.decode(batch, self._kv, steps, model_input.checks):
+            results = self._sampled(model_input, samples)
             layout.draw_ends += 1
-            if is_last:
-                self._append_forced(layout.rows, layout.ends, results)
+            if is_last and rows.grammars:
+                self._append_forced(model_input, layout.draw_ends.tolist(), results)
             yield results
             if follows_tokens:
-                rows.sampling.follow(step.sampling, layout.rows, rows.token_ids, layout.draw_ends)
+                rows.sampling.follow(batch.sampling, layout.rows, rows.token_ids, layout.draw_ends)
 
-    def can_decode(self, step: PreparedStep) -> bool:
-        """Returns whether several decode steps may begin with this one: its rows need no mask that
-        changes with their tokens.
-        """
-        if step.batch.given is not None or step.batch.limits is not None:
-            return False
-        grammars, checks = self._rows.grammars, step.checks
-        return all(
-            row not in grammars or (checks is not None and entry in checks)
-            for entry, row in enumerate(step.layout.rows.tolist())
-        )
+    def _prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int) -> ModelInput:
+        self._rows.grammars.take_back()
+        layout = self._layout(scheduled)
+        if layout.has_drafts:
+            chains = [[] if row.leaf_blocks else row.draft_ids for row in scheduled]
+            self._rows.guess(layout.rows, layout.step_rows.ends[: len(scheduled)], chains)
+            if layout.num_samples > self._max_checked:
+                layout = self._layout(scheduled, in_turn=False)
+        checks = self._checks(scheduled, layout)
+        batch = self._batch(scheduled, layout, checks, num_steps)
+        return ModelInput(self, scheduled, batch, layout.rows, layout, checks)
 
-    def _layout(self, scheduled: Sequence[ScheduledRow], *, in_turn: bool = True) -> Layout:
-        """Orders a step's rows. Without `in_turn` the rows that can only be drawn in turn are drawn
-        once, and none of their guesses holds.
+    def _layout(self, scheduled: Sequence[ScheduledRow], *, in_turn: bool = True) -> SampleLayout:
+        """Returns where a step's rows are sampled. Without `in_turn`, rows that can only be sampled
+        in turn are sampled once, and none of their draft tokens is accepted.
         """
         rows = self._rows.indices(scheduled)
         step_rows = StepRows.of(scheduled)
@@ -173,45 +152,37 @@ class ModelRunner:
             not in_turn and self._rows.sampling.draws_in_turn(row) for row in rows.tolist()
         ]
         draws, draw_ends, draw_places = draws_of(scheduled, step_rows, draws_once)
-        return Layout(
+        return SampleLayout(
             rows=rows,
-            ends=step_rows.ends[: len(rows)],
-            query_starts=step_rows.query_starts[: len(rows) + 1],
             step_rows=step_rows,
             draws=draws,
+            draw_rows=rows[np.array(draws, np.intp)],
             draw_ends=draw_ends,
             draw_places=draw_places,
             targets=self._targets(scheduled, rows),
             listed=self._listed(draws, rows),
-            max_num_tokens=[row.max_num_tokens or 0 for row in scheduled],
-            searches=[row.search_of != "" for row in scheduled],
+            has_drafts=any(row.draft_ids for row in scheduled),
         )
 
-    def _can_check(self, layout: Layout) -> bool:
-        """Returns whether the backend can check draws once they are made, for as many sampled
-        rows.
-        """
-        num_samples = len(layout.draws) + sum(last - first for _, first, last in layout.targets)
-        num_samples += sum(len(ids) for _, ids in layout.listed)
-        return self._checking is not None and num_samples <= self._checking.max_checked
-
-    def _checks(self, layout: Layout) -> CheckedDraws | None:
-        """Returns the draws that are checked once they are made."""
-        if not self._can_check(layout):
+    def _checks(
+        self, scheduled: Sequence[ScheduledRow], layout: SampleLayout
+    ) -> CheckedDraws | None:
+        """Returns the samples to verify once they are made, if the backend can verify so many."""
+        sampling = self._rows.sampling
+        if not sampling.may_check or layout.num_samples > self._max_checked:
             return None
-        draws = np.array(layout.draws, np.intp)
         texts = Texts(
             self._rows.token_ids,
             layout.draw_ends,
-            max_num_tokens=[layout.max_num_tokens[index] for index in layout.draws],
-            searches=[layout.searches[index] for index in layout.draws],
+            max_num_tokens=[scheduled[index].max_num_tokens or 0 for index in layout.draws],
+            searches=[scheduled[index].search_of != "" for index in layout.draws],
         )
-        return self._rows.sampling.checks(layout.rows[draws], texts)
+        return sampling.checks(layout.draw_rows, texts)
 
     def _batch(
         self,
         scheduled: Sequence[ScheduledRow],
-        layout: Layout,
+        layout: SampleLayout,
         checks: CheckedDraws | None,
         num_steps: int,
     ) -> StepBatch:
@@ -254,14 +225,13 @@ class ModelRunner:
         return [(at, ids) for at, ids in found if ids is not None]
 
     def _sampling(
-        self, scheduled: Sequence[ScheduledRow], layout: Layout, checks: CheckedDraws | None
+        self, scheduled: Sequence[ScheduledRow], layout: SampleLayout, checks: CheckedDraws | None
     ) -> tuple[NDArray[np.int32], SamplingBatch]:
         """Returns `sample_rows [S]` and how to draw: draws first, then as targets the prompt's own
         tokens, and those whose logprobs a draw wants.
         """
-        draws = np.array(layout.draws, np.intp)
         sampling = self._rows.sampling.gather(
-            layout.rows[draws], self._rows.token_ids, layout.draw_ends, checks
+            layout.draw_rows, self._rows.token_ids, layout.draw_ends, checks
         )
         sample_rows = layout.draw_places
         if layout.targets:
@@ -279,7 +249,7 @@ class ModelRunner:
         return sample_rows, sampling
 
     def _add_prompt_targets(
-        self, scheduled: Sequence[ScheduledRow], layout: Layout, sampling: SamplingBatch
+        self, scheduled: Sequence[ScheduledRow], layout: SampleLayout, sampling: SamplingBatch
     ) -> NDArray[np.int32]:
         """Adds the prompt's own tokens as targets; returns their places in the step."""
         spans = [np.arange(first, last, dtype=np.int32) for _, first, last in layout.targets]
@@ -300,80 +270,123 @@ class ModelRunner:
             num_logprobs=np.repeat(num_top, [len(span) for span in spans]),
         )
         append_targets(sampling, targets)
-        shifts = [layout.query_starts[index] - first for index, first, _ in layout.targets]
+        shifts = [
+            layout.step_rows.query_starts[index] - first for index, first, _ in layout.targets
+        ]
         return np.concatenate([span + shift for span, shift in zip(spans, shifts, strict=True)])
 
-    def _whole_results(self, step: PreparedStep, samples: SampleResult) -> list[RowResult]:
-        """Takes in the draws of a step, and the tokens that grammars leave no choice of."""
-        results = self._results(step, samples)
-        ends = step.layout.ends.copy()
-        for index, row in enumerate(step.scheduled):
-            num_known = row.num_tokens - len(row.draft_ids)
-            ends[index] = row.start + num_known + len(results[index].token_ids)
-        self._append_forced(step.layout.rows, ends, results)
-        return results
-
     def _append_forced(
-        self, rows: NDArray[np.intp], ends: NDArray[np.int32], results: Sequence[RowResult]
+        self, model_input: ModelInput, ends: Sequence[int], results: Sequence[RowResult]
     ) -> None:
-        """Adds to results the tokens behind them that grammars leave no choice of, where the rows
-        are not too many. They are known like those of a prompt: the next step computes them as a
-        chunk. A text behind them that several tokens may spell is a guess.
+        """Adds to results the tokens behind their `ends` that grammars leave no choice of, if the
+        rows are not too many. They are known like those of a prompt: the next step computes them
+        as a chunk. Text behind them that several tokens may spell becomes draft tokens.
         """
+        rows = model_input.rows
         if self._checking is not None and len(rows) > self._checking.most_extended:
             return
-        for row, end, result in zip(rows.tolist(), ends.tolist(), results, strict=True):
+        for row, end, result in zip(rows.tolist(), ends, results, strict=True):
             if row in self._rows.grammars and result.token_ids and result.failure is None:
                 result.token_ids += self._rows.append_forced(row, end)
                 result.draft_ids = self._rows.guess_forced(row)
 
-    def _results(self, step: PreparedStep, samples: SampleResult) -> list[RowResult]:
-        scheduled, layout, sampling = step.scheduled, step.layout, step.sampling
-        num_draws = len(layout.draws)
+    def _sampled(self, model_input: ModelInput, samples: SampleResult) -> list[RowResult]:
+        """Returns each row's sampled tokens, and appends them to the permanent rows."""
+        scheduled, layout = model_input.scheduled, model_input.layout
+        assert layout is not None, "the Program samples"
+        draws = layout.draws
         results = [RowResult(row.request_id, num_kept=row.num_tokens) for row in scheduled]
-        failed = samples.failed.tolist()
-        token_ids = samples.token_ids[:num_draws].tolist()
-        kept, paths = kept_draws(scheduled, layout.draws, token_ids, failed)
+        kept: Sequence[int] = range(len(draws))
+        token_ids, failed = samples.token_ids.tolist(), samples.failed.tolist()
+        if layout.has_drafts:
+            kept = self._accept(model_input, results, token_ids, failed)
         for entry in kept:
-            index = layout.draws[entry]
-            results[index].token_ids.append(token_ids[entry])
-            if failed[entry]:
-                results[index].failure = self._failure(step, entry, index)
-        for planned, result in zip(scheduled, results, strict=True):
-            if planned.draft_ids:
-                num_known = planned.num_tokens - len(planned.draft_ids)
-                result.num_kept = num_known - 1 + len(result.token_ids)
-        for index, path in paths.items():
-            results[index].kept_path = path
-            self._rows.keep_path(scheduled[index], path)
-        draws = np.array(layout.draws, np.intp)[kept]
-        self._rows.append(layout.rows[draws], layout.draw_ends[kept], samples.token_ids[kept])
+            results[draws[entry]].token_ids.append(token_ids[entry])
+        self._append_tokens(layout, kept, samples)
         if samples.surprises is not None:
             surprises = samples.surprises.tolist()
             for entry in kept:
-                index = layout.draws[entry]
-                row = int(layout.rows[index])
-                results[index].mirostat_mu = self._rows.sampling.surprised(row, surprises[entry])
+                row = int(layout.draw_rows[entry])
+                mu = self._rows.sampling.surprised(row, surprises[entry])
+                results[draws[entry]].mirostat_mu = mu
         if samples.logprobs is not None:
-            reader = LogprobsReader(sampling.records["num_logprobs"], samples)
-            _add_logprobs(results, layout, kept, reader)
-            for index, entries in layout.target_entries():
-                if any(failed[entry] for entry in entries):
-                    failure = "the model's logits within the prompt are not numbers (NaN)"
-                    results[index].failure = failure
+            assert model_input.batch.sampling is not None
+            num_logprobs = model_input.batch.sampling.records["num_logprobs"]
+            _add_logprobs(results, layout, kept, LogprobsReader(num_logprobs, samples))
+        if True in failed:
+            self._add_failures(model_input, results, kept, failed)
+        return results
+
+    def _append_tokens(
+        self, layout: SampleLayout, kept: Sequence[int], samples: SampleResult
+    ) -> None:
+        rows, ends, token_ids = layout.draw_rows, layout.draw_ends, samples.token_ids
+        if layout.has_drafts:
+            entries = np.array(kept, np.intp)
+            rows, ends, token_ids = rows[entries], ends[entries], token_ids[entries]
+        self._rows.append(rows, ends, token_ids[: len(rows)])
+
+    def _accept(
+        self,
+        model_input: ModelInput,
+        results: Sequence[RowResult],
+        token_ids: Sequence[int],
+        failed: Sequence[bool],
+    ) -> list[int]:
+        """Returns the samples that follow accepted tokens only, and notes in results how many
+        draft tokens are accepted.
+        """
+        scheduled, layout = model_input.scheduled, model_input.layout
+        assert layout is not None
+        kept, paths = kept_draws(scheduled, layout.draws, token_ids, failed)
+        num_sampled = Counter(layout.draws[entry] for entry in kept)
+        for index, row in enumerate(scheduled):
+            if row.draft_ids:
+                num_known = row.num_tokens - len(row.draft_ids)
+                results[index].num_kept = num_known - 1 + num_sampled[index]
+        for index, path in paths.items():
+            results[index].kept_path = path
+            self._rows.keep_path(scheduled[index], path)
+        return kept
+
+    def _add_failures(
+        self,
+        model_input: ModelInput,
+        results: Sequence[RowResult],
+        kept: Sequence[int],
+        failed: Sequence[bool],
+    ) -> None:
+        """Notes which requests fail, of which nothing is kept: their logits are not numbers, or
+        nothing may be sampled.
+        """
+        layout = model_input.layout
+        assert layout is not None
+        for entry in kept:
+            if failed[entry]:
+                results[layout.draws[entry]].failure = self._failure(model_input, layout, entry)
+        for index, entries in layout.target_entries():
+            if any(failed[entry] for entry in entries):
+                failure = "the model's logits within the prompt are not numbers (NaN)"
+                results[index].failure = failure
         for result in results:
             if result.failure is not None:
                 result.num_kept = 0
-        return results
 
-    def _failure(self, step: PreparedStep, entry: int, index: int) -> str:
-        """Returns why nothing could be drawn: a NaN, or bans of its own that leave no token."""
-        num_tokens = int(step.layout.draw_ends[entry])
-        if step.checks is not None and (fault := step.checks.fault(entry)):
+    def _failure(self, model_input: ModelInput, layout: SampleLayout, entry: int) -> str:
+        """Returns why nothing could be sampled: a NaN, or bans of its own that leave no token."""
+        num_tokens, checks = int(layout.draw_ends[entry]), model_input.checks
+        if checks is not None and (fault := checks.fault(entry)):
             return f"nothing can be drawn after {num_tokens} tokens: {fault}"
-        if fault := self._rows.grammars.fault(int(step.layout.rows[index])):
+        if fault := self._rows.grammars.fault(int(layout.draw_rows[entry])):
             return f"the grammar cannot be followed after {num_tokens} tokens: {fault}"
-        if not step.is_restricted(entry):
+        sampling = model_input.batch.sampling
+        assert sampling is not None
+        is_restricted = (
+            sampling.records["allowed_mask"][entry] >= 0
+            or sampling.bias_starts[entry + 1] > sampling.bias_starts[entry]
+            or (checks is not None and entry in checks)
+        )
+        if not is_restricted:
             return f"the model's logits after {num_tokens} tokens are not numbers (NaN)"
         bans = (
             "the grammar, logits_processors, allowed_token_ids, logit_bias, bad_words and"
@@ -385,21 +398,22 @@ class ModelRunner:
         )
 
 
-def _last_tokens(
-    scheduled: Sequence[ScheduledRow], layout: Layout, *, num_samples: int
-) -> LastTokens:
+def _last_tokens(model_input: ModelInput, *, all_known: bool) -> LastTokens:
     """Returns the rows whose last tokens the step reads and writes; prompt targets have none."""
-    sources = np.full(layout.query_starts[-1], -1, np.int32)
-    for index, row in enumerate(scheduled):
+    layout = model_input.layout
+    assert layout is not None, "the Program samples"
+    starts = layout.step_rows.query_starts
+    sources = np.full(starts[len(layout.rows)], -1, np.int32)
+    for index, row in enumerate(() if all_known else model_input.scheduled):
         if row.from_device:
-            sources[layout.query_starts[index]] = layout.rows[index]
-    targets = np.full(num_samples, -1, np.int32)
-    targets[: len(layout.draws)] = layout.rows[np.array(layout.draws, np.intp)]
+            sources[starts[index]] = layout.rows[index]
+    targets = np.full(len(model_input.batch.sample_rows), -1, np.int32)
+    targets[: len(layout.draws)] = layout.draw_rows
     return LastTokens(sources, targets)
 
 
 def _add_logprobs(
-    results: list[RowResult], layout: Layout, kept: Sequence[int], reader: LogprobsReader
+    results: Sequence[RowResult], layout: SampleLayout, kept: Sequence[int], reader: LogprobsReader
 ) -> None:
     """Adds the logprobs that requests want, of the draws that are kept and of their prompts."""
     found: dict[int, TokenLogprobs] = {}

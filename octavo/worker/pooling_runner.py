@@ -6,18 +6,17 @@ Knows rows and arrays; knows nothing of queues, blocks' owners or text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import AsyncRunnable, JoiningRunnable, Runnable
+from octavo.backends.base import Runnable
 from octavo.backends.batch import StepBatch, StepOutput
 from octavo.backends.kv import KvCache
 from octavo.pooling_params import PoolingParams
 from octavo.step import RowResult, ScheduledRow
+from octavo.worker.model_input import ModelInput, ProgramRunner
 from octavo.worker.request_rows import RequestRows
 from octavo.worker.step_arrays import Spans, gather
 
@@ -25,17 +24,7 @@ MIN_LENGTH = 1e-12
 """Length below which a row is divided by this instead, as PyTorch's `normalize` does."""
 
 
-@dataclass(frozen=True, slots=True)
-class PooledStep:
-    """A step's arrays, ready to be run or launched."""
-
-    scheduled: Sequence[ScheduledRow]
-    batch: StepBatch
-    rows: NDArray[np.intp]
-    """Permanent row of each of `scheduled`."""
-
-
-class PoolingRunner:
+class PoolingRunner(ProgramRunner):
     """Runs steps of one Program that pools, over the KV of the requests that have a row."""
 
     def __init__(
@@ -44,51 +33,32 @@ class PoolingRunner:
         """Takes the number of position axes that the Program reads: the second one is the
         segments'.
         """
-        self.runnable = runnable
-        self._kv = kv
-        self._rows = rows
+        super().__init__(runnable, kv, rows)
         self._num_position_axes = num_position_axes
 
-    def prepare(self, scheduled: Sequence[ScheduledRow]) -> PooledStep:
+    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> list[ModelInput]:
         """Gathers the arrays of a step; changes no row."""
         rows = self._rows.indices(scheduled)
-        spans = Spans(
-            rows,
-            np.array([row.start + row.num_tokens for row in scheduled], np.int32),
-            np.array([0, *accumulate(row.num_tokens for row in scheduled)], np.int32),
-        )
-        batch = gather(self._rows, spans)
+        batch = gather(self._rows, Spans.of(scheduled, rows))
         if self._num_position_axes > 1:
             batch.positions = np.stack([batch.places, self._segments(batch, rows)])
-        return PooledStep(scheduled, batch, rows)
+        return [ModelInput(self, scheduled, batch, rows)]
+
+    def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
+        return [
+            self._result(scheduled, self._rows.pooling[row], pooled)
+            for scheduled, row, pooled in zip(
+                model_input.scheduled,
+                model_input.rows.tolist(),
+                output.arrays["pooled"],
+                strict=True,
+            )
+        ]
 
     def _segments(self, batch: StepBatch, rows: NDArray[np.intp]) -> NDArray[np.int32]:
         """Returns 1 for tokens of the second text of a pair, else 0, `[T]`."""
         counts = batch.query_starts[1:] - batch.query_starts[:-1]
         return (batch.places >= self._rows.second_starts[rows].repeat(counts)).astype(np.int32)
-
-    def join(self) -> None:
-        """Computes a step of no rows, whose experts compute those of other engines."""
-        assert isinstance(self.runnable, JoiningRunnable), "other backends are refused"
-        self.runnable.join(self._kv)
-
-    def run(self, step: PooledStep) -> list[RowResult]:
-        """Computes a step; returns one result for each row, in order."""
-        return self._results(step, self.runnable.run(step.batch, self._kv))
-
-    def launch(self, step: PooledStep) -> Callable[[], list[RowResult]]:
-        """Starts a step without waiting for it; returns what waits for its results."""
-        assert isinstance(self.runnable, AsyncRunnable), "only what is asynchronous is launched"
-        computing = self.runnable.launch(step.batch, self._kv)
-        return lambda: self._results(step, computing.result())
-
-    def _results(self, step: PooledStep, output: StepOutput) -> list[RowResult]:
-        return [
-            self._result(scheduled, self._rows.pooling[row], pooled)
-            for scheduled, row, pooled in zip(
-                step.scheduled, step.rows.tolist(), output.arrays["pooled"], strict=True
-            )
-        ]
 
     def _result(self, scheduled: ScheduledRow, params: PoolingParams, pooled: NDArray) -> RowResult:
         result = RowResult(scheduled.request_id, num_kept=scheduled.num_tokens)

@@ -236,7 +236,7 @@ class RequestRows:
     ) -> None:
         """Takes in the sampled tokens `[S]` of `rows [S]`, at the positions `ends [S]`."""
         self.token_ids[rows, ends] = token_ids
-        if self.sampling.has_extras:
+        if self.sampling.extras:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 self.sampling.took(row, token_id)
                 self.grammars.took(row, token_id)

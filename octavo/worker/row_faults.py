@@ -1,41 +1,24 @@
-"""Faults met while one request's row is prepared for a step: that request fails, the others go on.
+"""Faults of single requests: a request whose row cannot be set up, prepared or computed fails, and
+the others of its step go on.
 
-Owns the faults of the rows that a worker holds; knows nothing of arrays or devices. Preparing a
-row depends on the plan alone: every rank of several meets the same fault and drops the same row.
+Preparing a row depends on the plan alone, so every rank meets the same fault and drops the same
+row. A fault while rows are computed is narrowed to one request by running the rows one by one,
+which other ranks would not know of: with several, it ends the engine.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from octavo.step import RowResult, ScheduledRow
-from octavo.worker.program_runners import PreparedParts
+from octavo.worker.model_input import ModelInput
 
 logger = logging.getLogger(__name__)
 
-Prepare = Callable[[Sequence[ScheduledRow]], PreparedParts]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRows:
-    """A step's arrays without the rows that have a fault."""
-
-    scheduled: Sequence[ScheduledRow]
-    """Every row of the plan, in its order."""
-    step: PreparedParts | None
-    """Arrays of the rows without a fault; None where no row is left."""
-    failed: dict[str, RowResult] = field(default_factory=dict)
-    """Results of the rows left out, by request id."""
-
-    def in_order(self, results: Sequence[RowResult]) -> list[RowResult]:
-        """Returns the results of all rows in the plan's order, given those of the computed ones."""
-        if not self.failed:
-            return list(results)
-        by_id = self.failed | {result.request_id: result for result in results}
-        return [by_id[row.request_id] for row in self.scheduled]
+Failures = dict[str, RowResult]
+"""Results of failed requests, by request id."""
 
 
 class RowFaults:
@@ -51,55 +34,74 @@ class RowFaults:
         self._failures.pop(request_id, None)
 
     def set_up(self, request_id: str, action: Callable[[], None]) -> None:
-        """Changes a request's row; where that raises, the request fails in each step it is in."""
+        """Changes a request's row; if that raises, the request fails in each step it is in."""
         if failure := self._try(request_id, action):
             self._failures.setdefault(request_id, failure)
 
-    def prepare(self, rows: Sequence[ScheduledRow], prepare: Prepare) -> PreparedRows:
-        """Makes the arrays of the rows that have no fault.
+    def prepare(
+        self, rows: Sequence[ScheduledRow], prepare: Callable[..., list[ModelInput]], num_steps: int
+    ) -> tuple[list[ModelInput], Failures]:
+        """Prepares the rows that have no fault; returns their inputs and the failures of the rest.
 
-        Where that raises, the rows are tried one by one, and those that raise by themselves fail.
+        If preparing raises, the rows are tried one by one, and those that raise alone fail.
         """
-        failures = {
-            row.request_id: self._failures[row.request_id]
-            for row in (rows if self._failures else ())
-            if row.request_id in self._failures
-        }
-        fit = _without(rows, failures)
+        failures: dict[str, str] = {}
+        if self._failures:
+            ids = [row.request_id for row in rows if row.request_id in self._failures]
+            failures = {request_id: self._failures[request_id] for request_id in ids}
+            rows = [row for row in rows if row.request_id not in failures]
         try:
-            return PreparedRows(rows, prepare(fit) if fit else None, _results(failures))
+            return (prepare(rows, num_steps) if rows else []), _results(failures)
         except Exception:
-            logger.exception("a step of %d rows could not be prepared; trying one by one", len(fit))
-        for row in fit:
+            logger.exception(
+                "a step of %d rows could not be prepared; trying one by one", len(rows)
+            )
+        for row in rows:
             if failure := self._try(row.request_id, partial(prepare, [row])):
                 failures[row.request_id] = failure
-        fit = _without(fit, failures)
-        return PreparedRows(rows, prepare(fit) if fit else None, _results(failures))
+        rows = [row for row in rows if row.request_id not in failures]
+        return (prepare(rows, num_steps) if rows else []), _results(failures)
+
+    def compute_one_by_one(
+        self,
+        rows: Sequence[ScheduledRow],
+        error: Exception,
+        compute: Callable[[Sequence[ScheduledRow]], list[RowResult]],
+    ) -> list[RowResult]:
+        """Computes each row of a step that raised `error` by itself; one that raises again fails.
+
+        A position that is computed twice gets the same KV written twice.
+        """
+        if not self._is_alone:
+            raise error
+        if len(rows) > 1:
+            logger.error(
+                "a step of %d requests failed; running them one by one", len(rows), exc_info=error
+            )
+            return [result for row in rows for result in compute([row])]
+        logger.error("request %s failed in a step", rows[0].request_id, exc_info=error)
+        return [RowResult(rows[0].request_id, failure=_describe(error))]
 
     def _try(self, request_id: str, action: Callable[[], object]) -> str | None:
-        """Returns what to tell the request's sender; None where nothing was raised."""
+        """Returns the failure to report to the request's sender; None if nothing was raised."""
         try:
             action()
         except Exception as error:
             if isinstance(error, MemoryError) and not self._is_alone:
                 raise  # another rank may have had the memory, and would go on without this one
             logger.exception("request %s could not be prepared for its step", request_id)
-            return describe(error)
+            return _describe(error)
         return None
 
 
-def describe(error: Exception) -> str:
-    """Returns what the sender of a request is told of a fault."""
+def _describe(error: Exception) -> str:
+    """Returns the failure that a request's sender is told."""
     if isinstance(error, MemoryError):
         return "the step ran out of memory"
     return f"the step failed: {type(error).__name__}: {error}"
 
 
-def _without(rows: Sequence[ScheduledRow], failures: dict[str, str]) -> Sequence[ScheduledRow]:
-    return [row for row in rows if row.request_id not in failures] if failures else rows
-
-
-def _results(failures: dict[str, str]) -> dict[str, RowResult]:
+def _results(failures: dict[str, str]) -> Failures:
     return {
         request_id: RowResult(request_id, failure=failure)
         for request_id, failure in failures.items()

@@ -70,7 +70,8 @@ class SamplingRows:
         self._grammars = grammars
         self._processors = processors
         self._records = sampling_records(max_rows)
-        self._extras: dict[int, RowExtras] = {}
+        self.extras: dict[int, RowExtras] = {}
+        """What rows have beside their record, by row."""
         self._mirostats: dict[int, MirostatRule] = {}
         self._all_tokens = packed_masks(np.ones((1, vocab_size), np.bool_))[0]
         self._listed: dict[int, NDArray[np.int32]] = {}
@@ -108,13 +109,13 @@ class SamplingRows:
             self._mirostats[row] = MirostatRule(params.mirostat_tau, params.mirostat_eta)
         extras = self._make_extras(row, new, params)
         if extras is not None:
-            self._extras[row] = extras
+            self.extras[row] = extras
 
     def free(self, row: int) -> None:
         """Drops what a row holds beside its record."""
         self._mirostats.pop(row, None)
         self._listed.pop(row, None)
-        self._extras.pop(row, None)
+        self.extras.pop(row, None)
 
     def close(self) -> None:
         """Ends what calls logits processors."""
@@ -135,9 +136,9 @@ class SamplingRows:
         return 0 if params.logprob_token_ids is not None else self.num_top(params.logprobs)
 
     @property
-    def has_extras(self) -> bool:
-        """Whether any row has more than its record."""
-        return bool(self._extras)
+    def may_check(self) -> bool:
+        """Whether any row may have samples to verify."""
+        return bool(self.extras or self._mirostats)
 
     def surprised(self, row: int, surprise: float) -> float | None:
         """Moves the bound of a row's mirostat after a token of `surprise` bits; returns it, rounded
@@ -158,7 +159,7 @@ class SamplingRows:
 
     def took(self, row: int, token_id: int) -> None:
         """Counts a row's sampled token."""
-        extras = self._extras.get(row)
+        extras = self.extras.get(row)
         if extras is not None:
             extras.took(token_id)
 
@@ -166,7 +167,7 @@ class SamplingRows:
         """Returns whether the one token that a grammar allows after `num_tokens` is taken without a
         draw: nothing else may ban it, and no logprob of it is wanted.
         """
-        extras, record = self._extras.get(row), self._records[row]
+        extras, record = self.extras.get(row), self._records[row]
         if extras is None or record["num_logprobs"] >= 0 or row in self._mirostats:
             return False
         if extras.bad_words or extras.allowed_mask is not None or extras.processors:
@@ -178,7 +179,7 @@ class SamplingRows:
         """Returns whether a row's draws have to be looked at once they are made."""
         if has_guesses and row in self._mirostats:
             return True
-        extras = self._extras.get(row)
+        extras = self.extras.get(row)
         if extras is None:
             return False
         return bool(extras.processors) or ((self._closes or is_search) and row in self._grammars)
@@ -187,7 +188,7 @@ class SamplingRows:
         """Returns which of the draws from `rows [S]` after `texts` are looked at once they are
         made; None where none is.
         """
-        if not (self._extras or self._mirostats):
+        if not (self.extras or self._mirostats):
             return None
         checked: dict[int, CheckedDraw] = {}
         in_turn: dict[int, list[int]] = {}
@@ -217,7 +218,7 @@ class SamplingRows:
         """Returns what is looked at of a draw after `num_tokens`, the last of them guesses; None
         where nothing is.
         """
-        extras = self._extras.get(row)
+        extras = self.extras.get(row)
         if extras is None or extras.check is None:
             return None
         if texts.searches[entry]:
@@ -237,7 +238,7 @@ class SamplingRows:
 
     def _in_turn(self, row: int, entries: list[int], draft_ids: list[int]) -> DrawsInTurn:
         """Returns the draws of a row, of which each but the first comes after a guess."""
-        extras = self._extras.get(row)
+        extras = self.extras.get(row)
         masks = [
             None if extras is None else self._mask(row, extras, num_guesses)
             for num_guesses in range(1, len(entries))
@@ -287,7 +288,7 @@ class SamplingRows:
             bias_values=NO_VALUES,
             allowed_masks=np.zeros((0, mask_words(self._vocab_size)), np.uint32),
         )
-        if self._extras:
+        if self.extras:
             self._add_extras(batch, rows.tolist(), token_ids, ends.tolist(), checks)
         if checks is not None:
             batch.keeps_logits = True
@@ -298,9 +299,9 @@ class SamplingRows:
         """Returns whether what is added to the logits of some of `rows [S]`, or a bound of
         mirostat, changes with their tokens.
         """
-        if not (self._extras or self._mirostats):
+        if not (self.extras or self._mirostats):
             return False
-        extras = [self._extras[row] for row in rows.tolist() if row in self._extras]
+        extras = [self.extras[row] for row in rows.tolist() if row in self.extras]
         return any(each.follows_tokens for each in extras) or not self._mirostats.keys().isdisjoint(
             rows.tolist()
         )
@@ -335,7 +336,7 @@ class SamplingRows:
         known: dict[int, int] = {}
         self._grammars.make_masks(self._masked_rows(rows, checks))
         for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            extras = self._extras.get(row)
+            extras = self.extras.get(row)
             if extras is None:
                 continue
             num_guesses = end - known.setdefault(row, end)
@@ -363,7 +364,7 @@ class SamplingRows:
         after: list[NDArray[np.int32]] = []
         dries: dict[int, DryMatches] = {}
         for entry, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            extras = self._extras.get(row)
+            extras = self.extras.get(row)
             num_guesses = end - known.setdefault(row, end)
             if extras is None or not extras.may_bias(end):
                 continue
@@ -391,7 +392,7 @@ class SamplingRows:
         found = dict.fromkeys(
             row
             for entry, row in enumerate(rows)
-            if row in self._extras and not (checks is not None and entry in checks)
+            if row in self.extras and not (checks is not None and entry in checks)
         )
         return list(found)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,15 @@ class Spans:
     """Number of tokens of each request once this step's are computed, `[R]`."""
     query_starts: NDArray[np.int32]
     """First token of each request within the step, `[R+1]`."""
+
+    @staticmethod
+    def of(scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]) -> Spans:
+        """Returns the tokens of requests without draft trees, whose permanent rows are `rows`."""
+        return Spans(
+            rows,
+            np.array([row.start + row.num_tokens for row in scheduled], np.int32),
+            np.array([0, *accumulate(row.num_tokens for row in scheduled)], np.int32),
+        )
 
 
 def gather(rows: RequestRows, spans: Spans, num_steps: int = 1) -> StepBatch:

@@ -8,25 +8,27 @@ one by one.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
+from octavo.backends.base import Computing
 from octavo.errors import EngineDead
-from octavo.kv_messages import BlockMove, ConnectorReport
+from octavo.kv_messages import BlockMove
 from octavo.outputs import Profile
-from octavo.step import AdapterLoaded, RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
 from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_layers import LayerStreaming
-from octavo.worker.program_runners import LaunchedParts, ProgramRunners
+from octavo.worker.model_input import ModelInput
+from octavo.worker.program_runners import ProgramRunners
 from octavo.worker.request_rows import RequestRows
-from octavo.worker.row_faults import PreparedRows, RowFaults, describe
+from octavo.worker.row_faults import Failures, RowFaults
 from octavo.worker.step_media import StepMedia
 
 logger = logging.getLogger(__name__)
@@ -36,30 +38,24 @@ WAIT_S = 0.005
 """
 
 
-RunRows = Callable[[Sequence[ScheduledRow]], list[RowResult]]
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStepRows:
-    """A plan's rows, of which the device computes those without a fault."""
-
-    prepared: PreparedRows
-    launched: LaunchedParts | None
-
-
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A step that was launched and not taken in. Implements `ports.Launched`."""
+    """A launched step whose result is still outstanding. Implements `ports.Launched`."""
 
     plan: StepPlan
-    rows: LaunchedStepRows | list[RowResult]
+    worker: Worker
     began: float
-    moved_s: float
-    take_in: Callable[[LaunchedStep], StepResult]
-    not_encoded: list[bytes]
+    outcome: StepResult
+    """The result, except for what is known once the rows are computed."""
+    inputs: Sequence[ModelInput] = ()
+    computing: Sequence[Computing] = ()
+    """Results of `inputs`, to be waited for."""
+    failures: Failures = field(default_factory=dict)
+    rows: list[RowResult] | None = None
+    """Results of rows that had to be computed again, one by one; None for a plain step."""
 
     def result(self) -> StepResult:
-        return self.take_in(self)
+        return self.worker.finish(self)
 
 
 class Worker:
@@ -82,171 +78,182 @@ class Worker:
         """`is_alone`: there are no other ranks, which would not know of a step taken apart;
         `shares_steps`: there are other engines, whose experts compute its rows, and its own theirs.
         """
-        self._runner = runners
+        self._runners = runners
         self._rows = rows
         self.cache_engine = cache_engine
         """The KV cache and the places of its blocks."""
         self._launched: deque[LaunchedStep] = deque()
-        """Launched steps, in the order in which they are computed and taken in."""
+        """Launched steps, in the order in which they are computed and return."""
         self._free_since = 0.0
-        """Time at which the device had computed the last step taken in."""
+        """Time at which the device had computed the last step that returned."""
         self._close = close
-        self._is_alone = is_alone
         self._shares_steps = shares_steps
         self._adapters = adapters
         self._draft = draft
         self._media = media
-        self._streaming = streaming
+        self._layers = streaming
+        self._streaming = nullcontext if streaming is None else streaming.during
         self._faults = RowFaults(is_alone=is_alone)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carries out a plan of one step and returns its result."""
-        (result,) = self._execute(plan, self._step)
-        return result
+        """Carries out a plan of one step."""
+        began, outcome = self._begin(plan)
+        outcome.rows = self._run(plan.rows) if plan.rows else []
+        return self._finish(plan, outcome, began)
 
     def decode(self, plan: StepPlan) -> Generator[StepResult]:
-        """Carries out a plan of several decode steps, one each time the iterator is advanced."""
-        return self._execute(plan, self._decode_steps)
+        """Carries out a plan of several decode steps, one each time the iterator is advanced.
 
-    def _execute(
-        self, plan: StepPlan, compute: Callable[[StepPlan], Iterable[list[RowResult]]]
-    ) -> Generator[StepResult]:
-        """Brings rows and blocks to where the plan wants them, then yields a result for each step
-        that `compute` yields.
+        If its rows are not decoded together, or the first step raises, computes one step.
+        """
+        began, outcome = self._begin(plan)
+        steps: Iterator[list[RowResult]] = iter(())
+        rows = None
+        try:
+            inputs, failures = self._faults.prepare(
+                plan.rows, self._runners.prepare, plan.num_steps
+            )
+            if len(inputs) == 1 and not failures:
+                steps = inputs[0].runner.decode(inputs[0], plan.num_steps) or steps
+            rows = next(steps, None)
+        except EngineDead:
+            raise
+        except Exception:
+            logger.exception(
+                "%d decode steps of %d requests failed; running one", plan.num_steps, len(plan.rows)
+            )
+        outcome.rows = self._run(plan.rows) if rows is None else rows
+        yield self._finish(plan, outcome, began)
+        while True:
+            began = time.perf_counter()
+            rows = next(steps, None)
+            if rows is None:
+                return
+            yield self._result(StepResult(plan.step, rows), plan, began)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Starts a plan on an asynchronous backend; `finish` waits for the result."""
+        not_encoded = self._encode(plan)
+        began = time.perf_counter()
+        outcome = StepResult(plan.step, [], moved_s=self._apply(plan), not_encoded=not_encoded)
+        step = LaunchedStep(plan, self, began, outcome)
+        try:
+            step.inputs, step.failures = self._prepare(plan.rows)
+            step.computing = [each.runner.launch(each) for each in step.inputs]
+        except Exception:
+            logger.exception(
+                "a step of %d requests could not be launched; running them one by one",
+                len(plan.rows),
+            )
+            # Rows that are `from_device` need the tokens of the steps before on the host.
+            for earlier in self._launched:
+                earlier.rows = self._wait_for(earlier, [])
+            step.rows = [result for row in plan.rows for result in self._run([row], again=True)]
+        self._launched.append(step)
+        return step
+
+    def finish(self, step: LaunchedStep) -> StepResult:
+        """Waits for the oldest launched step and returns its result."""
+        first = self._launched.popleft()
+        assert first is step, "steps return in the order of their launches"
+        outcome = step.outcome
+        outcome.rows = self._wait_for(step, self._launched)
+        moved_s = max(outcome.moved_s, self.cache_engine.settle(step.plan.moves))
+        self._begin_connector(step.plan)
+        # A step waits for the one before it: it is busy from that one's end at the earliest.
+        began = max(step.began, self._free_since)
+        result = self._finish(step.plan, outcome, began)
+        self._free_since = began + result.busy_s
+        result.moved_s = min(moved_s, result.busy_s)
+        return result
+
+    def _begin(self, plan: StepPlan) -> tuple[float, StepResult]:
+        """Brings rows and blocks to where the plan wants them; returns when it began, and a result
+        without rows.
         """
         not_encoded = self._encode(plan)
         began = time.perf_counter()
         moved_s = max(self._apply(plan), self.cache_engine.settle(plan.moves))
         self._begin_connector(plan)
-        if self._streaming is not None:
-            self._streaming.take(plan.connector)
         if plan.joins:
-            self._runner.join()
-        waits = not plan.rows
-        for num_done, results in enumerate(compute(plan)):
-            if self._draft is not None and plan.rows:
-                self._draft.follow(plan.rows, results)
-            result = StepResult(
-                plan.step,
-                results,
-                time.perf_counter() - began,
-                kv_bytes=self.cache_engine.places.num_bytes,
-                weights=self._runner.arrivals,
-                spilled=self.cache_engine.spilled,
-            )
-            if num_done == 0:
-                result.moved_s, result.not_encoded = moved_s, not_encoded
-                result.connector = self._report(waits=waits)
-                result.compiled = self._compiled(waits=waits)
-                result.adapters = self._loaded(waits=waits)
-            yield result
-            began = time.perf_counter()
+            self._runners.join()
+        return began, StepResult(plan.step, [], moved_s=moved_s, not_encoded=not_encoded)
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Starts a plan on an asynchronous runnable; the result is waited for later."""
-        not_encoded = self._encode(plan)
-        began = time.perf_counter()
-        moved_s = self._apply(plan)
-        step = LaunchedStep(
-            plan,
-            self._launch(plan.rows) if plan.rows else [],
-            began,
-            moved_s,
-            self._take_in,
-            not_encoded,
-        )
-        self._launched.append(step)
-        return step
-
-    def _launch(self, rows: Sequence[ScheduledRow]) -> LaunchedStepRows | list[RowResult]:
-        """Returns the results at once where the rows had to be run one by one."""
-        try:
-            return self._launch_together(rows)
-        except Exception:
-            logger.exception(
-                "a step of %d requests could not be launched; running them one by one", len(rows)
-            )
-            # Rows that are `from_device` need the tokens of the steps before on the host.
-            for earlier in self._launched:
-                earlier.rows = self._results_of(earlier, [])
-            return [result for row in rows for result in self._run([row], self._run_again)]
-
-    def _launch_together(
-        self, rows: Sequence[ScheduledRow], *, all_known: bool = False
-    ) -> LaunchedStepRows:
-        prepared = self._faults.prepare(rows, self._runner.prepare)
-        step = prepared.step
-        return LaunchedStepRows(
-            prepared, None if step is None else self._runner.launch(step, all_known=all_known)
-        )
-
-    def _wait_for(self, rows: LaunchedStepRows) -> list[RowResult]:
-        launched = rows.launched
-        return rows.prepared.in_order([] if launched is None else self._runner.take_in(launched))
-
-    def _run_again(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
-        """Computes rows once the steps before are taken in: the last tokens on the device may be
-        those of a step that failed.
+    def _run(self, rows: Sequence[ScheduledRow], *, again: bool = False) -> list[RowResult]:
+        """Computes rows together or, if that raises, one by one. `again`: the last tokens on an
+        asynchronous device may be those of a step that failed.
         """
-        return self._wait_for(self._launch_together(rows, all_known=True))
+        results: list[RowResult] = []
+        try:
+            inputs, failures = self._prepare(rows)
+            with self._streaming(inputs):
+                for each in inputs:
+                    results += each.runner.run_again(each) if again else each.runner.run(each)
+        except EngineDead:
+            raise
+        except Exception as error:
+            return self._faults.compute_one_by_one(rows, error, partial(self._run, again=again))
+        return _in_order(rows, results, failures) if failures or len(inputs) > 1 else results
 
-    def _run_now(self, rows: Sequence[ScheduledRow]) -> list[RowResult]:
-        prepared = self._faults.prepare(rows, self._runner.prepare)
-        if prepared.step is None and self._shares_steps:
-            self._runner.join()
-        if prepared.step is None:
-            return prepared.in_order([])
-        streaming = self._streaming
-        with contextlib.nullcontext() if streaming is None else streaming.during(prepared.step):
-            return prepared.in_order(self._runner.run(prepared.step))
+    def _prepare(self, rows: Sequence[ScheduledRow]) -> tuple[list[ModelInput], Failures]:
+        inputs, failures = self._faults.prepare(rows, self._runners.prepare, 1)
+        if self._shares_steps and rows and not inputs:
+            self._runners.join()
+        return inputs, failures
 
-    def _take_in(self, step: LaunchedStep) -> StepResult:
-        first = self._launched.popleft()
-        assert first is step, "steps are taken in in the order of their launches"
-        results = self._results_of(step, self._launched)
-        moved_s = max(step.moved_s, self.cache_engine.settle(step.plan.moves))
-        now = time.perf_counter()
-        # A step waits for the one before it: it is busy from that one's end at the earliest.
-        busy_s, self._free_since = now - max(step.began, self._free_since), now
-        self._begin_connector(step.plan)
-        waits = not step.plan.rows
-        return StepResult(
-            step.plan.step,
-            results,
-            busy_s,
-            min(moved_s, busy_s),
-            connector=self._report(waits=waits),
-            kv_bytes=self.cache_engine.places.num_bytes,
-            compiled=self._compiled(waits=waits),
-            adapters=self._loaded(waits=waits),
-            not_encoded=step.not_encoded,
-        )
-
-    def _results_of(
+    def _wait_for(
         self, step: LaunchedStep, launched_on_it: Iterable[LaunchedStep]
     ) -> list[RowResult]:
-        """Waits for a step's results. A step that fails after its launch is computed again, and so
-        are those launched on top of it, whose last tokens were no good.
+        """Waits for a step's rows. A step that fails after its launch is computed again, and so
+        are those launched on top of it, which were given wrong last tokens.
         """
-        if isinstance(step.rows, list):
+        if step.rows is not None:
             return step.rows
+        rows = step.plan.rows
+        results: list[RowResult] = []
         try:
-            return self._wait_for(step.rows)
+            for each, computing in zip(step.inputs, step.computing, strict=True):
+                results += each.runner.results(each, computing.result())
+            plain = not step.failures and len(step.inputs) < 2
+            return results if plain else _in_order(rows, results, step.failures)
         except Exception:
             logger.exception(
-                "a step of %d requests failed after its launch; computing it again",
-                len(step.plan.rows),
+                "a step of %d requests failed after its launch; computing it again", len(rows)
             )
-        results = self._run(step.plan.rows, self._run_again)
+        results = self._run(rows, again=True)
         for later in launched_on_it:
-            later.rows = self._run(later.plan.rows, self._run_again) if later.plan.rows else []
+            later.rows = self._run(later.plan.rows, again=True) if later.plan.rows else []
         return results
+
+    def _finish(self, plan: StepPlan, outcome: StepResult, began: float) -> StepResult:
+        """Completes the result of a plan's first step with what came beside its rows; a step that
+        computes nothing waits a little for it.
+        """
+        result = self._result(outcome, plan, began)
+        wait_s = 0.0 if plan.rows else WAIT_S
+        connector = self.cache_engine.connector
+        if connector is not None:
+            result.connector = connector.report(wait_s=wait_s)
+        result.compiled = self._rows.grammars.take_compiled(wait_s=wait_s)
+        if self._adapters is not None:
+            result.adapters = self._adapters.take_loaded(wait_s=wait_s)
+        return result
+
+    def _result(self, result: StepResult, plan: StepPlan, began: float) -> StepResult:
+        """Adds draft tokens, the time since `began` and memory counts to a step's result."""
+        if self._draft is not None and plan.rows:
+            self._draft.follow(plan.rows, result.rows)
+        result.busy_s = time.perf_counter() - began
+        result.kv_bytes = self.cache_engine.places.num_bytes
+        result.weights = self._runners.arrivals
+        result.spilled = self.cache_engine.spilled
+        return result
 
     @property
     def progress(self) -> int:
         drafted = 0 if self._draft is None else self._draft.runnable.progress
         encoded = 0 if self._media is None else self._media.progress
-        return drafted + encoded + sum(runnable.progress for runnable in self._runner.runnables)
+        return drafted + encoded + sum(runnable.progress for runnable in self._runners.runnables)
 
     def _apply(self, plan: StepPlan) -> float:
         """Brings rows and blocks to where the plan wants them; returns for how many seconds blocks
@@ -289,83 +296,19 @@ class Worker:
         """Hands the connector its part of the plan, once the plan's moves are made."""
         if plan.connector is not None and self.cache_engine.connector is not None:
             self.cache_engine.connector.begin(plan.connector)
+        if self._layers is not None:
+            self._layers.take(plan.connector)
 
     def _move(self, moves: Sequence[BlockMove]) -> float:
         began = time.perf_counter()
         self.cache_engine.apply(moves)
         return time.perf_counter() - began
 
-    def _report(self, *, waits: bool) -> ConnectorReport | None:
-        """Returns the connector's report; a step that computes nothing `waits` a little for it."""
-        connector = self.cache_engine.connector
-        return None if connector is None else connector.report(wait_s=WAIT_S if waits else 0.0)
-
-    def _compiled(self, *, waits: bool) -> list[bytes]:
-        """Returns the grammars that are compiled; a step that computes nothing `waits` a little for
-        one.
-        """
-        return self._rows.grammars.take_compiled(wait_s=WAIT_S if waits else 0.0)
-
-    def _loaded(self, *, waits: bool) -> list[AdapterLoaded]:
-        """Puts adapters that have been read into their slots; a step that computes nothing `waits`
-        a little for one.
-        """
-        if self._adapters is None:
-            return []
-        return self._adapters.take_loaded(wait_s=WAIT_S if waits else 0.0)
-
-    def _step(self, plan: StepPlan) -> Iterator[list[RowResult]]:
-        yield self._run(plan.rows, self._run_now) if plan.rows else []
-
-    def _decode_steps(self, plan: StepPlan) -> Iterator[list[RowResult]]:
-        """Yields the rows of each decode step; where the first raises, or a row has a fault, those
-        of one step by itself.
-        """
-        has_begun = False
-        try:
-            prepare = partial(self._runner.prepare, num_steps=plan.num_steps)
-            prepared = self._faults.prepare(plan.rows, prepare)
-            if prepared.step is not None and not prepared.failed:
-                for results in self._runner.decode(prepared.step, plan.num_steps) or ():
-                    has_begun = True
-                    yield results
-        except EngineDead:
-            raise
-        except Exception:
-            if has_begun:
-                raise
-            logger.exception(
-                "%d decode steps of %d requests failed; running one",
-                plan.num_steps,
-                len(plan.rows),
-            )
-        if not has_begun:
-            yield from self._step(plan)
-
-    def _run(self, rows: Sequence[ScheduledRow], run: RunRows) -> list[RowResult]:
-        """Runs rows together; where that raises, one by one.
-
-        A position that is computed twice gets the same KV written twice. With several ranks the
-        fault goes on to the caller: the others would not know of a step taken apart.
-        """
-        if not self._is_alone:
-            return run(rows)
-        try:
-            return run(rows)
-        except EngineDead:
-            raise
-        except Exception as error:
-            if len(rows) > 1:
-                logger.exception("a step of %d requests failed; running them one by one", len(rows))
-                return [result for row in rows for result in self._run([row], run)]
-            logger.exception("request %s failed in a step", rows[0].request_id)
-            return [RowResult(rows[0].request_id, failure=describe(error))]
-
     def start_profile(self) -> None:
-        self._runner.runnables[0].start_profile()
+        self._runners.runnables[0].start_profile()
 
     def stop_profile(self) -> Profile:
-        return self._runner.runnables[0].stop_profile()
+        return self._runners.runnables[0].stop_profile()
 
     def close(self) -> None:
         if self.cache_engine.connector is not None:
@@ -377,3 +320,15 @@ class Worker:
         if self._media is not None:
             self._media.close()
         self._close()
+
+
+def _in_order(
+    rows: Sequence[ScheduledRow], results: Sequence[RowResult], failures: Failures
+) -> list[RowResult]:
+    """Returns one result for each row, in order: its failure, or the first of `results`, in which
+    the failures of an encoder precede the decoder's rows.
+    """
+    found = dict(failures)
+    for result in results:
+        found.setdefault(result.request_id, result)
+    return [found[row.request_id] for row in rows]

@@ -117,8 +117,9 @@ def test_an_input_is_encoded_once(monkeypatch):
     monkeypatch.setattr(
         EncoderRunner,
         "run",
-        lambda self, step: (
-            encoded.extend(row.num_encoded for row in step.scheduled) or run(self, step)
+        lambda self, model_input: (
+            encoded.extend(row.num_encoded for row in model_input.scheduled)
+            or run(self, model_input)
         ),
     )
     with engine() as llm:

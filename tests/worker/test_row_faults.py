@@ -139,7 +139,6 @@ READ = {
         "logits_processors",
     },
     ScheduledRow: {
-        "max_num_tokens",
         "search_of",
         "program",
         "wants",

@@ -121,17 +121,14 @@ class NativeProgram:
         """
         return max(1, int(self._executor.rows_of_blocks) - 1)
 
-    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
-        return self._run(batch, kv, None)
-
     def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
-        return self._run(batch, kv, check)
+        return self.run(batch, kv, check)
 
     def join(self, kv: KvCache) -> None:
         num_groups = len(self.kv_layouts)
-        self._run(empty_batch(num_groups, self._num_axes, self._in_width), kv, None)
+        self.run(empty_batch(num_groups, self._num_axes, self._in_width), kv)
 
-    def _run(self, batch: StepBatch, kv: KvCache, check: Check | None) -> StepOutput:
+    def run(self, batch: StepBatch, kv: KvCache, check: Check | None = None) -> StepOutput:
         if self._output_axis == "requests":
             # The head has a row for each request.
             batch = replace(batch, sample_rows=np.maximum(batch.query_starts[1:] - 1, 0))
