@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import http
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -103,6 +104,20 @@ def add_error_handlers(app: FastAPI, routers: Iterable[APIRouter] = ()) -> None:
     app.add_exception_handler(ClientDisconnect, answer_nobody)
     for kind in (errors.OctavoError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer)
+
+
+@contextmanager
+def use_api_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the field that an error is about; `names` maps the API's names to ours."""
+    try:
+        yield
+    except errors.ClientError as error:
+        for theirs, ours in names.items():
+            if error.param == ours:
+                error.param = theirs
+                error.message = error.message.replace(f"{ours}:", f"{theirs}:", 1)
+                break
+        raise
 
 
 def _described(error: RequestValidationError) -> errors.InvalidRequest:

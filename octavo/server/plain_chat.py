@@ -6,13 +6,18 @@ Parts of text are joined, each on lines of its own; what is not text is refused 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
+from octavo.engine.front.sampling_defaults import params_over
 from octavo.errors import InvalidRequest, shown
 from octavo.prompt_ports import Rendering
+from octavo.sampling_params import SamplingParams
 from octavo.server.body import Body
 from octavo.server.body_part import BodyPart
+from octavo.server.errors import use_api_names
 from octavo.server.state.served_model import ServedModel
 
 ASSISTANT = "assistant"
@@ -69,3 +74,19 @@ def may_think(model: ServedModel) -> bool:
     """Tells whether the model's template can turn thinking on and off."""
     tokenizer = model.tokenizer
     return tokenizer is not None and "enable_thinking" in tokenizer.template_variables
+
+
+def params_of(
+    asked: BaseModel, names: Mapping[str, str], defaults: SamplingParams, **others: Any
+) -> SamplingParams:
+    """Returns the params that a body asks for, over the model's recommended values.
+
+    `names` maps the API's names of fields to SamplingParams'; `others` are set over them.
+    """
+    given = {
+        ours: value
+        for theirs, ours in names.items()
+        if (value := getattr(asked, theirs)) is not None
+    }
+    with use_api_names(names):
+        return params_over(defaults, {**given, **others})

@@ -15,9 +15,9 @@ from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
 from octavo.engine.front.pooling_jobs import OutputT, PoolingJob
 from octavo.outputs import RequestOutput
 from octavo.server.connection import unless_gone
+from octavo.server.errors import use_api_names
 from octavo.server.generation import Generation, member_name
 from octavo.server.state.served_model import ServedModel
-from octavo.server.turn import in_their_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ async def pooled(
 ) -> PooledAnswer[OutputT]:
     """Computes a job; a client that goes away ends the work."""
     llm, job = model.llm, call.job
-    with in_their_words(call.words):
+    with use_api_names(call.words):
         model.limits.check(len(job.prompts), job.params)
         prepared = [
             await llm.prepare(member_name(call.name, index), prompt, job.params, call.origin)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from octavo.server import sse
-from octavo.server.ollama.answer import LineStream
+from octavo.server.ollama.formatter import LineStream
 from octavo.server.sse import EventStream, NamedEventStream
 
 EVENT = {"type": "one"}

@@ -13,6 +13,7 @@ from octavo.server.anthropic.bodies import (
     PlainBlock,
     TurnMessage,
 )
+from octavo.server.conversation import Conversation
 from octavo.server.ignored import IgnoredFields, label_of
 from octavo.server.images import block_source, content_of, image_part, text_part
 from octavo.server.notes import describe_unread
@@ -27,7 +28,6 @@ from octavo.server.tool_use import (
     parse_arguments,
     tool_use_of,
 )
-from octavo.server.turn import Conversation
 
 EFFORT = "reasoning_effort"
 """Variable of a chat template that says how long the model thinks."""

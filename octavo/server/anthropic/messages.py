@@ -5,19 +5,19 @@ Source: Anthropic's API reference. A key may come as x-api-key; any anthropic-ve
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.server.anthropic.answer import MessageAnswer, MessageStream
 from octavo.server.anthropic.bodies import NAMES, CountTokensBody, MessagesBody
 from octavo.server.anthropic.conversation import conversation_of
+from octavo.server.anthropic.formatter import MessageFormatter, MessageStream
 from octavo.server.auth import origin_of
 from octavo.server.body import body_bytes, body_of
+from octavo.server.errors import use_api_names
+from octavo.server.plain_chat import params_of
+from octavo.server.response_builder import new_hex_id, send_response, start_chat
 from octavo.server.state.service import Service, service_of
-from octavo.server.turn import in_their_words, params_of, start_turn
 from octavo.structured_outputs import StructuredOutputs
 
 router = APIRouter()
@@ -34,19 +34,17 @@ async def create_message(
         body, NAMES, model.llm.get_default_sampling_params(), structured_outputs=_form(body)
     )
     omits = body.thinking is not None and body.thinking.display == "omitted"
-    answer = MessageAnswer(model.name, body.max_tokens, tells_thinking=not omits)
+    formatter = MessageFormatter(model.name, body.max_tokens, shows_reasoning=not omits)
     origin = origin_of(request, None, body.metadata.user_id if body.metadata else None)
-    stream = bool(body.stream)
-    with in_their_words(NAMES):
-        turn = await start_turn(
-            model, conversation_of(body, model), params, answer.id, origin=origin, stream=stream
+    with use_api_names(NAMES):
+        conversation = conversation_of(body, model)
+        response = await start_chat(
+            model, conversation, params, formatter, origin=origin, stream=bool(body.stream)
         )
-    service.readings.keep(answer.id, turn.reading, body_bytes(request))
-    headers = {"request-id": f"req_{secrets.token_hex(12)}"}
-    if stream:
-        return MessageStream(answer.events(turn), headers)
-    made = answer.whole(turn, await turn.whole(request.receive))
-    return Response(msgspec.json.encode(made), headers=headers, media_type="application/json")
+    service.parsers.keep(formatter.id, response.parser, body_bytes(request))
+    headers = {"request-id": new_hex_id("req_")}
+    stream_type = MessageStream if body.stream else None
+    return await send_response(request, response, formatter, stream_type, headers)
 
 
 def _form(body: MessagesBody) -> StructuredOutputs | None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.errors import InvalidRequest
 from octavo.server.auth import origin_of
 from octavo.server.body import body_bytes, body_of
-from octavo.server.cohere.answer import CohereAnswer, stream_kind
 from octavo.server.cohere.bodies import (
     NAMES,
     CohereBlock,
@@ -19,13 +17,16 @@ from octavo.server.cohere.bodies import (
     CohereFormat,
     CohereMessage,
 )
+from octavo.server.cohere.formatter import CohereFormatter, stream_kind
+from octavo.server.conversation import Conversation
+from octavo.server.errors import use_api_names
 from octavo.server.openai.messages import MAY_BE_EMPTY, plain_call
 from octavo.server.openai.tools import offered
-from octavo.server.plain_chat import block_text, refuse_values, rendering_of
+from octavo.server.plain_chat import block_text, params_of, refuse_values, rendering_of
+from octavo.server.response_builder import send_response, start_chat
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.tool_use import Choice, check_role, tool_use_of
-from octavo.server.turn import Conversation, in_their_words, params_of, start_turn
 from octavo.structured_outputs import StructuredOutputs
 
 CHOICES: dict[str | None, Choice | None] = {None: None, "NONE": "none", "REQUIRED": "required"}
@@ -48,19 +49,16 @@ async def chat(
         "structured_outputs": _form(body.response_format),
     }
     params = params_of(body, NAMES, model.llm.get_default_chat_params(), **others)
-    answer = CohereAnswer(model.tokenizer)
+    formatter = CohereFormatter(model.tokenizer)
     origin = origin_of(request, body.priority, None)
-    stream = bool(body.stream)
-    with in_their_words(NAMES):
-        turn = await start_turn(
-            model, _conversation(body, model), params, answer.id, origin=origin, stream=stream
+    with use_api_names(NAMES):
+        conversation = _conversation(body, model)
+        response = await start_chat(
+            model, conversation, params, formatter, origin=origin, stream=bool(body.stream)
         )
-    service.readings.keep(answer.id, turn.reading, body_bytes(request))
-    if stream:
-        kind = stream_kind(request.headers.get("accept"))
-        return kind(answer.events(turn))
-    made = answer.whole(turn, await turn.whole(request.receive))
-    return Response(msgspec.json.encode(made), media_type="application/json")
+    service.parsers.keep(formatter.id, response.parser, body_bytes(request))
+    stream_type = stream_kind(request.headers.get("accept")) if body.stream else None
+    return await send_response(request, response, formatter, stream_type)
 
 
 def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:

@@ -19,8 +19,8 @@ from octavo.pooling_params import MODEL_LIMIT, PoolingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import Body, body_of
 from octavo.server.fields import Whole, field, needed, taken
-from octavo.server.ollama.answer import NANOSECONDS
 from octavo.server.ollama.bodies import RunOptions
+from octavo.server.ollama.formatter import NANOSECONDS
 from octavo.server.ollama.keep_alive import TAKES, KeepAlive, apply_keep_alive
 from octavo.server.ollama.names import known_name
 from octavo.server.pooling import PoolingCall, pooled

@@ -6,24 +6,24 @@ model is loaded.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from octavo.engine.front.arguments import Prompt
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of, require_operator
 from octavo.server.body import body_bytes, body_of
+from octavo.server.conversation import Conversation
+from octavo.server.errors import use_api_names
 from octavo.server.generation import prompt_of
 from octavo.server.ignored import IgnoredFields
 from octavo.server.images import Content, base64_source, content_of, image_part, text_part
-from octavo.server.ollama.answer import ChatLines, GenerateLines, LineStream, OllamaAnswer
 from octavo.server.ollama.bodies import (
     NAMES,
     UNBOUNDED,
@@ -33,16 +33,22 @@ from octavo.server.ollama.bodies import (
     OllamaMessage,
     RunOptions,
 )
+from octavo.server.ollama.formatter import (
+    LineStream,
+    OllamaChatFormatter,
+    OllamaFormatter,
+    OllamaGenerateFormatter,
+)
 from octavo.server.ollama.keep_alive import apply_keep_alive, asks_to_unload
 from octavo.server.ollama.names import find, known_name
 from octavo.server.openai.messages import build_part
 from octavo.server.openai.tools import offered
-from octavo.server.plain_chat import refuse_values, rendering_of
-from octavo.server.reading import PLAIN, AnswerReading
+from octavo.server.output_parser import PLAIN, OutputParser
+from octavo.server.plain_chat import params_of, refuse_values, rendering_of
+from octavo.server.response_builder import send_response, start_response
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.tool_use import parse_arguments, tool_use_of
-from octavo.server.turn import Conversation, in_their_words, params_of, turn_of
 from octavo.structured_outputs import StructuredOutputs
 
 router = APIRouter()
@@ -55,13 +61,13 @@ async def chat(
     body: Annotated[OllamaChatBody, Depends(body_of(OllamaChatBody))],
 ) -> Response:
     if not body.messages and asks_to_unload(body.keep_alive):
-        return _unloaded(request, service, body, ChatLines)
+        return _unloaded(request, service, body, OllamaChatFormatter)
     model = await service.model(known_name(service, body.model))
     apply_keep_alive(request, model.uses, body.keep_alive)
     params = _params(body, model)
-    answer = ChatLines(body.model, model, params)
+    formatter = OllamaChatFormatter(body.model, model, params)
     if not body.messages:
-        return _loaded(answer, body)
+        return JSONResponse(formatter.loaded())
     conversation = replace(
         _conversation(_messages(body), body, model),
         tools=tool_use_of(
@@ -72,8 +78,8 @@ async def chat(
         ),
     )
     prompt = await conversation.prompt(model)
-    reading = conversation.reading(model, prompt)
-    return await _answer(request, service, body, answer, prompt, reading=reading)
+    parser = conversation.parser(model, prompt)
+    return await _respond(request, service, body, formatter, prompt, parser=parser)
 
 
 @router.post("/api/generate")
@@ -83,63 +89,54 @@ async def generate(
     body: Annotated[OllamaGenerateBody, Depends(body_of(OllamaGenerateBody))],
 ) -> Response:
     if not body.prompt and not body.suffix and asks_to_unload(body.keep_alive):
-        return _unloaded(request, service, body, GenerateLines)
+        return _unloaded(request, service, body, OllamaGenerateFormatter)
     model = await service.model(known_name(service, body.model))
     apply_keep_alive(request, model.uses, body.keep_alive)
     refuse_values(body, ["template", "context"])
     params = _params(body, model)
-    answer = GenerateLines(body.model, model, params)
+    formatter = OllamaGenerateFormatter(body.model, model, params)
     if not body.prompt and not body.suffix:
-        return _loaded(answer, body)
+        return JSONResponse(formatter.loaded())
     has_template = model.tokenizer is not None and model.tokenizer.has_chat_template
     if body.suffix or body.raw or not has_template:
         refuse_values(body, ["images"])
-        return await _answer(request, service, body, answer, await _prompt(body, model))
+        return await _respond(request, service, body, formatter, await _prompt(body, model))
     system = [{"role": "system", "content": body.system}] if body.system else []
     asked = _seen(body.prompt or "", body.images)
     messages: list[dict[str, Any]] = [*system, {"role": "user", "content": asked}]
     conversation = _conversation(messages, body, model)
     prompt = await conversation.prompt(model)
-    reading = conversation.reading(model, prompt)
-    return await _answer(request, service, body, answer, prompt, reading=reading)
+    parser = conversation.parser(model, prompt)
+    return await _respond(request, service, body, formatter, prompt, parser=parser)
 
 
-async def _answer(
+async def _respond(
     request: Request,
     service: Service,
     body: OllamaBody,
-    answer: OllamaAnswer,
+    formatter: OllamaFormatter,
     prompt: Prompt,
     *,
-    reading: AnswerReading = PLAIN,
+    parser: OutputParser = PLAIN,
 ) -> Response:
-    """Submits a prompt and gives its answer, as a stream unless that is turned off."""
+    """Submits a prompt and returns its response: a stream unless the request turns that off."""
     stream = body.stream is not False
-    name = f"ollama-{secrets.token_hex(12)}"
-    origin = origin_of(request, None, None)
-    with in_their_words(NAMES):
-        await answer.model.llm.check_form(reading.fitted(answer.params))
-        turn = turn_of(
-            answer.model,
-            prompt,
-            answer.params,
-            name,
-            reading=reading,
-            origin=origin,
+    with use_api_names(NAMES):
+        response = await start_response(
+            formatter.model,
+            [prompt],
+            formatter.params,
+            formatter,
+            parser=parser,
+            origin=origin_of(request, None, None),
             stream=stream,
         )
-    service.readings.keep(name, reading, body_bytes(request))
-    if stream:
-        return LineStream(answer.lines(turn))
-    return _json(answer.whole(turn, await turn.whole(request.receive)), body)
-
-
-def _loaded(answer: OllamaAnswer, body: OllamaBody) -> Response:
-    return _json(answer.loaded(), body)
+    service.parsers.keep(formatter.id, parser, body_bytes(request))
+    return await send_response(request, response, formatter, LineStream if stream else None)
 
 
 def _unloaded(
-    request: Request, service: Service, body: OllamaBody, kind: type[OllamaAnswer]
+    request: Request, service: Service, body: OllamaBody, kind: type[OllamaFormatter]
 ) -> Response:
     """Has a model unloaded as soon as no request uses it."""
     require_operator(request)
@@ -151,11 +148,7 @@ def _unloaded(
             " (hint: POST /v1/models/unload removes it)",
         )
     slot.uses.keep(0.0, by_request=True)
-    return _json(kind.unloaded(body.model), body)
-
-
-def _json(made: dict[str, Any], body: OllamaBody) -> Response:
-    return Response(msgspec.json.encode(made), media_type="application/json")
+    return JSONResponse(kind.unloaded(body.model))
 
 
 async def _prompt(body: OllamaGenerateBody, model: ServedModel) -> Prompt:

@@ -20,8 +20,8 @@ from octavo.progress import FileProgress
 from octavo.server.auth import require_operator
 from octavo.server.body import body_of
 from octavo.server.connection import unless_gone
-from octavo.server.ollama.answer import LineStream
 from octavo.server.ollama.bodies import CopyBody, DeleteBody, PullBody
+from octavo.server.ollama.formatter import LineStream
 from octavo.server.ollama.names import LATEST, known_name
 from octavo.server.state.adapters import NAME
 from octavo.server.state.service import Service, service_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UNSET, UnsetType
 
@@ -13,18 +12,16 @@ from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import body_bytes, body_of
-from octavo.server.connection import unless_gone
-from octavo.server.deltas import Delta
-from octavo.server.generation import Generation
-from octavo.server.openai.answer import Answer, usage_of, whole_of
+from octavo.server.conversation import Conversation
+from octavo.server.errors import use_api_names
 from octavo.server.openai.bodies import ChatBody, SamplingBody
+from octavo.server.openai.formatter import OpenAIFormatter, format_usage
 from octavo.server.openai.logprobs import chat_logprobs, plain_logprobs
 from octavo.server.openai.messages import plain_messages
 from octavo.server.openai.protocol import (
     CalledFunction,
     ChatChoice,
     ChatCompletion,
-    ChatLogprobs,
     ChatMessage,
     ChatToolCall,
     Usage,
@@ -33,11 +30,16 @@ from octavo.server.openai.rendering import rendering_of
 from octavo.server.openai.sampling import sampling_params
 from octavo.server.openai.tools import tools_of, uses_functions
 from octavo.server.openai.truncation import truncation_of
+from octavo.server.response_builder import (
+    ChoiceDelta,
+    ResponseBuilder,
+    send_response,
+    start_chat,
+)
 from octavo.server.settings import ServerSettings
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
-from octavo.server.turn import Conversation, in_their_words
 from octavo.text.parsers.parts import MessageText, Part, PartKind
 
 PATH = "/v1/chat/completions"
@@ -52,7 +54,7 @@ async def chat(
     service: Annotated[Service, Depends(service_of)],
     body: Annotated[ChatBody, Depends(body_of(ChatBody))],
 ) -> Response:
-    with in_their_words(_words(body)):
+    with use_api_names(_words(body)):
         return await _answered(request, service, body)
 
 
@@ -60,39 +62,24 @@ async def _answered(request: Request, service: Service, body: ChatBody) -> Respo
     model = await service.model(body.model)
     params = _params(body, model.llm.get_default_chat_params())
     conversation = _conversation(body, model, service.settings)
-    answer = ChatAnswer(
+    formatter = ChatFormatter(
         body,
         params,
         model,
         echoed=_echoed(body, conversation.messages),
-        tells_reasoning=body.include_reasoning is not False,
+        shows_reasoning=body.include_reasoning is not False,
         uses_functions=uses_functions(body),
     )
     origin = origin_of(request, body.priority, body.user)
-    prompt = await conversation.prompt(model)
-    answer.reading = conversation.reading(model, prompt)
-    service.readings.keep(answer.id, answer.reading, body_bytes(request))
-    fitted = answer.reading.fitted(params)
-    await model.llm.check_form(fitted)
-    generation = Generation(
-        model,
-        [prompt],
-        fitted,
-        answer.id,
-        origin=origin,
-        deltas=bool(body.stream),
+    response = await start_chat(
+        model, conversation, params, formatter, origin=origin, stream=bool(body.stream)
     )
-    if body.stream:
-        return EventStream(answer.events(generation))
-    outputs = await unless_gone(request.receive, generation.results())
-    return Response(
-        msgspec.json.encode(answer.whole(outputs)),
-        media_type="application/json",
-    )
+    service.parsers.keep(formatter.id, response.parser, body_bytes(request))
+    return await send_response(request, response, formatter, EventStream if body.stream else None)
 
 
-class ChatAnswer(Answer):
-    """An answer in the form of chat completions."""
+class ChatFormatter(OpenAIFormatter):
+    """Formats chat completions."""
 
     prefix = "chatcmpl"
 
@@ -103,55 +90,55 @@ class ChatAnswer(Answer):
         model: ServedModel,
         *,
         echoed: str = "",
-        tells_reasoning: bool = True,
+        shows_reasoning: bool = True,
         uses_functions: bool = False,
     ) -> None:
         """With `uses_functions` a call has OpenAI's old form, `function_call`."""
-        super().__init__(body, params, model)
+        super().__init__(body, params, model, shows_reasoning=shows_reasoning)
         self._uses_functions = uses_functions
         self._echoed = echoed
-        self._tells_reasoning = tells_reasoning
 
-    def begin(self, made: ChatCompletion, output: RequestOutput) -> None:
+    def add_prompt(self, made: ChatCompletion, output: RequestOutput) -> None:
         if self.returns_token_ids:
             made.prompt_token_ids = output.prompt_token_ids
         made.prompt_text = self.prompt_text(output)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
-        (output,) = outputs
-        made = self._completion("chat.completion", usage_of(outputs))
-        for sample in output.outputs:
-            found = self.reading.message(sample.text)
-            message = self._message(found)
-            whole = whole_of(sample, has_calls=bool(found.calls))
-            made.choices.append(self._choice(sample.index, whole, message=message))
-        self.begin(made, output)
+    def format_whole(
+        self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]
+    ) -> ChatCompletion:
+        made = self._completion("chat.completion", format_usage(response.usage))
+        made.choices = [
+            self._choice(choice, message=self._message(choice.message)) for choice in choices
+        ]
+        output = choices[0].output
+        self.add_prompt(made, output)
         if self.params.prompt_logprobs is not None:
             made.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
-        made.timings = self.timings(outputs)
+        made.timings = self.timings(response)
         return made
 
-    def chunk(self, choices: list[ChatChoice], usage: Usage | UnsetType | None) -> ChatCompletion:
+    def format_chunk(
+        self, choices: list[ChatChoice], usage: Usage | UnsetType | None
+    ) -> ChatCompletion:
         made = self._completion("chat.completion.chunk", usage)
         made.choices = choices
         return made
 
-    def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[ChatChoice]:
-        """Returns the delta's choices; a stream's first has the role alone."""
-        opening = (
-            [ChatChoice(index, UNSET, ChatMessage(ROLE, self._echoed), None, None, None)]
-            if delta.is_first
-            else []
-        )
-        told = [self._part(part) for part in delta.parts if self._tells(part)]
-        if not told:
-            told = [ChatMessage(content=UNSET if delta.finish_reason else "")]
-        silent = Delta("", 0, [], None, None, None)
-        choices = [self._choice(index, silent, delta=message) for message in told[:-1]]
-        return [*opening, *choices, self._choice(index, delta, delta=told[-1])]
+    def format_choices(self, delta: ChoiceDelta) -> list[ChatChoice]:
+        """Returns the delta's choices, one for each part; a stream's first has the role alone."""
+        messages = [self._part(part) for part in delta.parts]
+        if not messages:
+            messages = [ChatMessage(content=UNSET if delta.finish_reason else "")]
+        earlier = [self._empty_choice(delta.index, message) for message in messages[:-1]]
+        if self.returns_token_ids:
+            for choice in earlier:
+                choice.token_ids = []
+        if delta.is_first:
+            earlier.insert(0, self._empty_choice(delta.index, ChatMessage(ROLE, self._echoed)))
+        return [*earlier, self._choice(delta, delta=messages[-1])]
 
-    def _tells(self, part: Part) -> bool:
-        return self._tells_reasoning or part.kind is not PartKind.REASONING
+    def _empty_choice(self, index: int, message: ChatMessage) -> ChatChoice:
+        return ChatChoice(index, UNSET, message, None, None, None)
 
     def _part(self, part: Part) -> ChatMessage:
         """Returns a stream's message with one new part."""
@@ -165,8 +152,8 @@ class ChatAnswer(Answer):
             case PartKind.ARGUMENTS if self._uses_functions:
                 return ChatMessage(function_call=CalledFunction(arguments=part.text))
             case PartKind.CALL:
-                name = self.reading.call_id(part.call_id)
-                call = ChatToolCall(CalledFunction(part.text), name, "function", part.call)
+                called = CalledFunction(part.text)
+                call = ChatToolCall(called, part.call_id, "function", part.call)
                 return ChatMessage(tool_calls=[call])
             case PartKind.ARGUMENTS:
                 called = CalledFunction(arguments=part.text)
@@ -176,18 +163,14 @@ class ChatAnswer(Answer):
         """Returns a whole message; its content is null where it is calls alone."""
         content = self._echoed + found.content
         message = ChatMessage(ROLE, content if content or not found.calls else None, None)
-        if found.reasoning and self._tells_reasoning:
+        if found.reasoning:
             message.reasoning = found.reasoning
         if found.calls and self._uses_functions:
             call = found.calls[0]
             message.function_call = CalledFunction(call.name, call.arguments)
         elif found.calls:
             message.tool_calls = [
-                ChatToolCall(
-                    CalledFunction(call.name, call.arguments),
-                    self.reading.call_id(call.call_id),
-                    "function",
-                )
+                ChatToolCall(CalledFunction(call.name, call.arguments), call.call_id, "function")
                 for call in found.calls
             ]
         return message
@@ -199,14 +182,18 @@ class ChatAnswer(Answer):
 
     def _choice(
         self,
-        index: int,
-        new: Delta,
+        new: ChoiceDelta,
         *,
         message: ChatMessage | UnsetType = UNSET,
         delta: ChatMessage | UnsetType = UNSET,
     ) -> ChatChoice:
         choice = ChatChoice(
-            index, message, delta, self._logprobs(new), self._ending(new), new.stop_reason
+            new.index,
+            message,
+            delta,
+            chat_logprobs(new, self.params.num_shown_logprobs, self.names),
+            self._finish_reason(new),
+            new.stop_reason,
         )
         if new.score is not None:
             choice.score = new.score
@@ -214,17 +201,9 @@ class ChatAnswer(Answer):
             choice.token_ids = new.token_ids
         return choice
 
-    def _ending(self, delta: Delta) -> str | None:
-        """Returns OpenAI's word for how an answer ended."""
-        if delta.finish_reason == "stop" and delta.has_calls:
-            return "function_call" if self._uses_functions else "tool_calls"
-        return delta.finish_reason
-
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        num_shown = self.params.num_shown_logprobs
-        if num_shown is None or delta.logprobs is None:
-            return None
-        return chat_logprobs(delta.token_ids, delta.logprobs, num_shown, self.names)
+    def _finish_reason(self, delta: ChoiceDelta) -> str | None:
+        is_old_form = self._uses_functions and delta.finish_reason == "tool_calls"
+        return "function_call" if is_old_form else delta.finish_reason
 
 
 def _conversation(body: ChatBody, model: ServedModel, settings: ServerSettings) -> Conversation:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
+from msgspec import UnsetType
 
 from octavo.async_llm import AsyncLLM
 from octavo.engine.front.arguments import Prompt as EnginePrompt
@@ -15,11 +16,9 @@ from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
-from octavo.server.connection import unless_gone
-from octavo.server.deltas import Delta
-from octavo.server.generation import Generation, Prompt, as_prompts, prompt_of
-from octavo.server.openai.answer import Answer, usage_of, whole_of
+from octavo.server.generation import Prompt, as_prompts, prompt_of
 from octavo.server.openai.bodies import CompletionBody
+from octavo.server.openai.formatter import OpenAIFormatter, format_usage
 from octavo.server.openai.logprobs import TextOffsets, completion_logprobs, plain_logprobs
 from octavo.server.openai.protocol import (
     Completion,
@@ -29,6 +28,12 @@ from octavo.server.openai.protocol import (
 )
 from octavo.server.openai.sampling import sampling_params
 from octavo.server.openai.truncation import truncation_of
+from octavo.server.response_builder import (
+    ChoiceDelta,
+    ResponseBuilder,
+    send_response,
+    start_response,
+)
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
@@ -51,23 +56,16 @@ async def complete(
     _check(body)
     params = _params(body, llm.get_default_sampling_params())
     prompts = [await _prompt(body, prompt, llm) for prompt in as_prompts(body.prompt)]
-    await llm.check_form(params)
-    answer = CompletionAnswer(body, params, model)
+    formatter = CompletionFormatter(body, params, model)
     origin = origin_of(request, body.priority, body.user)
-    generation = Generation(
-        model, prompts, params, answer.id, origin=origin, deltas=bool(body.stream)
+    response = await start_response(
+        model, prompts, params, formatter, origin=origin, stream=bool(body.stream)
     )
-    if body.stream:
-        return EventStream(answer.events(generation))
-    outputs = await unless_gone(request.receive, generation.results())
-    return Response(
-        msgspec.json.encode(answer.whole(outputs)),
-        media_type="application/json",
-    )
+    return await send_response(request, response, formatter, EventStream if body.stream else None)
 
 
-class CompletionAnswer(Answer):
-    """An answer in the form of text completions."""
+class CompletionFormatter(OpenAIFormatter):
+    """Formats text completions."""
 
     prefix = "cmpl"
 
@@ -84,18 +82,14 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, TextOffsets] = {}
         """Positions of each choice's tokens, which depend on no chunk."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> Completion:
-        choices = [
-            self._choice(self.choice_index(index, sample.index), whole_of(sample), output)
-            for index, output in enumerate(outputs)
-            for sample in output.outputs
-        ]
-        made = self.chunk(choices, self._usage(outputs))
-        made.timings = self.timings(outputs)
+    def format_whole(self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]) -> Completion:
+        usage = format_usage(response.usage, 0 if self._only_prompt else None)
+        made = self.format_chunk([self._choice(choice) for choice in choices], usage)
+        made.timings = self.timings(response)
         return made
 
-    def chunk(
-        self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
+    def format_chunk(
+        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
     ) -> Completion:
         return Completion(
             self.id,
@@ -107,20 +101,29 @@ class CompletionAnswer(Answer):
             usage=usage,
         )
 
-    def begin(self, made: Completion, output: RequestOutput) -> None:
-        """Does nothing: each choice says of its own prompt what is asked."""
+    def add_prompt(self, made: Completion, output: RequestOutput) -> None:
+        """Does nothing: each choice has the fields about its own prompt."""
 
-    def additions(self, index: int, delta: Delta, output: RequestOutput) -> list[CompletionChoice]:
-        return [self._choice(index, delta, output)]
+    def format_choices(self, delta: ChoiceDelta) -> list[CompletionChoice]:
+        return [self._choice(delta)]
 
-    def _choice(self, index: int, delta: Delta, output: RequestOutput) -> CompletionChoice:
+    def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
         if self._only_prompt:
-            delta = Delta("", 0, [], [], "length", None, is_first=delta.is_first)
+            delta = replace(
+                delta,
+                text="",
+                token_ids=[],
+                logprobs=[],
+                finish_reason="length",
+                stop_reason=None,
+                score=None,
+            )
+        output = delta.output
         echoed = self._prompt_text(output) if self._echo else ""
         choice = CompletionChoice(
-            index,
+            delta.index,
             echoed + delta.text if delta.is_first else delta.text,
-            self._logprobs(index, delta, output, echoed),
+            self._logprobs(delta, echoed),
             delta.finish_reason,
             delta.stop_reason,
         )
@@ -136,11 +139,10 @@ class CompletionAnswer(Answer):
             choice.prompt_logprobs = plain_logprobs(output.prompt_logprobs)
         return choice
 
-    def _logprobs(
-        self, index: int, delta: Delta, output: RequestOutput, echoed: str
-    ) -> CompletionLogprobs | None:
+    def _logprobs(self, delta: ChoiceDelta, echoed: str) -> CompletionLogprobs | None:
         if self._num_logprobs is None or delta.logprobs is None:
             return None
+        index, output = delta.index, delta.output
         if index not in self._offsets:
             prompt = () if self._echo else output.prompt_token_ids
             self._offsets[index] = TextOffsets(self.tokenizer, self._hidden_ids, prompt)
@@ -163,12 +165,6 @@ class CompletionAnswer(Answer):
             return self.tokenizer.decode(token_ids, skip_special_tokens=skips)
         # The answer's text begins with the character that the prompt leaves unfinished.
         return decode_whole_characters(self.tokenizer, token_ids, skip_special_tokens=skips)
-
-    def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
-        usage = usage_of(outputs)
-        if self._only_prompt:
-            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
-        return usage
 
 
 def _check(body: CompletionBody) -> None:

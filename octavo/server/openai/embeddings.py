@@ -19,13 +19,13 @@ from octavo.pooling_outputs import pooled_row
 from octavo.pooling_params import PoolingParams
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
+from octavo.server.errors import use_api_names
 from octavo.server.fields import Whole, field, needed
 from octavo.server.generation import as_prompts
 from octavo.server.openai.bodies import TokenId
 from octavo.server.pooling import PoolingCall, pooled
 from octavo.server.pooling_body import PoolingBody, PoolingUsage
 from octavo.server.state.service import Service, service_of
-from octavo.server.turn import in_their_words
 
 PATH = "/v1/embeddings"
 
@@ -85,7 +85,7 @@ async def embed(
     )
     name = f"embd-{secrets.token_hex(12)}"
     _check_texts(body.input)
-    with in_their_words({"input": "prompt"}):
+    with use_api_names({"input": "prompt"}):
         job = model.llm.pooling_jobs.embedding(as_prompts(body.input), params)
     call = PoolingCall(name, job, origin_of(request, body.priority, body.user))
     answer = await pooled(request, model, call)

@@ -16,6 +16,7 @@ from octavo.server.openai.protocol import (
     CompletionLogprobs,
     TokenLogprob,
 )
+from octavo.server.response_builder import ChoiceDelta
 from octavo.text.detokenizer import get_unfinished_bytes
 
 Steps = Sequence[dict[int, Logprob] | None]
@@ -130,11 +131,13 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], steps: Steps, num_top: int, names: TokenNames
-) -> ChatLogprobs:
+    delta: ChoiceDelta, num_top: int | None, names: TokenNames
+) -> ChatLogprobs | None:
+    """Returns chat's list of logprobs; None for a request that wants none."""
+    if num_top is None or delta.logprobs is None:
+        return None
     content = []
-    for token_id, step in zip(token_ids, steps, strict=True):
-        assert step is not None, "generated tokens always have one"
+    for token_id, step in zip(delta.token_ids, delta.logprobs, strict=True):
         top = [_token(other, entry, names) for other, entry in _ranked(step)[:num_top]]
         own = _token(token_id, step[token_id], names)
         content.append(ChatLogprob(own.token, own.logprob, own.bytes, top))

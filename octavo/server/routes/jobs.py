@@ -20,9 +20,10 @@ from octavo.server.auth import origin_of, owner_of
 from octavo.server.body import body_of
 from octavo.server.errors import error_body
 from octavo.server.generation import Generation, prompt_of
-from octavo.server.openai.answer import timings_of, usage_of
 from octavo.server.openai.bodies import SamplingBody, TokenId
+from octavo.server.openai.formatter import format_timings
 from octavo.server.openai.sampling import sampling_params
+from octavo.server.response_builder import TokenUsage
 from octavo.server.state.jobs import Job
 from octavo.server.state.service import Service, service_of
 
@@ -91,12 +92,12 @@ def _report(job: Job) -> dict[str, Any]:
         }
         for sample in job.latest.outputs
     ]
-    usage = usage_of([job.latest])
+    usage = TokenUsage.of([job.latest])
     report["usage"] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
     }
-    timings = timings_of([job.latest]) if job.wants_timings else msgspec.UNSET
+    timings = format_timings(job.latest.timings) if job.wants_timings else msgspec.UNSET
     if timings is not msgspec.UNSET:
         report["timings"] = msgspec.to_builtins(timings)
     return report

@@ -22,19 +22,18 @@ from octavo.engine.live.requests import STATES, LiveRequest
 from octavo.errors import EngineDead, InvalidRequest, RequestNotFound
 from octavo.server.auth import is_operator, origin_of, owner_of, require_operator
 from octavo.server.body import Body, body_of
-from octavo.server.connection import unless_gone
 from octavo.server.fields import Whole, field
 from octavo.server.generation import Generation, member_name, split_member
-from octavo.server.openai.answer import Answer
 from octavo.server.openai.bodies import (
     SAMPLING_FIELDS,
     CompletionBody,
     SamplingBody,
     TokenId,
 )
-from octavo.server.openai.chat import ChatAnswer
-from octavo.server.openai.completions import CompletionAnswer
-from octavo.server.reading import AnswerReading
+from octavo.server.openai.chat import ChatFormatter
+from octavo.server.openai.completions import CompletionFormatter
+from octavo.server.output_parser import OutputParser
+from octavo.server.response_builder import ResponseBuilder, send_response
 from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
@@ -155,21 +154,16 @@ async def fork(
     found = await _find(request, service, request_id)
     model = await service.model(found.model.name)  # which takes no new work while it drains
     body.request_id = body.request_id or secrets.token_hex(12)
-    kind = CompletionAnswer if request_id.startswith(CompletionAnswer.prefix) else ChatAnswer
-    reading = _reading(service.readings.find(found.name), model, found, body)
-    name = f"{kind.prefix}-{body.request_id}"
-    made = _prepare(request, found, body, member_name(name, 0), reading)
-    answer = _answer(kind, model, made, body)
-    answer.reading = reading
-    service.readings.keep_fork(found.name, name, reading)
+    is_completion = request_id.startswith(CompletionFormatter.prefix)
+    prefix = CompletionFormatter.prefix if is_completion else ChatFormatter.prefix
+    parser = _parser(service.parsers.find(found.name), model, found, body)
+    name = f"{prefix}-{body.request_id}"
+    made = _prepare(request, found, body, member_name(name, 0), parser)
+    formatter = _formatter(model, made, body, is_completion=is_completion)
+    service.parsers.keep_fork(found.name, name, parser)
     generation = Generation.of_request(model, made, deltas=bool(body.stream))
-    if body.stream:
-        return EventStream(answer.events(generation))
-    outputs = await unless_gone(request.receive, generation.results())
-    return Response(
-        msgspec.json.encode(answer.whole(outputs)),
-        media_type="application/json",
-    )
+    response = ResponseBuilder(generation, made.sampling_params, parser, formatter.options)
+    return await send_response(request, response, formatter, EventStream if body.stream else None)
 
 
 # -- who may see what ------------------------------------------------------------------------------
@@ -210,24 +204,22 @@ async def _find(request: Request, service: Service, request_id: str) -> Found:
 # -- forks -----------------------------------------------------------------------------------------
 
 
-def _reading(
-    reading: AnswerReading, model: ServedModel, found: Found, body: ForkBody
-) -> AnswerReading:
-    """Returns how a fork of an answer is read: what it keeps and goes on with is told already, but
-    for a call in the middle of which it begins.
+def _parser(parser: OutputParser, model: ServedModel, found: Found, body: ForkBody) -> OutputParser:
+    """Returns the parser of a fork: its response leaves out the tokens that it keeps and continues
+    with, but for a call in the middle of which it begins.
     """
-    if reading.form is None or model.tokenizer is None:
-        return reading
+    if parser.form is None or model.tokenizer is None:
+        return parser
     member, index = _member(found, body.index)
     kept = member.samples[index].token_ids[: body.keep]
     then = body.then or []
     if isinstance(then, str):
         then = model.tokenizer.encode(then, add_special_tokens=False)
-    return reading.after(model.tokenizer, [*kept, *then])
+    return parser.after(model.tokenizer, [*kept, *then])
 
 
 def _prepare(
-    request: Request, found: Found, body: ForkBody, name: str, reading: AnswerReading
+    request: Request, found: Found, body: ForkBody, name: str, parser: OutputParser
 ) -> FrontRequest:
     """Checks a fork against the request that it leaves."""
     if body.use_beam_search or body.beam_width is not None:
@@ -242,8 +234,8 @@ def _prepare(
         for changed in (*SAMPLING_FIELDS, "max_tokens", "logprobs")
         if (value := getattr(body, changed)) is not None
     }
-    if reading.marks is not None:
-        changes["answer_marks"] = reading.marks
+    if parser.marks is not None:
+        changes["answer_marks"] = parser.marks
     priority = member.priority if body.priority is None else body.priority
     return found.model.llm.prepare_fork(
         member.request_id,
@@ -272,18 +264,15 @@ def _member(found: Found, index: int) -> tuple[LiveRequest, int]:
     )
 
 
-def _answer(
-    kind: type[ChatAnswer | CompletionAnswer],
-    model: ServedModel,
-    made: FrontRequest,
-    body: ForkBody,
-) -> Answer:
+def _formatter(
+    model: ServedModel, made: FrontRequest, body: ForkBody, *, is_completion: bool
+) -> ChatFormatter | CompletionFormatter:
     params = made.sampling_params
-    if issubclass(kind, ChatAnswer):
-        return ChatAnswer(body, params, model)
+    if not is_completion:
+        return ChatFormatter(body, params, model)
     fields = {name: getattr(body, name) for name in SamplingBody.model_fields}
     plain = CompletionBody.model_construct(**fields, prompt=[], logprobs=params.logprobs)
-    return CompletionAnswer(plain, params, model)
+    return CompletionFormatter(plain, params, model)
 
 
 # -- what is shown ---------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ from octavo.engine.front.arguments import PoolingPrompt
 from octavo.pooling_params import TextPair
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
+from octavo.server.errors import use_api_names
 from octavo.server.generation import as_prompts
 from octavo.server.pooling import PoolingCall, pooled
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import ClassifyBody
 from octavo.server.state.service import Service, service_of
-from octavo.server.turn import in_their_words
 
 PATH = "/classify"
 WORDS = {"input": "prompt", "use_activation": "activation"}
@@ -57,7 +57,7 @@ async def classify(
 ) -> Response:
     model = await service.model(body.model)
     name = f"classify-{secrets.token_hex(12)}"
-    with in_their_words(WORDS):
+    with use_api_names(WORDS):
         job = model.llm.pooling_jobs.classification(_prompts(body), body.params)
     call = PoolingCall(name, job, origin_of(request, body.priority, body.user), WORDS)
     answer = await pooled(request, model, call)

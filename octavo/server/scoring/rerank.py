@@ -15,12 +15,12 @@ from fastapi import APIRouter, Depends, Request, Response
 from octavo.pooling_outputs import ScoringRequestOutput
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
+from octavo.server.errors import use_api_names
 from octavo.server.pooling import PooledAnswer, PoolingCall, pooled
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import CohereRerankBody, RerankBody
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
-from octavo.server.turn import in_their_words
 
 PATH = "/rerank"
 COHERE_PATH = "/v2/rerank"
@@ -88,7 +88,7 @@ async def _scored(
     request: Request, model: ServedModel, body: RerankBody | CohereRerankBody, name: str
 ) -> PooledAnswer[ScoringRequestOutput]:
     """Scores every document with the query."""
-    with in_their_words({"max_tokens_per_doc": "max_second_tokens"}):
+    with use_api_names({"max_tokens_per_doc": "max_second_tokens"}):
         job = model.llm.pooling_jobs.scoring(
             body.query, body.texts, body.params, max_second_tokens=body.max_tokens_per_doc
         )

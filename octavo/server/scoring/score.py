@@ -14,11 +14,11 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of
+from octavo.server.errors import use_api_names
 from octavo.server.pooling import PoolingCall, pooled
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import ScoreBody
 from octavo.server.state.service import Service, service_of
-from octavo.server.turn import in_their_words
 
 PATH = "/score"
 
@@ -54,7 +54,7 @@ async def score(
     model = await service.model(body.model)
     name = f"score-{secrets.token_hex(12)}"
     first, second = body.names
-    with in_their_words({first: "data_1", second: "data_2"}):
+    with use_api_names({first: "data_1", second: "data_2"}):
         job = model.llm.pooling_jobs.scoring(
             getattr(body, first), getattr(body, second), body.params
         )

@@ -18,9 +18,9 @@ from octavo.server.residency import Residency
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
-from octavo.server.state.kept_readings import KeptReadings
 from octavo.server.state.key_ring import KeyRing
 from octavo.server.state.metrics import ServerMetrics
+from octavo.server.state.recent_parsers import RecentParsers
 from octavo.server.state.request_record import RequestRecord, record_of
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.slot import EngineSlot
@@ -42,7 +42,7 @@ class Service:
     keys: KeyRing
     store: Store | None = None
     """Responses, files and batches on disk; None where the server keeps nothing."""
-    readings: KeptReadings = field(default_factory=KeptReadings)
+    parsers: RecentParsers = field(default_factory=RecentParsers)
     """How the latest chats' answers are read."""
     record: RequestRecord = field(default_factory=RequestRecord)
     """Record of the HTTP request that is answered; an empty one outside of requests."""

@@ -220,16 +220,27 @@ def _parts_of(call: FunctionText) -> list[Part]:
     return [*begun, Part(PartKind.ARGUMENTS, call.arguments, 0)] if call.arguments else begun
 
 
-AnswerReader = MessageReader | ContinuedReader
+class PlainReader:
+    """The parts of an answer that is all content."""
+
+    def read(self, text: str, *, finished: bool = False) -> list[Part]:
+        return [Part(PartKind.CONTENT, text)] if text else []
 
 
-def reader_of(form: MessageForm, given: str) -> AnswerReader:
-    """Returns what reads an answer that goes on from a text, "" where it begins."""
+PartReader = MessageReader | ContinuedReader | PlainReader
+
+
+def make_reader(form: MessageForm | None, given: str) -> PartReader:
+    """Returns the reader of one answer: with a form, of one that continues the text `given`, if it
+    is not empty.
+    """
+    if form is None:
+        return PlainReader()
     return ContinuedReader(form, given) if given else MessageReader(form)
 
 
 def read_message(form: MessageForm, text: str, given: str = "") -> MessageText:
     """Returns the message of a whole answer, which goes on from a text where one is given."""
     message = MessageText()
-    message.add(reader_of(form, given).read(text, finished=True))
+    message.add(make_reader(form, given).read(text, finished=True))
     return message

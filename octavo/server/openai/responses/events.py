@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.server.openai.responses.output import OutputItem, OutputItems, Piece, TokenEntry
-from octavo.server.reading import PLAIN, AnswerReading, plain_parts
+from octavo.server.output_parser import PLAIN, OutputParser
 from octavo.text.parsers.parts import Part, PartKind
-from octavo.text.parsers.reader import AnswerReader
 
 Event = dict[str, Any]
 Response = Mapping[str, Any]
@@ -31,16 +30,16 @@ class EventWriter:
     def __init__(self, first: Response) -> None:
         """Takes the response before its first token."""
         self._first = dict(first)
-        self._reader: AnswerReader | None = None
-        self._reading = PLAIN
+        self._parser = PLAIN
+        self._reader = PLAIN.reader()
         self._output = OutputItems(first["id"])
         self._open: OutputItem | None = None
         self._num_events = 0
 
-    def read_as(self, reading: AnswerReading) -> None:
-        """Takes in how the text is read, which is known before its first delta."""
-        if reading is not self._reading:
-            self._reading, self._reader = reading, reading.reader()
+    def parse_with(self, parser: OutputParser) -> None:
+        """Sets the parser of the text, before its first delta."""
+        if parser is not self._parser:
+            self._parser, self._reader = parser, parser.reader()
 
     def opening(self) -> list[Event]:
         """Returns what a stream begins with; a background response waits in a queue first."""
@@ -57,8 +56,7 @@ class EventWriter:
     def delta(self, piece: Piece) -> list[Event]:
         """Returns the events of more text."""
         text, logprobs = piece
-        parts = plain_parts(text) if self._reader is None else self._reader.read(text)
-        return self._told(parts, logprobs)
+        return self._told(self._reader.read(text), logprobs)
 
     def closing(self, last: Response) -> list[Event]:
         """Returns what a stream ends with: all of its items, and the response in its last state."""
@@ -66,8 +64,7 @@ class EventWriter:
         if status == "failed":
             return [self._whole("failed", last)]
         ending = "completed" if status == "completed" else "incomplete"
-        rest = [] if self._reader is None else self._reader.read("", finished=True)
-        events = self._told(rest, [])
+        events = self._told(self._reader.read("", finished=True), [])
         if not self._output.items:
             self._output.finish()
             events += self._begun(self._output.items[0])

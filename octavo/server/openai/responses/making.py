@@ -17,14 +17,12 @@ from pydantic import BaseModel
 
 from octavo.engine.front.input_processor import Origin
 from octavo.errors import ContextTooLong, InvalidRequest, OctavoError
-from octavo.outputs import RequestOutput
 from octavo.prompt_ports import Rendering
 from octavo.sampling_params import SamplingParams
-from octavo.server.deltas import Delta
+from octavo.server.conversation import Conversation
 from octavo.server.error_forms import responses_form
 from octavo.server.errors import fault_of
 from octavo.server.generation import Generation
-from octavo.server.openai.answer import usage_of
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.openai.rendering import effort_variables
 from octavo.server.openai.responses.body import ResponseBody
@@ -33,10 +31,10 @@ from octavo.server.openai.responses.history import items_before, resolved
 from octavo.server.openai.responses.items import input_items, messages_of
 from octavo.server.openai.responses.output import Piece, output_of
 from octavo.server.openai.responses.tools import tools_of
-from octavo.server.reading import AnswerReading
+from octavo.server.output_parser import OutputParser
+from octavo.server.response_builder import ChoiceDelta, ResponseBuilder, TokenUsage
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.store import Store
-from octavo.server.turn import Conversation, Turn
 
 ROOM_FOR_ANSWER_TOKENS = 256
 """Tokens that truncation leaves for an answer whose length is not given."""
@@ -65,39 +63,35 @@ class Prepared:
     prompt: dict[str, Any]
     first: dict[str, Any]
     """The response before its first token."""
-    reading: AnswerReading
-    """Reading of its answer."""
+    parser: OutputParser
 
-    def start(self) -> Turn:
-        """Submits the request; raises the error of what is wrong with it."""
+    def start(self) -> ResponseBuilder:
+        """Submits the request; raises the error of an invalid one.
+
+        The builder does not parse the text: the items are parsed from the stored pieces.
+        """
+        params, asked = self.parser.apply_to(self.params), self.asked
         generation = Generation(
-            self.model,
-            [self.prompt],
-            self.reading.fitted(self.params),
-            self.asked.id,
-            origin=self.asked.origin,
-            deltas=True,
+            self.model, [self.prompt], params, asked.id, origin=asked.origin, deltas=True
         )
-        return Turn(generation, every_token=self.params.logprobs is not None)
+        return ResponseBuilder(generation, params)
 
-    def piece(self, delta: Delta) -> Piece:
-        """Returns what a delta adds to the answer."""
-        num_shown = self.params.num_shown_logprobs
-        if num_shown is None or delta.logprobs is None:
-            return delta.text, []
+    def piece(self, delta: ChoiceDelta) -> Piece:
+        """Returns the text and logprobs of a delta."""
         names = TokenNames(self.model.tokenizer, as_ids=False)
-        found = chat_logprobs(delta.token_ids, delta.logprobs, num_shown, names)
-        return delta.text, msgspec.to_builtins(found.content)
+        found = chat_logprobs(delta, self.params.num_shown_logprobs, names)
+        return delta.text, [] if found is None else msgspec.to_builtins(found.content)
 
     def ended(
-        self, turn: Turn, pieces: Sequence[Piece], status: str | None = None
+        self, builder: ResponseBuilder, pieces: Sequence[Piece], status: str | None = None
     ) -> dict[str, Any]:
-        """Returns the response in its last state; `status` stands for how the answer ended."""
-        reason = None if turn.latest is None else turn.latest.outputs[0].finish_reason
+        """Returns the response in its last state; `status` replaces that of the finish reason."""
+        latest = builder.latest
+        reason = None if latest is None else latest.outputs[0].finish_reason
         status = status or {"stop": "completed", "length": "incomplete"}.get(
             reason or "", "cancelled"
         )
-        output = output_of(self.asked.id, self.reading, pieces)
+        output = output_of(self.asked.id, self.parser, pieces)
         if status in ("completed", "incomplete"):
             output.finish()
         ending = "completed" if status == "completed" else "incomplete"
@@ -111,7 +105,7 @@ class Prepared:
                 item.value("completed" if item is not output.items[-1] else ending)
                 for item in output.items
             ],
-            "usage": None if turn.latest is None else _usage(turn.latest),
+            "usage": None if latest is None else _format_usage(builder.usage),
         }
 
 
@@ -154,9 +148,9 @@ async def prepare(asked: Asked, model: ServedModel, store: Store | None) -> Prep
         else await talk.prompt(model)
     )
     first = _first(asked, model, params, is_stored=body.is_stored and store is not None)
-    reading = talk.reading(model, prompt)
-    await model.llm.check_form(reading.fitted(params))
-    return Prepared(asked, model, params, prompt, first, reading)
+    parser = talk.parser(model, prompt)
+    await model.llm.check_form(parser.apply_to(params))
+    return Prepared(asked, model, params, prompt, first, parser)
 
 
 def failed(first: dict[str, Any], error: OctavoError) -> dict[str, Any]:
@@ -263,14 +257,11 @@ def _plain(given: Any) -> Any:
     return given.model_dump() if isinstance(given, BaseModel) else given
 
 
-def _usage(output: RequestOutput) -> dict[str, Any]:
-    usage = usage_of([output])
+def _format_usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {
-            "reasoning_tokens": usage.completion_tokens_details.reasoning_tokens
-        },
-        "total_tokens": usage.total_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.server.reading import AnswerReading, plain_parts
+from octavo.server.output_parser import OutputParser
 from octavo.text.parsers.parts import Part, PartKind
 
 TokenEntry = dict[str, Any]
@@ -110,14 +110,13 @@ class OutputItems:
         self.items.append(OutputItem(kind, name, index))
 
 
-def output_of(response_id: str, reading: AnswerReading, pieces: Iterable[Piece]) -> OutputItems:
+def output_of(response_id: str, parser: OutputParser, pieces: Iterable[Piece]) -> OutputItems:
     """Returns the items of a whole answer."""
-    reader = reading.reader()
+    reader = parser.reader()
     made = OutputItems(response_id)
     for text, logprobs in pieces:
-        made.add_piece(plain_parts(text) if reader is None else reader.read(text), logprobs)
-    if reader is not None:
-        made.add_piece(reader.read("", finished=True), [])
+        made.add_piece(reader.read(text), logprobs)
+    made.add_piece(reader.read("", finished=True), [])
     return made
 
 

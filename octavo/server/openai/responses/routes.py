@@ -32,10 +32,10 @@ from octavo.server.openai.responses.making import (
 )
 from octavo.server.openai.responses.output import Piece
 from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, stored, told_again
+from octavo.server.response_builder import ResponseBuilder
 from octavo.server.sse import Events, NamedEventStream
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.store import Record, Store
-from octavo.server.turn import Turn
 
 router = APIRouter()
 
@@ -72,15 +72,15 @@ async def create(
         return JSONResponse(run.response)
     try:
         prepared = await prepare(asked, model, service.store)
-        turn = prepared.start()
+        builder = prepared.start()
     except ContextTooLong as error:
         if not body.stream:
             raise
         return TypedEventStream(refused(asked, model, error))
-    service.readings.keep(asked.id, prepared.reading, body_bytes(request))
+    service.parsers.keep(asked.id, prepared.parser, body_bytes(request))
     if body.stream:
-        return TypedEventStream(_events(prepared, turn, store))
-    last = await unless_gone(request.receive, _whole(prepared, turn, store))
+        return TypedEventStream(_events(prepared, builder, store))
+    last = await unless_gone(request.receive, _whole(prepared, builder, store))
     return JSONResponse(last)
 
 
@@ -191,29 +191,31 @@ class TypedEventStream(NamedEventStream):
         return [error_event(error_body(error)["error"], self._next_number)]
 
 
-async def _whole(prepared: Prepared, turn: Turn, store: Store | None) -> dict[str, Any]:
+async def _whole(
+    prepared: Prepared, builder: ResponseBuilder, store: Store | None
+) -> dict[str, Any]:
     """Returns a response when it has ended, and is stored where that is asked for."""
-    pieces = [prepared.piece(delta) async for delta in turn.deltas()]
-    last = prepared.ended(turn, pieces)
+    pieces = [prepared.piece(delta) async for (delta,) in builder.deltas()]
+    last = prepared.ended(builder, pieces)
     await _keep(prepared.asked, last, store)
     return last
 
 
 async def _events(
-    prepared: Prepared, turn: Turn, store: Store | None
+    prepared: Prepared, builder: ResponseBuilder, store: Store | None
 ) -> AsyncGenerator[list[Event], None]:
     """Yields a response's events; it is stored before the last ones."""
     writer = EventWriter(prepared.first)
-    writer.read_as(prepared.reading)
+    writer.parse_with(prepared.parser)
     yield writer.opening()
     pieces: list[Piece] = []
     try:
-        async for delta in turn.deltas():
+        async for (delta,) in builder.deltas():
             pieces.append(prepared.piece(delta))
             new = writer.delta(pieces[-1])
             if new:
                 yield new
-        last = prepared.ended(turn, pieces)
+        last = prepared.ended(builder, pieces)
     except OctavoError as error:
         last = failed(prepared.first, error)
     await _keep(prepared.asked, last, store)

@@ -22,10 +22,10 @@ from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import ENDED
 from octavo.server.openai.responses.making import Asked, Prepared, failed, prepare
 from octavo.server.openai.responses.output import Piece
-from octavo.server.reading import PLAIN, AnswerReading
+from octavo.server.output_parser import PLAIN, OutputParser
+from octavo.server.response_builder import ResponseBuilder
 from octavo.server.state.service import Service
 from octavo.server.state.store import Record, Store
-from octavo.server.turn import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class ResponseRun:
     response: dict[str, Any]
     """The response in its newest state."""
     deltas: list[Piece] = field(default_factory=list)
-    reading: AnswerReading = PLAIN
-    """Reading of its text, once its prompt is made."""
+    parser: OutputParser = PLAIN
+    """Parser of its text, once its prompt is made."""
     failure: Exception | None = None
     """Error that keeps it from going on in this server; the next one computes it."""
     task: asyncio.Task[None] | None = None
@@ -71,7 +71,7 @@ class ResponseRun:
         events, told = writer.opening(), 0
         while True:
             changed = self._changed
-            writer.read_as(self.reading)
+            writer.parse_with(self.parser)
             while told < len(self.deltas):
                 events += writer.delta(self.deltas[told])
                 told += 1
@@ -160,7 +160,7 @@ class ResponseRuns:
         try:
             last = await self._computed(run, asked, prepared)
             ended = _ended(record, last, run.deltas, self._store)
-            ended.body["reading"] = run.reading.stored()
+            ended.body["reading"] = run.parser.dump()
             await self._store.replace(ended)
             run.response = last
         except HTTPException as error:
@@ -190,30 +190,30 @@ class ResponseRuns:
         self, run: ResponseRun, asked: Asked, prepared: Prepared | None
     ) -> dict[str, Any]:
         """Returns a response as one engine answers it, or as it was when it was cancelled."""
-        turn: Turn | None = None
+        builder: ResponseBuilder | None = None
         told = sum(len(text) for text, _ in run.deltas)
         try:
             if prepared is None:
                 prepared = await self._patiently(lambda: self._prepared(asked))
             found = prepared
-            run.reading = found.reading
-            turn = await self._patiently(lambda: _started(found))
+            run.parser = found.parser
+            builder = await self._patiently(lambda: _started(found))
             num_bytes = len(asked.body.model_dump_json(exclude_none=True))
-            self._service.readings.keep(asked.id, found.reading, num_bytes)
+            self._service.parsers.keep(asked.id, found.parser, num_bytes)
             run.response = {**run.response, "status": "in_progress"}
-            async for delta in turn.deltas():
+            async for (delta,) in builder.deltas():
                 text, logprobs = prepared.piece(delta)
                 new = text[max(0, told - delta.start) :]
                 if new or delta.start >= told:
                     run.deltas.append((new, logprobs))
                     run.change()
-            return prepared.ended(turn, run.deltas)
+            return prepared.ended(builder, run.deltas)
         except asyncio.CancelledError:
             if self._stopping:
                 raise
-            if prepared is None or turn is None:
+            if prepared is None or builder is None:
                 return {**run.response, "status": "cancelled"}
-            return prepared.ended(turn, run.deltas, "cancelled")
+            return prepared.ended(builder, run.deltas, "cancelled")
 
     async def _prepared(self, asked: Asked) -> Prepared:
         record = self._service.background_record(asked.owner)
@@ -233,16 +233,16 @@ class ResponseRuns:
                 await asyncio.sleep(min(pause_s, 10 * RETRY_S))
 
 
-async def _started(prepared: Prepared) -> Turn:
+async def _started(prepared: Prepared) -> ResponseBuilder:
     return prepared.start()
 
 
 def told_again(record: Record) -> ResponseRun:
     """Returns a background response that has ended as a run, so that its stream can be told."""
-    reading = AnswerReading.restored(record.body.get("reading"))
+    parser = OutputParser.load(record.body.get("reading"))
     told = record.body["deltas"] or []
     deltas = [(one, []) if isinstance(one, str) else (one[0], one[1]) for one in told]
-    return ResponseRun(record.body["response"], deltas, reading)
+    return ResponseRun(record.body["response"], deltas, parser)
 
 
 def stored(asked: Asked, response: dict[str, Any], store: Store) -> Record:

@@ -1,24 +1,24 @@
-"""Readings of the latest chats: bounded in number and bytes, the oldest go first."""
+"""Output parsers of the latest chats: bounded in number and bytes, the oldest go first."""
 
-from octavo.server.reading import PLAIN, AnswerReading
-from octavo.server.state import kept_readings
-from octavo.server.state.kept_readings import KeptReadings
+from octavo.server.output_parser import PLAIN, OutputParser
+from octavo.server.state import recent_parsers
+from octavo.server.state.recent_parsers import RecentParsers
 from octavo.text.parsers.reader import MessageForm
 
-READ = AnswerReading(MessageForm())
+READ = OutputParser(MessageForm())
 
 
 def test_the_oldest_go_first(monkeypatch):
-    monkeypatch.setattr(kept_readings, "MAX_KEPT", 2)
-    kept = KeptReadings()
+    monkeypatch.setattr(recent_parsers, "MAX_KEPT", 2)
+    kept = RecentParsers()
     for name in ("a", "b", "a", "c"):
         kept.keep(name, READ, 1)
     assert [kept.find(name) for name in "abc"] == [READ, PLAIN, READ]
 
 
 def test_their_requests_are_bounded_in_bytes(monkeypatch):
-    monkeypatch.setattr(kept_readings, "MAX_KEPT_BYTES", 10)
-    kept = KeptReadings()
+    monkeypatch.setattr(recent_parsers, "MAX_KEPT_BYTES", 10)
+    kept = RecentParsers()
     kept.keep("a", READ, 6)
     kept.keep_fork("a", "fork", READ)
     assert [kept.find(name) for name in ("a", "fork")] == [PLAIN, READ]
@@ -27,7 +27,7 @@ def test_their_requests_are_bounded_in_bytes(monkeypatch):
 
 
 def test_plain_texts_are_not_kept():
-    kept = KeptReadings()
-    kept.keep("a", AnswerReading(id_length=9), 1)
+    kept = RecentParsers()
+    kept.keep("a", OutputParser(id_length=9), 1)
     kept.keep_fork("gone", "fork", READ)
     assert kept.find("a") is PLAIN and kept.find("fork") is PLAIN

@@ -1,19 +1,21 @@
-"""An answer in Cohere's form: a message of one block of text, whole or as typed events."""
+"""Responses of Cohere's API: a message of blocks and calls, whole or as typed events."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.prompt_ports import Tokenizer
-from octavo.server.deltas import Delta
 from octavo.server.errors import fault_of
 from octavo.server.openai.logprobs import FLOOR
+from octavo.server.response_builder import (
+    ChoiceDelta,
+    ResponseBuilder,
+    ResponseFormatter,
+    TokenUsage,
+)
 from octavo.server.sse import NamedEventStream
-from octavo.server.turn import Turn
 from octavo.text.parsers.parts import Part, PartKind
 
 Event = dict[str, Any]
@@ -48,8 +50,7 @@ def stream_kind(accept: str | None) -> type[CohereStream]:
 class CohereBlocks:
     """The events of an answer's blocks and calls: each is opened, grows and is closed."""
 
-    def __init__(self, call_id: Callable[[str], str]) -> None:
-        self._call_id = call_id
+    def __init__(self) -> None:
         self._kind: PartKind | None = None
         self._index = -1
         self._num_calls = 0
@@ -78,7 +79,7 @@ class CohereBlocks:
         if kind is PartKind.CALL:
             self._num_calls += 1
             call = {
-                "id": self._call_id(part.call_id),
+                "id": part.call_id,
                 "type": "function",
                 "function": {"name": part.text, "arguments": ""},
             }
@@ -102,16 +103,19 @@ def _event(name: str, index: int, message: dict[str, Any]) -> Event:
     return {"type": name, "index": index, "delta": {"message": message}}
 
 
-class CohereAnswer:
-    """The message that answers one request."""
+class CohereFormatter(ResponseFormatter):
+    """Formats the response to one request."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.id = secrets.token_hex(16)
         self._tokenizer = tokenizer
+        self._blocks = CohereBlocks()
 
-    def whole(self, turn: Turn, output: RequestOutput) -> dict[str, Any]:
-        sample = output.outputs[0]
-        found = turn.reading.message(sample.text)
+    def format_whole(
+        self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]
+    ) -> dict[str, Any]:
+        (choice,) = choices
+        found = choice.message
         message: dict[str, Any] = {"role": "assistant"}
         blocks = [{"type": "thinking", "thinking": found.reasoning}] if found.reasoning else []
         if found.content or not found.calls:
@@ -121,38 +125,33 @@ class CohereAnswer:
         if found.calls:
             message["tool_calls"] = [
                 {
-                    "id": turn.reading.call_id(call.call_id),
+                    "id": call.call_id,
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
                 for call in found.calls
             ]
-        ended = ending(sample.finish_reason, sample.stop_reason, has_calls=bool(found.calls))
         made = {
             "id": self.id,
-            "finish_reason": ended,
+            "finish_reason": format_finish_reason(choice),
             "message": message,
-            "usage": usage_of(output),
+            "usage": format_usage(response.usage),
         }
-        return made if sample.logprobs is None else made | {"logprobs": self._logprobs(sample)}
+        return made if choice.logprobs is None else made | {"logprobs": self._logprobs(choice)}
 
-    async def events(self, turn: Turn) -> AsyncGenerator[list[Event], None]:
-        """Yields the events of a stream; the first come with the answer's first tokens."""
-        is_first = True
-        blocks = CohereBlocks(turn.reading.call_id)
-        async with aclosing(turn.deltas()) as deltas:
-            async for delta in deltas:
-                events = [self._opening()] if is_first else []
-                is_first = False
-                new = [event for part in delta.parts for event in blocks.add(part)]
-                if delta.logprobs:
-                    new = new or blocks.add(Part(PartKind.CONTENT, ""))
-                    new[-1] |= {"logprobs": self._joined_logprobs(delta)}
-                events += new
-                if delta.finish_reason is not None:
-                    assert turn.latest is not None, "a delta comes of an output"
-                    events += [*blocks.close(), self._closing(delta, turn.latest)]
-                yield events
+    def format_deltas(
+        self, response: ResponseBuilder, deltas: Sequence[ChoiceDelta]
+    ) -> list[Event]:
+        (delta,) = deltas
+        events = [self._opening()] if delta.is_first else []
+        new = [event for part in delta.parts for event in self._blocks.add(part)]
+        if delta.logprobs:
+            new = new or self._blocks.add(Part(PartKind.CONTENT, ""))
+            new[-1] |= {"logprobs": self._joined_logprobs(delta)}
+        events += new
+        if delta.finish_reason is not None:
+            events += [*self._blocks.close(), self._closing(response, delta)]
+        return events
 
     def _opening(self) -> Event:
         message = {
@@ -164,7 +163,7 @@ class CohereAnswer:
         }
         return {"type": "message-start", "id": self.id, "delta": {"message": message}}
 
-    def _joined_logprobs(self, delta: Delta) -> dict[str, Any]:
+    def _joined_logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
         parts = self._logprobs(delta)
         return {
             "token_ids": [part["token_ids"][0] for part in parts],
@@ -172,45 +171,37 @@ class CohereAnswer:
             "logprobs": [part["logprobs"][0] for part in parts],
         }
 
-    def _closing(self, delta: Delta, output: RequestOutput) -> Event:
-        reason = ending(delta.finish_reason, delta.stop_reason, has_calls=delta.has_calls)
-        return {
-            "type": "message-end",
-            "id": self.id,
-            "delta": {"finish_reason": reason, "usage": usage_of(output)},
+    def _closing(self, response: ResponseBuilder, last: ChoiceDelta) -> Event:
+        ending = {
+            "finish_reason": format_finish_reason(last),
+            "usage": format_usage(response.usage),
         }
+        return {"type": "message-end", "id": self.id, "delta": ending}
 
-    def _logprobs(self, gained: Delta | CompletionOutput) -> list[dict[str, Any]]:
+    def _logprobs(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """Returns an item for each token."""
-        steps = gained.logprobs or []
+        steps = delta.logprobs or []
         return [
             {
                 "token_ids": [token_id],
                 "text": self._tokenizer.token_text(token_id) if self._tokenizer else "",
                 "logprobs": [max(step[token_id].logprob, FLOOR)],
             }
-            for token_id, step in zip(gained.token_ids, steps, strict=True)
+            for token_id, step in zip(delta.token_ids, steps, strict=True)
         ]
 
 
-def ending(
-    finish_reason: str | None, stop_reason: int | str | None, *, has_calls: bool = False
-) -> str:
-    """Returns Cohere's word for how an answer ended."""
-    if finish_reason == "length":
+def format_finish_reason(last: ChoiceDelta) -> str:
+    """Returns Cohere's finish reason."""
+    if last.finish_reason == "length":
         return "MAX_TOKENS"
-    if finish_reason != "stop":
+    if last.finish_reason not in ("stop", "tool_calls"):
         return "ERROR"
-    if isinstance(stop_reason, str):
+    if isinstance(last.stop_reason, str):
         return "STOP_SEQUENCE"
-    return "TOOL_CALL" if has_calls else "COMPLETE"
+    return "TOOL_CALL" if last.has_calls else "COMPLETE"
 
 
-def usage_of(output: RequestOutput) -> dict[str, Any]:
-    num_new = 0 if output.metrics is None else output.metrics.num_generation_tokens
-    tokens = {"input_tokens": len(output.prompt_token_ids), "output_tokens": num_new}
-    return {
-        "billed_units": tokens,
-        "tokens": tokens,
-        "cached_tokens": output.num_cached_tokens,
-    }
+def format_usage(usage: TokenUsage) -> dict[str, Any]:
+    tokens = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+    return {"billed_units": tokens, "tokens": tokens, "cached_tokens": usage.cached_tokens}

@@ -1,6 +1,6 @@
-"""How the text of one answer is to be read: as content alone, or with reasoning and calls.
+"""Parser of a request's output: content alone, or reasoning, content and tool calls.
 
-Found once the prompt is made, for the prompt may have opened or closed the reasoning already.
+It is built after the prompt, which may have opened or closed the reasoning already.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ from octavo.text.parsers.formats import (
     named_reasoning_format,
     named_tool_format,
 )
-from octavo.text.parsers.parts import MessageText, Part, PartKind
-from octavo.text.parsers.reader import (
-    AnswerReader,
-    MessageForm,
-    read_message,
-    reader_of,
-)
+from octavo.text.parsers.reader import MessageForm, PartReader, make_reader
 
 TAIL_TOKENS = 32
 """Last tokens of a prompt, among which the tags that open or close the reasoning stand."""
@@ -48,8 +42,8 @@ LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerReading:
-    """The reading of every sample of one request."""
+class OutputParser:
+    """Parser of the samples of one request."""
 
     form: MessageForm | None = None
     """Parts that the answer may have; None where all of it is content."""
@@ -65,9 +59,9 @@ class AnswerReading:
     given_token_ids: tuple[int, ...] = ()
     """Tokens of that text."""
 
-    def fitted(self, params: SamplingParams) -> SamplingParams:
-        """Returns params with the marks that the detokenizer must know, and with the form that
-        calls and reasoning give the answer.
+    def apply_to(self, params: SamplingParams) -> SamplingParams:
+        """Returns params with the marks that the detokenizer must know, and with the structured
+        output that calls and reasoning require.
         """
         if self.marks is None:
             return params
@@ -85,8 +79,8 @@ class AnswerReading:
             return None
         return any_text(self.before, "thinking_token_budget")
 
-    def stored(self) -> dict[str, Any] | None:
-        """Returns what `restored` makes the same reading of; None where all text is content."""
+    def dump(self) -> dict[str, Any] | None:
+        """Returns the value from which `load` makes the same parser; None for plain text."""
         form = self.form
         if form is None:
             return None
@@ -100,12 +94,11 @@ class AnswerReading:
         }
 
     @staticmethod
-    def restored(found: Mapping[str, Any] | None) -> AnswerReading:
-        """Returns the reading of a stored text."""
+    def load(found: Mapping[str, Any] | None) -> OutputParser:
         if found is None:
             return PLAIN
         tools, reasoning = found["tools"], found["reasoning"]
-        return AnswerReading(
+        return OutputParser(
             MessageForm(
                 None if tools is None else named_tool_format(tools),
                 None if reasoning is None else named_reasoning_format(reasoning),
@@ -116,8 +109,8 @@ class AnswerReading:
             )
         )
 
-    def after(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> AnswerReading:
-        """Returns the reading of an answer that goes on behind tokens of one that was read so."""
+    def after(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> OutputParser:
+        """Returns the parser of an answer that continues tokens of one that this parser parsed."""
         marks = self.marks
         if self.form is None or marks is None or not token_ids:
             return self
@@ -134,42 +127,17 @@ class AnswerReading:
         )
         return replace(self, given=given, given_token_ids=told, marks=marks)
 
-    def reader(self) -> AnswerReader | None:
-        """Returns what reads one sample as it grows; None where its text is content."""
-        return None if self.form is None else reader_of(self.form, self.given)
+    def reader(self) -> PartReader:
+        """Returns the reader of one sample as it grows."""
+        return make_reader(self.form, self.given)
 
-    def message(self, text: str) -> MessageText:
-        """Returns a whole sample's message."""
-        if self.form is None:
-            return MessageText(content=text)
-        return read_message(self.form, text, self.given)
-
-    def call_id(self, given: str) -> str:
-        """Returns the id of a new call: the model's own, where it gave one."""
-        if given:
-            return given
+    def new_call_id(self) -> str:
         if self.id_length:
             return "".join(secrets.choice(LETTERS) for _ in range(self.id_length))
         return f"call_{secrets.token_hex(12)}"
 
 
-PLAIN = AnswerReading()
-
-
-def plain_parts(text: str) -> list[Part]:
-    """Returns a text that is all content as parts."""
-    return [Part(PartKind.CONTENT, text)] if text else []
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerWishes:
-    """Parts of a request that say what its answer is made of."""
-
-    tools: ToolUse | None = None
-    continued: str | None = None
-    """Message that the answer goes on with; None where it begins a new one."""
-    thinking_budget: int | None = None
-    """Most tokens of reasoning; None for no limit."""
+PLAIN = OutputParser()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +149,24 @@ class ReasoningState:
     """Whether there may be reasoning still."""
 
 
-def reading_of(
+def build_parser(
     formats: ModelFormats,
     tokenizer: Tokenizer | None,
     prompt_token_ids: Sequence[int],
-    wishes: AnswerWishes,
-) -> AnswerReading:
-    """Returns how answers to a prompt are read."""
-    reasoning, tools = formats.reasoning, wishes.tools
+    *,
+    tools: ToolUse | None = None,
+    continued: str | None = None,
+    thinking_budget: int | None = None,
+) -> OutputParser:
+    """Returns the parser of the answers to a prompt.
+
+    `continued` is the message that the answer continues, None for a new one; `thinking_budget`
+    bounds the reasoning, in tokens.
+    """
+    reasoning = formats.reasoning
     state = ReasoningState()
     if reasoning is not None and tokenizer is not None:
-        state = _state(reasoning, tokenizer, prompt_token_ids, wishes.continued)
+        state = _state(reasoning, tokenizer, prompt_token_ids, continued)
     if tools is None and not isinstance(reasoning, ChannelFormat) and not state.may_reason:
         return PLAIN
     called = formats.tools if tools is not None else None
@@ -210,8 +185,11 @@ def reading_of(
     rules = None
     if tools is not None:
         rules = CallRules(schemas, tools.choice == "required", tools.is_parallel)
-    before = _span(reasoning, state, wishes) if state.may_reason else NO_REASONING
-    return AnswerReading(form, marks, rules, before, formats.tools.id_length)
+    before = NO_REASONING
+    if reasoning is not None and state.may_reason:
+        opening = "" if state.has_begun else reasoning.opening
+        before = ReasoningSpan(opening, _closing(reasoning, tools), thinking_budget)
+    return OutputParser(form, marks, rules, before, formats.tools.id_length)
 
 
 def _state(
@@ -228,17 +206,11 @@ def _state(
     return ReasoningState(tail.endswith(reasoning.opening), not tail.endswith(reasoning.closing))
 
 
-def _span(
-    reasoning: ReasoningFormat | ChannelFormat | None, state: ReasoningState, wishes: AnswerWishes
-) -> ReasoningSpan:
-    """Returns what comes before the form of the content."""
-    if reasoning is None:
-        return NO_REASONING
-    closing = reasoning.closing
+def _closing(reasoning: ReasoningFormat | ChannelFormat, tools: ToolUse | None) -> str:
+    """Returns the text between the reasoning and what a grammar may constrain."""
     if isinstance(reasoning, ChannelFormat):
-        closing = reasoning.before_content if wishes.tools is None else reasoning.before_call
-    opening = "" if state.has_begun else reasoning.opening
-    return ReasoningSpan(opening, closing, wishes.thinking_budget)
+        return reasoning.before_content if tools is None else reasoning.before_call
+    return reasoning.closing
 
 
 def continued_text(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str | None:

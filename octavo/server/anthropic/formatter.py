@@ -1,19 +1,23 @@
-"""An answer in Anthropic's form: a message of blocks, whole or as typed events."""
+"""Responses of Anthropic's API: a message of blocks, whole or as typed events."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from octavo.errors import InvalidRequest
-from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.server.deltas import Delta
 from octavo.server.error_forms import anthropic_form
 from octavo.server.errors import fault_of
+from octavo.server.response_builder import (
+    ChoiceDelta,
+    ResponseBuilder,
+    ResponseFormatter,
+    ResponseOptions,
+    TokenUsage,
+    new_hex_id,
+)
 from octavo.server.sse import NamedEventStream
-from octavo.server.turn import Turn
 from octavo.text.parsers.parts import MessageText, Part, PartKind, arguments_of
 
 Event = dict[str, Any]
@@ -83,78 +87,59 @@ def _gain(part: Part) -> dict[str, Any]:
 
 
 def _tool_use(call_id: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
-    call_id = call_id or f"toolu_{secrets.token_hex(12)}"
     return {"type": "tool_use", "id": call_id, "name": name, "input": given}
 
 
-class MessageAnswer:
-    """The message that answers one request."""
+class MessageFormatter(ResponseFormatter):
+    """Formats the response to one request."""
 
-    def __init__(self, model: str, max_tokens: int, *, tells_thinking: bool = True) -> None:
-        self.id = f"msg_{secrets.token_hex(12)}"
+    def __init__(self, model: str, max_tokens: int, *, shows_reasoning: bool = True) -> None:
+        self.id = new_hex_id("msg_")
+        self.options = ResponseOptions(
+            shows_reasoning=shows_reasoning, new_call_id=partial(new_hex_id, "toolu_")
+        )
         self._model = model
         self._max_tokens = max_tokens
-        self._tells_thinking = tells_thinking
+        self._blocks = BlockWriter()
 
-    def whole(self, turn: Turn, output: RequestOutput) -> dict[str, Any]:
-        sample = output.outputs[0]
-        message = turn.reading.message(sample.text)
-        ending = self._ending(sample, output, has_calls=bool(message.calls))
-        return self._message(self._blocks(message), ending, usage_of(output))
-
-    async def events(self, turn: Turn) -> AsyncGenerator[list[Event], None]:
-        """Yields the events of a stream; the first come with the answer's first text."""
-        is_first = True
-        blocks = BlockWriter()
-        async with aclosing(turn.deltas()) as deltas:
-            async for delta in deltas:
-                assert turn.latest is not None, "a delta comes of an output"
-                events = self._opening(turn.latest) if is_first else []
-                for part in delta.parts:
-                    if self._tells(part):
-                        events += blocks.add(part)
-                if is_first:
-                    events.insert(2, {"type": "ping"})
-                    is_first = False
-                if delta.finish_reason is not None:
-                    ending = self._ending(delta, turn.latest, has_calls=delta.has_calls)
-                    events += [] if delta.has_calls else blocks.open_text()
-                    events += [*blocks.close(), *_closing(ending, usage_of(turn.latest))]
-                yield events
-
-    def _tells(self, part: Part) -> bool:
-        return self._tells_thinking or part.kind is not PartKind.REASONING
-
-    def _blocks(self, message: MessageText) -> list[dict[str, Any]]:
-        blocks: list[dict[str, Any]] = []
-        if message.reasoning and self._tells_thinking:
-            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
-        if message.content or not message.calls:
-            blocks.append({"type": "text", "text": message.content})
-        for call in message.calls:
-            blocks.append(_tool_use(call.call_id, call.name, arguments_of(call)))
-        return blocks
-
-    def _opening(self, output: RequestOutput) -> list[Event]:
-        none_yet = {"stop_reason": None, "stop_sequence": None}
-        message = self._message([], none_yet, usage_of(output) | {"output_tokens": 0})
-        return [{"type": "message_start", "message": message}]
-
-    def _ending(
-        self, last: Delta | CompletionOutput, output: RequestOutput, *, has_calls: bool
+    def format_whole(
+        self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]
     ) -> dict[str, Any]:
-        """Returns Anthropic's words for how an answer ended; raises where it was aborted, for which
-        they have none.
+        (choice,) = choices
+        ending = self._ending(choice, response.usage)
+        return self._message(_blocks(choice.message), ending, format_usage(response.usage))
+
+    def format_deltas(
+        self, response: ResponseBuilder, deltas: Sequence[ChoiceDelta]
+    ) -> list[Event]:
+        (delta,) = deltas
+        new = [event for part in delta.parts for event in self._blocks.add(part)]
+        events = [*self._opening(response.usage, new), *new[1:]] if delta.is_first else new
+        if delta.finish_reason is not None:
+            ending = self._ending(delta, response.usage)
+            events += [] if delta.has_calls else self._blocks.open_text()
+            events += [*self._blocks.close(), *_closing(ending, format_usage(response.usage))]
+        return events
+
+    def _opening(self, usage: TokenUsage, new: list[Event]) -> list[Event]:
+        """Returns the first events: a ping follows the first block's start."""
+        none_yet = {"stop_reason": None, "stop_sequence": None}
+        message = self._message([], none_yet, format_usage(usage) | {"output_tokens": 0})
+        return [{"type": "message_start", "message": message}, *new[:1], {"type": "ping"}]
+
+    def _ending(self, last: ChoiceDelta, usage: TokenUsage) -> dict[str, Any]:
+        """Returns Anthropic's stop reason and stop sequence; raises for an aborted response, for
+        which the API has none.
         """
         if last.finish_reason == "abort":
             raise InvalidRequest("the request was aborted before its answer was complete")
         if last.finish_reason == "length":
-            is_full = usage_of(output)["output_tokens"] < self._max_tokens
+            is_full = usage.completion_tokens < self._max_tokens
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
             return {"stop_reason": reason, "stop_sequence": None}
         if isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
-        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if last.has_calls else "end_turn", "stop_sequence": None}
 
     def _message(
         self, content: list[dict[str, Any]], end: dict[str, Any], usage: dict[str, Any]
@@ -177,12 +162,22 @@ def _closing(end: dict[str, Any], usage: dict[str, Any]) -> list[Event]:
     ]
 
 
-def usage_of(output: RequestOutput) -> dict[str, Any]:
-    """Counts an answer's tokens; those of the prompt that were cached are counted apart."""
-    num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+def _blocks(message: MessageText) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.content or not message.calls:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.calls:
+        blocks.append(_tool_use(call.call_id, call.name, arguments_of(call)))
+    return blocks
+
+
+def format_usage(usage: TokenUsage) -> dict[str, Any]:
+    """Returns Anthropic's usage, in which cached prompt tokens are no input tokens."""
     return {
-        "input_tokens": num_prompt - num_cached,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": num_cached,
-        "output_tokens": 0 if output.metrics is None else output.metrics.num_generation_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
     }

@@ -1,0 +1,87 @@
+"""The messages of a chat request, in no API's form: rendered to a prompt, with the parser of its
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.engine.front.prompt_inputs import Truncation
+from octavo.errors import InvalidRequest
+from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
+from octavo.server.generation import chat_prompt_of
+from octavo.server.output_parser import OutputParser, build_parser, continued_text
+from octavo.server.roles import move_tool_images
+from octavo.server.state.served_model import ServedModel
+from octavo.server.taught_tools import plain_history, taught_messages
+from octavo.server.tool_use import ToolUse, rename_functions
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a chat request and how the model's template is to render them."""
+
+    messages: list[dict[str, Any]]
+    """Messages with at least `role` and a `content` of plain text."""
+    cache_salt: str | None = None
+    rendering: Rendering = DEFAULT_RENDERING
+    truncation: Truncation | None = None
+    tools: ToolUse | None = None
+    """Functions that the model may call; None for none."""
+    thinking_budget: int | None = None
+    """Most tokens of reasoning; None for no limit."""
+
+    async def prompt(self, model: ServedModel) -> dict[str, Any]:
+        """Returns the prompt's token ids, as the engine takes them."""
+        if self.tools is not None:
+            await asyncio.to_thread(self.tools.enforced)  # compiles; `parser` finds it cached
+        messages, rendering = self._with_tools(model)
+        return await chat_prompt_of(
+            model.llm,
+            messages,
+            cache_salt=self.cache_salt,
+            rendering=rendering,
+            truncation=self.truncation,
+        )
+
+    def parser(self, model: ServedModel, prompt: Mapping[str, Any]) -> OutputParser:
+        """Returns the parser of the answers to the conversation's prompt."""
+        if self.thinking_budget is not None and model.formats.reasoning is None:
+            raise InvalidRequest(
+                f"thinking_token_budget: `{model.name}` does not reason",
+                param="thinking_token_budget",
+            )
+        return build_parser(
+            model.formats,
+            model.tokenizer,
+            prompt["prompt_token_ids"],
+            tools=self.tools,
+            continued=continued_text(self.messages, self.rendering),
+            thinking_budget=self.thinking_budget,
+        )
+
+    def _with_tools(self, model: ServedModel) -> tuple[list[dict[str, Any]], Rendering]:
+        """Returns the messages and how they are rendered, with the functions that there are: in the
+        template's own way, or taught in plain text where it has none.
+        """
+        reads_images = "image" in model.llm.media
+        messages = move_tool_images(self.messages, reads_images=reads_images)
+        aliases = {} if self.tools is None else self.tools.aliases(model.formats.tools)
+        if aliases:
+            messages = rename_functions(messages, aliases)
+        rendering = self.rendering
+        is_own = rendering.template is not None
+        formats = model.formats
+        template = formats.template if self.tools is None else formats.tool_template
+        if not is_own and "tool_calls" not in template:
+            messages = plain_history(messages)
+        if self.tools is None:
+            return messages, rendering
+        definitions = self.tools.definitions(aliases)
+        if is_own or formats.reads_tools:
+            variables = {**rendering.variables, "tools": definitions}
+            return messages, replace(rendering, variables=variables)
+        return taught_messages(messages, definitions), rendering

@@ -1,0 +1,285 @@
+"""The response to one request, as it grows: content, reasoning, tool calls, logprobs, usage and
+finish reasons, in no API's form.
+
+Every dialect formats what a `ResponseBuilder` gives it, streamed or not.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+
+from octavo.engine.front.arguments import Prompt
+from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput, Timings
+from octavo.sampling_params import SamplingParams
+from octavo.server.connection import unless_gone
+from octavo.server.conversation import Conversation
+from octavo.server.generation import Generation
+from octavo.server.output_parser import PLAIN, OutputParser
+from octavo.server.sse import NO_HEADERS, EventStream
+from octavo.server.state.served_model import ServedModel
+from octavo.text.parsers.parts import MessageText, Part, PartKind
+from octavo.text.parsers.reader import PartReader
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """Token counts of outputs that are returned together."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    completion_tokens: int
+    reasoning_tokens: int
+
+    @staticmethod
+    def of(outputs: Collection[RequestOutput]) -> TokenUsage:
+        return TokenUsage(
+            sum(len(output.prompt_token_ids) for output in outputs),
+            sum(output.num_cached_tokens for output in outputs),
+            sum(output.metrics.num_generation_tokens for output in outputs if output.metrics),
+            sum(sample.num_reasoning_tokens for output in outputs for sample in output.outputs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """New output of one choice. A response that is not streamed has one for each choice."""
+
+    index: int
+    output: RequestOutput
+    """Newest output of the choice's prompt."""
+    text: str
+    start: int
+    """Number of characters of the choice before `text`."""
+    parts: list[Part]
+    """New parts of the message; some may come from earlier text."""
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    """The engine's, or "tool_calls" if the model stopped after calling a function."""
+    stop_reason: int | str | None
+    has_calls: bool
+    """Whether the choice has called a function so far."""
+    is_first: bool
+    score: float | None = None
+
+    @property
+    def message(self) -> MessageText:
+        """The new parts joined: in a response that is not streamed, the whole message."""
+        message = MessageText()
+        message.add(self.parts)
+        return message
+
+
+@dataclass(slots=True)
+class _ChoiceState:
+    """State of one choice: how much of it has been sent."""
+
+    index: int
+    reader: PartReader
+    num_chars: int = 0
+    has_calls: bool = False
+    has_started: bool = False
+    has_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """Choices of a request and its dialect about the content of its response."""
+
+    every_token: bool = False
+    """Whether a stream has deltas for tokens that show no text yet."""
+    shows_reasoning: bool = True
+    new_call_id: Callable[[], str] | None = None
+    """Makes the id of a call to which the model gave none; None for the parser's."""
+
+
+class ResponseFormatter(ABC):
+    """The form that a dialect gives the response to one request."""
+
+    id: str
+    """Id of the request and its response."""
+    options = ResponseOptions()
+
+    @abstractmethod
+    def format_whole(self, response: ResponseBuilder, choices: Sequence[ChoiceDelta]) -> Any:
+        """Returns the body of a response that is not streamed."""
+
+    @abstractmethod
+    def format_deltas(self, response: ResponseBuilder, deltas: Sequence[ChoiceDelta]) -> list[Any]:
+        """Returns the events of new output."""
+
+    def format_end(self, response: ResponseBuilder) -> list[Any]:
+        """Returns the events behind the last output."""
+        return []
+
+
+@dataclass(slots=True)
+class ResponseBuilder:
+    """One response in progress; its choices count over all samples of all prompts."""
+
+    generation: Generation
+    params: SamplingParams
+    parser: OutputParser = PLAIN
+    options: ResponseOptions = ResponseOptions()
+    _choices: dict[int, _ChoiceState] = field(default_factory=dict)
+    _latest: dict[int, RequestOutput] = field(default_factory=dict)
+
+    @property
+    def latest(self) -> RequestOutput | None:
+        """Newest output of the first prompt; None before the first token."""
+        return self._latest.get(0)
+
+    @property
+    def usage(self) -> TokenUsage:
+        """Token counts so far."""
+        return TokenUsage.of(self._latest.values())
+
+    @property
+    def timings(self) -> Timings | None:
+        """Merged timings of the prompts that have finished; None before."""
+        return merge_timings(self._latest.values())
+
+    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """Yields the new output of each step; closing it aborts the request."""
+        async with aclosing(self.generation.outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                if new := self._add(prompt_index, output):
+                    yield new
+
+    async def events(self, formatter: ResponseFormatter) -> AsyncGenerator[list[Any], None]:
+        """Yields the events of a stream; closing it aborts the request."""
+        async with aclosing(self.deltas()) as steps:
+            async for new in steps:
+                yield formatter.format_deltas(self, new)
+        if end := formatter.format_end(self):
+            yield end
+
+    async def choices(self) -> list[ChoiceDelta]:
+        """Returns every choice in one delta when all have finished; cancelling it aborts."""
+        outputs = await self.generation.results()
+        return [delta for index, output in enumerate(outputs) for delta in self._add(index, output)]
+
+    def _add(self, prompt_index: int, output: RequestOutput) -> list[ChoiceDelta]:
+        self._latest[prompt_index] = output
+        deltas = []
+        for sample in output.outputs:
+            index = prompt_index * self.params.n + sample.index
+            if index not in self._choices:
+                self._choices[index] = _ChoiceState(index, self.parser.reader())
+            delta = self._advance(self._choices[index], sample, output)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _advance(
+        self, choice: _ChoiceState, new: CompletionOutput, output: RequestOutput
+    ) -> ChoiceDelta | None:
+        """Returns the delta of a choice; None if there is nothing to send."""
+        if choice.has_finished:
+            return None
+        choice.has_finished = new.finish_reason is not None
+        parts = choice.reader.read(new.text, finished=choice.has_finished)
+        choice.has_calls |= any(part.kind is PartKind.CALL for part in parts)
+        sends_tokens = self.options.every_token or self.params.logprobs is not None
+        if not (parts or choice.has_finished or (sends_tokens and new.token_ids)):
+            return None
+        calls = choice.has_calls and new.finish_reason == "stop"
+        delta = ChoiceDelta(
+            choice.index,
+            output,
+            new.text,
+            choice.num_chars,
+            self._complete(parts),
+            new.token_ids,
+            new.logprobs,
+            "tool_calls" if calls else new.finish_reason,
+            new.stop_reason,
+            choice.has_calls,
+            not choice.has_started,
+            new.score,
+        )
+        choice.has_started = True
+        choice.num_chars += len(new.text)
+        return delta
+
+    def _complete(self, parts: list[Part]) -> list[Part]:
+        """Returns the parts to show, with an id for each call."""
+        new_call_id = self.options.new_call_id or self.parser.new_call_id
+        return [
+            replace(part, call_id=new_call_id())
+            if part.kind is PartKind.CALL and not part.call_id
+            else part
+            for part in parts
+            if self.options.shows_reasoning or part.kind is not PartKind.REASONING
+        ]
+
+
+def merge_timings(outputs: Collection[RequestOutput]) -> Timings | None:
+    """Returns the timings of the outputs that have finished; None if none has."""
+    parts = [output.timings for output in outputs if output.timings is not None]
+    return Timings.merged(parts) if parts else None
+
+
+def new_hex_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+async def start_response(
+    model: ServedModel,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    formatter: ResponseFormatter,
+    *,
+    parser: OutputParser = PLAIN,
+    origin: Origin = DEFAULT_ORIGIN,
+    stream: bool,
+) -> ResponseBuilder:
+    """Checks and submits prompts; raises the error of an invalid request."""
+    params = parser.apply_to(params)
+    await model.llm.check_form(params)
+    generation = Generation(model, prompts, params, formatter.id, origin=origin, deltas=stream)
+    return ResponseBuilder(generation, params, parser, formatter.options)
+
+
+async def start_chat(
+    model: ServedModel,
+    conversation: Conversation,
+    params: SamplingParams,
+    formatter: ResponseFormatter,
+    *,
+    origin: Origin,
+    stream: bool,
+) -> ResponseBuilder:
+    """Renders, checks and submits a conversation; raises the error of an invalid request."""
+    prompt = await conversation.prompt(model)
+    parser = conversation.parser(model, prompt)
+    return await start_response(
+        model, [prompt], params, formatter, parser=parser, origin=origin, stream=stream
+    )
+
+
+async def send_response(
+    request: Request,
+    response: ResponseBuilder,
+    formatter: ResponseFormatter,
+    stream_type: type[EventStream] | None,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    """Returns a stream, or the whole body if `stream_type` is None; the request is aborted when its
+    client disconnects.
+    """
+    if stream_type is not None:
+        return stream_type(response.events(formatter), headers or NO_HEADERS)
+    choices = await unless_gone(request.receive, response.choices())
+    body = msgspec.json.encode(formatter.format_whole(response, choices))
+    return Response(body, headers=headers, media_type="application/json")
