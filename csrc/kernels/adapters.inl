@@ -3,8 +3,8 @@
 #pragma once
 #include <algorithm>
 
-#include "dots.h"
-#include "simd.h"
+#include "../simd/dots.h"
+#include "../simd/simd.h"
 #include "table.h"
 
 namespace octavo {
@@ -19,7 +19,7 @@ struct Bf16Pairs {
     // The pair whose first number is the i-th; both come of one load.
     OCTAVO_INLINE Pair at(int64_t i) const {
         const vi both = load_i(numbers + i);
-        return {bits_to_float(both << 16), bits_to_float(both & (int32_t)0xffff0000)};
+        return {as_float(both << 16), as_float(both & (int32_t)0xffff0000)};
     }
 };
 struct Fp32Pairs {

@@ -6,7 +6,7 @@
 // lanes takes the tile unit: its sums have an order of their own. Blocks in int8 are written out as bf16
 // first, a few at a time.
 #pragma once
-#include "amx.inl"
+#include "../simd/amx.h"
 #include "attention_products.inl"
 
 namespace octavo {

@@ -16,12 +16,6 @@ namespace {
 
 enum class Way { fp32, bf16, int16, widened };
 
-#ifdef __AMX_INT8__
-constexpr bool kHasTiles = true;
-#else
-constexpr bool kHasTiles = false;
-#endif
-
 // Largest integer of a query: 1024 products with a code fit 31 bits.
 constexpr float kQueryCodes = 16383;
 // Largest integer of a weight: 256 products with a code fit 31 bits.
@@ -99,7 +93,7 @@ struct LaneSet {
             for (int h = 0; h < group; h++) add(p.rows[first_row + i].row, p.kv_head * group + h);
     }
     bool on_tiles() const {
-        return kHasTiles && args->kv.type != KvType::fp32 && width % 32 == 0 && !args->kv.latent;
+        return kHasTileUnit && args->kv.type != KvType::fp32 && width % 32 == 0 && !args->kv.latent;
     }
 
     const uint16_t* q_bf16() const { return (const uint16_t*)q; }

@@ -36,19 +36,11 @@ OCTAVO_INLINE vi load_numbers(const uint8_t* p) {
 template <Way way>
 OCTAVO_INLINE Sums<way> multiply_add(Sums<way> sum, vi numbers, vi factors) {
     if constexpr (way == Way::fp32)
-        return fma((vf)numbers, (vf)factors, sum);
+        return fma(as_float(numbers), as_float(factors), sum);
     else if constexpr (way == Way::int16)
         return dot2_int16(sum, numbers, factors);
     else
         return dot2_bf16(sum, numbers, factors);
-}
-
-// Keeps the compiler from loading a register again for each use.
-OCTAVO_INLINE vi held(vi numbers) {
-#if defined(__AVX512F__)
-    asm("" : "+v"(numbers));
-#endif
-    return numbers;
 }
 
 // Calls fn<n>(first) for an n <= N that is known at run time only; does nothing where n is 0.
@@ -182,9 +174,9 @@ OCTAVO_INLINE void weigh_latents(const LaneSet& set, int lane0, int key0, int ke
         vf sums[N][dims] = {};
         for (int key = key0; key < key1; key += kTile) {
             const vi stored = load_i(set.keys_of(key / kTile) + (size_t)d / dims * 64);
-            const vi seen = stored & (vi)(iota() < splat_i(key1 - key));
-            const vf first = way == Way::fp32 ? (vf)seen : (vf)(seen << 16);
-            const vf second = (vf)(seen & (int32_t)0xffff0000);
+            const vi seen = stored & (iota() < splat_i(key1 - key));
+            const vf first = way == Way::fp32 ? as_float(seen) : as_float(seen << 16);
+            const vf second = as_float(seen & static_cast<int32_t>(0xffff0000u));
             for (int n = 0; n < N; n++) {
                 const vf weights =
                     way == Way::fp32

@@ -40,7 +40,7 @@ struct ValueScales {
     vf seen(vf s, int key) const {
         if (key >= first && key + kTile <= last) return s;
         const vi at = iota() + key;
-        return select((vi)(at >= first) & (vi)(at < last), s, vf{});
+        return select((at >= first) & (at < last), s, vf{});
     }
 };
 
@@ -91,8 +91,8 @@ OCTAVO_INLINE float mask_scores(const ScoreMap& map, float* scores, int from, in
     const auto mask = [&](int key, int end) {
         for (; key < end; key += kTile) {
             const vi at = iota() + key;
-            const vf masked = select((vi)(at >= seen.first) & (vi)(at < seen.last),
-                                     map(load(scores + key), key), splat(-INFINITY));
+            const vf masked =
+                select((at >= seen.first) & (at < seen.last), map(load(scores + key), key), splat(-INFINITY));
             store(scores + key, masked);
             largest = max(largest, masked);
         }
@@ -107,18 +107,6 @@ OCTAVO_INLINE float mask_scores(const ScoreMap& map, float* scores, int from, in
     }
     mask(outer, to);
     return max_lanes(largest);
-}
-
-// Packs thirty-two numbers into bf16, in order.
-OCTAVO_INLINE vi to_bf16(vf first, vf second) {
-#if defined(__AVX512BF16__)
-    return (vi)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-#else
-    uint16_t numbers[2 * kLanes];
-    store_bf16(numbers, first);
-    store_bf16(numbers + kLanes, second);
-    return load_i(numbers);
-#endif
 }
 
 // Computes a lane's weights e^(s - m), its m and its l; m = -inf where the lane sees no key here.
@@ -142,8 +130,7 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
     }
     const float factor = ScoreMap(set, lane).changes ? 1 : set.factors[lane];
     if constexpr (way == Way::int16) values.see(first, last);
-    const vf top = splat(largest), slope = splat(factor * 1.44269504f),
-             ones = bits_to_float(splat_i(0x3f803f80));
+    const vf top = splat(largest), slope = splat(factor * 1.44269504f), ones = as_float(splat_i(0x3f803f80));
     const auto weigh = [&](int key) {
         const vf s = load(scores + key) - top;
         return way == Way::fp32 ? exp(s) : exp2_coarse(s * slope);
@@ -152,7 +139,7 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
     for (int key = values.from; way == Way::bf16 && key < values.to; key += 2 * kTile) {
         const vi pairs = to_bf16(weigh(key), weigh(key + kTile));
         store_i(weights + key, pairs);
-        total = dot2_bf16(total, pairs, (vi)ones);
+        total = dot2_bf16(total, pairs, as_int(ones));
     }
     for (int key = values.from; way != Way::bf16 && key < values.to; key += kTile) {
         const vf p = weigh(key);
@@ -162,7 +149,7 @@ void soften_lane(const LaneSet& set, int lane, float largest, int key0, int key1
         if constexpr (way == Way::widened) {
             const bool read = key >= key0 && key < key1;  // the block table may end there
             store_bf16(weights + key,
-                       read ? select((vi)(p == 0.0f), vf{}, p * load_bf16(set.scales(key / kTile) + kTile))
+                       read ? select(p == 0.0f, vf{}, p * load_bf16(set.scales(key / kTile) + kTile))
                             : vf{});  // unseen scales may be NaN
         }
         total += p;

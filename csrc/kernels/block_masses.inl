@@ -2,7 +2,7 @@
 // it says which blocks are worth reading. Scores are taken block by block, a key in each lane; a lane's sums have
 // one order, so they depend on the row and its keys alone.
 #pragma once
-#include "simd.h"
+#include "../simd/simd.h"
 #include "table.h"
 
 namespace octavo {
@@ -19,8 +19,8 @@ OCTAVO_INLINE vf partial_scores(const KvLayer& kv, const uint8_t* keys, const fl
     const vi high = splat_i((int32_t)0xffff0000);
     for (int d = 0; d < kv.k_width; d += 2) {
         const vi pair = load_i(keys + d * kLanes * 2);
-        sum = fma(bits_to_float(pair << 16), splat(q[d]), sum);
-        sum = fma(bits_to_float(pair & high), splat(d + 1 < kv.k_width ? q[d + 1] : 0), sum);
+        sum = fma(as_float(pair << 16), splat(q[d]), sum);
+        sum = fma(as_float(pair & high), splat(d + 1 < kv.k_width ? q[d + 1] : 0), sum);
     }
     return sum;
 }

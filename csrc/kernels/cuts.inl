@@ -4,7 +4,7 @@
 #include <cfloat>
 #include <cstring>
 
-#include "simd.h"
+#include "../simd/simd.h"
 #include "table.h"
 
 namespace octavo {
@@ -26,7 +26,7 @@ int best_id(const float* x, int n) {
     float value = max_lanes(best);
     for (; i < n; i++) value = std::max(value, x[i]);
     int id = 0;
-    while (id + kLanes <= n && !any_lane((vi)(load(x + id) == splat(value)))) id += kLanes;
+    while (id + kLanes <= n && !any_lane(load(x + id) == splat(value))) id += kLanes;
     while (id < n - 1 && x[id] != value) id++;
     return id;
 }
@@ -45,8 +45,7 @@ int best_of(const float* x, int n, int wanted, Candidate* best) {
     };
     for (int from = 0; from < n; from += kLanes) {
         const int end = std::min(n, from + kLanes);
-        if (count >= wanted && end == from + kLanes && !any_lane((vi)(load(x + from) > splat(least))))
-            continue;
+        if (count >= wanted && end == from + kLanes && !any_lane(load(x + from) > splat(least))) continue;
         // An equal of the least kept one comes after it, having the higher id.
         for (int id = from; id < end; id++)
             if (count < wanted || x[id] > least) best[count++] = Candidate{x[id], id};
@@ -88,7 +87,7 @@ double total_weight(const Row& row) {
     double total = 0;
     for (int from = 0; from < row.vocab; from += kLanes) {
         const vf weights = row.weights(row.logits(from));
-        total += sum_lanes(select((vi)(weights >= least), weights, vf{}));
+        total += sum_lanes(select(weights >= least, weights, vf{}));
     }
     return total;
 }
@@ -114,14 +113,14 @@ template <typename Wanted, typename See>
 OCTAVO_INLINE void each_heavy(const Row& row, const Ranges& ranges, float least, Wanted wanted, See see) {
     for (int from = 0; from < row.vocab; from += kLanes) {
         const vf logits = row.logits(from), numbers = ranges.of(logits);
-        const vi heavy = (vi)(logits >= splat(least)) & wanted(numbers);
+        const vi heavy = (logits >= splat(least)) & wanted(numbers);
         if (!any_lane(heavy)) continue;
         const vf weight_lanes = row.weights(logits);
         float weights[kLanes], places[kLanes];
         int32_t taken[kLanes];
         store(weights, weight_lanes);
         store(places, numbers);
-        store_i(taken, heavy & (vi)(weight_lanes >= splat(row.record.min_p)));
+        store_i(taken, heavy & (weight_lanes >= splat(row.record.min_p)));
         for (int i = 0; i < kLanes; i++)
             if (taken[i]) see(from + i, weights[i], (int)places[i]);
     }
@@ -176,7 +175,7 @@ Candidate last_of_top_p(const Row& row, Candidate* space) {
     }
     int count = 0;
     const vf first = splat((float)range), end = splat((float)(range + 1));
-    const auto in_range = [&](vf numbers) { return (vi)(numbers >= first) & (vi)(numbers < end); };
+    const auto in_range = [&](vf numbers) { return (numbers >= first) & (numbers < end); };
     each_heavy(row, ranges, least, in_range,
                [&](int id, float weight, int) { space[count++] = Candidate{row.z[id], id, weight}; });
     return last_of_weight(space, count, goal);

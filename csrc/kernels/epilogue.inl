@@ -1,6 +1,6 @@
 // Activations, and the path of a product's sums to memory: bias, activation or gate, residual.
 #pragma once
-#include "simd.h"
+#include "../simd/simd.h"
 #include "table.h"
 
 namespace octavo {

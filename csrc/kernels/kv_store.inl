@@ -4,7 +4,7 @@
 // true divisions, so that every level and the reference store the same bytes. A row of zeros has scale 0; a
 // NaN or an infinity makes the scale NaN, so that it shows.
 #pragma once
-#include "dots.h"
+#include "../simd/dots.h"
 #include "rows.inl"
 
 namespace octavo {

@@ -12,7 +12,7 @@
 #include "rope.inl"
 #include "rows.inl"
 #include "sample.inl"
-#include "simd.h"
+#include "../simd/simd.h"
 #include "table.h"
 #ifdef __AMX_INT8__
 #include "linear_amx.inl"

@@ -84,11 +84,7 @@ class GroupLevels {
 // Whether rows beside 4-bit codes, and beside codes with one scale an output, have two int8 terms. The tile
 // unit multiplies the second one at almost no cost; on the vector unit it would double the work (decision
 // 0017).
-#if defined(__AMX_INT8__)
-constexpr bool kTwoTerms = true;
-#else
-constexpr bool kTwoTerms = false;
-#endif
+constexpr bool kTwoTerms = kHasTileUnit;
 
 // What rows, from one on, have of a group of inputs: scales, the sums of each half's terms, and the sum of all
 // of them times the scale.
@@ -429,11 +425,9 @@ RowType row_type(Code code) {
 }
 
 // The rows, rows of floats, and sums of rows times tiles that registers hold at a time.
-#if defined(__AVX512F__)
-constexpr int kMostRows = 8, kMostFloatRows = 4, kMostSums = 16;
-#else
-constexpr int kMostRows = 4, kMostFloatRows = 2, kMostSums = 4;
-#endif
+constexpr bool kManyRegisters = kRegisterLanes == kLanes;
+constexpr int kMostRows = kManyRegisters ? 8 : 4, kMostFloatRows = kManyRegisters ? 4 : 2,
+              kMostSums = kManyRegisters ? 16 : 4;
 
 // One tile or two. With one row or two the time goes into reading memory, and one tile after the other makes
 // one stream of it.

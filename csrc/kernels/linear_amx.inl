@@ -5,7 +5,7 @@
 // same order, as linear.inl: bitwise the same numbers, so few rows may take either path. bf16 sums in another
 // order than dpbf16, so at this level every number of rows takes the tile unit.
 #pragma once
-#include "amx.inl"
+#include "../simd/amx.h"
 #include "linear.inl"
 
 namespace octavo {

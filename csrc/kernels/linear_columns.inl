@@ -12,17 +12,10 @@
 namespace octavo {
 namespace {
 
-// Outputs whose quads come out of one interleaving.
-#if defined(__AVX512BW__)
-constexpr int kInterleaved = 64;
-#else
-constexpr int kInterleaved = 16;
-#endif
+// kInterleaved: outputs whose quads come out of one interleaving.
 constexpr int kQuadVectors = kInterleaved / kTile;
 // Sums of a block: outputs times rows.
 constexpr int kBlockSums = 2048;
-
-using Columns = const uint8_t* [4];
 
 // The codes of an input with one scale an output, and these scales.
 OCTAVO_INLINE const uint8_t* column_of(const Tiles& w, int64_t input) {
@@ -30,60 +23,6 @@ OCTAVO_INLINE const uint8_t* column_of(const Tiles& w, int64_t input) {
 }
 OCTAVO_INLINE const uint8_t* scales_of(const Tiles& w) {
     return w.columns ? w.data : w.data + (size_t)w.num_groups * kGroup * w.column_stride;
-}
-
-// Writes the bytes of four columns at sixteen outputs as quads [16][4].
-OCTAVO_INLINE void interleave16(const Columns& columns, int64_t at, uint8_t* to) {
-#if defined(__SSE2__)
-    __m128i c[4];
-    for (int i = 0; i < 4; i++) c[i] = _mm_loadu_si128((const __m128i*)(columns[i] + at));
-    const __m128i low01 = _mm_unpacklo_epi8(c[0], c[1]), high01 = _mm_unpackhi_epi8(c[0], c[1]),
-                  low23 = _mm_unpacklo_epi8(c[2], c[3]), high23 = _mm_unpackhi_epi8(c[2], c[3]);
-    _mm_storeu_si128((__m128i*)to, _mm_unpacklo_epi16(low01, low23));
-    _mm_storeu_si128((__m128i*)(to + 16), _mm_unpackhi_epi16(low01, low23));
-    _mm_storeu_si128((__m128i*)(to + 32), _mm_unpacklo_epi16(high01, high23));
-    _mm_storeu_si128((__m128i*)(to + 48), _mm_unpackhi_epi16(high01, high23));
-#else
-    for (int o = 0; o < kTile; o++)
-        for (int i = 0; i < 4; i++) to[4 * o + i] = columns[i][at + o];
-#endif
-}
-
-// Interleaves four columns at kInterleaved outputs. Where a register holds 64 bytes, vector j has the outputs
-// 4j .. 4j + 3 of each sixteen, and `sums_of` puts the sums back in order.
-OCTAVO_INLINE void interleave(const Columns& columns, int64_t at, vi (&quads)[kQuadVectors]) {
-#if defined(__AVX512BW__)
-    __m512i c[4];
-    for (int i = 0; i < 4; i++) c[i] = _mm512_loadu_si512(columns[i] + at);
-    const __m512i low01 = _mm512_unpacklo_epi8(c[0], c[1]), high01 = _mm512_unpackhi_epi8(c[0], c[1]),
-                  low23 = _mm512_unpacklo_epi8(c[2], c[3]), high23 = _mm512_unpackhi_epi8(c[2], c[3]);
-    quads[0] = (vi)_mm512_unpacklo_epi16(low01, low23);
-    quads[1] = (vi)_mm512_unpackhi_epi16(low01, low23);
-    quads[2] = (vi)_mm512_unpacklo_epi16(high01, high23);
-    quads[3] = (vi)_mm512_unpackhi_epi16(high01, high23);
-#else
-    alignas(64) uint8_t bytes[64];
-    interleave16(columns, at, bytes);
-    quads[0] = load_i(bytes);
-#endif
-}
-
-// Loads the sums of one interleaving, vector by vector the sixteen outputs of a tile.
-OCTAVO_INLINE void load_sums(const int32_t* sums, vi (&tiles)[kQuadVectors]) {
-#if defined(__AVX512BW__)
-    __m512i v[4];
-    for (int j = 0; j < 4; j++) v[j] = _mm512_loadu_si512(sums + kTile * j);
-    const __m512i even01 = _mm512_shuffle_i32x4(v[0], v[1], 0x88),
-                  odd01 = _mm512_shuffle_i32x4(v[0], v[1], 0xdd),
-                  even23 = _mm512_shuffle_i32x4(v[2], v[3], 0x88),
-                  odd23 = _mm512_shuffle_i32x4(v[2], v[3], 0xdd);
-    tiles[0] = (vi)_mm512_shuffle_i32x4(even01, even23, 0x88);
-    tiles[1] = (vi)_mm512_shuffle_i32x4(odd01, odd23, 0x88);
-    tiles[2] = (vi)_mm512_shuffle_i32x4(even01, even23, 0xdd);
-    tiles[3] = (vi)_mm512_shuffle_i32x4(odd01, odd23, 0xdd);
-#else
-    tiles[0] = load_i(sums);
-#endif
 }
 
 // The inputs that are not zero in all of M rows, and the rows' two terms for each. Those of a run of inputs, a

@@ -14,11 +14,7 @@ namespace {
 // them is cheaper.
 constexpr int kSkippingRows = 2;
 // Whether bf16 sums have the order of linear.inl: the tile unit's is another.
-#if defined(__AMX_INT8__)
-constexpr bool kSkipsBf16 = false;
-#else
-constexpr bool kSkipsBf16 = true;
-#endif
+constexpr bool kSkipsBf16 = !kHasTileUnit;
 // Words from one that is multiplied to the one that is prefetched: with a tenth of the inputs left, 256 were
 // better than 64 and 768 on a 2-core Xeon (avx512_bf16), for int8 and bf16.
 constexpr int kWordsAhead = 256;

@@ -4,7 +4,7 @@
 #pragma once
 #include <cmath>
 
-#include "simd.h"
+#include "../simd/simd.h"
 #include "table.h"
 
 namespace octavo {
@@ -44,51 +44,6 @@ inline uint32_t noise_word(const SamplingRecord& record, int token) {
 }
 
 // -- many tokens at once --
-
-// Lanes of 64 bits, each with a word of a counter of its own in the low half. The high half is garbage, which
-// a product does not read.
-typedef uint64_t RegisterW __attribute__((vector_size(4 * kRegisterLanes)));
-constexpr int kWideLanes = kRegisterLanes / 2;
-
-// Low half times low half, in 64 bits.
-OCTAVO_INLINE RegisterW multiply_words(RegisterW a, RegisterW b) {
-#if defined(__AVX512F__)
-    return (RegisterW)_mm512_mul_epu32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (RegisterW)_mm256_mul_epu32((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-    return (RegisterW)_mm_mul_epu32((__m128i)a, (__m128i)b);
-#else
-    return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
-#endif
-}
-
-// Words of `low` in the low halves, of `high` in the high ones.
-OCTAVO_INLINE RegisterW interleave_words(RegisterW low, RegisterW high) {
-#if defined(__AVX512F__)
-    return (RegisterW)_mm512_mask_blend_epi32(0xAAAA, (__m512i)low, (__m512i)(high << 32));
-#elif defined(__AVX2__)
-    return (RegisterW)_mm256_blend_epi32((__m256i)low, (__m256i)(high << 32), 0xAA);
-#else
-    return (low & 0xFFFFFFFFu) | (high << 32);
-#endif
-}
-
-// Lanes of 64 bits of `a` and `b` in turns: all even ones, then all odd ones.
-struct WordPair {
-    RegisterW even, odd;
-};
-OCTAVO_INLINE WordPair in_turns(RegisterW a, RegisterW b) {
-#if defined(__AVX512F__)
-    return {(RegisterW)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b),
-            (RegisterW)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b)};
-#elif defined(__AVX2__)
-    return {(RegisterW)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b),
-            (RegisterW)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b)};
-#else
-    return {RegisterW{a[0], b[0]}, RegisterW{a[1], b[1]}};
-#endif
-}
 
 // One row's words, for tokens in order, kTokens at a time.
 class RowNoise {

@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "dots.h"
+#include "../simd/dots.h"
 #include "table.h"
 
 namespace octavo {
@@ -12,13 +12,8 @@ namespace {
 // Tiles follow one another, so what lies past the end of this one is the next. Measured on a 2-core Xeon with
 // AMX: 2 to 4 KiB ahead into the first-level cache is best; on a 2-core EPYC it is 6 KiB ahead into the
 // second, by less than its neighbours move the memory's rate.
-#if defined(__AMX_INT8__)
-constexpr size_t kAhead = 3072;
-constexpr int kIntoCache = 3;
-#else
-constexpr size_t kAhead = 6144;
-constexpr int kIntoCache = 2;
-#endif
+constexpr size_t kAhead = kHasTileUnit ? 3072 : 6144;
+constexpr int kIntoCache = kHasTileUnit ? 3 : 2;
 template <size_t kBytes>
 OCTAVO_INLINE void prefetch_ahead(const uint8_t* p) {
     for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(p + kAhead + line, 0, kIntoCache);

@@ -1,6 +1,6 @@
 // Rotary position embedding of one head, in place.
 #pragma once
-#include "simd.h"
+#include "../simd/simd.h"
 
 namespace octavo {
 namespace {

@@ -1,7 +1,7 @@
 // Rows before a product: RMS norm, layer norm, and conversion to integers (with a scale for each group or for
 // the whole row; in one int8 term, two, or a second one for outliers), bf16 or fp32. No row sees another.
 #pragma once
-#include "dots.h"
+#include "../simd/dots.h"
 #include "table.h"
 
 namespace octavo {
@@ -34,7 +34,7 @@ struct Normalizer {
         }
         if (i < k) {
             vf v = load_first(x + i, k - i) - mean;
-            v = select((vi)(iota() < k - i), v, vf{});
+            v = select((iota() < k - i), v, vf{});
             total = fma(v, v, total);
         }
         return sum_lanes(total);
@@ -47,7 +47,7 @@ struct Normalizer {
             (n == kLanes ? load(norm.weight + i) : load_first(norm.weight + i, n)) + norm.weight_offset;
         vf y = (v - mean) * inverse * w;
         if (norm.bias) y += n == kLanes ? load(norm.bias + i) : load_first(norm.bias + i, n);
-        if (n < kLanes) y = select((vi)(iota() < n), y, vf{});
+        if (n < kLanes) y = select((iota() < n), y, vf{});
         return without_small(y, y, norm.threshold);
     }
 };
@@ -60,34 +60,7 @@ void norm_row(const float* x, int k, const Norm& norm, float* out) {
     }
 }
 
-OCTAVO_INLINE void store_int8(int8_t* q, vi n) {
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)n);
-    std::memcpy(q, &bytes, 16);
-#else
-    int32_t lanes[kLanes];
-    store_i(lanes, n);
-    for (int i = 0; i < kLanes; i++) q[i] = (int8_t)lanes[i];
-#endif
-}
-
-// Packs sixty-four numbers of -128 .. 127 into bytes, v[0]'s sixteen first.
-OCTAVO_INLINE vi pack_int8(const vi (&v)[4]) {
-#if defined(__AVX512BW__)
-    const __m512i low = _mm512_packs_epi32((__m512i)v[0], (__m512i)v[1]),
-                  high = _mm512_packs_epi32((__m512i)v[2], (__m512i)v[3]);
-    // Packing works within quarters of a register: quarter q now holds the q-th four numbers of each v.
-    return (vi)_mm512_permutexvar_epi32(
-        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
-        _mm512_packs_epi16(low, high));
-#else
-    alignas(64) int8_t bytes[4 * kLanes];
-    for (int j = 0; j < 4; j++) store_int8(bytes + j * kLanes, v[j]);
-    return load_i(bytes);
-#endif
-}
-
-OCTAVO_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
+OCTAVO_INLINE vf absolute(vf v) { return as_float(as_int(v) & 0x7fffffff); }
 
 // Multiple of a row's mean magnitude that one int8 term holds; larger numbers are outliers.
 constexpr float kOutlierMeans = 6;
@@ -99,7 +72,7 @@ OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t i
     constexpr float kLargest = kTwoTermed ? 127.0f * kFirstUnit : 127.0f;
     int8_t* q = (int8_t*)rows.values + index * rows.stride + g * (kTwoTermed ? 2 * kGroup : kGroup);
     // Magnitudes have the same order as integers, with infinities and NaNs above all numbers.
-    const int32_t bits = max_lanes_i(max_i((vi)absolute(half[0]), (vi)absolute(half[1])));
+    const int32_t bits = max_lanes_i(max_i(as_int(absolute(half[0])), as_int(absolute(half[1]))));
     const bool finite = bits < 0x7f800000;
     float largest;
     std::memcpy(&largest, &bits, 4);
@@ -170,24 +143,9 @@ OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int
     rows.scales[rows.at(index, 0)] = largest / kLargest + check;
 }
 
-// Appends those of sixteen quads, from quad `first` on, that have a second term. Returns the new count. There
-// is no branch on which quads these are: it could not be predicted.
+// Appends those of sixteen quads, from quad `first` on, that have a second term. Returns the new count.
 OCTAVO_INLINE int append_outliers(vi terms, int first, const OutlierList& list, int count) {
-#if defined(__AVX512F__)
-    const __mmask16 some = _mm512_test_epi32_mask((__m512i)terms, (__m512i)terms);
-    store_i(list.quads + count, (vi)_mm512_maskz_compress_epi32(some, (__m512i)(iota() + first)));
-    store_i(list.terms + 4 * (int64_t)count, (vi)_mm512_maskz_compress_epi32(some, (__m512i)terms));
-    return count + __builtin_popcount(some);
-#else
-    int8_t seconds[4 * kLanes];
-    store_i(seconds, terms);
-    for (int i = 0; i < kLanes; i++) {
-        list.quads[count] = first + i;
-        std::memcpy(list.terms + 4 * (int64_t)count, seconds + 4 * i, 4);
-        count += (seconds[4 * i] | seconds[4 * i + 1] | seconds[4 * i + 2] | seconds[4 * i + 3]) != 0;
-    }
-    return count;
-#endif
+    return count + keep_nonzero(terms, iota() + first, list.quads + count, list.terms + 4 * (int64_t)count);
 }
 
 // Converts a row with one d, for which the mean magnitude of its numbers is 127 / kOutlierMeans; a number

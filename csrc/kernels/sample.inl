@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cfloat>
 
+#include "../simd/simd.h"
 #include "cuts.inl"
 #include "filters.inl"
 #include "noise.inl"
-#include "simd.h"
 #include "table.h"
 #include "witnesses.inl"
 
@@ -25,7 +25,7 @@ bool holds_nan(const float* x, int n) {
     int i = 0;
     for (; i + kLanes <= n; i += kLanes) {
         const vf v = load(x + i);
-        bad |= (vi)(v != v);
+        bad |= v != v;
     }
     bool found = sum_lanes_i(bad) != 0;
     for (; i < n; i++) found |= x[i] != x[i];
@@ -118,8 +118,8 @@ class Leaders {
     // read as a number they are its logarithm to base 2, at most 0.09 too small, in units of kOctave.
     OCTAVO_INLINE vi may_lead(vf z, vi words) const {
         const vi rest = ((words ^ -1) >> 1) & 0x7FFFFFFF;
-        const vf logarithm = to_float((vi)to_float(rest));
-        return (vi)(logarithm < fma(z - splat(largest_), splat(slope_), splat(limit_)));
+        const vf logarithm = to_float(as_int(to_float(rest)));
+        return logarithm < fma(z - splat(largest_), splat(slope_), splat(limit_));
     }
 
     void see(int id, uint32_t word) {
@@ -175,7 +175,7 @@ OCTAVO_INLINE void see_tokens(const RowNoise& noise, Leaders& leaders, const flo
     constexpr int kTokens = RowNoise::kTokens;
     const vf least = splat(leaders.least_logit());
     vi any = {};
-    for (int i = 0; i < kTokens; i += kLanes) any |= (vi)(load(z + i) >= least);
+    for (int i = 0; i < kTokens; i += kLanes) any |= load(z + i) >= least;
     if (!any_lane(any)) return;
     uint32_t words[kTokens];
     noise.write(from, words);
@@ -222,7 +222,7 @@ int draw_filtered(const SampleArgs& a, int at, float* z, Candidate* space) {
 void keep_best(const float* logits, int num_rows, int column, int width, Best* best) {
     for (int row = 0; row < num_rows; row++, logits += kGroup) {
         const vf least = splat(best[row].value);
-        const vi below = (vi)(load(logits) < least) & (vi)(load(logits + kLanes) < least);
+        const vi below = (load(logits) < least) & (load(logits + kLanes) < least);
         if (any_lane(below ^ -1))
             for (int i = 0; i < width; i++) best[row].see(logits[i], column + i);
     }

@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../simd/simd.h"
 #include "cuts.inl"
-#include "simd.h"
 #include "table.h"
 
 namespace octavo {
@@ -29,7 +29,7 @@ Before before(const Row& row, int token) {
     Before found{.count = -1, .weight = -row.weight(logit)};
     for (int from = 0; from < row.vocab; from += kLanes) {
         const vf logits = row.logits(from);
-        const vi first = (vi)(logits >= splat(logit));
+        const vi first = logits >= splat(logit);
         if (!any_lane(first)) continue;
         found.count -= sum_lanes_i(first);
         found.weight += sum_lanes(select(first, row.weights(logits), vf{}));
@@ -43,7 +43,7 @@ int best_below(const Row& row, float bound, int wanted, Candidate* best) {
     float least = -INFINITY;
     for (int from = 0; from < row.vocab; from += kLanes) {
         const vf logits = row.logits(from);
-        if (!any_lane((vi)(logits < splat(bound)) & (vi)(logits > splat(least)))) continue;
+        if (!any_lane((logits < splat(bound)) & (logits > splat(least)))) continue;
         for (int id = from; id < std::min(from + kLanes, row.vocab); id++) {
             if (!(row.z[id] < bound && row.z[id] > least)) continue;
             int place = count < wanted ? count++ : wanted - 1;

@@ -19,7 +19,7 @@ from octavo.backends.base import PackedAdapter
 from octavo.program.low_rank import LowRank, Site, Updates
 
 TILE = 16
-"""Outputs of a tile, and lanes of a vector (csrc/kernels/simd.h)."""
+"""Outputs of a tile, and lanes of a vector (csrc/simd/simd.h)."""
 PAIR = 2 * TILE
 LINE_BYTES = 64
 LARGE_PAGE_BYTES = 2 << 20

@@ -19,7 +19,7 @@ from octavo.errors import BackendUnavailable
 
 SOURCES = Path(__file__).parents[3] / "csrc"
 """Folder of the extension's sources; an installed package has none."""
-ROOMS = {"core": (".cpp", ".h"), "kernels": (".cpp", ".h", ".inl")}
+ROOMS = {"core": (".cpp", ".h"), "kernels": (".cpp", ".h", ".inl"), "simd": (".h",)}
 """Folders of the sources that the extension and its kernels are built from, with their suffixes."""
 
 

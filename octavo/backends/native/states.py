@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from octavo.program.program import CacheGroup
 
 LANES = 16
-"""Columns that kernels take together (csrc/kernels/simd.h)."""
+"""Columns that kernels take together (csrc/simd/simd.h)."""
 
 PART_BYTES = 16 << 10
 """Bytes of a part's state, about: a thread's first cache holds them while all rows pass."""

@@ -111,6 +111,14 @@ struct Doubled<Register, 1> {
 using vf = Doubled<RegisterF, 16 / kRegisterLanes>::type;
 using vi = Doubled<RegisterI, 16 / kRegisterLanes>::type;
 
+// The same bits as lanes of the other type.
+OCTAVO_INLINE vf as_float(vi v) {
+    return each([](RegisterI x) { return reinterpret_cast<RegisterF>(x); }, v);
+}
+OCTAVO_INLINE vi as_int(vf v) {
+    return each([](RegisterF x) { return reinterpret_cast<RegisterI>(x); }, v);
+}
+
 // Loads and stores, a register at a time.
 template <typename Vector>
 struct Memory16 {

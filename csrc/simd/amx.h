@@ -2,7 +2,6 @@
 // row deep.
 #pragma once
 #include "simd.h"
-#include "table.h"
 
 namespace octavo {
 namespace {

@@ -1,0 +1,89 @@
+// Sixteen lanes at every level: one vector type, so that weight tiles and KV blocks have one layout
+// everywhere.
+//
+// `vf` is 16 fp32 lanes, `vi` 16 int32 lanes (vectors.h). On AVX-512 each is one register, on AVX2 two, on
+// SSE2 or NEON four. Operators are those of the compiler's vectors; what they do not cover has one file for
+// each instruction set, all with the same functions, and operations without an instruction come from
+// by_lane.h.
+// Kernels are compiled with -ffp-contract=off: a product is fused into a sum where `fma` says so and nowhere
+// else, so that the same arithmetic comes out however many rows a template handles at once.
+#pragma once
+
+#if defined(__AVX512F__)
+#include "avx512.h"
+#elif defined(__AVX2__)
+#include "avx2.h"
+#else
+#include "portable.h"
+#endif
+
+namespace octavo {
+namespace {
+
+// Whether the level has AMX, the tile unit (amx.h).
+#if defined(__AMX_INT8__)
+constexpr bool kHasTileUnit = true;
+#else
+constexpr bool kHasTileUnit = false;
+#endif
+
+// -- functions --
+
+// e^x to about 1 ulp for x in [-87, 88]; below, exactly 0; NaN stays NaN. Cody and Waite's reduction, Cephes'
+// polynomial.
+OCTAVO_INLINE vf exp(vf x) {
+    const vf clipped = min(splat(88.0f), max(splat(-87.0f), x));  // in this order a NaN passes
+    const vi n = round_to_int(clipped * splat(1.44269504f));
+    const vf nf = to_float(n);
+    vf r = fma(nf, splat(-0.693359375f), clipped);
+    r = fma(nf, splat(2.12194440e-4f), r);
+    vf p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p * r, r, r) + splat(1.0f);
+    return select(x < splat(-87.0f), vf{}, p * as_float((n + 127) << 23));
+}
+
+// 2^x to 2^-18 of itself, for what is rounded anyway: x <= 0; below -125 exactly 0; 1 at 0; NaN stays NaN.
+// Adding 1.5 * 2^23 leaves x rounded in the low bits; the polynomial interpolates 2^f at five Chebyshev
+// points of [-1/2, 1/2].
+OCTAVO_INLINE vf exp2_coarse(vf x) {
+    const vf magic = splat(12582912.0f), shifted = x + magic;
+    const vf f = x - (shifted - magic);
+    vf p = splat(9.666368515e-3f);
+    p = fma(p, f, splat(5.592197584e-2f));
+    p = fma(p, f, splat(2.402234904e-1f));
+    p = fma(p, f, splat(6.931210452e-1f));
+    p = fma(p, f, splat(1.0f));
+    return select(x < splat(-125.0f), vf{}, as_float(as_int(p) + (as_int(shifted) << 23)));
+}
+
+OCTAVO_INLINE vf sigmoid(vf x) { return reciprocal(splat(1.0f) + exp(-x)); }
+
+// erfc(z) for z in [0, 10.5]: e^(-z^2) times a polynomial in t = 1 / (1 + 0.4 z), fitted by least squares to
+// 6e-8 of its value up to z = 9.5; beyond 9.4, where e^(-z^2) is below e^-87, exactly 0. NaN stays NaN.
+OCTAVO_INLINE vf erfc(vf z) {
+    const vf t = reciprocal(fma(splat(0.4f), z, splat(1.0f)));
+    vf p = splat(0.0392933156f);
+    p = fma(p, t, splat(-0.131053613f));
+    p = fma(p, t, splat(0.0653588599f));
+    p = fma(p, t, splat(0.10871833f));
+    p = fma(p, t, splat(0.0657746423f));
+    p = fma(p, t, splat(0.199212578f));
+    p = fma(p, t, splat(0.200429393f));
+    p = fma(p, t, splat(0.226643877f));
+    p = fma(p, t, splat(0.225622618f));
+    return p * t * exp(-z * z);
+}
+// x times the normal distribution's share below x. The share above |x| is taken from x or, where x is negative,
+// is what remains: no digit of the tail is lost to a difference.
+OCTAVO_INLINE vf gelu(vf x) {
+    const vf size = min(splat(14.5f), max(x, -x));  // in this order a NaN passes
+    return max(x, vf{}) - splat(0.5f) * size * erfc(splat(0.70710678f) * size);
+}
+
+}  // namespace
+}  // namespace octavo
