@@ -16,7 +16,7 @@ namespace {
 
 // Numbers of a row as adapters read it, with zeros behind the last: pairs of vectors.
 inline int64_t padded_width(int width) {
-    return (int64_t)(width + 2 * kTile - 1) / (2 * kTile) * (2 * kTile);
+    return static_cast<int64_t>(width + 2 * kTile - 1) / (2 * kTile) * (2 * kTile);
 }
 
 // Shrinks a product's rows for adapters: h = scales * A x for each of its sites. Rows of one adapter are taken
@@ -36,12 +36,12 @@ struct ShrinkStage : Stage {
     }
     // Several threads share the ranks of a run where there are fewer runs of rows than threads.
     int parts(const View& view) const {
-        const int runs = (int)adapted(view).runs.size();
+        const int runs = static_cast<int>(adapted(view).runs.size());
         return runs ? std::clamp((view.executor.pool().num_threads() + runs - 1) / runs, 1, kMostParts) : 1;
     }
     int pieces(const View& view) const override {
         if (!view.batch.adapters) return 0;
-        return parts(view) * (int)adapted(view).runs.size();
+        return parts(view) * static_cast<int>(adapted(view).runs.size());
     }
     void run(const View& view, int piece, ThreadState& thread, int) const override {
         const AdapterRows& rows = adapted(view);
@@ -58,9 +58,10 @@ struct ShrinkStage : Stage {
         if (!view.batch.adapters) return;
         const int slot = adapted(view).runs[piece / parts(view)].slot;
         each_update(view, slot, [&](const SiteUpdate& update) {
-            const int64_t bytes = std::min((int64_t)kFirstBytes, update.a.rank * row_bytes(update));
+            const int64_t bytes =
+                std::min(static_cast<int64_t>(kFirstBytes), update.a.rank * row_bytes(update));
             for (int64_t at = 0; at < bytes; at += kLineBytes)
-                __builtin_prefetch((const uint8_t*)update.a.numbers + at, 0, 2);
+                __builtin_prefetch(static_cast<const uint8_t*>(update.a.numbers) + at, 0, 2);
         });
     }
     // Appends what rows read of their adapters here, and first in the product.
@@ -75,7 +76,8 @@ struct ShrinkStage : Stage {
             });
     }
     static ReadSoon::Part lines(const void* first, int64_t bytes) {
-        return {(const uint8_t*)first, (int32_t)((bytes + kLineBytes - 1) / kLineBytes)};
+        return {static_cast<const uint8_t*>(first),
+                static_cast<int32_t>((bytes + kLineBytes - 1) / kLineBytes)};
     }
 
   private:
@@ -90,7 +92,7 @@ struct ShrinkStage : Stage {
         static int blocks(int rank) { return (rank + kPartRanks - 1) / kPartRanks; }
     };
     static int64_t row_bytes(const SiteUpdate& update) {
-        return (int64_t)update.a.stride * update.a.number_bytes();
+        return static_cast<int64_t>(update.a.stride) * update.a.number_bytes();
     }
     template <typename Take>
     void each_update(const View& view, int slot, const Take& take) const {
@@ -119,7 +121,7 @@ struct ShrinkStage : Stage {
         const float* from = view.at(x, row);
         const int64_t stride = padded_width(x.width);
         if (!norm.weight && stride == x.width) return from;
-        float* to = (float*)thread.adapted->data() + i * stride;
+        float* to = reinterpret_cast<float*>(thread.adapted->data()) + i * stride;
         if (norm.weight)
             k.norm_row(from, x.width, norm, to);
         else
@@ -177,11 +179,12 @@ class TileAdapters {
             for (const auto& run : runs)
                 reads.push_back(ShrinkStage::lines(run.b.tile(tile + count), count * run.b.tile_bytes()));
         add_next(num_next_ * count);
-        return {reads.data(), (int)reads.size(), num_lines(reads)};
+        return {reads.data(), static_cast<int>(reads.size()), num_lines(reads)};
     }
     void add(int tile, int count, float* const* acc, bool of_up) const {
         const auto& runs = thread_.expanded[of_up];
-        const Expansion expansion{runs.data(), (int)runs.size(), view_.executor.adapters().stride(), row0_};
+        const Expansion expansion{runs.data(), static_cast<int>(runs.size()),
+                                  view_.executor.adapters().stride(), row0_};
         view_.executor.kernels().expand(expansion, tile, count, acc);
     }
 
@@ -198,7 +201,7 @@ class TileAdapters {
             ReadSoon::Part& part = next[next_];
             const int taken = std::min(most, part.num_lines);
             thread_.reads.push_back({part.first, taken});
-            part.first += (int64_t)taken * kLineBytes;
+            part.first += static_cast<int64_t>(taken) * kLineBytes;
             part.num_lines -= taken;
             most -= taken;
             if (part.num_lines == 0) next_++;

@@ -42,7 +42,7 @@ struct AdapterRows {
         for (int row = first; row < end; row++)
             if (slots[row] >= 0) rows.push_back(row);
         std::stable_sort(rows.begin(), rows.end(), [&](int a, int b) { return slots[a] < slots[b]; });
-        for (int i = 0; i < (int)rows.size(); i++) {
+        for (int i = 0; i < static_cast<int>(rows.size()); i++) {
             const int slot = slots[rows[i]];
             if (runs.empty() || runs.back().slot != slot || runs.back().count == kTogether)
                 runs.push_back({slot, i, 0});
@@ -57,19 +57,19 @@ class Adapters {
     // Adds a site to a group of its product, or of none (-1), such as a table. Returns the site.
     int add_site(int group) {
         group_of_.push_back(group);
-        return (int)group_of_.size() - 1;
+        return static_cast<int>(group_of_.size()) - 1;
     }
     int add_group() { return num_groups_++; }
-    int num_sites() const { return (int)group_of_.size(); }
+    int num_sites() const { return static_cast<int>(group_of_.size()); }
 
     // -- slots; no step may be running --
     // sites: as many as there are, those without an update unset.
     void put(int slot, std::vector<SiteUpdate> sites, int num_rows) {
-        if (slot < 0 || (int)sites.size() != num_sites())
+        if (slot < 0 || static_cast<int>(sites.size()) != num_sites())
             throw std::invalid_argument("slot " + std::to_string(slot) + ": updates of " +
                                         std::to_string(sites.size()) + " sites, the program has " +
                                         std::to_string(num_sites()));
-        if (slot >= (int)slots_.size()) slots_.resize(slot + 1);
+        if (slot >= static_cast<int>(slots_.size())) slots_.resize(slot + 1);
         std::vector<int> ranks(num_groups_, 0);
         int single = 0;
         for (int site = 0; site < num_sites(); site++) {
@@ -93,7 +93,9 @@ class Adapters {
     void drop(int slot) {
         if (has(slot)) slots_[slot].clear();
     }
-    bool has(int slot) const { return slot >= 0 && slot < (int)slots_.size() && !slots_[slot].empty(); }
+    bool has(int slot) const {
+        return slot >= 0 && slot < static_cast<int>(slots_.size()) && !slots_[slot].empty();
+    }
 
     // -- a step --
     const SiteUpdate* update(int slot, int site) const {
@@ -102,7 +104,7 @@ class Adapters {
         return found.is_set ? &found : nullptr;
     }
     // The memory for the h of a row's group.
-    float* h(int64_t row) const { return (float*)h_->data() + row * stride_; }
+    float* h(int64_t row) const { return reinterpret_cast<float*>(h_->data()) + row * stride_; }
     int stride() const { return stride_; }
 
   private:

@@ -30,7 +30,7 @@ int AttentionPlan::choose_rows_a_run(const Batch& batch, const KvGroup& kv, int 
     int64_t pieces = 0;
     for (int r = 0; r < batch.num_requests; r++)
         pieces += (batch.query_starts[r + 1] - batch.query_starts[r] + rows - 1) / rows;
-    return pieces * kv.num_heads < (int64_t)kPiecesAThread * threads ? rows_a_set : rows;
+    return pieces * kv.num_heads < static_cast<int64_t>(kPiecesAThread) * threads ? rows_a_set : rows;
 }
 
 // Returns one past the last key that any of the rows sees under a causal mask.
@@ -43,7 +43,7 @@ int AttentionPlan::last_limit(const Batch& batch, int row, int last_row) {
 void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
     runs.clear();
     for (int r = 0; r < batch.num_requests; r++) {
-        const int context = batch.context_lens[(int64_t)group * batch.num_requests + r];
+        const int context = batch.context_lens[static_cast<int64_t>(group) * batch.num_requests + r];
         for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row += rows_a_run) {
             const int last_row = std::min(row + rows_a_run, batch.query_starts[r + 1]) - 1;
             if (context <= 0 || batch.places[last_row] < 0) continue;
@@ -60,10 +60,10 @@ void AttentionPlan::make_runs(const Batch& batch, int rows_a_run) {
 // themselves. All rows of a sharer see every key of the splits that it may share.
 void AttentionPlan::share_prefixes(const Batch& batch, int rows_a_run) {
     std::vector<Sharer> found;
-    for (int i = 0; i < (int)runs.size(); i++) {
+    for (int i = 0; i < static_cast<int>(runs.size()); i++) {
         const QueryRun& run = runs[i];
         if (run.num_rows != batch.query_starts[run.request + 1] - batch.query_starts[run.request]) continue;
-        const int64_t request = (int64_t)group * batch.num_requests + run.request;
+        const int64_t request = static_cast<int64_t>(group) * batch.num_requests + run.request;
         const int context = batch.context_lens[request], last = batch.places[run.row0 + run.num_rows - 1];
         const int visible = mask.full() ? context : std::min(context, batch.places[run.row0] + 1);
         if (visible < kSplitKeys || mask.first_key(last) > 0) continue;
@@ -81,7 +81,7 @@ void AttentionPlan::share_prefixes(const Batch& batch, int rows_a_run) {
 // Returns the number of whole splits in which two tables begin alike.
 int AttentionPlan::common(const Sharer& a, const Sharer& b) {
     const int32_t* end = a.table + std::min(a.splits, b.splits) * kSplitBlocks;
-    return (int)(std::mismatch(a.table, end, b.table).first - a.table) / kSplitBlocks;
+    return static_cast<int>(std::mismatch(a.table, end, b.table).first - a.table) / kSplitBlocks;
 }
 
 // Divides sorted sharers so that the fewest splits are read: either all share what all have in common, or
@@ -90,7 +90,7 @@ int64_t AttentionPlan::divide(const std::vector<Sharer>& sharers, size_t first, 
                               std::vector<Division>& out) {
     if (last - first < 2) return 0;
     const int splits = common(sharers[first], sharers[last - 1]);
-    const int64_t together = (int64_t)(last - first - 1) * splits;
+    const int64_t together = static_cast<int64_t>(last - first - 1) * splits;
     std::vector<Division> parts;
     int64_t apart = 0;
     for (size_t i = first, j; i < last; i = j) {
@@ -111,8 +111,9 @@ void AttentionPlan::pack(const std::vector<Sharer>& all, const Division& divisio
         for (j = i + 1; j < division.last && rows + runs[all[j].run].num_rows <= rows_a_run; j++)
             rows += runs[all[j].run].num_rows;
         if (j - i < 2) continue;
-        shared.push_back(SharedRun{(int)sharers.size(), (int)(j - i), division.splits});
-        saved_keys += (int64_t)(j - i - 1) * division.splits * kSplitKeys;
+        shared.push_back(
+            SharedRun{static_cast<int>(sharers.size()), static_cast<int>(j - i), division.splits});
+        saved_keys += static_cast<int64_t>(j - i - 1) * division.splits * kSplitKeys;
         for (size_t k = i; k < j; k++) {
             sharers.push_back(all[k].run);
             runs[all[k].run].own_split = division.splits;
@@ -125,16 +126,16 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
     int64_t all = 0;
     for (const SharedRun& run : shared) all += run.num_splits;
     for (const QueryRun& run : runs) all += run.last_split - run.own_split;
-    const int64_t share =
-        std::max<int64_t>(1, threads == 1 ? all : all * kv.num_heads / ((int64_t)kPiecesAThread * threads));
+    const int64_t share = std::max<int64_t>(
+        1, threads == 1 ? all : all * kv.num_heads / (static_cast<int64_t>(kPiecesAThread) * threads));
     works.clear();
     merged.clear();
     partial_floats = 0;
     const auto add = [&](bool is_shared, int run, int first, int last) {
         const int64_t parts = (last - first + share - 1) / share;
         for (int64_t i = 0; i < parts; i++) {
-            const int split0 = first + (int)(i * (last - first) / parts);
-            const int split1 = first + (int)((i + 1) * (last - first) / parts);
+            const int split0 = first + static_cast<int>(i * (last - first) / parts);
+            const int split1 = first + static_cast<int>((i + 1) * (last - first) / parts);
             int block0 = split0 * kSplitBlocks, block1 = block0 + kSplitBlocks;
             if (!is_shared) {
                 block0 = std::max(block0, runs[run].first_key / kTile);
@@ -144,15 +145,15 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
         }
         return parts;
     };
-    for (size_t i = 0; i < shared.size(); i++) add(true, (int)i, 0, shared[i].num_splits);
+    for (size_t i = 0; i < shared.size(); i++) add(true, static_cast<int>(i), 0, shared[i].num_splits);
     for (size_t i = 0; i < runs.size(); i++) {
         QueryRun& run = runs[i];
-        const int64_t parts = add(false, (int)i, run.own_split, run.last_split);
+        const int64_t parts = add(false, static_cast<int>(i), run.own_split, run.last_split);
         if (parts <= 1 && run.own_split == run.first_split) continue;
-        run.partial = (int64_t)partial_floats;
-        merged.push_back((int)i);
-        partial_floats +=
-            (size_t)(run.last_split - run.first_split) * run.num_rows * num_heads * (2 + v_padded(kv));
+        run.partial = static_cast<int64_t>(partial_floats);
+        merged.push_back(static_cast<int>(i));
+        partial_floats += static_cast<size_t>(run.last_split - run.first_split) * run.num_rows * num_heads *
+                          (2 + v_padded(kv));
     }
 }
 
@@ -161,7 +162,7 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
 void AttentionPlan::order_pieces(int num_kv_heads) {
     pieces.clear();
     const auto request = [&](const AttentionWork& w) { return w.shared ? -1 : runs[w.run].request; };
-    for (int i = 0, end, count = (int)works.size(); i < count; i = end) {
+    for (int i = 0, end, count = static_cast<int>(works.size()); i < count; i = end) {
         for (end = i + 1; end < count && request(works[end]) == request(works[i]);) end++;
         for (int head = 0; head < num_kv_heads; head++)
             for (int work = i; work < end; work++) pieces.push_back(HeadWork{work, head});

@@ -25,8 +25,8 @@ using ByteRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 Matrix::Kind kind_of(const std::string& name) {
     const char* names[] = {"uint8",   "int8",  "float16", "bfloat16", "float32",
                            "scales6", "mins6", "scales4", "mins4",    "signed6"};
-    for (int i = 0; i < (int)std::size(names); i++)
-        if (name == names[i]) return (Matrix::Kind)i;
+    for (int i = 0; i < static_cast<int>(std::size(names)); i++)
+        if (name == names[i]) return static_cast<Matrix::Kind>(i);
     throw std::invalid_argument("numbers of the type " + name);
 }
 
@@ -46,12 +46,12 @@ Matrix matrix_of(const AnyArray& a, const std::string& kind) {
     Matrix m;
     m.kind = kind_of(kind);
     const int64_t item = a.itemsize();
-    m.data = (const uint8_t*)a.data();
+    m.data = static_cast<const uint8_t*>(a.data());
     m.rows = a.shape(0);
     m.columns = a.shape(1);
     m.row_stride = a.stride(0) * item;
     m.column_stride = a.stride(1) * item;
-    if (a.ndim() == 3) m.per_column = numbers_in(m.kind, (int)a.shape(2));
+    if (a.ndim() == 3) m.per_column = numbers_in(m.kind, static_cast<int>(a.shape(2)));
     if (a.stride(a.ndim() - 1) != 1)
         throw std::invalid_argument("numbers of a row that are not side by side");
     return m;
@@ -65,20 +65,20 @@ Matrix matrix_or_none(const nb::object& pair) {
 
 Code code_of(const std::string& name) {
     for (int i = 0; i < kNumCodes; i++)
-        if (name == kCodeNames[i]) return (Code)i;
+        if (name == kCodeNames[i]) return static_cast<Code>(i);
     throw std::invalid_argument("code " + name +
                                 ": allowed are u4, u8, u2, u3, u5, u6, l4, i8, bf16, fp16, fp32, f4, e4m3");
 }
 
 ScaleType scale_type_of(const std::string& name) {
     for (int i = 0; i < kNumScaleTypes; i++)
-        if (name == kScaleTypeNames[i]) return (ScaleType)i;
+        if (name == kScaleTypeNames[i]) return static_cast<ScaleType>(i);
     throw std::invalid_argument("scales of type " + name + ": allowed are fp16, fp32, small");
 }
 
 KvType kv_type_of(const std::string& name) {
     for (int i = 0; i < kNumKvTypes; i++)
-        if (name == kKvTypeNames[i]) return (KvType)i;
+        if (name == kKvTypeNames[i]) return static_cast<KvType>(i);
     throw std::invalid_argument("KV type " + name + ": allowed are fp32, bf16, int8");
 }
 
@@ -98,7 +98,7 @@ std::array<int8_t, 16> table_of(const std::vector<int>& numbers) {
         if (numbers[i] < -128 || numbers[i] > 127)
             throw std::invalid_argument("a table's numbers are -128 to 127, got " +
                                         std::to_string(numbers[i]));
-        table[i] = (int8_t)numbers[i];
+        table[i] = static_cast<int8_t>(numbers[i]);
     }
     return table;
 }
@@ -173,9 +173,9 @@ class ArrayPacker {
                               const std::vector<std::tuple<int, int, int>>& planes, bool is_signed) {
         const auto bytes = nb::cast<ByteRows>(codes);
         CodeRows rows{.data = bytes.data(),
-                      .rows = (int64_t)bytes.shape(0),
+                      .rows = static_cast<int64_t>(bytes.shape(0)),
                       .row_stride = bytes.stride(0),
-                      .row_bytes = (int64_t)bytes.shape(1),
+                      .row_bytes = static_cast<int64_t>(bytes.shape(1)),
                       .block_inputs = std::get<0>(block),
                       .block_bytes = std::get<1>(block),
                       .is_signed = is_signed};
@@ -192,13 +192,13 @@ class ArrayPacker {
 nb::bytes copy_tiles(const PackedTiles& packed) {
     std::string bytes;
     for (int i = 0; i < packed.tiles.num_tiles(); i++)
-        bytes.append((const char*)packed.tiles.tile(i), packed.tiles.tile_bytes);
+        bytes.append(reinterpret_cast<const char*>(packed.tiles.tile(i)), packed.tiles.tile_bytes);
     return nb::bytes(bytes.data(), bytes.size());
 }
 
 Low low_of(const std::string& name) {
     for (int i = 0; i < kNumLows; i++)
-        if (name == kLowNames[i]) return (Low)i;
+        if (name == kLowNames[i]) return static_cast<Low>(i);
     throw std::invalid_argument("unknown numbers behind scales: " + name);
 }
 
@@ -230,9 +230,9 @@ using TileTuple = std::tuple<std::string, std::string, std::string, bool, bool, 
 
 TileTuple layout_of(const PackedTiles& packed) {
     const Tiles& t = packed.tiles;
-    return {kCodeNames[(int)t.code],
-            kScaleTypeNames[(int)t.scale_type],
-            kLowNames[(int)t.low],
+    return {kCodeNames[static_cast<int>(t.code)],
+            kScaleTypeNames[static_cast<int>(t.scale_type)],
+            kLowNames[static_cast<int>(t.low)],
             t.half_groups,
             t.half_factors,
             t.span,
@@ -289,11 +289,11 @@ std::shared_ptr<PackedTiles> columns_in(const std::shared_ptr<NeuronCache>& cach
     if (layer < 0 || layer >= cache->num_layers()) throw std::invalid_argument("no layer of the cache");
     const NeuronCache::Layer& shape = cache->layer(layer);
     auto packed = std::make_shared<PackedTiles>();
-    packed->tiles = tiles_of({Code::i8}, (int64_t)scales.size(), shape.num_neurons);
+    packed->tiles = tiles_of({Code::i8}, static_cast<int64_t>(scales.size()), shape.num_neurons);
     Tiles& t = packed->tiles;
     t.tile_stride = kTile;
     t.column_stride = t.num_tiles() * kTile;
-    if (shape.record_bytes - shape.up_bytes < (size_t)t.column_stride)
+    if (shape.record_bytes - shape.up_bytes < static_cast<size_t>(t.column_stride))
         throw std::invalid_argument("columns of another number of outputs");
     struct Held {
         std::shared_ptr<NeuronCache> cache;
@@ -304,7 +304,7 @@ std::shared_ptr<PackedTiles> columns_in(const std::shared_ptr<NeuronCache>& cach
     held->scales.assign(scales.data(), scales.data() + scales.size());
     held->scales.resize(t.column_stride);
     t.columns = cache->columns();
-    packed->memory = {held, (uint8_t*)held->scales.data()};
+    packed->memory = {held, reinterpret_cast<uint8_t*>(held->scales.data())};
     t.data = packed->memory.get();
     return packed;
 }
@@ -363,7 +363,7 @@ NB_MODULE(_native, m) {
         .def(
             "row_type",
             [](const Device& d, const std::string& code) {
-                return kRowTypeNames[(int)d.kernels.row_type(code_of(code))];
+                return kRowTypeNames[static_cast<int>(d.kernels.row_type(code_of(code)))];
             },
             "code"_a,
             "How products of weights in that code read their rows, at this level: int8, two_terms, whole, "
@@ -401,11 +401,13 @@ NB_MODULE(_native, m) {
         .def_prop_ro("layout", &layout_of, "As `WeightStream.tiles` takes it.")
         .def(
             "raw",
-            [](const PackedTiles& p, size_t bytes) { return nb::bytes((const char*)p.tiles.data, bytes); },
+            [](const PackedTiles& p, size_t bytes) {
+                return nb::bytes(reinterpret_cast<const char*>(p.tiles.data), bytes);
+            },
             "num_bytes"_a, "Bytes of memory from the first tile on, at most those that were packed with it.")
         .def("copy", &copy_tiles, "The tiles, one behind the other (csrc/kernels/table.h).")
         .def_prop_ro(
-            "code", [](const PackedTiles& p) { return kCodeNames[(int)p.tiles.code]; },
+            "code", [](const PackedTiles& p) { return kCodeNames[static_cast<int>(p.tiles.code)]; },
             "u4, u8, u2, u3, u5, u6, l4, i8, bf16, fp16, fp32, f4 or e4m3");
 
     m.def(
@@ -487,8 +489,8 @@ NB_MODULE(_native, m) {
         .def(
             "spans",
             [](const KvMemory& kv, int group) {
-                return std::vector{
-                    std::make_tuple((uintptr_t)kv.memory(group).data(), kv.memory(group).size())};
+                return std::vector{std::make_tuple(reinterpret_cast<uintptr_t>(kv.memory(group).data()),
+                                                   kv.memory(group).size())};
             },
             "group"_a);
 
@@ -597,10 +599,10 @@ NB_MODULE(_native, m) {
             [](SharedRanks& ranks, const Array<float, nb::ndim<2>>& x, const Out<float, nb::ndim<2>>& out,
                const std::vector<int>& widths) {
                 size_t width = 0;
-                for (const int w : widths) width += (size_t)std::max(w, 0);
-                if ((int)widths.size() != ranks.num_tensor() ||
-                    (int)x.shape(1) != widths.at(ranks.tensor_place()) || out.shape(1) != width ||
-                    x.shape(0) != out.shape(0))
+                for (const int w : widths) width += static_cast<size_t>(std::max(w, 0));
+                if (static_cast<int>(widths.size()) != ranks.num_tensor() ||
+                    static_cast<int>(x.shape(1)) != widths.at(ranks.tensor_place()) ||
+                    out.shape(1) != width || x.shape(0) != out.shape(0))
                     throw std::invalid_argument("out: not the columns of all ranks");
                 nb::gil_scoped_release release;
                 ranks.all_gather(x.data(), out.data(), x.shape(0), widths);
@@ -727,7 +729,7 @@ NB_MODULE(_native, m) {
             "kv_written",
             [](const Builder& b) {
                 const uint64_t packed = b.executor.kv_written();
-                return std::make_pair((uint32_t)(packed >> 32), (uint32_t)packed);
+                return std::make_pair(static_cast<uint32_t>(packed >> 32), static_cast<uint32_t>(packed));
             },
             "The number of the newest walk over the stages, and how many of its kv_writes are done.")
         .def_prop_ro(

@@ -107,7 +107,7 @@ struct Builder {
                const std::vector<double>& long_inv_freq, double long_mscale) {
         tables_.push_back(executor.add_angles({inv_freq, mscale}));
         if (!long_inv_freq.empty()) tables_.back()->turn_from(long_start, {long_inv_freq, long_mscale});
-        return (int)tables_.size() - 1;
+        return static_cast<int>(tables_.size()) - 1;
     }
     void rope(const PlaceTuple& x, const PlaceTuple& out, int num_heads, int head_width, int rotary_dim,
               int rotary_start, bool interleaved, int angles, const std::vector<int>& axes) {
@@ -152,12 +152,12 @@ struct Builder {
                    std::vector<int32_t> permutation, float threshold) {
         rows_.push_back(executor.add_conversion(place_of(x), norm_of(norm), tiles.tiles,
                                                 std::move(permutation), threshold));
-        return (int)rows_.size() - 1;
+        return static_cast<int>(rows_.size()) - 1;
     }
     // Has the numbers of converted rows copied to `copies` [max_tokens][width] in each step.
     void observe(int rows, const Out<float>& copies) {
         PreparedRows& of = *rows_.at(rows);
-        if ((int64_t)copies.size() < (int64_t)executor.max_tokens() * of.x.width)
+        if (static_cast<int64_t>(copies.size()) < static_cast<int64_t>(executor.max_tokens()) * of.x.width)
             throw nb::value_error("an array smaller than the rows that are copied to it");
         executor.observe(of, copies.data());
         observed_.push_back(copies);
@@ -165,7 +165,7 @@ struct Builder {
     // Lets the last stage write x, its out, as the product of `tiles` reads it.
     int convert_in_last_stage(const PlaceTuple& x, const PackedTiles& tiles, bool keeps_out) {
         rows_.push_back(executor.convert_in_last_stage(place_of(x), tiles.tiles, keeps_out));
-        return (int)rows_.size() - 1;
+        return static_cast<int>(rows_.size()) - 1;
     }
     // Returns a new site of a table.
     int table_site() { return executor.adapters().add_site(-1); }
@@ -183,12 +183,12 @@ struct Builder {
         std::vector<SiteUpdate> sites;
         for (const auto& item : updates) sites.push_back(update_of(nb::borrow(item)));
         executor.adapters().put(slot, std::move(sites), executor.adapter_rows());
-        if (slot >= (int)adapter_arrays_.size()) adapter_arrays_.resize(slot + 1);
+        if (slot >= static_cast<int>(adapter_arrays_.size())) adapter_arrays_.resize(slot + 1);
         adapter_arrays_[slot] = updates;
     }
     void drop_adapter(int slot) {
         executor.adapters().drop(slot);
-        if (slot >= 0 && slot < (int)adapter_arrays_.size()) adapter_arrays_[slot] = nb::none();
+        if (slot >= 0 && slot < static_cast<int>(adapter_arrays_.size())) adapter_arrays_[slot] = nb::none();
     }
     // parts: (tiles, out, bias or None, residual or None, site or -1) each.
     // skips_zeros: whether most of the rows' numbers are zeros.
@@ -202,16 +202,16 @@ struct Builder {
     void short_conv(const PlaceTuple& x, const PlaceTuple& out, int group, int layer,
                     const nb::object& weight, const nb::object& bias, int activation, bool fills) {
         const Place row = place_of(x);
-        executor.add_stage(make_short_conv(
-            ShortConvSpec{.x = row,
-                          .out = place_of(out),
-                          .group = group,
-                          .layer = layer,
-                          .taps = (int)(nb::cast<Array<float>>(weight).size() / (size_t)row.width),
-                          .weight = keep(weight),
-                          .bias = keep(bias),
-                          .activation = activation,
-                          .fills = fills}));
+        executor.add_stage(make_short_conv(ShortConvSpec{
+            .x = row,
+            .out = place_of(out),
+            .group = group,
+            .layer = layer,
+            .taps = static_cast<int>(nb::cast<Array<float>>(weight).size() / static_cast<size_t>(row.width)),
+            .weight = keep(weight),
+            .bias = keep(bias),
+            .activation = activation,
+            .fills = fills}));
     }
     // Arrays in blocks of lanes: decay [blocks][state_size or 1][16], skip and bias [blocks][16].
     void selective_scan(const PlaceTuple& x, const PlaceTuple& dt, const PlaceTuple& b, const PlaceTuple& c,
@@ -230,7 +230,7 @@ struct Builder {
             .layer = layer,
             .state_size = state_size,
             .head_width = head_width,
-            .num_blocks = (int)(lanes / kTile),
+            .num_blocks = static_cast<int>(lanes / kTile),
             .by_state = nb::cast<Array<float>>(decay).size() > lanes,
             .decay = keep(decay),
             .skip = keep(skip),
@@ -244,24 +244,24 @@ struct Builder {
               bool normalize, float scale, bool scales_rows, float jitter) {
         const char* scores[] = {"softmax", "sigmoid", "softmax_top_k", "sigmoid_top_k", "sparsemixer"};
         const char* ranks[] = {"two_best", "best"};
-        return executor.add_route(
-            RouteSpec{.logits = place_of(logits),
-                      .weights = place_of(weights),
-                      .top_k = top_k,
-                      .score = (RouteSpec::Score)index_of(score, scores, "score of experts"),
-                      .bias = keep(bias),
-                      .num_groups = num_groups,
-                      .top_groups = top_groups,
-                      .group_rank = (RouteSpec::GroupRank)index_of(group_rank, ranks, "rank of groups"),
-                      .normalize = normalize,
-                      .scales_rows = scales_rows,
-                      .scale = scale,
-                      .jitter = jitter});
+        return executor.add_route(RouteSpec{
+            .logits = place_of(logits),
+            .weights = place_of(weights),
+            .top_k = top_k,
+            .score = static_cast<RouteSpec::Score>(index_of(score, scores, "score of experts")),
+            .bias = keep(bias),
+            .num_groups = num_groups,
+            .top_groups = top_groups,
+            .group_rank = static_cast<RouteSpec::GroupRank>(index_of(group_rank, ranks, "rank of groups")),
+            .normalize = normalize,
+            .scales_rows = scales_rows,
+            .scale = scale,
+            .jitter = jitter});
     }
     // Lets the last stage, a choice of experts, write x as their product of `tiles` reads it.
     int convert_in_route(const PlaceTuple& x, const PackedTiles& tiles) {
         rows_.push_back(executor.convert_in_route(place_of(x), tiles.tiles));
-        return (int)rows_.size() - 1;
+        return static_cast<int>(rows_.size()) - 1;
     }
     // by: None, or the weights with which the tokens' rows x are multiplied.
     int expert_conversion(const PlaceTuple& x, int route, const PackedTiles& tiles, const nb::object& by) {
@@ -269,7 +269,7 @@ struct Builder {
         if (!by.is_none()) weights = place_of(nb::cast<PlaceTuple>(by));
         rows_.push_back(executor.add_expert_conversion(place_of(x), route, tiles.tiles,
                                                        by.is_none() ? nullptr : &weights));
-        return (int)rows_.size() - 1;
+        return static_cast<int>(rows_.size()) - 1;
     }
     // tiles, ups: PackedTiles of each expert; `ups` is empty but where gated.
     void experts(int route, int rows, const nb::list& tiles, const nb::list& ups, const PlaceTuple& out,
@@ -306,7 +306,7 @@ struct Builder {
                          .up_bias = keep(up_bias),
                          .gate_bias = keep(gate_bias),
                          .gate = epilogue_of(gate, true)};
-        if (scales.size() != (size_t)(out ? computes_gate ? 2 : 1 : 0))
+        if (scales.size() != static_cast<size_t>(out ? computes_gate ? 2 : 1 : 0))
             throw std::invalid_argument("neurons: not the scales of each matrix");
         if (computes_gate) spec.gate_scales = keep(scales[0]);
         if (out) spec.up_scales = keep(scales[computes_gate]);
@@ -369,7 +369,7 @@ struct Builder {
                 nb::cast<std::tuple<PlaceTuple, PlaceTuple, std::vector<int32_t>>>(by_places);
             spec.of_queries = place_of(queries), spec.of_keys = place_of(keys);
             spec.buckets = buckets;
-            spec.reach = (int)buckets.size() / 2;
+            spec.reach = static_cast<int>(buckets.size()) / 2;
         }
         if (!selection.is_none()) spec.selection = selection_of(selection);
         if (!ahead.is_none()) {
@@ -423,7 +423,8 @@ struct Builder {
                     std::vector<SamplingRecord>& records) {
         const auto samples = array_of<Array<int32_t, nb::ndim<1>>>(found, "samples");
         const auto masks = array_of<Array<uint32_t, nb::ndim<2>>>(found, "masks");
-        if (masks.shape(0) != samples.size() || (int)masks.shape(1) != (executor.vocab() + 31) / 32)
+        if (masks.shape(0) != samples.size() ||
+            static_cast<int>(masks.shape(1)) != (executor.vocab() + 31) / 32)
             throw std::invalid_argument("masks: not one for each row that is drawn again");
         const std::vector<int32_t> rows(samples.data(), samples.data() + samples.size());
         if (!found.attr("mirostat_mus").is_none()) {
@@ -445,10 +446,10 @@ struct Builder {
         if (redraw.attr("logits").is_none()) return found;
         const auto logits = array_of<Array<float, nb::ndim<2>>>(redraw, "logits");
         const auto places = array_of<Array<int32_t, nb::ndim<1>>>(redraw, "places");
-        if (places.size() != num_rows || (int)logits.shape(1) != executor.vocab())
+        if (places.size() != num_rows || static_cast<int>(logits.shape(1)) != executor.vocab())
             throw std::invalid_argument("logits: not a row of the vocabulary for each that is drawn again");
         for (size_t i = 0; i < num_rows; i++) {
-            if (places.data()[i] >= (int)logits.shape(0))
+            if (places.data()[i] >= static_cast<int>(logits.shape(0)))
                 throw std::invalid_argument("places: behind the logits");
             if (places.data()[i] >= 0) found[i] = logits.data() + places.data()[i] * logits.shape(1);
         }
@@ -457,7 +458,8 @@ struct Builder {
 
     // Copies the logits of a sampled row of the last step, which kept them, to `out` [V].
     void copy_logits(int sample, const Out<float>& out) const {
-        if ((int)out.size() != executor.vocab()) throw std::invalid_argument("logits: not the vocabulary");
+        if (static_cast<int>(out.size()) != executor.vocab())
+            throw std::invalid_argument("logits: not the vocabulary");
         std::memcpy(out.data(), executor.kept_logits(sample), sizeof(float) * executor.vocab());
     }
 
@@ -497,8 +499,8 @@ struct Builder {
     Place place_of(const PlaceTuple& t) {
         const auto& [name, offset, width] = t;
         const char* names[] = {"tokens", "block", "samples", "expert_rows"};
-        const auto axis = (Axis)index_of(name, names, "axis");
-        ends_[(int)axis] = std::max(ends_[(int)axis], offset + width);
+        const auto axis = static_cast<Axis>(index_of(name, names, "axis"));
+        ends_[static_cast<int>(axis)] = std::max(ends_[static_cast<int>(axis)], offset + width);
         return Place{axis, offset, width};
     }
     std::vector<Place> places_of(const std::vector<PlaceTuple>& each) {
@@ -538,11 +540,12 @@ struct Builder {
         const auto b = nb::cast<nb::ndarray<nb::ro, nb::ndim<3>, nb::c_contig, nb::device::cpu>>(t[1]);
         const auto a = nb::cast<nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(t[0]);
         const auto scales = nb::cast<Array<float>>(t[2]);
-        const int rank = (int)scales.size();
-        SiteUpdate update{.a = {a.data(), (AdapterNumber)a.itemsize(), rank, (int32_t)a.shape(1)},
-                          .b = {b.data(), (AdapterNumber)b.itemsize(), rank, 0},
-                          .scales = scales.data(),
-                          .is_set = true};
+        const int rank = static_cast<int>(scales.size());
+        SiteUpdate update{
+            .a = {a.data(), static_cast<AdapterNumber>(a.itemsize()), rank, static_cast<int32_t>(a.shape(1))},
+            .b = {b.data(), static_cast<AdapterNumber>(b.itemsize()), rank, 0},
+            .scales = scales.data(),
+            .is_set = true};
         if (!t[3].is_none()) update.gain = nb::cast<Array<float>>(t[3]).data();
         if (!t[4].is_none()) update.bias = nb::cast<Array<float>>(t[4]).data();
         return update;
@@ -559,18 +562,18 @@ struct Builder {
     static Elementwise elementwise_of(const std::string& kind) {
         const char* names[] = {"add",  "mul",  "scale", "activate", "softcap",
                                "gate", "clip", "match", "largest"};
-        return (Elementwise)index_of(kind, names, "elementwise op");
+        return static_cast<Elementwise>(index_of(kind, names, "elementwise op"));
     }
     static Pooling pooling_of(const std::string& mode) {
         const char* names[] = {"last", "cls", "mean"};
-        return (Pooling)index_of(mode, names, "way of pooling");
+        return static_cast<Pooling>(index_of(mode, names, "way of pooling"));
     }
     template <size_t N>
     static int index_of(const std::string& name, const char* const (&names)[N], const char* what) {
         const auto found = std::find(std::begin(names), std::end(names), name);
         if (found == std::end(names))
             throw std::invalid_argument(std::string("unknown ") + what + " " + name);
-        return (int)(found - std::begin(names));
+        return static_cast<int>(found - std::begin(names));
     }
 
     std::vector<nb::object> adapter_arrays_;  // by slot: what its adapter's matrices lie in

@@ -40,7 +40,8 @@ uint64_t read_all(const uint8_t* from, size_t bytes) {
     uint64_t sum[kStep / sizeof(uint64_t)] = {}, all = 0;
     for (const uint8_t* at = from; at + kStep <= from + bytes; at += kStep) {
         for (size_t line = 0; line < kStep; line += kLineBytes) __builtin_prefetch(at + kReadAhead + line);
-        for (size_t j = 0; j < kStep / sizeof(uint64_t); j++) sum[j] += ((const uint64_t*)at)[j];
+        for (size_t j = 0; j < kStep / sizeof(uint64_t); j++)
+            sum[j] += (reinterpret_cast<const uint64_t*>(at))[j];
     }
     for (const uint64_t each : sum) all += each;
     return all;
@@ -49,23 +50,28 @@ uint64_t read_all(const uint8_t* from, size_t bytes) {
 // Makes tiles of zeros: no instruction here takes longer for other numbers.
 PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     WeightMemory memory;
-    const std::vector<float> zeros((size_t)2 * kTile * kInputs);
+    const std::vector<float> zeros(static_cast<size_t>(2) * kTile * kInputs);
     const auto matrix = [&](Matrix::Kind kind, int columns, int bytes) {
         Matrix m{};
         m.kind = kind;
-        m.data = (const uint8_t*)zeros.data();
+        m.data = reinterpret_cast<const uint8_t*>(zeros.data());
         m.rows = 2 * kTile;
         m.columns = columns;
-        m.row_stride = (int64_t)columns * bytes;
+        m.row_stride = static_cast<int64_t>(columns) * bytes;
         m.column_stride = bytes;
         return m;
     };
     if (code == Code::bf16 || code == Code::fp16 || code == Code::fp32 || is_float_code(code))
         return pack(pool, memory, matrix(Matrix::Kind::fp32, kInputs, sizeof(float)), code);
     const int low = low_bits(code), high = high_bits(code), block = kGroup * (low + high) / 8;
-    const int64_t row_bytes = (int64_t)kInputs / kGroup * block;
-    CodeRows codes{
-        (const uint8_t*)zeros.data(), 2 * kTile, row_bytes, row_bytes, kGroup, block, {{0, low, 1}}};
+    const int64_t row_bytes = static_cast<int64_t>(kInputs) / kGroup * block;
+    CodeRows codes{reinterpret_cast<const uint8_t*>(zeros.data()),
+                   2 * kTile,
+                   row_bytes,
+                   row_bytes,
+                   kGroup,
+                   block,
+                   {{0, low, 1}}};
     if (high) codes.planes.push_back({kGroup * low / 8, high, 1});
     codes.is_signed = low == 8;
     // Scales as the formats of these codes most often have them.
@@ -75,17 +81,18 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     const Matrix small = matrix(Matrix::Kind::i8, kInputs / (kGroup / 2), 1);
     const Matrix factors = matrix(Matrix::Kind::fp16, kInputs / (kSmallSpan * kGroup), sizeof(uint16_t));
     const Matrix levels = halves ? small : half, supers = halves ? factors : Matrix{};
-    const QuantisedSource source{.codes = codes,
-                                 .group = halves ? kGroup / 2 : kGroup,
-                                 .zero_point = 0,
-                                 .num_inputs = kInputs,
-                                 .scales = levels,
-                                 .mins = has_mins ? levels : Matrix{},
-                                 .super_scales = supers,
-                                 .super_mins = has_mins ? supers : Matrix{},
-                                 .table = code == Code::l4 ? (const int8_t*)zeros.data() : nullptr,
-                                 .small_levels = halves,
-                                 .whole_rows = code == Code::i8};
+    const QuantisedSource source{
+        .codes = codes,
+        .group = halves ? kGroup / 2 : kGroup,
+        .zero_point = 0,
+        .num_inputs = kInputs,
+        .scales = levels,
+        .mins = has_mins ? levels : Matrix{},
+        .super_scales = supers,
+        .super_mins = has_mins ? supers : Matrix{},
+        .table = code == Code::l4 ? reinterpret_cast<const int8_t*>(zeros.data()) : nullptr,
+        .small_levels = halves,
+        .whole_rows = code == Code::i8};
     return pack(pool, memory, source);
 }
 
@@ -97,19 +104,19 @@ struct RowOperands {
     std::vector<float> acc;
 
     RowOperands(const KernelTable& kernels, const Tiles& w)
-        : values((size_t)kRows * w.num_groups * kGroup * sizeof(float) +
+        : values(static_cast<size_t>(kRows) * w.num_groups * kGroup * sizeof(float) +
                  OutlierList::num_bytes(w.num_inputs)),
-          scales((size_t)kRows * w.num_groups * 16),
+          scales(static_cast<size_t>(kRows) * w.num_groups * 16),
           scratch(kernels.scratch_bytes(w)),
-          acc((size_t)2 * kRows * kTile) {
-        const size_t each = (size_t)kRows * w.num_groups;
-        float* at = (float*)scales.data();
+          acc(static_cast<size_t>(2) * kRows * kTile) {
+        const size_t each = static_cast<size_t>(kRows) * w.num_groups;
+        float* at = reinterpret_cast<float*>(scales.data());
         const RowType type = kernels.row_type(w.code);
         rows = Rows{.type = type,
                     .values = values.data(),
                     .stride = row_elements(type, w.num_groups),
                     .scales = at,
-                    .sums = (int32_t*)(at + 2 * each),
+                    .sums = reinterpret_cast<int32_t*>(at + 2 * each),
                     .scaled_sums = at + each,
                     .num_groups = w.num_groups,
                     .group_stride = w.num_groups};
@@ -142,22 +149,23 @@ double read_bandwidth(ThreadPool& pool, size_t bytes) {
         pool.parallel_for(
             threads, [&](int piece, int) { sums[piece] += read_all(memory.data() + piece * part, part); });
     });
-    return (double)(part * threads) / seconds;
+    return static_cast<double>(part * threads) / seconds;
 }
 
 std::vector<StreamRound> stream_rounds(ThreadPool& pool, const KernelTable& kernels, const Tiles& layout,
                                        size_t bytes, int rounds) {
     const int threads = pool.num_threads(), inputs = layout.num_inputs;
-    const int each = std::max((int)(bytes / layout.tile_bytes / threads), 2) / 2 * 2;  // tiles of a thread
+    const int each =
+        std::max(static_cast<int>(bytes / layout.tile_bytes / threads), 2) / 2 * 2;  // tiles of a thread
     Tiles tiles = layout;
     tiles.num_rows = each * threads * kTile;
     tiles.tile_stride = layout.tile_bytes;
-    const size_t part = (size_t)each * layout.tile_bytes;
+    const size_t part = static_cast<size_t>(each) * layout.tile_bytes;
     const Memory memory(part * threads + kPrefetchedBytes);
     std::memset(memory.data(), 0x3b, memory.size());  // no scale is a subnormal
     tiles.data = memory.data();
     std::vector<float> x(inputs);
-    for (int k = 0; k < inputs; k++) x[k] = (float)(k * 37 % 255 - 127) / 64;
+    for (int k = 0; k < inputs; k++) x[k] = static_cast<float>(k * 37 % 255 - 127) / 64;
     std::vector<std::unique_ptr<RowOperands>> rows;
     for (int t = 0; t < threads; t++) {
         rows.push_back(std::make_unique<RowOperands>(kernels, tiles));
@@ -174,7 +182,7 @@ std::vector<StreamRound> stream_rounds(ThreadPool& pool, const KernelTable& kern
         }
     };
     std::vector<StreamRound> found(rounds);
-    const double total = (double)part * threads;
+    const double total = static_cast<double>(part) * threads;
     for (StreamRound& round : found) {
         round.read = total / seconds_of([&] { pool.parallel_for(threads, read); });
         round.product = total / seconds_of([&] { pool.parallel_for(threads, multiply); });

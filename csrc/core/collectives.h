@@ -49,7 +49,7 @@ struct CollectiveStage : Stage {
             spec.widths.empty() ? sum(view, number, row) : join(view, number, row);
     }
     void give(const View& view, uint32_t number, int first, int end) const {
-        float* own = (float*)ranks.own_slot(number);
+        float* own = reinterpret_cast<float*>(ranks.own_slot(number));
         const int64_t width = own_width();
         for (int64_t row = first; row < end; row++)
             std::memcpy(own + row * width, view.at(spec.x, row), width * sizeof(float));
@@ -58,7 +58,7 @@ struct CollectiveStage : Stage {
         float* out = view.at(spec.out, row);
         const int64_t width = spec.x.width;
         const auto part_of = [&](int place) {
-            return (const float*)ranks.slot(ranks.tensor_rank(place), number) + row * width;
+            return reinterpret_cast<const float*>(ranks.slot(ranks.tensor_rank(place), number)) + row * width;
         };
         std::memcpy(out, part_of(0), width * sizeof(float));
         for (int r = 1; r < ranks.num_tensor(); r++) {
@@ -70,7 +70,7 @@ struct CollectiveStage : Stage {
         float* out = view.at(spec.out, row);
         for (int r = 0; r < ranks.num_tensor(); r++) {
             const int64_t width = spec.widths[r];
-            const auto* part = (const float*)ranks.slot(ranks.tensor_rank(r), number);
+            const auto* part = reinterpret_cast<const float*>(ranks.slot(ranks.tensor_rank(r), number));
             std::memcpy(out, part + row * width, width * sizeof(float));
             out += width;
         }
@@ -84,13 +84,15 @@ struct DispatchSlot {
     static constexpr size_t kHeader = 64;
     size_t top_k, width;
     explicit DispatchSlot(const DispatchSpec& spec)
-        : top_k((size_t)spec.plan->top_k), width((size_t)spec.x.width) {}
+        : top_k(static_cast<size_t>(spec.plan->top_k)), width(static_cast<size_t>(spec.x.width)) {}
     size_t row_bytes() const { return top_k * (sizeof(int32_t) + sizeof(float)) + width * sizeof(float); }
-    size_t bytes(int tokens) const { return kHeader + (size_t)tokens * row_bytes(); }
+    size_t bytes(int tokens) const { return kHeader + static_cast<size_t>(tokens) * row_bytes(); }
     int32_t* ids(uint8_t* slot, int64_t token) const {
-        return (int32_t*)(slot + kHeader + (size_t)token * row_bytes());
+        return reinterpret_cast<int32_t*>(slot + kHeader + static_cast<size_t>(token) * row_bytes());
     }
-    float* weights(uint8_t* slot, int64_t token) const { return (float*)(ids(slot, token) + top_k); }
+    float* weights(uint8_t* slot, int64_t token) const {
+        return reinterpret_cast<float*>(ids(slot, token) + top_k);
+    }
     float* x(uint8_t* slot, int64_t token) const { return weights(slot, token) + top_k; }
 };
 
@@ -136,7 +138,7 @@ struct DispatchMeetsStage : DispatchStage {
         plan.num_tokens = 0;
         plan.blocks.clear();
         const uint32_t number = view.executor.expert_exchange(index, view);
-        if (gives()) *(int32_t*)ranks.own_slot(number) = view.batch.num_tokens;
+        if (gives()) *reinterpret_cast<int32_t*>(ranks.own_slot(number)) = view.batch.num_tokens;
         if (!ranks.exchange(number)) return;  // the step fails when it is done
         for (int engine = 0; engine < num_engines; engine++) {
             if (engine == ranks.expert_place() / places_an_engine()) plan.first_token = plan.num_tokens;
@@ -148,7 +150,7 @@ struct DispatchMeetsStage : DispatchStage {
     void take(ExpertPlan& plan, uint8_t* slot, int most) const {
         const DispatchSlot at(spec);
         const int64_t k = plan.top_k;
-        const int count = std::clamp(*(const int32_t*)slot, 0, most);
+        const int count = std::clamp(*reinterpret_cast<const int32_t*>(slot), 0, most);
         for (int64_t token = 0; token < count; token++, plan.num_tokens++) {
             std::copy_n(at.ids(slot, token), k, plan.ids.data() + plan.num_tokens * k);
             std::copy_n(at.weights(slot, token), k, plan.weights.data() + plan.num_tokens * k);
@@ -220,12 +222,12 @@ struct CollectStage : Stage {
         if (!ranks.exchange(number)) return;  // the step fails when it is done
         for (int choice = first; choice < end; choice++) take(view, number, choice);
     }
-    size_t row_bytes() const { return (size_t)spec.x.width * sizeof(float); }
+    size_t row_bytes() const { return static_cast<size_t>(spec.x.width) * sizeof(float); }
     // The place of the rank that has the expert of a choice.
     int owner(int choice) const {
         const auto& firsts = spec.firsts;
-        return (int)(std::upper_bound(firsts.begin(), firsts.end(), spec.plan->ids[choice]) -
-                     firsts.begin()) -
+        return static_cast<int>(std::upper_bound(firsts.begin(), firsts.end(), spec.plan->ids[choice]) -
+                                firsts.begin()) -
                1;
     }
     void give(const View& view, uint32_t number, int first, int end) const {
@@ -238,7 +240,7 @@ struct CollectStage : Stage {
     void take(const View& view, uint32_t number, int choice) const {
         const int place = owner(choice), row = spec.plan->rows[choice];
         const void* from = place == ranks.expert_place()
-                               ? (const void*)view.at(spec.x, row)
+                               ? reinterpret_cast<const void*>(view.at(spec.x, row))
                                : ranks.slot(ranks.expert_rank(place), number) + choice * row_bytes();
         std::memmove(view.at(spec.out, row), from, row_bytes());
     }

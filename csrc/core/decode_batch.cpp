@@ -94,7 +94,8 @@ void DecodeBatch::place(int request) {
         if (slots_[i] < 0) continue;
         context_lens_[i]++;
         slots_[i] =
-            batch_.block_tables[(int64_t)i * batch_.table_width + place / kTile] * kTile + place % kTile;
+            batch_.block_tables[static_cast<int64_t>(i) * batch_.table_width + place / kTile] * kTile +
+            place % kTile;
     }
 }
 
@@ -119,12 +120,12 @@ void DecodeBatch::next_results() {
     s.out_ids += num;
     s.out_failed += num;
     if (s.out_surprises) s.out_surprises += num;
-    if (s.out_witnesses) s.out_witnesses += (int64_t)num * kMostWitnesses;
+    if (s.out_witnesses) s.out_witnesses += static_cast<int64_t>(num) * kMostWitnesses;
     if (!s.out_logprobs) return;
     s.out_logprobs += num;
     s.out_ranks += num;
-    s.out_top_ids += (int64_t)num * s.max_top;
-    s.out_top_logprobs += (int64_t)num * s.max_top;
+    s.out_top_ids += static_cast<int64_t>(num) * s.max_top;
+    s.out_top_logprobs += static_cast<int64_t>(num) * s.max_top;
 }
 
 }  // namespace octavo

@@ -33,7 +33,7 @@ class DecodeCall {
     // fewer than num_steps are done, and no request has ended or failed.
     bool step(const nb::object& check) {
         if (num_done_ > 0 && follows_tokens_)
-            decoding_.follow(read_sampling(batch_.attr("sampling"), (size_t)first_.num_samples));
+            decoding_.follow(read_sampling(batch_.attr("sampling"), static_cast<size_t>(first_.num_samples)));
         builder_.run_and_check(decoding_.batch(), *kv_, check, num_done_);
         return ++num_done_ < num_steps_ && decoding_.advance();
     }

@@ -43,10 +43,10 @@ struct Measurement {
     // Reads blocks until the time is over, one at least; thread `index` of several.
     void read(int index) {
         const Memory memory(reads.block_bytes);
-        std::mt19937_64 generator((uint64_t)index);
+        std::mt19937_64 generator(static_cast<uint64_t>(index));
         do {
-            const int64_t turn = reads.in_order ? next++ : (int64_t)(generator() >> 1);
-            const off_t offset = turn % num_blocks * (int64_t)reads.block_bytes;
+            const int64_t turn = reads.in_order ? next++ : static_cast<int64_t>(generator() >> 1);
+            const off_t offset = turn % num_blocks * static_cast<int64_t>(reads.block_bytes);
             const ssize_t got = pread(file, memory.data(), reads.block_bytes, offset);
             if (got < 0 && errno == EINTR) continue;
             if (got < 0) error = errno;
@@ -66,7 +66,7 @@ double disk_rate(const std::string& path, const DiskReads& reads) {
     if (file.number < 0 && errno == EINVAL) return 0;
     struct stat found;
     if (file.number < 0 || fstat(file.number, &found) < 0) fail(path, errno);
-    const int64_t num_blocks = found.st_size / (int64_t)reads.block_bytes;
+    const int64_t num_blocks = found.st_size / static_cast<int64_t>(reads.block_bytes);
     if (num_blocks < 1) fail(path, ENODATA);
     const auto start = Clock::now();
     const auto duration =
@@ -77,7 +77,8 @@ double disk_rate(const std::string& path, const DiskReads& reads) {
     for (auto& thread : threads) thread.join();
     if (measurement.error == EINVAL) return 0;
     if (measurement.error) fail(path, measurement.error);
-    return (double)measurement.done / std::chrono::duration<double>(Clock::now() - start).count();
+    return static_cast<double>(measurement.done) /
+           std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 }  // namespace octavo

@@ -37,18 +37,20 @@ void RopeAngles::turn_from(int start, Frequencies others) {
 }
 
 void RopeAngles::ensure(int positions) {
-    const int n = (int)size();
-    const int have = n ? (int)(table_.size() / (2 * n)) : positions;
+    const int n = static_cast<int>(size());
+    const int have = n ? static_cast<int>(table_.size() / (2 * n)) : positions;
     if (positions <= have) return;
     const int want = std::max(positions, 2 * have);
-    table_.resize((size_t)want * 2 * n);
+    table_.resize(static_cast<size_t>(want) * 2 * n);
     for (int p = have; p < want; p++) {
         const bool is_long = p >= long_start_;
         const auto& [inv_freq, mscale] = is_long ? long_ : all_;
         const int at = is_long ? p - long_start_ : p;
         for (int i = 0; i < n; i++) {
-            table_[((size_t)p * 2) * n + i] = (float)(std::cos(at * inv_freq[i]) * mscale);
-            table_[((size_t)p * 2 + 1) * n + i] = (float)(std::sin(at * inv_freq[i]) * mscale);
+            table_[(static_cast<size_t>(p) * 2) * n + i] =
+                static_cast<float>(std::cos(at * inv_freq[i]) * mscale);
+            table_[(static_cast<size_t>(p) * 2 + 1) * n + i] =
+                static_cast<float>(std::sin(at * inv_freq[i]) * mscale);
         }
     }
 }
@@ -100,7 +102,7 @@ void Executor::add_row_op(std::unique_ptr<RowOp> op) {
 
 void Executor::note_kv_write(int group, int layer) {
     require(!open_.samples, "keys written by sampled rows");
-    kv_writes_.push_back({(int)body_.size() - 1, group, layer});
+    kv_writes_.push_back({static_cast<int>(body_.size()) - 1, group, layer});
 }
 
 // Rows as the product of `w` reads them; their memory is sized by finish(), which fills the pointers and
@@ -111,9 +113,9 @@ PreparedRows* Executor::new_rows(const Tiles& w, const Place& x, RowArea area) {
     rows_.back()->x = x;
     rows_.back()->area = area;
     rows_.back()->rows = Rows{.type = type, .num_groups = w.num_groups};
-    size_t &bytes = row_bytes_[(int)area], &groups = groups_[(int)area];
+    size_t &bytes = row_bytes_[static_cast<int>(area)], &groups = groups_[static_cast<int>(area)];
     bytes = std::max(bytes, row_elements(type, w.num_groups) * element_bytes(type));
-    groups = std::max(groups, (size_t)w.num_groups);
+    groups = std::max(groups, static_cast<size_t>(w.num_groups));
     return rows_.back().get();
 }
 
@@ -121,7 +123,7 @@ PreparedRows* Executor::add_conversion(const Place& x, const Norm& norm, const T
                                        std::vector<int32_t> permutation, float threshold) {
     const bool fits = std::all_of(permutation.begin(), permutation.end(),
                                   [&](int32_t input) { return input >= 0 && input < x.width; });
-    require(fits && (permutation.empty() || (int64_t)permutation.size() == x.width),
+    require(fits && (permutation.empty() || static_cast<int64_t>(permutation.size()) == x.width),
             "a permutation of other inputs than the rows have");
     PreparedRows* rows = new_rows(w, x, RowArea::prepared);
     rows->norm = norm;
@@ -176,7 +178,7 @@ void Executor::add_linear(LinearSpec spec) {
         product_scratch_ = std::max(product_scratch_, kernels_.scratch_bytes(part.tiles));
     }
     if (!open_.samples) {
-        const int least = kernels_.rows_per_byte * (int)element_bytes(type);
+        const int least = kernels_.rows_per_byte * static_cast<int>(element_bytes(type));
         least_rows_ = std::min(kernels_.row_block, std::max(least_rows_, least));
     }
     push(std::make_unique<LinearStage>(std::move(spec)));
@@ -194,7 +196,7 @@ void Executor::add_heads(HeadsSpec spec) {
 
 // The plan of all attentions that are cut alike.
 int Executor::plan_of(const AttentionSpec& spec) {
-    for (int index = 0; index < (int)plans_.size(); index++)
+    for (int index = 0; index < static_cast<int>(plans_.size()); index++)
         if (plans_[index].group == spec.group && plans_[index].mask == spec.mask &&
             plans_[index].num_heads == spec.num_heads && plans_[index].latent_width == spec.latent_width)
             return index;
@@ -204,7 +206,7 @@ int Executor::plan_of(const AttentionSpec& spec) {
     plan.num_heads = spec.num_heads;
     plan.latent_width = spec.latent_width;
     plans_.push_back(plan);
-    return (int)plans_.size() - 1;
+    return static_cast<int>(plans_.size()) - 1;
 }
 
 // Two stages: the pieces, then the merge of those that are parts of a run. Two more in front of them where sparse
@@ -242,13 +244,13 @@ int Executor::add_route(const RouteSpec& spec) {
     const int experts = spec.num_experts();
     expert_plans_.push_back(std::make_unique<ExpertPlan>(experts, spec.top_k, most_expert_tokens()));
     expert_rows_ = std::max(expert_rows_, ExpertPlan::most_rows(experts, spec.top_k, most_expert_tokens()));
-    num_scores_ = std::max(num_scores_, (size_t)4 * experts);
+    num_scores_ = std::max(num_scores_, static_cast<size_t>(4) * experts);
     ExpertPlan& plan = *expert_plans_.back();
     plan.scales_rows = spec.scales_rows;
     has_row_blocks_ = true;
     push(std::make_unique<RouteStage>(spec, plan));
     push(std::make_unique<OrderStage>(plan));
-    return (int)expert_plans_.size() - 1;
+    return static_cast<int>(expert_plans_.size()) - 1;
 }
 
 PreparedRows* Executor::convert_in_route(const Place& x, const Tiles& w) {
@@ -264,7 +266,7 @@ PreparedRows* Executor::convert_in_route(const Place& x, const Tiles& w) {
 
 PreparedRows* Executor::add_expert_conversion(const Place& x, int route, const Tiles& w, const Place* by) {
     PreparedRows* rows = new_rows(w, x, RowArea::experts);
-    if (by) num_scores_ = std::max(num_scores_, (size_t)(x.width + kGroup - 1) / kGroup * kGroup);
+    if (by) num_scores_ = std::max(num_scores_, static_cast<size_t>(x.width + kGroup - 1) / kGroup * kGroup);
     push(std::make_unique<ExpertRowsStage>(*rows, *expert_plan(route), by ? *by : Place{}));
     return rows;
 }
@@ -290,7 +292,7 @@ void Executor::add_neurons(NeuronsSpec spec, const Place& x, const Norm& norm, f
     const Tiles tiles = tiles_of({Code::i8}, NeuronUpStage::kTilesAPiece * kTile, x.width);
     if (spec.out.width) {
         require(spec.out.width == spec.opened.width, "another number of neurons than there are");
-        const size_t row_bytes = (size_t)tiles.num_groups * kGroup;
+        const size_t row_bytes = static_cast<size_t>(tiles.num_groups) * kGroup;
         require(layer.up_bytes == spec.num_rows() * row_bytes, "rows of another width");
         PreparedRows* rows = new_rows(tiles, x, RowArea::attended);
         rows->norm = norm;
@@ -321,13 +323,14 @@ void Executor::add_collective(const CollectiveSpec& spec) {
     require(open_.is_empty, "a collective in a stage with other ops");
     const int width = std::accumulate(spec.widths.begin(), spec.widths.end(), 0);
     const bool joins = !spec.widths.empty();
-    require(!joins || ((int)spec.widths.size() == ranks_->num_tensor() && width == spec.out.width &&
-                       spec.widths[ranks_->tensor_place()] == spec.x.width),
+    require(!joins || (static_cast<int>(spec.widths.size()) == ranks_->num_tensor() &&
+                       width == spec.out.width && spec.widths[ranks_->tensor_place()] == spec.x.width),
             "columns of other ranks than there are");
     require(joins || spec.x.width == spec.out.width, "a sum of another width");
     const int widest = joins ? *std::max_element(spec.widths.begin(), spec.widths.end()) : spec.x.width;
     const int rows = open_.samples ? kSampleChunk : max_tokens_;
-    slot_bytes_ = std::max(slot_bytes_, sizeof(float) * (size_t)widest * (size_t)rows);
+    slot_bytes_ =
+        std::max(slot_bytes_, sizeof(float) * static_cast<size_t>(widest) * static_cast<size_t>(rows));
     const int index = num_collectives_[open_.samples]++;
     push(std::make_unique<CollectiveStage>(spec, *ranks_, index, false));
     push(std::make_unique<CollectiveStage>(spec, *ranks_, index, true));
@@ -360,7 +363,7 @@ void Executor::add_dispatch(const Place& x, const Place& weights, int route) {
     require(weights.width == plan.top_k, "weights of other choices");
     plan.gathers = true;
     plan.weights.resize(plan.ids.size());
-    plan.token_rows.resize((size_t)most_expert_tokens());
+    plan.token_rows.resize(static_cast<size_t>(most_expert_tokens()));
     const DispatchSpec spec{x, weights, &plan};
     const int index = num_engine_exchanges_;
     count_expert_exchange(DispatchSlot(spec).bytes(max_tokens_));
@@ -371,14 +374,14 @@ void Executor::add_dispatch(const Place& x, const Place& weights, int route) {
 
 void Executor::add_collect(CollectSpec spec) {
     SharedRanks* ranks = engines_ ? engines_.get() : ranks_.get();
-    require(ranks && (int)spec.firsts.size() == ranks->num_experts(),
+    require(ranks && static_cast<int>(spec.firsts.size()) == ranks->num_experts(),
             "experts of other ranks than there are");
     require(open_.is_empty && !open_.samples, "experts' rows collected in a stage with other ops");
     require(spec.x.width == spec.out.width, "experts' rows of another width");
     require(spec.plan->gathers == (engines_ != nullptr), "experts' rows of tokens that no engine dispatched");
     const int index = engines_ ? num_engine_exchanges_ : num_collectives_[0];
-    count_expert_exchange(sizeof(float) * (size_t)spec.x.width * (size_t)most_expert_tokens() *
-                          (size_t)spec.plan->top_k);
+    count_expert_exchange(sizeof(float) * static_cast<size_t>(spec.x.width) *
+                          static_cast<size_t>(most_expert_tokens()) * static_cast<size_t>(spec.plan->top_k));
     push(std::make_unique<CollectStage>(spec, *ranks, index, false));
     push(std::make_unique<CollectStage>(std::move(spec), *ranks, index, true));
 }
@@ -388,7 +391,7 @@ uint32_t Executor::collective(int index, const View& view) const {
     const bool samples = view.num_samples > 0;
     const int before =
         samples ? num_collectives_[0] + view.first_sample / kSampleChunk * num_collectives_[1] : 0;
-    return first_collective_ + (uint32_t)(before + index);
+    return first_collective_ + static_cast<uint32_t>(before + index);
 }
 
 int Executor::count_collectives(const Batch& batch) const {
@@ -441,7 +444,7 @@ static int64_t odd_lines(int64_t elements, int64_t element) {
     return (lines | 1) * 64 / element;
 }
 
-static size_t whole_blocks(int rows) { return (size_t)(rows + kTile - 1) / kTile * kTile; }
+static size_t whole_blocks(int rows) { return static_cast<size_t>(rows + kTile - 1) / kTile * kTile; }
 
 size_t bytes_of_rows(const Rows& rows, size_t count) {
     const size_t values = (count * rows.stride * element_bytes(rows.type) + 63) / 64 * 64;
@@ -451,15 +454,16 @@ size_t bytes_of_rows(const Rows& rows, size_t count) {
 void place_rows_at(uint8_t* memory, size_t count, Rows& rows) {
     rows.values = memory;
     memory += (count * rows.stride * element_bytes(rows.type) + 63) / 64 * 64;
-    rows.scales = (float*)memory;
+    rows.scales = reinterpret_cast<float*>(memory);
     rows.scaled_sums = rows.scales + count * rows.group_stride;
-    rows.sums = (int32_t*)(rows.scaled_sums + count * rows.group_stride);
+    rows.sums = reinterpret_cast<int32_t*>(rows.scaled_sums + count * rows.group_stride);
 }
 
 void Executor::finish(int64_t token_floats, int64_t block_floats, int64_t sample_floats,
                       int64_t expert_floats) {
     const int64_t floats[kNumAxes] = {token_floats, block_floats, sample_floats, expert_floats};
-    const size_t rows[kNumAxes] = {(size_t)max_tokens_, (size_t)pool_.num_threads() * kernels_.row_block,
+    const size_t rows[kNumAxes] = {static_cast<size_t>(max_tokens_),
+                                   static_cast<size_t>(pool_.num_threads()) * kernels_.row_block,
                                    kSampleChunk, expert_rows_};
     for (int axis = 0; axis < kNumAxes; axis++) {
         row_floats_[axis] = odd_lines(floats[axis], sizeof(float));
@@ -480,20 +484,20 @@ void Executor::place_rows() {
     const size_t attended = whole_blocks(most_expert_tokens());
     const size_t rows_of[kNumRowAreas] = {prepared, prepared, attended, expert_rows_};
     for (int area = 0; area < kNumRowAreas; area++) {
-        row_bytes_[area] = (size_t)odd_lines((int64_t)row_bytes_[area], 1);
+        row_bytes_[area] = static_cast<size_t>(odd_lines(static_cast<int64_t>(row_bytes_[area]), 1));
         areas_[area] = std::make_unique<Memory>(rows_of[area] * (row_bytes_[area] + groups_[area] * 16));
     }
     for (auto& each : rows_) {
-        const int area = (int)each->area;
-        each->rows.stride = (int64_t)(row_bytes_[area] / element_bytes(each->rows.type));
-        each->rows.group_stride = (int32_t)groups_[area];
+        const int area = static_cast<int>(each->area);
+        each->rows.stride = static_cast<int64_t>(row_bytes_[area] / element_bytes(each->rows.type));
+        each->rows.group_stride = static_cast<int32_t>(groups_[area]);
         place_rows_at(areas_[area]->data(), rows_of[area], each->rows);
     }
 }
 
 // An attention's two stages have one range, but a barrier between them.
 void Executor::group_stages() {
-    for (int i = 0; i < (int)body_.size(); i++) {
+    for (int i = 0; i < static_cast<int>(body_.size()); i++) {
         each_.push_back({i, i + 1});
         if (!body_[i]->only_adapters()) plain_.push_back({i, i + 1});
         if (i > 0 && body_ranges_[i] == body_ranges_[i - 1] && body_[i]->row_local())
@@ -524,20 +528,21 @@ void Executor::order_chunks() {
             require(stage->chunk == last || stage->chunk == last + 1, "chunks of weights out of order");
             last = stage->chunk;
         }
-    require(last + 1 == (int)stream_->streamed().size(), "a chunk of weights that no stage reads");
+    require(last + 1 == static_cast<int>(stream_->streamed().size()),
+            "a chunk of weights that no stage reads");
     // A stage releases the chunks before its own; the last stage of a chunk releases that one too.
     released_.assign(body_.size(), 0);
-    int next = (int)stream_->streamed().size();
+    int next = static_cast<int>(stream_->streamed().size());
     for (const auto& stage : head_)
         if (stage->chunk >= 0) next = std::min(next, stage->chunk);
     const int head_first = next;
-    for (int i = (int)body_.size() - 1; i >= 0; i--) {
+    for (int i = static_cast<int>(body_.size()) - 1; i >= 0; i--) {
         released_[i] = next;
         if (body_[i]->chunk >= 0) next = body_[i]->chunk;
     }
     for (const StageRange& range : ranges_)
         check_places(range.first ? released_[range.first - 1] : 0, released_[range.last - 1]);
-    check_places(head_first, (int)stream_->streamed().size());
+    check_places(head_first, static_cast<int>(stream_->streamed().size()));
 }
 
 void Executor::check_places(int first, int end) const {
@@ -552,10 +557,11 @@ void Executor::size_thread_states() {
     for (const auto& each : rows_)
         row_bytes = std::max(row_bytes, bytes_of_rows(each->rows, has_row_blocks_ ? kExpertRows : kTile));
     for (auto& thread : threads_) {
-        for (auto& acc : thread.acc) acc.resize((size_t)kRowBlock * kTile);
+        for (auto& acc : thread.acc) acc.resize(static_cast<size_t>(kRowBlock) * kTile);
         for (auto& sums : thread.columns)
-            sums.resize((size_t)kTile * std::max(kColumnTiles * kColumnRows, kGatheredTiles * kRowBlock));
-        thread.group.resize((size_t)kRowBlock * kGroup);
+            sums.resize(static_cast<size_t>(kTile) *
+                        std::max(kColumnTiles * kColumnRows, kGatheredTiles * kRowBlock));
+        thread.group.resize(static_cast<size_t>(kRowBlock) * kGroup);
         thread.product = std::make_unique<Memory>(product_scratch_);
         thread.rows = std::make_unique<Memory>(row_bytes);
         thread.scores.resize(num_scores_);
@@ -605,7 +611,7 @@ void Executor::check(const Batch& batch, const KvMemory& kv) const {
     for (int i = 0; i < kv.num_groups() * batch.num_tokens; i++)
         if (batch.slots[i] < -1 || batch.slots[i] >= kv.group(i / batch.num_tokens).num_blocks * kTile)
             fail("slot " + std::to_string(batch.slots[i]) + " is outside the KV memory");
-    for (int64_t i = 0; i < (int64_t)kv.num_groups() * batch.num_copies; i++)
+    for (int64_t i = 0; i < static_cast<int64_t>(kv.num_groups()) * batch.num_copies; i++)
         if (batch.copy_slots[i] < -1 ||
             batch.copy_slots[i] >= kv.group(i / batch.num_copies).num_blocks * kTile)
             fail("a copy to slot " + std::to_string(batch.copy_slots[i]) + " is outside the KV memory");
@@ -632,7 +638,7 @@ void Executor::check_tables(const AttentionPlan& plan, const Batch& batch, const
         // Blocks that a window has passed may be gone from the table.
         const int first_key = plan.mask.first_key(batch.places[row]);
         for (int b = first_key / kTile; b < needed; b++) {
-            const int block = batch.block_tables[(int64_t)i * batch.table_width + b];
+            const int block = batch.block_tables[static_cast<int64_t>(i) * batch.table_width + b];
             if (!kv.has_block(plan.group, block))
                 fail("block " + std::to_string(block) + " is outside the KV memory");
         }
@@ -712,8 +718,9 @@ void Executor::begin_spill(const Batch& batch, const KvMemory& kv) {
                 found->second = std::min(found->second, slots[i] % kTile);
             }
         };
-        add(batch.slots + (int64_t)group * batch.num_tokens, batch.num_tokens);
-        if (batch.num_copies) add(batch.copy_slots + (int64_t)group * batch.num_copies, batch.num_copies);
+        add(batch.slots + static_cast<int64_t>(group) * batch.num_tokens, batch.num_tokens);
+        if (batch.num_copies)
+            add(batch.copy_slots + static_cast<int64_t>(group) * batch.num_copies, batch.num_copies);
         std::vector<int32_t> written, continued;
         for (const auto& [block, first] : firsts) {
             written.push_back(block);
@@ -753,7 +760,7 @@ void Executor::redraw(const Batch& batch, const KvMemory& kv, const std::vector<
     std::vector<const float*> given(batch.num_samples);
     for (size_t i = 0; i < samples.size(); i++) {
         kept_logits(samples[i]);
-        records[samples[i]].allowed_mask = (int32_t)i;
+        records[samples[i]].allowed_mask = static_cast<int32_t>(i);
         given[samples[i]] = replaced[i];
     }
     Batch masked = batch;
@@ -770,7 +777,8 @@ void Executor::write_candidates(const Batch& batch, const KvMemory& kv, const st
     for (const int32_t sample : samples) kept_logits(sample);
     std::vector<SamplingRecord> records(batch.sampling.records, batch.sampling.records + batch.num_samples);
     for (auto& record : records) record.num_logprobs = -1;
-    std::vector<int32_t> ids(batch.num_samples), candidates((size_t)batch.num_samples * kMostCandidates, -1);
+    std::vector<int32_t> ids(batch.num_samples),
+        candidates(static_cast<size_t>(batch.num_samples) * kMostCandidates, -1);
     std::vector<uint8_t> failed(batch.num_samples);
     Batch asked = batch;
     asked.late = nullptr;
@@ -782,12 +790,13 @@ void Executor::write_candidates(const Batch& batch, const KvMemory& kv, const st
     asked.sampling.num_candidates = kMostCandidates;
     draw_rows(asked, kv, samples);
     for (const int32_t sample : samples)
-        out = std::copy_n(candidates.data() + (int64_t)sample * kMostCandidates, kMostCandidates, out);
+        out = std::copy_n(candidates.data() + static_cast<int64_t>(sample) * kMostCandidates, kMostCandidates,
+                          out);
 }
 
 void Executor::draw_rows(const Batch& batch, const KvMemory& kv, const std::vector<int32_t>& samples) {
     const View view{.executor = *this, .batch = batch, .kv = kv, .num_samples = batch.num_samples};
-    pool_.parallel_for((int)samples.size(), [&](int piece, int thread) {
+    pool_.parallel_for(static_cast<int>(samples.size()), [&](int piece, int thread) {
         sampling_->run(view, samples[piece], threads_[thread], 0);
     });
 }

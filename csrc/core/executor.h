@@ -174,7 +174,9 @@ class RopeAngles {
     // Gives positions from `start` on other frequencies, of the same number: p turns as p - start does.
     void turn_from(int start, Frequencies others);
     void ensure(int positions);
-    const float* cos(int position) const { return table_.data() + (size_t)position * 2 * size(); }
+    const float* cos(int position) const {
+        return table_.data() + static_cast<size_t>(position) * 2 * size();
+    }
     const float* sin(int position) const { return cos(position) + size(); }
 
   private:
@@ -315,7 +317,9 @@ struct ExpertPlan {
     // Returns the rows of choices of one of this engine's own tokens, [k].
     const int32_t* rows_of(int64_t token) const { return rows.data() + (first_token + token) * top_k; }
     // Returns the blocks of a step with this number of own tokens.
-    int num_blocks(int own_tokens) const { return gathers || own_tokens ? (int)blocks.size() : 0; }
+    int num_blocks(int own_tokens) const {
+        return gathers || own_tokens ? static_cast<int>(blocks.size()) : 0;
+    }
     // Returns the rows that any choices of `max_tokens` tokens need.
     static size_t most_rows(int num_experts, int top_k, int max_tokens);
 };
@@ -478,8 +482,8 @@ class Executor {
     // slow, and any thread may look.
     uint64_t progress() const {
         return stages_done_.load(std::memory_order_relaxed) +
-               (stream_ ? (uint64_t)stream_->bytes_read() : 0) +
-               (neurons_ ? (uint64_t)neurons_->bytes_read() : 0);
+               (stream_ ? static_cast<uint64_t>(stream_->bytes_read()) : 0) +
+               (neurons_ ? static_cast<uint64_t>(neurons_->bytes_read()) : 0);
     }
 
     // The writes of keys and values in the order of a step.
@@ -498,8 +502,10 @@ class Executor {
     // Rows of a step from which on threads may share its rows instead of outputs.
     int rows_of_blocks() const { return pool_.num_threads() * least_rows_; }
     const KernelTable& kernels() const { return kernels_; }
-    float* arena(Axis axis) const { return (float*)arenas_[(int)axis]->data(); }
-    int64_t row_floats(Axis axis) const { return row_floats_[(int)axis]; }
+    float* arena(Axis axis) const {
+        return reinterpret_cast<float*>(arenas_[static_cast<int>(axis)]->data());
+    }
+    int64_t row_floats(Axis axis) const { return row_floats_[static_cast<int>(axis)]; }
     const AttentionPlan& plan(int index) const { return plans_[index]; }
     // The step's rows with adapters: all, or those of a chunk of samples.
     const AdapterRows& adapted(bool samples, int first_sample) const {
@@ -515,9 +521,9 @@ class Executor {
     uint32_t collective(int index, const View& view) const;
     // The number that an exchange of experts' rows has in the running step.
     uint32_t expert_exchange(int index, const View& view) const {
-        return engines_ ? first_engine_exchange_ + (uint32_t)index : collective(index, view);
+        return engines_ ? first_engine_exchange_ + static_cast<uint32_t>(index) : collective(index, view);
     }
-    float* partials() const { return (float*)partials_->data(); }
+    float* partials() const { return reinterpret_cast<float*>(partials_->data()); }
 
   private:
     friend struct Walk;

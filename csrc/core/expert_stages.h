@@ -35,7 +35,7 @@ struct RouteStage : Stage {
         const int last = std::min(view.batch.num_tokens, (piece + 1) * kRowsAPiece);
         for (int row = piece * kRowsAPiece; row < last; row++) {
             choose(view.at(spec.logits, row), thread.scores.data(),
-                   plan.ids.data() + (size_t)row * spec.top_k, view.at(spec.weights, row));
+                   plan.ids.data() + static_cast<size_t>(row) * spec.top_k, view.at(spec.weights, row));
             if (converts)
                 view.executor.kernels().prepare_row(view.at(converts->x, row), converts->x.width,
                                                     converts->norm, converts->rows, row);
@@ -161,10 +161,11 @@ struct ExpertRowsStage : Stage {
     // Writes the row's token times the weight of this choice.
     const float* scaled(const View& view, int row, float* out) const {
         const int token = plan.tokens[row];
-        const int32_t* choices = plan.rows.data() + (size_t)token * plan.top_k;
+        const int32_t* choices = plan.rows.data() + static_cast<size_t>(token) * plan.top_k;
         const auto choice = std::find(choices, choices + plan.top_k, row) - choices;
-        const float weight = plan.gathers ? plan.weights[(size_t)token * plan.top_k + (size_t)choice]
-                                          : view.at(by, token)[choice];
+        const float weight =
+            plan.gathers ? plan.weights[static_cast<size_t>(token) * plan.top_k + static_cast<size_t>(choice)]
+                         : view.at(by, token)[choice];
         const float* x = plan.gathers ? plan.token_rows[token] : view.at(rows.x, token);
         for (int i = 0; i < rows.x.width; i++) out[i] = x[i] * weight;
         return out;
@@ -174,8 +175,8 @@ struct ExpertRowsStage : Stage {
 // Copies a converted row.
 void copy_row(const Rows& from, int64_t row, const Rows& to, int64_t index) {
     const size_t element = element_bytes(from.type);
-    std::memcpy((uint8_t*)to.values + index * to.stride * element,
-                (const uint8_t*)from.values + row * from.stride * element,
+    std::memcpy(static_cast<uint8_t*>(to.values) + index * to.stride * element,
+                static_cast<const uint8_t*>(from.values) + row * from.stride * element,
                 row_elements(from.type, from.num_groups) * element);
     if (from.type == RowType::bf16 || from.type == RowType::fp32) return;
     const bool one_scale = from.type == RowType::whole || from.type == RowType::outliers;
@@ -200,7 +201,7 @@ struct ExpertsStage : Stage {
         return "experts " + std::to_string(first().num_inputs) + " to " +
                std::to_string(first().num_rows * (spec.ups.empty() ? 1 : 2)) + " " + code();
     }
-    const char* code() const override { return kCodeNames[(int)first().code]; }
+    const char* code() const override { return kCodeNames[static_cast<int>(first().code)]; }
     Cost cost(const View&) const override {
         Cost sum;
         for (const auto* list : {&spec.weights, &spec.ups}) {
@@ -209,7 +210,7 @@ struct ExpertsStage : Stage {
             int expert = -1;
             for (const auto& block : spec.plan->blocks) {
                 if (std::exchange(expert, block.expert) != block.expert)
-                    sum.bytes += (double)w.num_tiles() * w.tile_bytes;
+                    sum.bytes += static_cast<double>(w.num_tiles()) * w.tile_bytes;
                 sum.operations += 2.0 * w.num_rows * w.num_inputs * block.num_rows;
             }
         }
@@ -219,7 +220,7 @@ struct ExpertsStage : Stage {
     // Four pieces a thread, an even number of tiles each, as LinearStage has them.
     int tiles_a_piece(const View& view) const {
         const int pieces = 4 * view.executor.pool().num_threads();
-        const int each = (int)(spec.plan->blocks.size() * num_tiles() + pieces - 1) / pieces;
+        const int each = static_cast<int>(spec.plan->blocks.size() * num_tiles() + pieces - 1) / pieces;
         return std::clamp((each + 1) / 2 * 2, 2, 16);
     }
     int chunks(const View& view) const {
@@ -283,7 +284,7 @@ struct ExpertsStage : Stage {
 
     Epilogue epilogue(int expert) const {
         Epilogue e = spec.epilogue;
-        const int64_t at = (int64_t)expert * first().num_rows;
+        const int64_t at = static_cast<int64_t>(expert) * first().num_rows;
         e.bias = spec.bias ? spec.bias + at : nullptr;
         e.up_bias = spec.up_bias ? spec.up_bias + at : nullptr;
         return e;
@@ -297,16 +298,16 @@ struct HeadsStage : Stage {
     HeadsSpec spec;
     explicit HeadsStage(HeadsSpec s) : spec(std::move(s)) {}
 
-    int num_heads() const { return (int)spec.weights.size(); }
+    int num_heads() const { return static_cast<int>(spec.weights.size()); }
     const Tiles& first() const { return spec.weights.front(); }
     std::string name() const override {
         return "heads " + std::to_string(first().num_inputs) + " to " + std::to_string(first().num_rows) +
                " " + code();
     }
-    const char* code() const override { return kCodeNames[(int)first().code]; }
+    const char* code() const override { return kCodeNames[static_cast<int>(first().code)]; }
     bool on_samples() const override { return false; }
     Cost cost(const View& view) const override {
-        const double weights = (double)num_heads() * first().num_tiles();
+        const double weights = static_cast<double>(num_heads()) * first().num_tiles();
         return {weights * first().tile_bytes,
                 2.0 * num_heads() * first().num_rows * first().num_inputs * view.batch.num_tokens};
     }
@@ -330,7 +331,7 @@ struct HeadsStage : Stage {
         place_rows_at(thread.rows->data(), kExpertRows, x);
         thread.prepared_stage = -1;
         const int columns = w.num_inputs, tail = spec.tail.width / num_heads();
-        const int64_t column = (int64_t)head * (w.num_rows + tail);
+        const int64_t column = static_cast<int64_t>(head) * (w.num_rows + tail);
         for (int i = 0; i < rows; i++) {
             k.prepare_row(view.at(spec.x, row0 + i) + head * columns, columns, {}, x, i);
             if (tail)

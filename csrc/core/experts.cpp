@@ -9,8 +9,8 @@ ExpertPlan::ExpertPlan(int experts, int k, int max_tokens)
     : num_experts(experts),
       top_k(k),
       last_expert(experts),
-      ids((size_t)max_tokens * k),
-      rows((size_t)max_tokens * k),
+      ids(static_cast<size_t>(max_tokens) * k),
+      rows(static_cast<size_t>(max_tokens) * k),
       tokens(most_rows(experts, k, max_tokens)),
       next(experts) {
     blocks.reserve(experts + tokens.size() / kExpertRows);
@@ -18,8 +18,9 @@ ExpertPlan::ExpertPlan(int experts, int k, int max_tokens)
 
 // Each expert that is chosen at all leaves up to 15 rows unused.
 size_t ExpertPlan::most_rows(int experts, int k, int max_tokens) {
-    const size_t chosen = (size_t)max_tokens * k;
-    return (chosen + std::min((size_t)experts, chosen) * (kTile - 1) + kTile - 1) / kTile * kTile;
+    const size_t chosen = static_cast<size_t>(max_tokens) * k;
+    return (chosen + std::min(static_cast<size_t>(experts), chosen) * (kTile - 1) + kTile - 1) / kTile *
+           kTile;
 }
 
 void ExpertPlan::order(int count) {

@@ -11,7 +11,7 @@ namespace octavo {
 SelectedKeys::SelectedKeys(AttentionPlan plan, double budget) : plan_(std::move(plan)), budget_(budget) {}
 
 int SelectedKeys::count(double budget, int num_blocks) {
-    return std::min(num_blocks, std::max(kLeast, (int)std::ceil(budget * num_blocks)));
+    return std::min(num_blocks, std::max(kLeast, static_cast<int>(std::ceil(budget * num_blocks))));
 }
 
 void SelectedKeys::begin(const Batch& batch, const KvMemory& kv, const uint8_t* is_sparse, bool of_earlier) {
@@ -20,7 +20,7 @@ void SelectedKeys::begin(const Batch& batch, const KvMemory& kv, const uint8_t* 
     table_width_ = batch.table_width;
     rows_.clear();
     for (int r = 0; r < batch.num_requests; r++) {
-        const int context = batch.context_lens[(int64_t)plan_.group * batch.num_requests + r];
+        const int context = batch.context_lens[static_cast<int64_t>(plan_.group) * batch.num_requests + r];
         for (int row = batch.query_starts[r]; row < batch.query_starts[r + 1]; row++) {
             const int seen = of_earlier ? batch.places[batch.query_starts[r]] : batch.places[row] + 1;
             if (is_sparse[row] && std::min(context, seen) > 0)
@@ -44,11 +44,11 @@ void SelectedKeys::choose(const KvMemory& kv, int threads) {
         while (next < rows_.size() && rows_[next].request == r) next++;
         const int end = next > first ? rows_[first].row : whole.query_starts[r + 1];
         add_whole(whole, r, end - whole.query_starts[r]);
-        for (size_t i = first; i < next; i++) add_row((int)i);
+        for (size_t i = first; i < next; i++) add_row(static_cast<int>(i));
     }
     query_starts_.push_back(whole.num_tokens);
     batch_ = whole;
-    batch_.num_requests = (int)context_lens_.size();
+    batch_.num_requests = static_cast<int>(context_lens_.size());
     batch_.places = places_.data();
     batch_.limits = limits_.data();
     batch_.query_starts = query_starts_.data();
@@ -64,7 +64,7 @@ void SelectedKeys::choose(const KvMemory& kv, int threads) {
 std::vector<int32_t> SelectedKeys::blocks_read() const {
     const bool is_whole = rows_.empty();
     const Batch& batch = is_whole ? *step_ : batch_;
-    const int64_t first = is_whole ? (int64_t)plan_.group * batch.num_requests : 0;
+    const int64_t first = is_whole ? static_cast<int64_t>(plan_.group) * batch.num_requests : 0;
     std::vector<int32_t> found;
     for (int r = 0; r < batch.num_requests; r++) {
         if (batch.query_starts[r] == batch.query_starts[r + 1]) continue;
@@ -83,14 +83,14 @@ void SelectedKeys::add_request(int first_row, int context) {
 // Adds the rows of a request that read all of its blocks; they come before its sparse ones.
 void SelectedKeys::add_whole(const Batch& whole, int request, int num_rows) {
     if (!num_rows) return;
-    const int64_t at = (int64_t)plan_.group * whole.num_requests + request;
+    const int64_t at = static_cast<int64_t>(plan_.group) * whole.num_requests + request;
     add_request(whole.query_starts[request], whole.context_lens[at]);
     std::copy_n(whole.block_tables + at * table_width_, table_width_, tables_.end() - table_width_);
 }
 
 const int32_t* SelectedKeys::table_of(int index) const {
     return step_->block_tables +
-           ((int64_t)plan_.group * step_->num_requests + rows_[index].request) * table_width_;
+           (static_cast<int64_t>(plan_.group) * step_->num_requests + rows_[index].request) * table_width_;
 }
 
 std::vector<int32_t> SelectedKeys::blocks_wanted() {
@@ -126,7 +126,7 @@ void SelectedKeys::order_blocks(int index) {
 void SelectedKeys::add_row(int index) {
     const Row& row = rows_[index];
     order_blocks(index);
-    const int blocks = (row.num_keys + kTile - 1) / kTile, chosen = (int)order_.size();
+    const int blocks = (row.num_keys + kTile - 1) / kTile, chosen = static_cast<int>(order_.size());
     const int num_keys = row.num_keys - (blocks - chosen) * kTile;
     add_request(row.row, num_keys);
     int32_t* to = &*(tables_.end() - table_width_);

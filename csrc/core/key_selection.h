@@ -21,7 +21,7 @@ class SelectedKeys {
     // Finds the sparse rows of a step; none: its attention is as it was. With `of_earlier` they see the keys alone
     // that were there before the step.
     void begin(const Batch& batch, const KvMemory& kv, const uint8_t* is_sparse, bool of_earlier = false);
-    int num_rows() const { return (int)rows_.size(); }
+    int num_rows() const { return static_cast<int>(rows_.size()); }
     // Row of the step, its request, and the keys that it sees.
     struct Row {
         int row, request, num_keys;
@@ -29,7 +29,7 @@ class SelectedKeys {
     const Row& row(int index) const { return rows_[index]; }
     // Shares of the attention of a kv head's lanes that fall on each block of a row's.
     float* masses(int index, int kv_head) {
-        return masses_.data() + ((size_t)index * num_heads_ + kv_head) * table_width_;
+        return masses_.data() + (static_cast<size_t>(index) * num_heads_ + kv_head) * table_width_;
     }
     // Chooses each row's blocks by its masses, and plans the attention.
     void choose(const KvMemory& kv, int threads);
@@ -39,7 +39,7 @@ class SelectedKeys {
     // The blocks that rows would choose by their masses alone.
     std::vector<int32_t> blocks_wanted();
     const AttentionPlan& plan() const { return plan_; }
-    float* partials() const { return (float*)partials_->data(); }
+    float* partials() const { return reinterpret_cast<float*>(partials_->data()); }
 
     // Blocks that a row reads of those that it sees, and the fewest.
     static int count(double budget, int num_blocks);

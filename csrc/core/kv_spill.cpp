@@ -31,15 +31,15 @@ KvSpill::KvSpill(const Source& source, Shape shape, Memory& memory)
         throw std::logic_error("records of keys and values that are none");
     if (file_ < 0) raise(false, errno, 0);
     direct_ = set_direct(file_);
-    const auto blocks = (size_t)shape_.num_blocks;
+    const auto blocks = static_cast<size_t>(shape_.num_blocks);
     for (const int layer : shape_.layers) {
-        if (layer >= (int)index_of_.size()) index_of_.resize((size_t)layer + 1, -1);
-        const size_t end = ((size_t)layer + 1) * blocks * bytes();
+        if (layer >= static_cast<int>(index_of_.size())) index_of_.resize(static_cast<size_t>(layer) + 1, -1);
+        const size_t end = (static_cast<size_t>(layer) + 1) * blocks * bytes();
         if (layer < 0 || index_of_[layer] >= 0 || end > memory.size())
             throw std::logic_error("a layer whose records lie wrong");
-        index_of_[layer] = (int)layers_.size();
+        index_of_[layer] = static_cast<int>(layers_.size());
         layers_.push_back({.memory = memory.data() + end - blocks * bytes(),
-                           .file_offset = (int64_t)(layers_.size() * blocks * bytes()),
+                           .file_offset = static_cast<int64_t>(layers_.size() * blocks * bytes()),
                            .homes = std::vector<Home>(blocks, Home::none),
                            .used_at = std::vector<int64_t>(blocks, 0),
                            .in_memory = {},
@@ -67,7 +67,7 @@ void KvSpill::stop() {
 
 int64_t KvSpill::num_in_memory() const {
     int64_t count = 0;
-    for (const Layer& layer : layers_) count += (int64_t)layer.in_memory.size();
+    for (const Layer& layer : layers_) count += static_cast<int64_t>(layer.in_memory.size());
     return count;
 }
 
@@ -102,7 +102,7 @@ void KvSpill::request(int layer, const std::vector<int32_t>& blocks) {
     }
     num_found_ += ask(asked, blocks, missing);
     count_foreseen(asked);
-    num_read_ += (int64_t)missing.size();
+    num_read_ += static_cast<int64_t>(missing.size());
     make_room(asked, missing.size());
     add_jobs(asked, missing, false);
     run_jobs();
@@ -117,7 +117,7 @@ void KvSpill::foresee(int layer, const std::vector<int32_t>& blocks) {
     const auto is_used = [&](int32_t block) { return is_used_now(guessed, block); };
     const auto in_use = std::count_if(guessed.in_memory.begin(), guessed.in_memory.end(), is_used);
     const auto room = std::max<int64_t>(0, source_.num_kept - in_use);
-    missing.resize(std::min(missing.size(), (size_t)room));
+    missing.resize(std::min(missing.size(), static_cast<size_t>(room)));
     make_room(guessed, missing.size());
     add_jobs(guessed, std::move(missing), false, true);
     has_jobs_.notify_all();
@@ -125,7 +125,7 @@ void KvSpill::foresee(int layer, const std::vector<int32_t>& blocks) {
 
 void KvSpill::count_foreseen(Layer& layer) {
     for (size_t block = 0; block < layer.is_foreseen.size(); block++)
-        num_foreseen_used_ += layer.is_foreseen[block] && is_used_now(layer, (int32_t)block);
+        num_foreseen_used_ += layer.is_foreseen[block] && is_used_now(layer, static_cast<int32_t>(block));
     std::fill(layer.is_foreseen.begin(), layer.is_foreseen.end(), 0);
 }
 
@@ -165,13 +165,13 @@ int64_t KvSpill::ask(Layer& layer, const std::vector<int32_t>& blocks, std::vect
 
 // Has the records leave that were used the longest ago, as far as the layer has more than its share.
 void KvSpill::make_room(Layer& layer, size_t missing) {
-    const size_t wanted = layer.in_memory.size() + missing, kept = (size_t)source_.num_kept;
+    const size_t wanted = layer.in_memory.size() + missing, kept = static_cast<size_t>(source_.num_kept);
     if (wanted <= kept) return;
     std::vector<int32_t> old;
     for (const int32_t block : layer.in_memory)
         if (!is_used_now(layer, block)) old.push_back(block);
     const size_t count = std::min(old.size(), wanted - kept);
-    const auto end = old.begin() + (ptrdiff_t)count;
+    const auto end = old.begin() + static_cast<ptrdiff_t>(count);
     const auto is_older = [&](int32_t a, int32_t b) {
         return std::pair(layer.used_at[a], a) < std::pair(layer.used_at[b], b);
     };
@@ -190,7 +190,8 @@ void KvSpill::drop(Layer& layer, int32_t block) {
     layer.is_foreseen[block] = 0;
     auto& list = layer.in_memory;
     list.erase(std::find(list.begin(), list.end(), block));
-    pages_.give_back((size_t)(layer.memory - pages_.data()) + (size_t)block * bytes(), bytes());
+    pages_.give_back(static_cast<size_t>(layer.memory - pages_.data()) + static_cast<size_t>(block) * bytes(),
+                     bytes());
 }
 
 void KvSpill::add_jobs(Layer& layer, std::vector<int32_t> blocks, bool writes, bool is_guess) {
@@ -198,7 +199,7 @@ void KvSpill::add_jobs(Layer& layer, std::vector<int32_t> blocks, bool writes, b
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < blocks.size(); i++) {
         const bool follows = i && blocks[i] == blocks[i - 1] + 1;
-        if (follows && (size_t)(jobs_.back().count + 1) * bytes() <= kMostBytes)
+        if (follows && static_cast<size_t>(jobs_.back().count + 1) * bytes() <= kMostBytes)
             jobs_.back().count++;
         else
             jobs_.push_back(
@@ -231,7 +232,8 @@ void KvSpill::finish(const Job& job) {
         }
         return;
     }
-    (job.writes ? bytes_written_ : bytes_read_) += (int64_t)((size_t)job.count * bytes());
+    (job.writes ? bytes_written_ : bytes_read_) +=
+        static_cast<int64_t>(static_cast<size_t>(job.count) * bytes());
     for (int32_t block = job.first; block < job.first + job.count; block++) {
         if (job.writes) {
             drop(*job.layer, block);
@@ -260,9 +262,10 @@ void KvSpill::serve() {
 }
 
 void KvSpill::do_job(Job& job) const {
-    const size_t at = (size_t)job.first * bytes();
-    job.failed_at = job.layer->file_offset + (int64_t)at;
-    job.code = transfer(job.writes, job.layer->memory + at, (size_t)job.count * bytes(), job.failed_at);
+    const size_t at = static_cast<size_t>(job.first) * bytes();
+    job.failed_at = job.layer->file_offset + static_cast<int64_t>(at);
+    job.code =
+        transfer(job.writes, job.layer->memory + at, static_cast<size_t>(job.count) * bytes(), job.failed_at);
 }
 
 // Reads or writes all bytes; returns 0, or what failed at `offset`.
@@ -272,8 +275,8 @@ int KvSpill::transfer(bool writes, uint8_t* at, size_t bytes, int64_t& offset) c
             writes ? source_.write_at(file_, at, bytes, offset) : source_.read_at(file_, at, bytes, offset);
         if (done < 0 && errno == EINTR) continue;
         if (done < 0) return errno;
-        if (done == 0 || (direct_ && done % (ssize_t)kRecordAlign)) return kEnded;
-        at += done, offset += done, bytes -= (size_t)done;
+        if (done == 0 || (direct_ && done % static_cast<ssize_t>(kRecordAlign))) return kEnded;
+        at += done, offset += done, bytes -= static_cast<size_t>(done);
     }
     return 0;
 }
@@ -286,11 +289,11 @@ void KvSpill::raise(bool writes, int code, int64_t offset) {
 
 void KvSpill::read_record(int layer, int block, uint8_t* to) {
     const Layer& of = layer_of(layer);
-    const uint8_t* from = of.memory + (size_t)block * bytes();
+    const uint8_t* from = of.memory + static_cast<size_t>(block) * bytes();
     if (of.homes[block] == Home::file) {
-        int64_t offset = of.file_offset + (int64_t)((size_t)block * bytes());
+        int64_t offset = of.file_offset + static_cast<int64_t>(static_cast<size_t>(block) * bytes());
         if (const int code = transfer(false, scratch_.data(), bytes(), offset)) raise(false, code, offset);
-        bytes_read_ += (int64_t)bytes();
+        bytes_read_ += static_cast<int64_t>(bytes());
         from = scratch_.data();
     }
     std::memcpy(to, from, shape_.used_bytes);
@@ -301,17 +304,17 @@ void KvSpill::write_record(int layer, int block, const uint8_t* from) {
     Layer& of = layer_of(layer);
     const Home home = of.homes[block];
     const bool is_there = home == Home::both || home == Home::memory;
-    if (is_there || of.in_memory.size() < (size_t)source_.num_kept) {
+    if (is_there || of.in_memory.size() < static_cast<size_t>(source_.num_kept)) {
         take_in(of, block);
         of.homes[block] = Home::memory;
         of.used_at[block] = 2 * now_;
-        std::memcpy(of.memory + (size_t)block * bytes(), from, shape_.used_bytes);
+        std::memcpy(of.memory + static_cast<size_t>(block) * bytes(), from, shape_.used_bytes);
         return;
     }
     std::memcpy(scratch_.data(), from, shape_.used_bytes);
-    int64_t offset = of.file_offset + (int64_t)((size_t)block * bytes());
+    int64_t offset = of.file_offset + static_cast<int64_t>(static_cast<size_t>(block) * bytes());
     if (const int code = transfer(true, scratch_.data(), bytes(), offset)) raise(true, code, offset);
-    bytes_written_ += (int64_t)bytes();
+    bytes_written_ += static_cast<int64_t>(bytes());
     of.homes[block] = Home::file;
 }
 

@@ -53,7 +53,9 @@ class KvSpill {
     KvSpill(const KvSpill&) = delete;
     KvSpill& operator=(const KvSpill&) = delete;
 
-    bool spills(int layer) const { return layer < (int)index_of_.size() && index_of_[layer] >= 0; }
+    bool spills(int layer) const {
+        return layer < static_cast<int>(index_of_.size()) && index_of_[layer] >= 0;
+    }
     // Whether reads and writes pass by the system's cache of files (O_DIRECT).
     bool is_direct() const { return direct_; }
 
@@ -108,7 +110,9 @@ class KvSpill {
     static constexpr int kEnded = -1;
     static constexpr size_t kMostBytes = 1u << 20;  // of one read or write
 
-    Layer& layer_of(int layer) { return layers_.at((size_t)index_of_.at((size_t)layer)); }
+    Layer& layer_of(int layer) {
+        return layers_.at(static_cast<size_t>(index_of_.at(static_cast<size_t>(layer))));
+    }
     size_t bytes() const { return shape_.record_bytes; }
     bool is_used_now(const Layer& layer, int32_t block) const { return layer.used_at[block] >= 2 * now_; }
     void take_in(Layer& layer, int32_t block);

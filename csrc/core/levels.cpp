@@ -32,7 +32,7 @@ struct Cpu {
         if (leaf1_c & (1u << 27)) {
             uint32_t low, high;
             __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-            saved_state = ((uint64_t)high << 32) | low;
+            saved_state = (static_cast<uint64_t>(high) << 32) | low;
         }
     }
     bool has(uint32_t reg, int bit) const { return reg >> bit & 1; }
@@ -85,7 +85,7 @@ const KernelTable& load_level(const std::string& directory, const std::string& n
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error(std::string("cannot load the kernels: ") + dlerror());
     using GetTable = const KernelTable* (*)();
-    const auto get = (GetTable)dlsym(library, "octavo_kernel_table");
+    const auto get = reinterpret_cast<GetTable>(dlsym(library, "octavo_kernel_table"));
     if (!get) throw std::runtime_error(path + " holds no kernel table");
     return *get();
 }

@@ -22,7 +22,7 @@ Memory::Memory(size_t bytes, bool small_pages) : size_(bytes < 64 ? 64 : bytes) 
     void* p =
         mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
-    data_ = (uint8_t*)p;
+    data_ = static_cast<uint8_t*>(p);
 #ifdef MADV_HUGEPAGE
     if (small_pages || size_ >= (4u << 20)) madvise(p, size_, small_pages ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
 #endif
@@ -31,10 +31,10 @@ Memory::~Memory() { munmap(data_, size_); }
 #endif
 
 void Memory::give_back(size_t offset, size_t bytes) {
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const uintptr_t first = ((uintptr_t)data_ + offset + page - 1) / page * page;
-    const uintptr_t end = ((uintptr_t)data_ + offset + bytes) / page * page;
-    if (first < end && madvise((void*)first, end - first, MADV_DONTNEED))
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(data_) + offset + page - 1) / page * page;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(data_) + offset + bytes) / page * page;
+    if (first < end && madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED))
         throw std::runtime_error("the system does not take memory back");
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 // The slot of a row in a group; -1: padding.
 int32_t slot_of(const Batch& batch, int group, int row) {
-    return batch.slots[(int64_t)group * batch.num_tokens + row];
+    return batch.slots[static_cast<int64_t>(group) * batch.num_tokens + row];
 }
 
 struct ShortConvStage : Stage {
@@ -27,7 +27,7 @@ struct ShortConvStage : Stage {
     std::string name() const override { return "convolution"; }
     bool on_samples() const override { return false; }
     Cost cost(const View& view) const override {
-        const double numbers = (double)view.batch.num_tokens * spec.taps * spec.x.width;
+        const double numbers = static_cast<double>(view.batch.num_tokens) * spec.taps * spec.x.width;
         return {numbers * sizeof(float), 2 * numbers};
     }
     int pieces(const View& view) const override {
@@ -66,20 +66,22 @@ struct ShortConvStage : Stage {
         const Batch& batch = view.batch;
         const int32_t* starts = batch.query_starts;
         const int request =
-            (int)(std::upper_bound(starts, starts + batch.num_requests + 1, row) - starts) - 1;
+            static_cast<int>(std::upper_bound(starts, starts + batch.num_requests + 1, row) - starts) - 1;
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
         const int own = spec.taps - 1, place = batch.places[row];
         for (int tap = 0; tap < own; tap++) {
             const int at = place - own + tap;
             const auto block = [&] { return table(batch, request)[at / kTile]; };
-            rows[tap] = at < 0 ? nullptr
-                               : (const float*)(kv.base + block() * kv.block_stride + kv.v_offset) +
-                                     (int64_t)(at % kTile) * kv.v_padded;
+            rows[tap] =
+                at < 0 ? nullptr
+                       : reinterpret_cast<const float*>(kv.base + block() * kv.block_stride + kv.v_offset) +
+                             static_cast<int64_t>(at % kTile) * kv.v_padded;
         }
         rows[own] = view.at(spec.x, row);
     }
     const int32_t* table(const Batch& batch, int request) const {
-        return batch.block_tables + ((int64_t)spec.group * batch.num_requests + request) * batch.table_width;
+        return batch.block_tables +
+               (static_cast<int64_t>(spec.group) * batch.num_requests + request) * batch.table_width;
     }
 };
 
@@ -100,13 +102,14 @@ struct ScanStage : Stage {
     }
     int num_parts(const View& view) const { return view.kv.group(spec.group).num_heads; }
     Cost cost(const View& view) const override {
-        const double numbers = (double)spec.num_blocks * kTile * spec.state_size;
+        const double numbers = static_cast<double>(spec.num_blocks) * kTile * spec.state_size;
         return {2 * numbers * sizeof(float) * view.batch.num_requests, 5 * numbers * view.batch.num_tokens};
     }
     int pieces(const View& view) const override { return view.batch.num_requests * num_parts(view); }
     void check(const Batch& batch, const KvMemory& kv) const override {
         const KvGroup& group = kv.group(spec.group);
-        const int64_t room = (int64_t)group.num_heads * (group.k_width / (spec.state_size * kTile));
+        const int64_t room =
+            static_cast<int64_t>(group.num_heads) * (group.k_width / (spec.state_size * kTile));
         if (!group.holds_states || room < spec.num_blocks)
             throw std::invalid_argument("a group of " + std::to_string(room) +
                                         " blocks of states, needed are " + std::to_string(spec.num_blocks));
@@ -125,15 +128,15 @@ struct ScanStage : Stage {
         if (slot < 0) return;
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
         uint8_t* memory = kv.base + part * kv.head_stride + slot / kTile * kv.block_stride;
-        auto* counts = (int32_t*)(memory + kv.v_offset);
-        auto* states = (float*)memory;
+        auto* counts = reinterpret_cast<int32_t*>(memory + kv.v_offset);
+        auto* states = reinterpret_cast<float*>(memory);
         const int begin = view.batch.places[row0];
         // The state before the step stays, so that the step may be computed again.
         const int to = begin && counts[0] == begin ? 1 : 0;
         const bool is_kept = begin == 0 || counts[1 - to] == begin;
         if (begin == 0) counts[1] = -1;  // what an earlier request has left
-        float* written = states + (int64_t)to * kv.k_width;
-        const float* read = begin ? states + (int64_t)(1 - to) * kv.k_width : nullptr;
+        float* written = states + static_cast<int64_t>(to) * kv.k_width;
+        const float* read = begin ? states + static_cast<int64_t>(1 - to) * kv.k_width : nullptr;
         if (!is_kept) {
             std::fill_n(written, kv.k_width, NAN);
             read = written;
@@ -161,7 +164,7 @@ struct ScanStage : Stage {
                             .low = spec.low,
                             .high = spec.high};
         const int each = blocks_a_part(view), end = std::min(spec.num_blocks, (part + 1) * each);
-        const int64_t floats = (int64_t)spec.state_size * kTile;
+        const int64_t floats = static_cast<int64_t>(spec.state_size) * kTile;
         for (int block = part * each; block < end; block++, to += floats) {
             view.executor.kernels().scan_lanes(args, lanes_of(args, block, from, to));
             if (from) from += floats;
@@ -172,17 +175,18 @@ struct ScanStage : Stage {
         const int head = by_lane ? 0 : block / spec.blocks_a_head();
         const int first = by_lane ? block * kTile : block % spec.blocks_a_head() * kTile;
         const int count = std::min(kTile, (by_lane ? spec.num_heads() : spec.head_width) - first);
-        const int64_t run = (int64_t)head / (spec.num_heads() / num_runs()) * spec.state_size;
-        return ScanLanes{.column = head * spec.head_width + first,
-                         .count = count,
-                         .head = head,
-                         .decay = spec.decay + (int64_t)block * (spec.by_state ? spec.state_size : 1) * kTile,
-                         .skip = spec.skip + (int64_t)block * kTile,
-                         .bias = spec.bias ? spec.bias + (int64_t)block * kTile : nullptr,
-                         .b = args.b + run,
-                         .c = args.c + run,
-                         .from = from,
-                         .to = to};
+        const int64_t run = static_cast<int64_t>(head) / (spec.num_heads() / num_runs()) * spec.state_size;
+        return ScanLanes{
+            .column = head * spec.head_width + first,
+            .count = count,
+            .head = head,
+            .decay = spec.decay + static_cast<int64_t>(block) * (spec.by_state ? spec.state_size : 1) * kTile,
+            .skip = spec.skip + static_cast<int64_t>(block) * kTile,
+            .bias = spec.bias ? spec.bias + static_cast<int64_t>(block) * kTile : nullptr,
+            .b = args.b + run,
+            .c = args.c + run,
+            .from = from,
+            .to = to};
     }
 };
 

@@ -30,7 +30,7 @@ size_t largest_record(const std::vector<NeuronCache::Layer>& layers) {
 size_t total_bytes(const std::vector<NeuronCache::Layer>& layers, bool has_file) {
     size_t sum = (has_file ? landing_bytes(layers) : 0) + largest_record(layers) + kSlack;
     for (const auto& layer : layers)
-        sum += ((size_t)layer.num_slots + layer.pinned.size()) * layer.record_bytes;
+        sum += (static_cast<size_t>(layer.num_slots) + layer.pinned.size()) * layer.record_bytes;
     return sum;
 }
 
@@ -120,7 +120,7 @@ void NeuronCache::lay_out(std::vector<Layer> layers) {
         state.used_at.assign(slots, -1);
         state.is_foreseen.assign(state.shape.num_neurons, 0);
         for (size_t i = 0; i < state.shape.pinned.size(); i++) {
-            const int neuron = state.shape.pinned[i], slot = state.shape.num_slots + (int)i;
+            const int neuron = state.shape.pinned[i], slot = state.shape.num_slots + static_cast<int>(i);
             if (neuron < 0 || neuron >= state.shape.num_neurons || state.slot_of[neuron] >= 0)
                 throw std::logic_error("a pinned neuron that is none, or twice");
             state.slot_of[neuron] = slot;
@@ -153,7 +153,8 @@ void NeuronCache::read_pinned() {
 }
 
 int64_t NeuronCache::offset_of(const LayerState& state, int neuron) const {
-    return state.shape.file_offset + (int64_t)neuron * (int64_t)state.shape.record_bytes;
+    return state.shape.file_offset +
+           static_cast<int64_t>(neuron) * static_cast<int64_t>(state.shape.record_bytes);
 }
 
 // Slots are taken at once, and hold their neurons once the bytes are there.
@@ -168,7 +169,7 @@ void NeuronCache::foresee(int layer, const std::vector<int32_t>& neurons) {
             state.used_at[state.slot_of[neuron]] = now_;
     const auto is_free = [&](int64_t used_at) { return used_at < now_; };
     const auto slots_end = state.used_at.begin() + state.shape.num_slots;
-    const auto room = (size_t)std::count_if(state.used_at.begin(), slots_end, is_free);
+    const auto room = static_cast<size_t>(std::count_if(state.used_at.begin(), slots_end, is_free));
     ahead.reads.resize(std::min(ahead.reads.size(), room));
     if (!file_ || ahead.reads.empty()) return;
     const std::vector<int32_t> slots = free_slots(state, ahead.reads.size());
@@ -215,9 +216,9 @@ void NeuronCache::request(int layer) {
     const size_t record = state.shape.record_bytes, column = state.shape.up_bytes;
     for (const int neuron : state.requested)
         columns_[neuron] = state.slots + state.slot_of[neuron] * record + column;
-    state.num_found = (int)state.requested.size();
+    state.num_found = static_cast<int>(state.requested.size());
     num_found_.fetch_add(state.num_found, std::memory_order_relaxed);
-    num_read_.fetch_add((int64_t)missing_.size(), std::memory_order_relaxed);
+    num_read_.fetch_add(static_cast<int64_t>(missing_.size()), std::memory_order_relaxed);
     const std::vector<int32_t> slots = free_slots(state, missing_.size());
     reads_.clear();
     for (size_t i = 0; i < missing_.size(); i++) {
@@ -279,7 +280,7 @@ std::vector<int32_t> NeuronCache::free_slots(LayerState& state, size_t count) co
     for (int slot = 0; slot < state.shape.num_slots; slot++)
         if (state.used_at[slot] < now_) found.push_back(slot);
     if (found.size() < count) return {};
-    const auto end = found.begin() + (ptrdiff_t)count;
+    const auto end = found.begin() + static_cast<ptrdiff_t>(count);
     std::nth_element(found.begin(), end, found.end(), [&](int32_t a, int32_t b) {
         return std::pair(state.used_at[a], a) < std::pair(state.used_at[b], b);
     });
@@ -292,22 +293,22 @@ std::vector<int32_t> NeuronCache::free_slots(LayerState& state, size_t count) co
 // Puts neighbouring records into one read, as long as what lies between them costs less than another one.
 std::vector<NeuronCache::Job> NeuronCache::jobs_of(const std::vector<Read>& reads,
                                                    const LayerState& state) const {
-    const auto record = (int64_t)state.shape.record_bytes;
+    const auto record = static_cast<int64_t>(state.shape.record_bytes);
     std::vector<Job> jobs;
-    for (int i = 0; i < (int)reads.size(); i++) {
+    for (int i = 0; i < static_cast<int>(reads.size()); i++) {
         const int64_t end = reads[i].offset + record;
         if (!jobs.empty()) {
             Job& last = jobs.back();
             const int64_t gap = reads[i].offset - (reads[i - 1].offset + record);
-            if (gap <= (int64_t)source_.gap_bytes &&
-                end - reads[last.first].offset <= (int64_t)source_.most_bytes) {
+            if (gap <= static_cast<int64_t>(source_.gap_bytes) &&
+                end - reads[last.first].offset <= static_cast<int64_t>(source_.most_bytes)) {
                 last.end = i + 1;
-                last.bytes = (size_t)(aligned_up(end) - last.offset);
+                last.bytes = static_cast<size_t>(aligned_up(end) - last.offset);
                 continue;
             }
         }
         const int64_t offset = aligned_down(reads[i].offset);
-        jobs.push_back({offset, (size_t)(aligned_up(end) - offset), i, i + 1});
+        jobs.push_back({offset, static_cast<size_t>(aligned_up(end) - offset), i, i + 1});
     }
     return jobs;
 }
@@ -356,7 +357,8 @@ void NeuronCache::read_job(std::unique_lock<std::mutex>& lock, uint8_t* buffer) 
         failed_.store(true, std::memory_order_release);
     }
     while (done_ < jobs_.size() && is_done_[done_]) done_++;
-    arrived_.store(done_ < jobs_.size() ? jobs_[done_].first : (int)reads_.size(), std::memory_order_release);
+    arrived_.store(done_ < jobs_.size() ? jobs_[done_].first : static_cast<int>(reads_.size()),
+                   std::memory_order_release);
 }
 
 // Reads the next of a guess. A read that fails is forgotten: if its neurons are asked for, they are read again.

@@ -56,7 +56,7 @@ class NeuronCache {
 
     bool is_direct() const { return !file_ || file_->is_direct(); }
     size_t memory_bytes() const { return memory_.size() + buffers_.size(); }
-    int num_layers() const { return (int)layers_.size(); }
+    int num_layers() const { return static_cast<int>(layers_.size()); }
     const Layer& layer(int index) const { return layers_[index].shape; }
     // Bytes read from the file, the records of running steps that were in memory and those that were read, and
     // the seconds that stages have waited, since the start.
@@ -66,7 +66,9 @@ class NeuronCache {
     // Records that were read by a guess, and those of them that the layer then asked for.
     int64_t num_foreseen() const { return num_foreseen_.load(std::memory_order_relaxed); }
     int64_t num_foreseen_used() const { return num_foreseen_used_.load(std::memory_order_relaxed); }
-    double wait_seconds() const { return (double)wait_ns_.load(std::memory_order_relaxed) * 1e-9; }
+    double wait_seconds() const {
+        return static_cast<double>(wait_ns_.load(std::memory_order_relaxed)) * 1e-9;
+    }
 
     void begin_step() { now_++; }
     // Marks that a row of the running layer uses a neuron; from any thread.

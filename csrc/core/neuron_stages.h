@@ -42,7 +42,8 @@ struct NeuronRowsStage : Stage {
     void request(const View&) const {
         spec.cache->request(spec.layer);
         // No later stage waits where there is no up projection.
-        if (!spec.rows) spec.cache->await(spec.layer, (int)spec.cache->requested(spec.layer).size());
+        if (!spec.rows)
+            spec.cache->await(spec.layer, static_cast<int>(spec.cache->requested(spec.layer).size()));
     }
     // `opened` are scores where gates are not computed yet; rows that are not sparse then use all neurons.
     void mark(float* opened, bool is_sparse) const {
@@ -103,13 +104,13 @@ struct NeuronUpStage : Stage {
     Tiles gathered;  // a weight of kTilesAPiece tiles, without memory
     NeuronUpStage(NeuronsSpec s, const Tiles& g) : spec(std::move(s)), gathered(g) {}
     std::string name() const override { return spec.computes_gate() ? "neurons gate and up" : "neurons up"; }
-    const char* code() const override { return kCodeNames[(int)gathered.code]; }
+    const char* code() const override { return kCodeNames[static_cast<int>(gathered.code)]; }
     bool on_samples() const override { return false; }
     bool depends_on_data() const override { return true; }
-    int count() const { return (int)spec.cache->requested(spec.layer).size(); }
+    int count() const { return static_cast<int>(spec.cache->requested(spec.layer).size()); }
     int neurons_a_piece() const { return spec.computes_gate() ? kTile : kTilesAPiece * kTile; }
     Cost cost(const View& view) const override {
-        const double numbers = (double)count() * spec.rows->x.width * spec.num_rows();
+        const double numbers = static_cast<double>(count()) * spec.rows->x.width * spec.num_rows();
         return {numbers, 2.0 * numbers * view.batch.num_tokens};
     }
     int pieces(const View& view) const override {
@@ -187,23 +188,25 @@ struct NeuronUpStage : Stage {
         float scales[kTile] = {};
         std::fill_n(rows, kTile, spec.cache->zeros());
         for (int i = 0; i < used; i++) {
-            rows[i] = spec.cache->row(spec.layer, neurons[i]) + (size_t)matrix * inputs;
+            rows[i] = spec.cache->row(spec.layer, neurons[i]) + static_cast<size_t>(matrix) * inputs;
             scales[i] = of_neurons[neurons[i]];
         }
         for (int k = 0; k < inputs; k += 16)
-            for (int o = 0; o < kTile; o += 4) put_quads(rows + o, k, to + (size_t)k * kTile + 4 * o);
-        std::memcpy(to + (size_t)inputs * kTile, scales, sizeof scales);
+            for (int o = 0; o < kTile; o += 4)
+                put_quads(rows + o, k, to + static_cast<size_t>(k) * kTile + 4 * o);
+        std::memcpy(to + static_cast<size_t>(inputs) * kTile, scales, sizeof scales);
     }
     // Writes sixteen inputs of four rows as a tile has them: quads of inputs, those of the rows side by side.
     static void put_quads(const uint8_t* const* rows, int k, uint8_t* to) {
 #if defined(__SSE2__)
         __m128i r[4];
-        for (int i = 0; i < 4; i++) r[i] = _mm_loadu_si128((const __m128i*)(rows[i] + k));
+        for (int i = 0; i < 4; i++) r[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + k));
         const __m128i low01 = _mm_unpacklo_epi32(r[0], r[1]), high01 = _mm_unpackhi_epi32(r[0], r[1]),
                       low23 = _mm_unpacklo_epi32(r[2], r[3]), high23 = _mm_unpackhi_epi32(r[2], r[3]);
         const __m128i quads[4] = {_mm_unpacklo_epi64(low01, low23), _mm_unpackhi_epi64(low01, low23),
                                   _mm_unpacklo_epi64(high01, high23), _mm_unpackhi_epi64(high01, high23)};
-        for (int q = 0; q < 4; q++) _mm_storeu_si128((__m128i*)(to + q * 4 * kTile), quads[q]);
+        for (int q = 0; q < 4; q++)
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + q * 4 * kTile), quads[q]);
 #else
         for (int q = 0; q < 4; q++)
             for (int i = 0; i < 4; i++) std::memcpy(to + q * 4 * kTile + 4 * i, rows[i] + k + 4 * q, 4);

@@ -20,17 +20,17 @@ T load(const uint8_t* p) {
 
 float half_to_float(uint16_t h) {
     const uint32_t exponent = h >> 10 & 31, mantissa = h & 1023;
-    const float value = exponent == 0 ? (float)mantissa * 0x1p-24f
+    const float value = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-24f
                         : exponent == 31
                             ? (mantissa ? NAN : INFINITY)
-                            : std::bit_cast<float>(((uint32_t)(h & 0x7fff) << 13) + (112u << 23));
+                            : std::bit_cast<float>((static_cast<uint32_t>(h & 0x7fff) << 13) + (112u << 23));
     return h & 0x8000 ? -value : value;
 }
 
 uint16_t float_to_bf16_bits(float f) {
     const uint32_t bits = std::bit_cast<uint32_t>(f);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
 // Sixteen bytes, which shifts take as two words.
@@ -54,16 +54,16 @@ int signed_six_bits(const uint8_t* p, int index) {
 float number_at(Matrix::Kind kind, const uint8_t* column, int index) {
     switch (kind) {
         case Matrix::Kind::u8: return column[index];
-        case Matrix::Kind::i8: return (int8_t)column[index];
+        case Matrix::Kind::i8: return static_cast<int8_t>(column[index]);
         case Matrix::Kind::fp16: return half_to_float(load<uint16_t>(column + 2 * index));
         case Matrix::Kind::bf16:
-            return std::bit_cast<float>((uint32_t)load<uint16_t>(column + 2 * index) << 16);
+            return std::bit_cast<float>(static_cast<uint32_t>(load<uint16_t>(column + 2 * index)) << 16);
         case Matrix::Kind::fp32: return load<float>(column + 4 * index);
-        case Matrix::Kind::scales6: return (float)six_bits(column, index, false);
-        case Matrix::Kind::mins6: return -(float)six_bits(column, index, true);
+        case Matrix::Kind::scales6: return static_cast<float>(six_bits(column, index, false));
+        case Matrix::Kind::mins6: return -static_cast<float>(six_bits(column, index, true));
         case Matrix::Kind::scales4: return column[index] & 15;
-        case Matrix::Kind::mins4: return -(float)(column[index] >> 4);
-        case Matrix::Kind::signed6: return (float)signed_six_bits(column, index);
+        case Matrix::Kind::mins4: return -static_cast<float>(column[index] >> 4);
+        case Matrix::Kind::signed6: return static_cast<float>(signed_six_bits(column, index));
     }
     return 0;
 }
@@ -105,14 +105,15 @@ class CodeReader {
     };
 
     Place place_of(const Plane& plane, int input) const {
-        const int64_t block = (int64_t)(input / rows_.block_inputs) * rows_.block_bytes + plane.start;
+        const int64_t block =
+            static_cast<int64_t>(input / rows_.block_inputs) * rows_.block_bytes + plane.start;
         const int i = input % rows_.block_inputs, span = plane.run * 8 / plane.bits;
         if (plane.run == 1) return {block + i * plane.bits / 8, 0};
         return {block + i / span * plane.run + i % plane.run, i % span / plane.run * plane.bits};
     }
 
     void read_whole(const uint8_t* row, int g, Bytes (&codes)[2]) const {
-        const Place* place = places_.data() + (size_t)g * parts_.size() * 2;
+        const Place* place = places_.data() + static_cast<size_t>(g) * parts_.size() * 2;
         Bytes first{}, second{};
         for (const Part& part : parts_) {
             first |= bits_of(part, row, place[0]) << part.low;
@@ -131,7 +132,7 @@ class CodeReader {
             std::memcpy(whole.data(), row, rows_.row_bytes);
             read_whole(whole.data(), g, codes);
         }
-        std::memset((uint8_t*)codes + left, padding_, kGroup - left);
+        std::memset(reinterpret_cast<uint8_t*>(codes) + left, padding_, kGroup - left);
     }
 
     static Bytes bits_of(const Part& part, const uint8_t* row, const Place& place) {
@@ -143,7 +144,7 @@ class CodeReader {
     // Spreads eight neighbouring codes, which lie in as many bytes as each has bits, to a byte each.
     [[gnu::noinline]] static uint64_t spread(const uint8_t* from, int bits) {
         uint64_t codes = 0;
-        for (int i = 0; i < bits; i++) codes |= (uint64_t)from[i] << 8 * i;
+        for (int i = 0; i < bits; i++) codes |= static_cast<uint64_t>(from[i]) << 8 * i;
         codes = (codes | codes << (32 - 4 * bits)) & 0x0000000100000001 * ((1ull << 4 * bits) - 1);
         codes = (codes | codes << (16 - 2 * bits)) & 0x0001000100010001 * ((1ull << 2 * bits) - 1);
         return (codes | codes << (8 - bits)) & kOnes * ((1ull << bits) - 1);
@@ -175,7 +176,7 @@ class LevelReader {
 
     // Writes number `index` of a row, if the row has it.
     void write(int64_t row, int index, uint8_t* to) const {
-        if (index >= (int)places_.size()) return;
+        if (index >= static_cast<int>(places_.size())) return;
         const Place& place = places_[index];
         const uint8_t* column = values_.data + row * values_.row_stride + place.value;
         if (type_ == ScaleType::fp16) {
@@ -184,7 +185,7 @@ class LevelReader {
         }
         float value = number_at(values_.kind, column, place.number);
         if (type_ == ScaleType::small) {
-            *to = (uint8_t)(int8_t)value;
+            *to = static_cast<uint8_t>(static_cast<int8_t>(value));
             return;
         }
         if (supers_.data) value = super_at(row, place) * value;
@@ -193,7 +194,7 @@ class LevelReader {
 
     // Writes the factor of number `index` of a row, if it has one: fp16 as it is stored, or fp32.
     void write_factor(int64_t row, int index, bool as_stored, uint8_t* to) const {
-        if (index >= (int)places_.size()) return;
+        if (index >= static_cast<int>(places_.size())) return;
         if (as_stored) {
             std::memcpy(to, super_bytes(row, places_[index]), sizeof(uint16_t));
             return;
@@ -241,7 +242,9 @@ GroupLayout group_of(const Tiles& t) {
         default: {
             const bool small = t.scale_type == ScaleType::small;
             const size_t scale = kTile * (small ? 1 : t.scale_type == ScaleType::fp16 ? 2 : 4);
-            const size_t low = t.low == Low::none ? 0 : t.low == Low::zero ? (size_t)kTile : scale;
+            const size_t low = t.low == Low::none   ? 0
+                               : t.low == Low::zero ? static_cast<size_t>(kTile)
+                                                    : scale;
             const int parts = t.half_groups ? 2 : 1;
             const size_t factor = kTile * (t.half_factors ? sizeof(uint16_t) : sizeof(float));
             const size_t factors = small ? factor * (t.low == Low::min ? 2 : 1) : 0;
@@ -302,13 +305,13 @@ void pack_groups(const Tiles& t, size_t group_bytes, int tile, uint8_t* to, cons
                  int end) {
     constexpr size_t kNear = 8 << 10;
     alignas(64) uint8_t groups[kNear];
-    const int run = (int)(kNear / group_bytes), lanes = std::min(kTile, t.num_rows - tile * kTile);
+    const int run = static_cast<int>(kNear / group_bytes), lanes = std::min(kTile, t.num_rows - tile * kTile);
     for (int first = begin; first < end; first += run) {
         const int count = std::min(run, end - first);
         std::memset(groups, 0, count * group_bytes);
         for (int lane = 0; lane < lanes; lane++)
             for (int i = 0; i < count; i++)
-                write((int64_t)tile * kTile + lane, lane, first + i, groups + i * group_bytes);
+                write(static_cast<int64_t>(tile) * kTile + lane, lane, first + i, groups + i * group_bytes);
         std::memcpy(to + (first - begin) * group_bytes, groups, count * group_bytes);
     }
 }
@@ -364,7 +367,7 @@ void read_values(Matrix::Kind kind, Code code, const uint8_t* from, int count, u
     uint16_t halves[kGroup];
     std::fill(halves + count, halves + kGroup, 0);
     if (code == Code::fp16 || kind == Matrix::Kind::bf16) {
-        std::memcpy(halves, from, 2 * (size_t)count);
+        std::memcpy(halves, from, 2 * static_cast<size_t>(count));
     } else {
         read_floats(kind, from, count, [&](int i, float value) { halves[i] = float_to_bf16_bits(value); });
     }
@@ -381,7 +384,7 @@ Tiles tiles_of(const TileFormat& format, int64_t num_rows, int num_inputs) {
     t.half_groups = format.half_groups;
     t.half_factors = format.half_factors;
     if (is_float_code(format.code)) t.span = std::max(format.span, 1);
-    t.num_rows = (int32_t)num_rows;
+    t.num_rows = static_cast<int32_t>(num_rows);
     t.num_inputs = num_inputs;
     t.num_groups = (num_inputs + kGroup - 1) / kGroup;
     const bool whole_rows = format.code == Code::i8;  // pairs of groups, then one scale an output
@@ -400,7 +403,7 @@ int CodeRows::bits() const {
 
 CodeRows CodeRows::plain(const uint8_t* data, int64_t rows, int num_inputs, int bits, bool is_signed,
                          int half) {
-    const int64_t row_bytes = (int64_t)num_inputs * bits / 8;
+    const int64_t row_bytes = static_cast<int64_t>(num_inputs) * bits / 8;
     const int inputs = bits == 4 ? std::max(2 * half, kGroup) : kGroup;
     return {data,
             rows,
@@ -476,8 +479,9 @@ PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
             write_codes(t.code, found, to + 4 * lane);
         });
         for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++)
-            ((float*)(data + codes_bytes))[lane] =
-                number_at(scales.kind, scales.data + ((int64_t)tile * kTile + lane) * scales.row_stride, 0);
+            (reinterpret_cast<float*>(data + codes_bytes))[lane] =
+                number_at(scales.kind,
+                          scales.data + (static_cast<int64_t>(tile) * kTile + lane) * scales.row_stride, 0);
     };
     if (!s.by_columns) return add(t, pack_tile);
     t.column_stride = t.num_tiles() * kTile;
@@ -488,7 +492,8 @@ PackedTiles Packer::add_whole_rows(const QuantisedSource& s) {
             const size_t output = at / 4 % kTile, input = at / (4 * kTile) * 4 + at % 4;
             to[input * t.column_stride + output] = packed[at];
         }
-        uint8_t* const scales_of_all = to - (size_t)tile * kTile + codes_bytes / kTile * t.column_stride;
+        uint8_t* const scales_of_all =
+            to - static_cast<size_t>(tile) * kTile + codes_bytes / kTile * t.column_stride;
         std::memcpy(scales_of_all + tile * kTile * sizeof(float), packed.data() + codes_bytes,
                     kTile * sizeof(float));
     });
@@ -519,9 +524,9 @@ PackedTiles Packer::add_floats(const QuantisedSource& s) {
         for (int g = 0; g < t.num_groups; g += t.span) {
             std::memset(data, 0, group.factor_bytes);
             for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++)
-                scales.write((int64_t)tile * kTile + lane, g / t.span, data + 4 * lane);
+                scales.write(static_cast<int64_t>(tile) * kTile + lane, g / t.span, data + 4 * lane);
             data += group.factor_bytes;
-            const int end = std::min(g + t.span, (int)t.num_groups);
+            const int end = std::min(g + t.span, static_cast<int>(t.num_groups));
             const auto write = [&](int64_t row, int lane, int at, uint8_t* to) {
                 Bytes found[2];
                 codes.read(row, at, found);
@@ -542,14 +547,14 @@ void put_columns(const Tiles& t, const GroupLayout& layout, int tile, const std:
     };
     for (int g = 0; g < t.num_groups; g++) {
         uint8_t* const group = to + g * t.num_tiles() * layout.bytes();
-        uint8_t* const scales = group + (size_t)kGroup * t.column_stride;
+        uint8_t* const scales = group + static_cast<size_t>(kGroup) * t.column_stride;
         uint8_t* const lows = scales + t.num_tiles() * layout.scale_bytes;
         const uint8_t* from[2];
         for (int i = 0; i < 2; i++) from[i] = packed[i].data() + g * layout.bytes();
         for (int input = 0; input < kGroup; input++)
             for (int output = 0; output < kTile; output++)
                 group[input * t.column_stride + tile * (kTile / 2) + output] =
-                    (uint8_t)(code(from[0], output, input) | code(from[1], output, input) << 4);
+                    static_cast<uint8_t>(code(from[0], output, input) | code(from[1], output, input) << 4);
         for (int i = 0; i < 2; i++) {
             const uint8_t* levels = from[i] + layout.codes_bytes;
             std::memcpy(scales + (tile + i) * layout.scale_bytes, levels, layout.scale_bytes);
@@ -578,7 +583,7 @@ PackedTiles Packer::add(const QuantisedSource& s) {
                             .half_factors = has_half_factors};
     Tiles t = tiles_of(format, s.codes.rows, s.num_inputs);
     t.zero_point = s.zero_point + (s.codes.is_signed || s.table ? 128 : 0);
-    for (int i = 0; i < 16; i++) t.table[i] = (uint8_t)(s.table ? s.table[i] + 128 : i);
+    for (int i = 0; i < 16; i++) t.table[i] = static_cast<uint8_t>(s.table ? s.table[i] + 128 : i);
     const GroupLayout group = group_of(t);
     const uint64_t flipped = s.codes.is_signed ? 0x8080808080808080 : 0;  // 128 more, as unsigned codes
     const auto levels = [&](const Matrix& values, const Matrix& supers) {
@@ -607,12 +612,12 @@ PackedTiles Packer::add(const QuantisedSource& s) {
             std::memset(data, 0, group.factor_bytes);
             const size_t each = t.half_factors ? sizeof(uint16_t) : sizeof(float);
             for (int lane = 0; lane < std::min(kTile, t.num_rows - tile * kTile); lane++) {
-                const int64_t row = (int64_t)tile * kTile + lane;
+                const int64_t row = static_cast<int64_t>(tile) * kTile + lane;
                 scales.write_factor(row, g * group.parts, t.half_factors, data + lane * each);
                 mins.write_factor(row, g * group.parts, t.half_factors, data + (kTile + lane) * each);
             }
             data += group.factor_bytes;
-            const int end = std::min(g + kSmallSpan, (int)t.num_groups);
+            const int end = std::min(g + kSmallSpan, static_cast<int>(t.num_groups));
             pack_groups(t, group.bytes(), tile, data, write, g, end);
             data += (end - g) * group.bytes();
         }
@@ -627,12 +632,12 @@ PackedTiles Packer::add(const QuantisedSource& s) {
             packed[i].resize(t.tile_bytes);
             pack_tile(tile + i, packed[i].data());
         }
-        put_columns(t, group, tile, packed, to - (size_t)tile * kTile);
+        put_columns(t, group, tile, packed, to - static_cast<size_t>(tile) * kTile);
     });
 }
 
 PackedTiles Packer::add(const Matrix& values, Code code) {
-    const Tiles t = tiles_of({code}, values.rows, (int)values.columns);
+    const Tiles t = tiles_of({code}, values.rows, static_cast<int>(values.columns));
     const size_t group_bytes = group_of(t).bytes();
     return add(t, [t, values, group_bytes](int tile, uint8_t* data) {
         pack_groups(t, group_bytes, tile, data, [&](int64_t row, int lane, int g, uint8_t* to) {
@@ -641,9 +646,10 @@ PackedTiles Packer::add(const Matrix& values, Code code) {
             read_values(values.kind, t.code, from, std::min(kGroup, t.num_inputs - g * kGroup), words);
             if (t.code == Code::fp16) {
                 for (int i = 0; i < kGroup; i++)
-                    std::memcpy(to + 2 * (i * kTile + lane), (const uint8_t*)words + 2 * i, 2);
+                    std::memcpy(to + 2 * (i * kTile + lane), reinterpret_cast<const uint8_t*>(words) + 2 * i,
+                                2);
             } else {
-                for (int i = 0; i < (int)(group_bytes / kTile / 4); i++)
+                for (int i = 0; i < static_cast<int>(group_bytes / kTile / 4); i++)
                     std::memcpy(to + 4 * (i * kTile + lane), words + i, 4);
             }
         });

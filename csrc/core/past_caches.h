@@ -15,7 +15,7 @@ namespace octavo {
 inline void copy_past_caches(const float* from, int count, float* to) {
 #if defined(__SSE2__)
     constexpr int kLine = 16;
-    if (count % kLine == 0 && (uintptr_t)to % (kLine * sizeof(float)) == 0) {
+    if (count % kLine == 0 && reinterpret_cast<uintptr_t>(to) % (kLine * sizeof(float)) == 0) {
         for (int i = 0; i < count; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
         return;
     }

@@ -44,7 +44,7 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
     const auto ids = array_of<Out<int32_t>>(result, "token_ids");
     if (ids.size() < num_draws) throw std::invalid_argument("results for fewer rows than are drawn");
     a.out_ids = ids.data();
-    a.out_failed = (uint8_t*)out_numbers<bool>(result, "failed");
+    a.out_failed = reinterpret_cast<uint8_t*>(out_numbers<bool>(result, "failed"));
     a.out_logprobs = out_numbers<float>(result, "logprobs");
     a.out_ranks = out_numbers<int32_t>(result, "ranks");
     a.out_top_logprobs = out_numbers<float>(result, "top_logprobs");
@@ -58,7 +58,7 @@ void read_results(SampleArgs& a, const nb::object& result, size_t num_draws) {
     if (result.attr("top_ids").is_none()) return;
     const auto top_ids = array_of<Out<int32_t, nb::ndim<2>>>(result, "top_ids");
     a.out_top_ids = top_ids.data();
-    a.max_top = (int)top_ids.shape(1);
+    a.max_top = static_cast<int>(top_ids.shape(1));
 }
 
 // Returns NumPy's name of a type of 4 or 8 bytes.
@@ -76,7 +76,7 @@ const SamplingRecord* records_of(const nb::object& sampling, size_t num_draws) {
     if (!nb::try_cast<Array<uint8_t>>(bytes, array, false) ||
         array.size() != num_draws * sizeof(SamplingRecord))
         throw nb::type_error("records: not a C-contiguous array of one SAMPLING_RECORD for each sampled row");
-    return (const SamplingRecord*)array.data();
+    return reinterpret_cast<const SamplingRecord*>(array.data());
 }
 
 // Requests own rows of the step, which padding may follow.
@@ -87,7 +87,8 @@ void check_rows(const Ints& query_starts, size_t num_tokens) {
     expect(starts[0] == 0, "query_starts: the first request does not start at row 0");
     for (size_t i = 0; i < num_requests; i++)
         expect(starts[i] <= starts[i + 1], "query_starts: a request ends before it starts");
-    expect((size_t)starts[num_requests] <= num_tokens, "query_starts: ends behind the rows of the step");
+    expect(static_cast<size_t>(starts[num_requests]) <= num_tokens,
+           "query_starts: ends behind the rows of the step");
 }
 
 // Reads the rows from outside, where a step has any.
@@ -95,8 +96,8 @@ void read_given(Batch& b, const nb::object& batch) {
     if (batch.attr("given").is_none()) return;
     const auto given = array_of<Array<float, nb::ndim<2>>>(batch, "given");
     b.given = given.data();
-    b.num_given = (int)given.shape(0);
-    b.given_width = (int)given.shape(1);
+    b.num_given = static_cast<int>(given.shape(0));
+    b.given_width = static_cast<int>(given.shape(1));
     b.given_rows = numbers<int32_t>(batch, "given_rows", b.num_tokens);
     for (int t = 0; t < b.num_tokens; t++)
         expect(b.given_rows[t] < b.num_given, "given_rows: a row that is not among the given ones");
@@ -106,7 +107,7 @@ void read_given(Batch& b, const nb::object& batch) {
 void read_copies(Batch& b, const nb::object& batch, size_t num_groups) {
     const nb::object copies = batch.attr("copies");
     if (copies.is_none()) return;
-    b.copy_starts = numbers<int32_t>(copies, "starts", (size_t)b.num_tokens + 1);
+    b.copy_starts = numbers<int32_t>(copies, "starts", static_cast<size_t>(b.num_tokens) + 1);
     expect(b.copy_starts[0] == 0, "copies: the first row's do not start at 0");
     for (int t = 0; t < b.num_tokens; t++)
         expect(b.copy_starts[t] <= b.copy_starts[t + 1], "copies: a row's end before they start");
@@ -138,13 +139,14 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     const size_t num_tokens = token_ids.size(), num_groups = block_tables.shape(0);
     check_rows(query_starts, num_tokens);
     Batch b{};
-    b.num_tokens = (int)num_tokens;
-    b.num_axes = (int)positions.shape(0);
-    b.num_requests = (int)query_starts.size() - 1;
-    b.num_samples = (int)sample_rows.size();
-    b.table_width = (int)block_tables.shape(2);
+    b.num_tokens = static_cast<int>(num_tokens);
+    b.num_axes = static_cast<int>(positions.shape(0));
+    b.num_requests = static_cast<int>(query_starts.size()) - 1;
+    b.num_samples = static_cast<int>(sample_rows.size());
+    b.table_width = static_cast<int>(block_tables.shape(2));
     expect(positions.shape(1) == num_tokens, "positions: not one of each axis for each row of the step");
-    expect(block_tables.shape(1) == (size_t)b.num_requests, "block_tables: not one for each request");
+    expect(block_tables.shape(1) == static_cast<size_t>(b.num_requests),
+           "block_tables: not one for each request");
     b.token_ids = token_ids.data();
     b.places = numbers<int32_t>(batch, "places", num_tokens);
     b.positions = positions.data();
@@ -164,7 +166,7 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
         const auto hidden = array_of<Array<float, nb::ndim<2>>>(batch, "hidden");
         expect(hidden.shape(0) == num_tokens, "hidden: not one row for each of the step");
         b.hidden = hidden.data();
-        b.hidden_width = (int)hidden.shape(1);
+        b.hidden_width = static_cast<int>(hidden.shape(1));
     }
     const nb::object sampling = batch.attr("sampling");
     b.draws = !sampling.is_none();
@@ -172,10 +174,12 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
         b.sampling = read_sampling(sampling, b.num_samples);
         b.keeps_logits = nb::cast<bool>(sampling.attr("keeps_logits"));
         if (!sampling.attr("late").is_none())
-            b.late = (const uint8_t*)numbers<bool>(sampling, "late", (size_t)b.num_samples);
+            b.late = reinterpret_cast<const uint8_t*>(
+                numbers<bool>(sampling, "late", static_cast<size_t>(b.num_samples)));
         if (!sampling.attr("uncut").is_none())
-            b.sampling.uncut = (const uint8_t*)numbers<bool>(sampling, "uncut", (size_t)b.num_samples);
-        read_results(b.sampling, output.attr("samples"), (size_t)b.num_samples * num_steps);
+            b.sampling.uncut = reinterpret_cast<const uint8_t*>(
+                numbers<bool>(sampling, "uncut", static_cast<size_t>(b.num_samples)));
+        read_results(b.sampling, output.attr("samples"), static_cast<size_t>(b.num_samples) * num_steps);
     } else {
         const nb::dict arrays(output.attr("arrays"));
         expect(arrays.size() == 1, "arrays: not the one that the program makes");
@@ -225,7 +229,7 @@ nb::dict sampling_record() {
 
 EndTokens read_end_tokens(const nb::object& steps, int num_requests) {
     const auto starts = array_of<Ints>(steps, "end_starts");
-    if (starts.size() != (size_t)num_requests + 1)
+    if (starts.size() != static_cast<size_t>(num_requests) + 1)
         throw std::invalid_argument("decode steps: end tokens of another number of requests");
     return EndTokens{starts.data(), numbers<int32_t>(steps, "end_ids")};
 }

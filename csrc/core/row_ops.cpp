@@ -30,8 +30,9 @@ struct EmbeddingOp : RowOp {
     explicit EmbeddingOp(EmbeddingSpec s) : spec(std::move(s)) {}
     void run(const View& view, int64_t row) const override {
         const Batch& b = view.batch;
-        const int id = spec.by_position ? b.positions[(int64_t)spec.axis * b.num_tokens + row] + spec.offset
-                                        : b.token_ids[row];
+        const int id = spec.by_position
+                           ? b.positions[static_cast<int64_t>(spec.axis) * b.num_tokens + row] + spec.offset
+                           : b.token_ids[row];
         if (spec.first_row >= 0) return run_part(view, row, id - spec.first_row);
         const int safe = id < 0 || id >= spec.table.num_rows ? 0 : id;  // padded rows may hold anything
         view.executor.kernels().read_row(spec.table, safe, spec.scale, view.at(spec.out, row));
@@ -88,7 +89,7 @@ struct GivenOp : RowOp {
         float* to = view.at(out, row);
         const int at = b.given ? b.given_rows[row] : -1;
         if (at >= 0)
-            std::copy_n(b.given + (int64_t)at * b.given_width, out.width, to);
+            std::copy_n(b.given + static_cast<int64_t>(at) * b.given_width, out.width, to);
         else if (!base.width)
             std::fill_n(to, out.width, 0.0f);
         else if (const float* from = view.at(base, row); from != to)
@@ -107,7 +108,7 @@ struct RopeOp : RowOp {
                     *sin = spec.angles->sin(position(view, 0, row));
         std::vector<float> mixed;
         if (!spec.axes.empty()) {
-            const int n = (int)spec.axes.size();
+            const int n = static_cast<int>(spec.axes.size());
             mixed.resize(2 * n);
             for (int i = 0; i < n; i++) {
                 const int at = position(view, spec.axes[i], row);
@@ -122,7 +123,8 @@ struct RopeOp : RowOp {
     }
     static int position(const View& view, int axis, int64_t row) {
         const Batch& b = view.batch;
-        return std::max(b.positions[(int64_t)axis * b.num_tokens + row], 0);  // padded rows may have any
+        return std::max(b.positions[static_cast<int64_t>(axis) * b.num_tokens + row],
+                        0);  // padded rows may have any
     }
 };
 
@@ -132,7 +134,7 @@ struct KvWriteOp : RowOp {
     Place v;
     int group, layer;
     void run(const View& view, int64_t row) const override {
-        const int32_t slot = view.batch.slots[(int64_t)group * view.batch.num_tokens + row];
+        const int32_t slot = view.batch.slots[static_cast<int64_t>(group) * view.batch.num_tokens + row];
         if (slot < 0) return;
         const float* k = view.at(k_parts.front(), row);
         float joined[kMostJoined];
@@ -149,7 +151,8 @@ struct KvWriteOp : RowOp {
         const Batch& b = view.batch;
         if (!b.copy_starts) return;
         for (int i = b.copy_starts[row]; i < b.copy_starts[row + 1]; i++)
-            if (const int32_t to = b.copy_slots[(int64_t)group * b.num_copies + i]; to >= 0) store(to);
+            if (const int32_t to = b.copy_slots[static_cast<int64_t>(group) * b.num_copies + i]; to >= 0)
+                store(to);
     }
 };
 
@@ -181,8 +184,9 @@ struct ElementwiseOp : RowOp {
                 for (int i = 0; i < width; i++) to[i] = std::min(std::max(x[i], -factor), factor);
                 return;
             case Elementwise::match: {
-                const double by = mean_square(y, width) / std::max(mean_square(x, width), (double)factor);
-                for (int i = 0; i < width; i++) to[i] = x[i] * (float)std::sqrt(by);
+                const double by =
+                    mean_square(y, width) / std::max(mean_square(x, width), static_cast<double>(factor));
+                for (int i = 0; i < width; i++) to[i] = x[i] * static_cast<float>(std::sqrt(by));
                 return;
             }
             case Elementwise::largest: {
@@ -190,7 +194,7 @@ struct ElementwiseOp : RowOp {
                 for (int i = 0; i < width; i++) mean += x[i];
                 mean /= width;
                 for (int i = 0; i < width; i++) square += (x[i] - mean) * (x[i] - mean);
-                const float cutoff = (float)(mean + factor * std::sqrt(square / width));
+                const float cutoff = static_cast<float>(mean + factor * std::sqrt(square / width));
                 for (int i = 0; i < width; i++) to[i] = std::max(x[i] - cutoff, 0.0f);
                 return;
             }
@@ -199,7 +203,7 @@ struct ElementwiseOp : RowOp {
     }
     static double mean_square(const float* x, int width) {
         double sum = 0;
-        for (int i = 0; i < width; i++) sum += (double)x[i] * x[i];
+        for (int i = 0; i < width; i++) sum += static_cast<double>(x[i]) * x[i];
         return sum / width;
     }
     // The products' epilogue opens the gate, 16 columns at a time, so that it means the same there and here.
@@ -222,7 +226,7 @@ struct MixOp : RowOp {
     MixSpec spec;
     explicit MixOp(MixSpec s) : spec(std::move(s)) {}
     void run(const View& view, int64_t row) const override {
-        const int num_xs = (int)spec.xs.size(), num_outs = (int)spec.outs.size();
+        const int num_xs = static_cast<int>(spec.xs.size()), num_outs = static_cast<int>(spec.outs.size());
         const float *xs[kMost], *bases[kMost];
         float* outs[kMost];
         for (int k = 0; k < num_xs; k++) xs[k] = view.at(spec.xs[k], row);
@@ -266,7 +270,7 @@ struct PoolOp : RowOp {
             const float* one = view.at(x, r);
             for (int i = 0; i < x.width; i++) to[i] += one[i];
         }
-        for (int i = 0; i < x.width; i++) to[i] /= (float)count;
+        for (int i = 0; i < x.width; i++) to[i] /= static_cast<float>(count);
     }
 };
 
@@ -290,8 +294,8 @@ struct RowsOutOp : RowOp {
     Place rows;
     void run(const View& view, int64_t row) const override {
         if (view.batch.draws) return;
-        std::memcpy(view.batch.out_rows + (view.first_sample + row) * (int64_t)rows.width, view.at(rows, row),
-                    sizeof(float) * rows.width);
+        std::memcpy(view.batch.out_rows + (view.first_sample + row) * static_cast<int64_t>(rows.width),
+                    view.at(rows, row), sizeof(float) * rows.width);
     }
 };
 
@@ -354,7 +358,7 @@ std::unique_ptr<RowOp> make_elementwise(const ElementwiseSpec& spec) {
 std::unique_ptr<RowOp> make_mix(MixSpec spec) {
     const size_t num = spec.outs.size();
     if (num == 0 || num != spec.bases.size() || std::max(num, spec.xs.size()) > MixOp::kMost ||
-        spec.coefs.width != (int)(num * spec.xs.size()))
+        spec.coefs.width != static_cast<int>(num * spec.xs.size()))
         throw std::invalid_argument("a mix of " + std::to_string(spec.xs.size()) + " rows to " +
                                     std::to_string(num));
     return std::make_unique<MixOp>(std::move(spec));

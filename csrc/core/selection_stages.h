@@ -24,7 +24,7 @@ struct BlockMassStage : Stage {
         const KvGroup& kv = view.kv.group(spec.group);
         double keys = 0;
         for (int i = 0; i < selected.num_rows(); i++) keys += selected.row(i).num_keys;
-        return {keys * (double)kv.block_bytes() / kTile, 2.0 * keys * num_heads * kv.k_width};
+        return {keys * static_cast<double>(kv.block_bytes()) / kTile, 2.0 * keys * num_heads * kv.k_width};
     }
     int pieces(const View& view) const override {
         return selected.num_rows() * view.kv.group(spec.group).num_heads;
@@ -33,21 +33,22 @@ struct BlockMassStage : Stage {
         const KvLayer kv = view.kv.layer(spec.group, spec.layer);
         const int index = piece / kv.num_heads, head = piece % kv.num_heads, lanes = num_heads / kv.num_heads;
         const SelectedKeys::Row& row = selected.row(index);
-        const size_t needed = (size_t)(row.num_keys + kTile - 1) / kTile * kTile;
+        const size_t needed = static_cast<size_t>(row.num_keys + kTile - 1) / kTile * kTile;
         if (thread.scores.size() < needed) thread.scores.resize(needed);
         view.executor.kernels().block_masses(
             BlockMassArgs{.kv = kv,
                           .block_table = table_of(view.batch, row.request),
                           .kv_head = head,
                           .num_keys = row.num_keys,
-                          .q = view.at(spec.q, row.row) + (int64_t)head * lanes * kv.k_width,
+                          .q = view.at(spec.q, row.row) + static_cast<int64_t>(head) * lanes * kv.k_width,
                           .num_lanes = lanes,
                           .scale = scale,
                           .scores = thread.scores.data(),
                           .masses = selected.masses(index, head)});
     }
     const int32_t* table_of(const Batch& batch, int request) const {
-        return batch.block_tables + ((int64_t)spec.group * batch.num_requests + request) * batch.table_width;
+        return batch.block_tables +
+               (static_cast<int64_t>(spec.group) * batch.num_requests + request) * batch.table_width;
     }
     void check(const Batch& batch, const KvMemory& kv) const override {
         const KvGroup& group = kv.group(spec.group);
@@ -55,7 +56,7 @@ struct BlockMassStage : Stage {
         if (spec.q.width != num_heads * group.k_width)
             throw std::invalid_argument("partial queries of another width than their keys");
         for (int r = 0; r < batch.num_requests; r++) {
-            const int context = batch.context_lens[(int64_t)spec.group * batch.num_requests + r];
+            const int context = batch.context_lens[static_cast<int64_t>(spec.group) * batch.num_requests + r];
             for (int b = 0; b < (context + kTile - 1) / kTile; b++)
                 if (b >= batch.table_width || !kv.has_block(spec.group, table_of(batch, r)[b]))
                     throw std::invalid_argument("a block of partial keys is outside the KV memory");

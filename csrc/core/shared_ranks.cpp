@@ -41,7 +41,7 @@ void* map_file(int file, size_t bytes) {
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 #ifdef __linux__
     const timespec most{0, kSleepNs};
-    syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAIT, value, &most, nullptr, 0);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &most, nullptr, 0);
 #else
     if (word.load(std::memory_order_acquire) == value)
         std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -50,14 +50,14 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 
 void wake_all(std::atomic<uint32_t>& word) {
 #ifdef __linux__
-    syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #else
     (void)word;
 #endif
 }
 
 // Whether a count has come to a number; both wrap around.
-bool has_come(uint32_t count, uint32_t number) { return (int32_t)(count - number) >= 0; }
+bool has_come(uint32_t count, uint32_t number) { return static_cast<int32_t>(count - number) >= 0; }
 
 void relax() {
 #if defined(__x86_64__)
@@ -74,7 +74,8 @@ SharedRanks::SharedRanks(int file, int rank, int num_ranks, int num_tensor)
       rank_(rank),
       num_ranks_(num_ranks),
       num_tensor_(num_tensor),
-      header_bytes_(whole_pages(sizeof(Control) + sizeof(Line) * (size_t)std::max(num_ranks, 0))) {
+      header_bytes_(
+          whole_pages(sizeof(Control) + sizeof(Line) * static_cast<size_t>(std::max(num_ranks, 0)))) {
     if (num_ranks < 1 || rank < 0 || rank >= num_ranks)
         throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(num_ranks));
     if (num_tensor < 1 || num_ranks % num_tensor)
@@ -98,15 +99,15 @@ SharedRanks::~SharedRanks() {
 
 // The file only grows, and its new bytes are zeros: ranks come here in any order.
 void SharedRanks::map(size_t slot_bytes) {
-    const size_t bytes = header_bytes_ + 2 * (size_t)num_ranks_ * slot_bytes;
+    const size_t bytes = header_bytes_ + 2 * static_cast<size_t>(num_ranks_) * slot_bytes;
     const off_t have = lseek(file_, 0, SEEK_END);
-    if (have < 0 || ((size_t)have < bytes && ftruncate(file_, (off_t)bytes)))
+    if (have < 0 || (static_cast<size_t>(have) < bytes && ftruncate(file_, static_cast<off_t>(bytes))))
         fail("the memory of the ranks cannot be made larger");
     if (!control_) {
-        control_ = (Control*)map_file(file_, header_bytes_);
-        lines_ = (Line*)(control_ + 1);
+        control_ = static_cast<Control*>(map_file(file_, header_bytes_));
+        lines_ = reinterpret_cast<Line*>(control_ + 1);
     }
-    memory_ = (uint8_t*)map_file(file_, bytes);
+    memory_ = static_cast<uint8_t*>(map_file(file_, bytes));
     mapped_bytes_ = bytes;
     slot_bytes_ = slot_bytes;
 }
@@ -133,41 +134,41 @@ void SharedRanks::all_reduce(const float* x, float* out, size_t count) {
         require_exchange(number);
         std::memcpy(out + first, slot(tensor_rank(0), number), n * sizeof(float));
         for (int r = 1; r < num_tensor_; r++) {
-            const float* part = (const float*)slot(tensor_rank(r), number);
+            const float* part = reinterpret_cast<const float*>(slot(tensor_rank(r), number));
             for (size_t i = 0; i < n; i++) out[first + i] += part[i];
         }
     }
 }
 
 void SharedRanks::all_gather(const float* x, float* out, size_t rows, const std::vector<int>& widths) {
-    if ((int)widths.size() != num_tensor_)
+    if (static_cast<int>(widths.size()) != num_tensor_)
         throw std::invalid_argument("widths of " + std::to_string(widths.size()) + " ranks, there are " +
                                     std::to_string(num_tensor_));
     const int widest = *std::max_element(widths.begin(), widths.end());
     if (*std::min_element(widths.begin(), widths.end()) < 0) throw std::invalid_argument("a width below 0");
     size_t width = 0;
-    for (const int w : widths) width += (size_t)w;
-    const size_t row_bytes = std::max((size_t)widest, (size_t)1) * sizeof(float);
+    for (const int w : widths) width += static_cast<size_t>(w);
+    const size_t row_bytes = std::max(static_cast<size_t>(widest), static_cast<size_t>(1)) * sizeof(float);
     if (row_bytes > slot_bytes_) reserve(row_bytes);
     const size_t most = slot_bytes_ / row_bytes;
     for (size_t first = 0; first < rows; first += most) {
-        const size_t n = std::min(most, rows - first), own = (size_t)widths[tensor_place()];
+        const size_t n = std::min(most, rows - first), own = static_cast<size_t>(widths[tensor_place()]);
         const uint32_t number = next_++;
         std::memcpy(own_slot(number), x + first * own, n * own * sizeof(float));
         require_exchange(number);
         float* to = out + first * width;
         for (int r = 0; r < num_tensor_; r++) {
-            const auto* part = (const float*)slot(tensor_rank(r), number);
+            const auto* part = reinterpret_cast<const float*>(slot(tensor_rank(r), number));
             for (size_t row = 0; row < n; row++)
-                std::memcpy(to + row * width, part + row * (size_t)widths[r],
-                            (size_t)widths[r] * sizeof(float));
+                std::memcpy(to + row * width, part + row * static_cast<size_t>(widths[r]),
+                            static_cast<size_t>(widths[r]) * sizeof(float));
             to += widths[r];
         }
     }
 }
 
 void SharedRanks::collect(const float* x, const int32_t* owners, float* out, size_t rows, size_t width) {
-    const size_t row_bytes = std::max(width, (size_t)1) * sizeof(float);
+    const size_t row_bytes = std::max(width, static_cast<size_t>(1)) * sizeof(float);
     if (row_bytes > slot_bytes_) reserve(row_bytes);
     const size_t most = slot_bytes_ / row_bytes;
     for (size_t first = 0; first < rows; first += most) {
@@ -177,7 +178,8 @@ void SharedRanks::collect(const float* x, const int32_t* owners, float* out, siz
         require_exchange(number);
         for (size_t row = first; row < end; row++)
             std::memcpy(out + row * width,
-                        (const float*)slot(expert_rank(owners[row]), number) + (row - first) * width,
+                        reinterpret_cast<const float*>(slot(expert_rank(owners[row]), number)) +
+                            (row - first) * width,
                         width * sizeof(float));
     }
 }

@@ -62,9 +62,10 @@ class SharedRanks {
 
     // The number of the next collective. After `count` of them, `advance` is called.
     uint32_t next() const { return next_; }
-    void advance(int count) { next_ += (uint32_t)count; }
+    void advance(int count) { next_ += static_cast<uint32_t>(count); }
     uint8_t* slot(int rank, uint32_t number) const {
-        return memory_ + header_bytes_ + ((number & 1) * (size_t)num_ranks_ + (size_t)rank) * slot_bytes_;
+        return memory_ + header_bytes_ +
+               ((number & 1) * static_cast<size_t>(num_ranks_) + static_cast<size_t>(rank)) * slot_bytes_;
     }
     uint8_t* own_slot(uint32_t number) const { return slot(rank_, number); }
     // Says that this rank's slot of a number is written, and waits until those of all others are; false where

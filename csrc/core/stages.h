@@ -80,7 +80,7 @@ void multiply(const KernelTable& k, ThreadState& thread, const Product& p, Updat
                      std::min(kTile, p.width() - i * kTile), p.out + i * kTile, p.stride);
     };
     if (p.sums) {
-        const int64_t second = (int64_t)p.num_rows * kTile;
+        const int64_t second = static_cast<int64_t>(p.num_rows) * kTile;
         float* const sums[2] = {p.sums, p.sums + second};
         float* const ups[2] = {p.up_sums, p.up ? p.up_sums + second : nullptr};
         update.add(p.tile, p.count, sums, false);
@@ -132,12 +132,12 @@ struct LinearStage : Stage {
         return "linear " + std::to_string(spec.rows->x.width) + " to " +
                std::to_string(num_tiles * kTile * (is_gated() ? 2 : 1)) + " " + code();
     }
-    const char* code() const override { return kCodeNames[(int)spec.parts.front().tiles.code]; }
+    const char* code() const override { return kCodeNames[static_cast<int>(spec.parts.front().tiles.code)]; }
     Cost cost(const View& view) const override {
         Cost sum;
         for (const auto& part : spec.parts) {
             const Tiles& w = part.tiles;
-            sum.bytes += (double)w.num_tiles() * w.tile_bytes;
+            sum.bytes += static_cast<double>(w.num_tiles()) * w.tile_bytes;
             sum.operations += 2.0 * w.num_rows * w.num_inputs * view.rows(on_samples());
         }
         return sum;
@@ -259,7 +259,7 @@ struct LinearStage : Stage {
         multiply(part.tiles, sums);
         if (is_gated()) multiply(spec.parts[1].tiles, up_sums);
         for (int i = 0; i < tiles.count; i += 2) {
-            const int64_t at = (int64_t)i * tiles.num_rows * kTile;
+            const int64_t at = static_cast<int64_t>(i) * tiles.num_rows * kTile;
             const TileRun pair{tiles.tile + i, std::min(2, tiles.count - i), tiles.row0, tiles.num_rows};
             write(view, thread, x, part, pair, adapters, sums + at, up_sums + at);
         }
@@ -337,7 +337,7 @@ struct AttentionStage : Stage {
     }
     const Batch& batch(const View& view) const { return depends_on_data() ? selected->batch() : view.batch; }
     int64_t first_request(const View& view) const {
-        return depends_on_data() ? 0 : (int64_t)spec.group * view.batch.num_requests;
+        return depends_on_data() ? 0 : static_cast<int64_t>(spec.group) * view.batch.num_requests;
     }
     float* partials(const View& view) const {
         return depends_on_data() ? selected->partials() : view.executor.partials();
@@ -349,7 +349,7 @@ struct AttentionStage : Stage {
         const Batch& b = view.batch;
         Cost sum;
         for (int r = 0; r < b.num_requests; r++) {
-            const int context = b.context_lens[(int64_t)spec.group * b.num_requests + r];
+            const int context = b.context_lens[static_cast<int64_t>(spec.group) * b.num_requests + r];
             int longest = 0;
             for (int row = b.query_starts[r]; row < b.query_starts[r + 1]; row++) {
                 const int last = spec.mask.full() ? context : std::min(context, b.limit(row));
@@ -357,15 +357,16 @@ struct AttentionStage : Stage {
                 longest = std::max(longest, keys);
                 sum.operations += 2.0 * keys * spec.num_heads * (kv.k_width + kv.v_width);
             }
-            sum.bytes += (double)longest * kv.block_bytes() / kTile;
+            sum.bytes += static_cast<double>(longest) * kv.block_bytes() / kTile;
         }
-        sum.bytes -= (double)view.executor.plan(plan_index).saved_keys * kv.block_bytes() / kTile;
+        sum.bytes -=
+            static_cast<double>(view.executor.plan(plan_index).saved_keys) * kv.block_bytes() / kTile;
         return sum;
     }
     int pieces(const View& view) const override {
         const AttentionPlan& plan = this->plan(view);
-        return merges ? (int)plan.merged.size() * view.kv.group(spec.group).num_heads
-                      : (int)plan.pieces.size();
+        return merges ? static_cast<int>(plan.merged.size()) * view.kv.group(spec.group).num_heads
+                      : static_cast<int>(plan.pieces.size());
     }
 
     void run(const View& view, int piece, ThreadState& thread, int) const override {
@@ -411,7 +412,7 @@ struct AttentionStage : Stage {
             add_run(view, work, plan.runs[todo.run], kv);
         }
         work.is_prefetched = thread.prefetched_stage == this && thread.prefetched_piece == piece;
-        work.ahead = view.executor.pool().goes_on((int)plan.pieces.size(), piece)
+        work.ahead = view.executor.pool().goes_on(static_cast<int>(plan.pieces.size()), piece)
                          ? read_first(view, piece + 1)
                          : BlockRange{};
         if (work.ahead.last) note_prefetched(thread, piece + 1);
@@ -423,7 +424,7 @@ struct AttentionStage : Stage {
     void run_row_by_row(const View& view, AttentionArgs args, const AttentionPiece& work,
                         ThreadState& thread) const {
         const int share = spec.num_heads / args.kv.num_heads, length = 2 * spec.reach + 1;
-        thread.biases.resize((size_t)spec.num_heads * length);
+        thread.biases.resize(static_cast<size_t>(spec.num_heads) * length);
         args.distances = thread.biases.data();
         AttentionPiece one = work;
         one.num_rows = 1;
@@ -431,7 +432,7 @@ struct AttentionStage : Stage {
             one.rows[0] = work.rows[i];
             one.ahead = i + 1 == work.num_rows ? work.ahead : BlockRange{};
             for (int head = work.kv_head * share; head < (work.kv_head + 1) * share; head++)
-                add_up_biases(view, one, head, thread.biases.data() + (size_t)head * length);
+                add_up_biases(view, one, head, thread.biases.data() + static_cast<size_t>(head) * length);
             view.executor.kernels().attention(args, one, thread.attention.data());
             one.is_prefetched = false;
         }
@@ -441,10 +442,11 @@ struct AttentionStage : Stage {
         const int rows_a_head = spec.of_queries.width / spec.num_heads, row = piece.rows[0].row;
         const int place = view.batch.places[row];
         const int last = std::min(piece.context_len, piece.last_split * kSplitKeys);
-        const float* own = view.at(spec.of_queries, row) + (int64_t)head * rows_a_head;
+        const float* own = view.at(spec.of_queries, row) + static_cast<int64_t>(head) * rows_a_head;
         for (int key = piece.first_split * kSplitKeys; key < last; key++) {
             const int32_t bucket = spec.buckets[spec.reach + place - key];
-            const float* its = view.at(spec.of_keys, row - place + key) + (int64_t)head * rows_a_head;
+            const float* its =
+                view.at(spec.of_keys, row - place + key) + static_cast<int64_t>(head) * rows_a_head;
             to[spec.reach + key - place] = spec.scale * (own[bucket] + its[bucket]);
         }
     }
@@ -452,7 +454,7 @@ struct AttentionStage : Stage {
         if (spec.buckets.empty()) return;
         for (int r = 0; r < batch.num_requests; r++) {
             const int row = batch.query_starts[r], rows = batch.query_starts[r + 1] - row;
-            const int context = batch.context_lens[(int64_t)spec.group * batch.num_requests + r];
+            const int context = batch.context_lens[static_cast<int64_t>(spec.group) * batch.num_requests + r];
             if (rows && (batch.places[row] != 0 || context != rows || context > spec.reach + 1))
                 throw std::invalid_argument("a text of " + std::to_string(context) + " tokens, of which " +
                                             std::to_string(rows) + " are in the step, at most " +
@@ -497,10 +499,11 @@ struct AttentionStage : Stage {
     void add_run(const View& view, AttentionPiece& work, const QueryRun& run, const KvLayer& kv) const {
         work.block_table = block_table(view, run);
         work.context_len = batch(view).context_lens[first_request(view) + run.request];
-        const int64_t row_floats = (int64_t)(spec.num_heads / kv.num_heads) * (2 + kv.v_padded);
+        const int64_t row_floats = static_cast<int64_t>(spec.num_heads / kv.num_heads) * (2 + kv.v_padded);
         const int64_t split_floats = run.num_rows * row_floats;
         const int64_t splits_before =
-            (int64_t)work.kv_head * (run.last_split - run.first_split) + work.first_split - run.first_split;
+            static_cast<int64_t>(work.kv_head) * (run.last_split - run.first_split) + work.first_split -
+            run.first_split;
         const int64_t at = run.partial + splits_before * split_floats;
         for (int i = 0; i < run.num_rows; i++) {
             float* partial = run.partial < 0 ? nullptr : partials(view) + at + i * row_floats;

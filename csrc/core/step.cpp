@@ -34,8 +34,9 @@ KvLayer KvMemory::layer(int group, int layer) const {
 uint8_t* KvMemory::at(int group, int layer, int head, int block) const {
     const KvGroup& g = groups_[group];
     const size_t offset =
-        g.by_blocks ? ((size_t)layer * g.num_blocks + block) * g.record_bytes() + head * g.head_bytes()
-                    : (((size_t)layer * g.num_heads + head) * g.num_blocks + block) * g.head_bytes();
+        g.by_blocks
+            ? (static_cast<size_t>(layer) * g.num_blocks + block) * g.record_bytes() + head * g.head_bytes()
+            : ((static_cast<size_t>(layer) * g.num_heads + head) * g.num_blocks + block) * g.head_bytes();
     return memory_[group]->data() + offset;
 }
 

@@ -26,11 +26,12 @@ struct KvGroup {
     int v_padded() const { return (v_width + 15) / 16 * 16; }
     size_t element() const { return type == KvType::fp32 ? 4 : type == KvType::bf16 ? 2 : 1; }
     size_t v_offset() const {
-        if (holds_states) return (size_t)kStates * k_width * sizeof(float);
-        return (size_t)((k_width + 1) / 2 * 2) * kTile * element();
+        if (holds_states) return static_cast<size_t>(kStates) * k_width * sizeof(float);
+        return static_cast<size_t>((k_width + 1) / 2 * 2) * kTile * element();
     }
     size_t scales_offset() const {
-        return v_offset() + (holds_states ? kCountBytes : (size_t)v_padded() * kTile * element());
+        return v_offset() +
+               (holds_states ? kCountBytes : static_cast<size_t>(v_padded()) * kTile * element());
     }
     // Bytes of a block: one head of one layer, and one layer.
     size_t head_bytes() const {
@@ -40,7 +41,7 @@ struct KvGroup {
     // Bytes in memory of one layer's part of a block, where its heads lie together.
     size_t record_bytes() const { return (block_bytes() + kRecordAlign - 1) / kRecordAlign * kRecordAlign; }
     size_t memory_bytes() const {
-        return (size_t)num_blocks * num_layers * (by_blocks ? record_bytes() : block_bytes());
+        return static_cast<size_t>(num_blocks) * num_layers * (by_blocks ? record_bytes() : block_bytes());
     }
 };
 
@@ -55,7 +56,7 @@ class KvMemory {
     KvMemory& operator=(const KvMemory&) = delete;
     KvLayer layer(int group, int layer) const;
     const KvGroup& group(int index) const { return groups_[index]; }
-    int num_groups() const { return (int)groups_.size(); }
+    int num_groups() const { return static_cast<int>(groups_.size()); }
     void copy_block(int group, int source, int target);
     // Copies a block's bytes, [layer][head]: num_layers * block_bytes.
     void read_block(int group, int block, uint8_t* bytes) const;

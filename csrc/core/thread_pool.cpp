@@ -93,7 +93,7 @@ void ThreadPool::walk(Work& work) {
     }
     if (num_stages_ > capacity_) {
         capacity_ = num_stages_;
-        ranges_ = std::make_unique<Range[]>((size_t)capacity_ * num_threads_);
+        ranges_ = std::make_unique<Range[]>(static_cast<size_t>(capacity_) * num_threads_);
         done_ = std::make_unique<Counter[]>(capacity_);
     }
     for (int i = 0; i < num_stages_ * num_threads_; i++) ranges_[i].next.store(0, std::memory_order_relaxed);
@@ -128,7 +128,7 @@ int ThreadPool::take_all(int stage, int pieces, int thread) {
     for (int i = 0; i < num_threads_; i++) {
         const int owner = (thread + i) % num_threads_;
         const int first = first_piece(pieces, owner), last = first_piece(pieces, owner + 1);
-        auto& next = ranges_[(size_t)stage * num_threads_ + owner].next;
+        auto& next = ranges_[static_cast<size_t>(stage) * num_threads_ + owner].next;
         while (next.load(std::memory_order_relaxed) < last - first) {
             const int piece = first + next.fetch_add(1, std::memory_order_relaxed);
             if (piece >= last) break;

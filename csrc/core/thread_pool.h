@@ -46,9 +46,12 @@ class ThreadPool {
 
     // Returns the first of a stage's pieces that a thread takes, and whether the thread that took a piece
     // goes on with the next one; both hold unless another thread takes it.
-    int first_piece(int pieces, int thread) const { return (int)((int64_t)pieces * thread / num_threads_); }
+    int first_piece(int pieces, int thread) const {
+        return static_cast<int>(static_cast<int64_t>(pieces) * thread / num_threads_);
+    }
     bool goes_on(int pieces, int piece) const {
-        const int thread = (int)(((int64_t)(piece + 1) * num_threads_ + pieces - 1) / pieces);
+        const int thread =
+            static_cast<int>((static_cast<int64_t>(piece + 1) * num_threads_ + pieces - 1) / pieces);
         return piece + 1 < pieces && first_piece(pieces, thread) != piece + 1;
     }
 

@@ -28,7 +28,7 @@ struct Walk : ThreadPool::Work {
           body(block        ? e.ranges_
                : b.adapters ? e.each_
                             : e.plain_),
-          head((int)e.head_.size()),
+          head(static_cast<int>(e.head_.size())),
           chunks((b.num_samples + kSampleChunk - 1) / kSampleChunk),
           best_only(b.draws_best() ? e.logits_product_ : nullptr) {
         const uint64_t walks = (executor.kv_written_.load(std::memory_order_relaxed) >> 32) + 1;
@@ -63,21 +63,23 @@ struct Walk : ThreadPool::Work {
     }
     static constexpr int kRowsOfWeights = 8;
 
-    int num_stages() const override { return (int)body.size() + head * chunks; }
+    int num_stages() const override { return static_cast<int>(body.size()) + head * chunks; }
     StageRange range(int index) const {
-        if (index < (int)body.size()) return body[index];
-        const int stage = (index - (int)body.size()) % head;
+        if (index < static_cast<int>(body.size())) return body[index];
+        const int stage = (index - static_cast<int>(body.size())) % head;
         return {stage, stage + 1};
     }
     bool by_rows(int index) const {
-        return block && index < (int)body.size() && executor.body_[body[index].first]->row_local();
+        return block && index < static_cast<int>(body.size()) &&
+               executor.body_[body[index].first]->row_local();
     }
     const Stage& stage(int index) const {
-        return *(index < (int)body.size() ? executor.body_ : executor.head_)[range(index).first];
+        return *(index < static_cast<int>(body.size()) ? executor.body_ : executor.head_)[range(index).first];
     }
     View view(int index) const {
-        if (index < (int)body.size()) return View{.executor = executor, .batch = batch, .kv = kv};
-        const int first = (index - (int)body.size()) / head * kSampleChunk;
+        if (index < static_cast<int>(body.size()))
+            return View{.executor = executor, .batch = batch, .kv = kv};
+        const int first = (index - static_cast<int>(body.size())) / head * kSampleChunk;
         return View{.executor = executor,
                     .batch = batch,
                     .kv = kv,
@@ -142,8 +144,8 @@ struct Walk : ThreadPool::Work {
     }
     void finished(int index) override {
         executor.stages_done_.fetch_add(1, std::memory_order_relaxed);
-        if (index < (int)body.size()) count_kv_writes(body[index].last);
-        if (executor.stream_ && index < (int)body.size())
+        if (index < static_cast<int>(body.size())) count_kv_writes(body[index].last);
+        if (executor.stream_ && index < static_cast<int>(body.size()))
             executor.stream_->release(executor.released_[body[index].last - 1]);
         if (!executor.profiling_) return;
         if (by_rows(index)) {
@@ -172,7 +174,7 @@ struct Walk : ThreadPool::Work {
     double mean_seconds(int i) {
         double sum = 0;
         for (auto& thread : executor.threads_) sum += std::exchange(thread.seconds[i], 0.0);
-        return sum / (double)executor.threads_.size();
+        return sum / static_cast<double>(executor.threads_.size());
     }
     size_t next_write = 0;  // the first of the executor's kv_writes that is not counted
     Clock::time_point since = Clock::now();

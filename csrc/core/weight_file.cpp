@@ -39,7 +39,7 @@ WeightFile::Failure WeightFile::read(int64_t offset, size_t bytes, uint8_t* to,
         // A direct read is whole but at the end of the file.
         if (got == 0 || (direct_ && got % kDirectAlign)) return {0, offset + got, true};
         counted.fetch_add(got, std::memory_order_relaxed);
-        offset += got, to += got, bytes -= (size_t)got;
+        offset += got, to += got, bytes -= static_cast<size_t>(got);
     }
     return {};
 }

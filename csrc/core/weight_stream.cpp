@@ -61,7 +61,7 @@ void WeightStream::serve() {
     while (true) {
         may_read_.wait(lock, [&] { return stopping_ || may_read(); });
         if (stopping_) return;
-        const int index = (int)(reading_ % count());
+        const int index = static_cast<int>(reading_ % count());
         const WeightChunk& chunk = chunks_[index];
         const size_t at = block_ * source_.block_bytes,
                      bytes = std::min(source_.block_bytes, chunk.bytes - at);
@@ -69,7 +69,7 @@ void WeightStream::serve() {
         if (at + bytes == chunk.bytes) reading_++, block_ = 0;
         in_flight_++;
         lock.unlock();
-        const auto failure = file_.read(chunk.file_offset + (int64_t)at, bytes,
+        const auto failure = file_.read(chunk.file_offset + static_cast<int64_t>(at), bytes,
                                         memory_.data() + chunk.memory_offset + at, bytes_read_);
         lock.lock();
         in_flight_--;

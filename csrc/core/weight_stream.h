@@ -54,7 +54,9 @@ class WeightStream {
     int64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
     // Seconds that stages have waited, and the chunks that stages have asked for: those that had arrived by
     // then, and those that had not.
-    double wait_seconds() const { return (double)wait_ns_.load(std::memory_order_relaxed) * 1e-9; }
+    double wait_seconds() const {
+        return static_cast<double>(wait_ns_.load(std::memory_order_relaxed)) * 1e-9;
+    }
     int64_t num_found() const { return num_found_.load(std::memory_order_relaxed); }
     int64_t num_waited() const { return num_waited_.load(std::memory_order_relaxed); }
 
@@ -67,7 +69,7 @@ class WeightStream {
     void end_step();
 
   private:
-    int count() const { return (int)chunks_.size(); }
+    int count() const { return static_cast<int>(chunks_.size()); }
     void serve();
     void stop();
     bool may_read() const;

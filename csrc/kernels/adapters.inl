@@ -19,7 +19,7 @@ struct Bf16Pairs {
     // The pair whose first number is the i-th; both come of one load.
     OCTAVO_INLINE Pair at(int64_t i) const {
         const vi both = load_i(numbers + i);
-        return {as_float(both << 16), as_float(both & (int32_t)0xffff0000)};
+        return {as_float(both << 16), as_float(both & static_cast<int32_t>(0xffff0000))};
     }
 };
 struct Fp32Pairs {
@@ -38,11 +38,11 @@ constexpr int kPair = 2 * kLanes;
 template <typename Compute>
 OCTAVO_INLINE void with_numbers(AdapterNumber type, const Compute& compute) {
     if (type == AdapterNumber::int8)
-        compute([](const LowRankMatrix& m) { return Int8Pairs{(const int8_t*)m.numbers}; });
+        compute([](const LowRankMatrix& m) { return Int8Pairs{static_cast<const int8_t*>(m.numbers)}; });
     else if (type == AdapterNumber::bf16)
-        compute([](const LowRankMatrix& m) { return Bf16Pairs{(const uint16_t*)m.numbers}; });
+        compute([](const LowRankMatrix& m) { return Bf16Pairs{static_cast<const uint16_t*>(m.numbers)}; });
     else
-        compute([](const LowRankMatrix& m) { return Fp32Pairs{(const float*)m.numbers}; });
+        compute([](const LowRankMatrix& m) { return Fp32Pairs{static_cast<const float*>(m.numbers)}; });
 }
 
 // How much a block holds at once: as many sums as the registers of a level have room for, beside what they are
@@ -70,13 +70,13 @@ void shrink_block(const Numbers& a, const Shrunk& s, int rank, int row) {
     vf sums[J][M] = {};
     const float* x[M];
     for (int m = 0; m < M; m++) x[m] = s.x[row + m];
-    const int64_t first = (int64_t)rank * s.stride;
+    const int64_t first = static_cast<int64_t>(rank) * s.stride;
     for (int k = 0; k < s.stride; k += kPair) {
         vf xs[2][M];
         for (int m = 0; m < M; m++) xs[0][m] = load(x[m] + k), xs[1][m] = load(x[m] + k + kLanes);
         for (int j = 0; j < J; j++) {
-            const int64_t at = first + (int64_t)j * s.stride + k;
-            __builtin_prefetch(a.numbers + at + (int64_t)J * s.stride, 0, 2);
+            const int64_t at = first + static_cast<int64_t>(j) * s.stride + k;
+            __builtin_prefetch(a.numbers + at + static_cast<int64_t>(J) * s.stride, 0, 2);
             const Pair weights = a.at(at);
             for (int m = 0; m < M; m++) sums[j][m] = fma(weights.first, xs[0][m], sums[j][m]);
             for (int m = 0; m < M; m++) sums[j][m] = fma(weights.second, xs[1][m], sums[j][m]);
@@ -119,7 +119,7 @@ struct ExpandedTiles {
         return run.h + run.rows[i] * rows.stride;
     }
     OCTAVO_INLINE void add(const ExpandedRows& run, int i, int n, vf sum) const {
-        float* to = acc[n] + (int64_t)(run.rows[i] - rows.first) * kTile;
+        float* to = acc[n] + static_cast<int64_t>(run.rows[i] - rows.first) * kTile;
         vf y = load(to) + sum;
         if (run.gain) y = y * load(run.gain + (tile + n) * kTile);
         if (run.bias) y = y + load(run.bias + (tile + n) * kTile);
@@ -132,13 +132,13 @@ struct ExpandedTiles {
 template <int M, int N, typename Numbers>
 OCTAVO_INLINE void expand_block(const Numbers& b, const ExpandedRows& run, int i, const ExpandedTiles& to) {
     const int rank = run.b.rank;
-    const int64_t next = (int64_t)(rank + 1) / 2 * kPair, first = to.tile * next;
+    const int64_t next = static_cast<int64_t>(rank + 1) / 2 * kPair, first = to.tile * next;
     const float* h[M];
     vf sums[N][M] = {};
     for (int m = 0; m < M; m++) h[m] = to.h(run, i + m);
     const auto step = [&](int j, bool is_whole) __attribute__((always_inline)) {
         Pair weights[N];
-        for (int n = 0; n < N; n++) weights[n] = b.at(first + n * next + (int64_t)j * kLanes);
+        for (int n = 0; n < N; n++) weights[n] = b.at(first + n * next + static_cast<int64_t>(j) * kLanes);
         for (int m = 0; m < M; m++) {
             const vf each = splat(h[m][j]);
             for (int n = 0; n < N; n++) sums[n][m] = fma(each, weights[n].first, sums[n][m]);
@@ -159,7 +159,7 @@ OCTAVO_INLINE void expand_block(const Numbers& b, const ExpandedRows& run, int i
 template <int M, int N, typename Numbers>
 OCTAVO_INLINE void expand_apart(const Numbers& numbers, const ExpandedRows* runs, const ExpandedTiles& to) {
     const int rank = runs->b.rank;
-    const int64_t next = (int64_t)(rank + 1) / 2 * kPair, first = to.tile * next;
+    const int64_t next = static_cast<int64_t>(rank + 1) / 2 * kPair, first = to.tile * next;
     decltype(numbers(runs->b)) b[M];
     const float* h[M];
     vf sums[N][M] = {};
@@ -167,7 +167,7 @@ OCTAVO_INLINE void expand_apart(const Numbers& numbers, const ExpandedRows* runs
     const auto step = [&](int j, bool is_whole) __attribute__((always_inline)) {
         for (int m = 0; m < M; m++)
             for (int n = 0; n < N; n++) {
-                const Pair weights = b[m].at(first + n * next + (int64_t)j * kLanes);
+                const Pair weights = b[m].at(first + n * next + static_cast<int64_t>(j) * kLanes);
                 sums[n][m] = fma(splat(h[m][j]), weights.first, sums[n][m]);
                 if (is_whole) sums[n][m] = fma(splat(h[m][j + 1]), weights.second, sums[n][m]);
             }
@@ -222,13 +222,14 @@ void expand(const Expansion& expansion, int tile, int num_tiles, float* const* a
 
 // Returns the i-th number of a table.
 inline float number_at(const LowRankMatrix& table, int64_t i) {
-    if (table.type == AdapterNumber::int8) return ((const int8_t*)table.numbers)[i];
-    if (table.type == AdapterNumber::bf16) return bf16_to_float(((const uint16_t*)table.numbers)[i]);
-    return ((const float*)table.numbers)[i];
+    if (table.type == AdapterNumber::int8) return (static_cast<const int8_t*>(table.numbers))[i];
+    if (table.type == AdapterNumber::bf16)
+        return bf16_to_float((static_cast<const uint16_t*>(table.numbers))[i]);
+    return (static_cast<const float*>(table.numbers))[i];
 }
 
 void read_ranks(const LowRankMatrix& table, int row, const float* scales, float scale, float* h) {
-    const int64_t first = (int64_t)row * table.rank;
+    const int64_t first = static_cast<int64_t>(row) * table.rank;
     for (int j = 0; j < table.rank; j++) h[j] = scales[j] * scale * number_at(table, first + j);
 }
 

@@ -98,8 +98,8 @@ void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
     float* acc = state + 2;
     for (int d = 0; d < args.kv.v_padded; d += kLanes) store(acc + d, load(acc + d) / splat(state[1]));
     if (!args.rows || args.keeps_out)
-        std::memcpy(args.out + lane.row * args.out_stride + (int64_t)lane.head * args.kv.v_width, acc,
-                    sizeof(float) * args.kv.v_width);
+        std::memcpy(args.out + lane.row * args.out_stride + static_cast<int64_t>(lane.head) * args.kv.v_width,
+                    acc, sizeof(float) * args.kv.v_width);
     if (!args.rows) return;
     const int first_group = lane.head * args.kv.v_width / kGroup;
     for (int g = 0; g < args.kv.v_width / kGroup; g++)
@@ -119,7 +119,7 @@ void keep_split(const LaneSet& set, int split, bool merges) {
                         set.state_size - 2);
         return;
     }
-    const size_t row_size = (size_t)set.count / set.num_rows * set.state_size;
+    const size_t row_size = static_cast<size_t>(set.count) / set.num_rows * set.state_size;
     for (int i = 0; i < set.num_rows; i++) {
         const AttentionRow& row = set.piece->rows[set.row0 + i];
         std::memcpy(row.partial + (split - set.piece->first_split) * row.split_stride,

@@ -18,7 +18,7 @@ const uint8_t* tile_keys(const LaneSet& set, int b) {
     if (way == Way::bf16) return set.keys_of(b);
     uint8_t* to = set.keys + sizeof(uint16_t) * (b % 4) * kTile * set.width;
     for (int p = 0; p < set.width / 2; p++)
-        store_i(to + 64 * p, int8_to_bf16((const int8_t*)set.keys_of(b) + 32 * p));
+        store_i(to + 64 * p, int8_to_bf16(reinterpret_cast<const int8_t*>(set.keys_of(b)) + 32 * p));
     return to;
 }
 // Returns the values of block b as they lie. Beyond the last key there may be anything, NaN too: bf16 is
@@ -29,7 +29,7 @@ const uint8_t* values_until(const LaneSet& set, int b, int key1) {
     const uint8_t* v = set.values_of(b);
     if (way != Way::bf16 || tokens >= kTile) return v;
     std::memcpy(set.values, v, sizeof(uint16_t) * padded * kTile);
-    uint32_t* pairs = (uint32_t*)set.values;
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(set.values);
     if (tokens % 2)
         for (int d = 0; d < padded; d++) pairs[tokens / 2 * padded + d] &= 0xffff;
     std::memset(pairs + (tokens + 1) / 2 * padded, 0,
@@ -45,7 +45,8 @@ const uint8_t* tile_columns(const LaneSet& set, int b, int key1, int column) {
     if (way == Way::bf16) return v + 4 * column;
     for (int j = 0; j < kTile / 2; j++)
         for (int d = column; d < last; d += kLanes)
-            store_i(set.values + 4 * (j * padded + d), int8_to_bf16((const int8_t*)v + 2 * (j * padded + d)));
+            store_i(set.values + 4 * (j * padded + d),
+                    int8_to_bf16(reinterpret_cast<const int8_t*>(v) + 2 * (j * padded + d)));
     return set.values + 4 * column;
 }
 
@@ -77,7 +78,7 @@ void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
         _tile_zero(2);
         _tile_zero(3);
         for (int d = 0; d < set.width; d += 32) {
-            const size_t at = (size_t)d * 32;
+            const size_t at = static_cast<size_t>(d) * 32;
             _tile_loadd(4, set.q_bf16() + d, set.width * 2);
             _tile_loadd(6, k0 + at, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -103,7 +104,7 @@ void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
         _tile_zero(0);
         for (int d = 0; d < set.width; d += 32) {
             _tile_loadd(4, set.q_bf16() + d, set.width * 2);
-            _tile_loadd(6, k + (size_t)d * 32, 64);
+            _tile_loadd(6, k + static_cast<size_t>(d) * 32, 64);
             _tile_dpbf16ps(0, 4, 6);
             prefetch(b, d);
         }
@@ -126,7 +127,7 @@ void scale_scores(const LaneSet& set, int block0, int block1, int split0) {
 // Computes split_state's acc = weights times V, for keys key0 .. key1 - 1.
 template <Way way>
 void tile_values(const LaneSet& set, int key0, int key1, int split0) {
-    const int padded = set.args->kv.v_padded, stride = set.state_size * (int)sizeof(float);
+    const int padded = set.args->kv.v_padded, stride = set.state_size * static_cast<int>(sizeof(float));
     configure_attention(set.count);
     for (int column = 0; column < padded; column += 64) {
         const int columns = (padded - column) / 16;

@@ -38,7 +38,7 @@ struct AttentionScratch {
     AttentionScratch(const KvLayer& kv, float* scratch)
         : width((kv.k_width + 1) / 2 * 2),
           state_size(2 + kv.v_padded),
-          at((float*)(((uintptr_t)scratch + 63) / 64 * 64)) {}
+          at(reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64)) {}
     float* scores() const { return at; }  // [lanes][256]; 16-bit weights in the first half
     // [lanes][2 + v_padded]: m, l, acc
     float* split_state() const { return scores() + kMaxLanes * kSplitKeys; }
@@ -47,11 +47,11 @@ struct AttentionScratch {
     // [lanes]: the unit of each lane's integer sums of values
     float* units() const { return value_scales() + kSplitKeys; }
     // One head's values of a block in bf16, where the block stores them otherwise.
-    uint8_t* values() const { return (uint8_t*)(units() + kMaxLanes); }
+    uint8_t* values() const { return reinterpret_cast<uint8_t*>(units() + kMaxLanes); }
     // One head's keys of four blocks in bf16, where the blocks store them otherwise.
     uint8_t* keys() const { return values() + sizeof(uint16_t) * kTile * (state_size - 2); }
-    float* sets() const { return (float*)(keys() + sizeof(uint16_t) * 4 * kTile * width); }
-    size_t set_size() const { return (size_t)kMaxLanes * (width + state_size); }
+    float* sets() const { return reinterpret_cast<float*>(keys() + sizeof(uint16_t) * 4 * kTile * width); }
+    size_t set_size() const { return static_cast<size_t>(kMaxLanes) * (width + state_size); }
 };
 
 // A set of up to 16 lanes of a piece.
@@ -96,8 +96,8 @@ struct LaneSet {
         return kHasTileUnit && args->kv.type != KvType::fp32 && width % 32 == 0 && !args->kv.latent;
     }
 
-    const uint16_t* q_bf16() const { return (const uint16_t*)q; }
-    uint16_t* weights_bf16() const { return (uint16_t*)scores; }
+    const uint16_t* q_bf16() const { return reinterpret_cast<const uint16_t*>(q); }
+    uint16_t* weights_bf16() const { return reinterpret_cast<uint16_t*>(scores); }
     const uint8_t* keys_of(int b) const { return k_of(args->kv, piece->block_table[b], piece->kv_head); }
     const uint8_t* values_of(int b) const { return v_of(args->kv, piece->block_table[b], piece->kv_head); }
     const uint16_t* scales(int b) const { return scales_of(args->kv, piece->block_table[b], piece->kv_head); }
@@ -119,8 +119,8 @@ struct LaneSet {
         const int limit = piece->limits ? piece->limits[row] : place + 1;
         const int last = args->mask.full() || limit > piece->context_len ? piece->context_len : limit;
         const int first = args->mask.first_key(place);
-        factors[count] =
-            put_query(args->q + row * args->q_stride + (int64_t)head * args->kv.k_width, count * width);
+        factors[count] = put_query(
+            args->q + row * args->q_stride + static_cast<int64_t>(head) * args->kv.k_width, count * width);
         first_key = count && first_key < first ? first_key : first;
         last_key = count && last_key > last ? last_key : last;
         lanes[count++] = Lane{row, head, first, last};
@@ -148,7 +148,7 @@ struct LaneSet {
                 store_first(q + at + d, part * args->scale, left(width, d));
                 continue;
             }
-            uint16_t values[kLanes], *to = (uint16_t*)q + at + d;
+            uint16_t values[kLanes], *to = reinterpret_cast<uint16_t*>(q) + at + d;
             uint16_t* put = left(width, d) == kLanes ? to : values;
             if (way == Way::int16)
                 store_int16(put, round_to_int(inverse ? part * inverse : vf{}));

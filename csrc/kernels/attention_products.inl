@@ -29,7 +29,7 @@ using Sums = std::conditional_t<way == Way::int16, vi, vf>;
 template <Way way>
 OCTAVO_INLINE vi load_numbers(const uint8_t* p) {
     if constexpr (way == Way::int16)
-        return int8_to_int16((const int8_t*)p);
+        return int8_to_int16(reinterpret_cast<const int8_t*>(p));
     else
         return load_i(p);
 }
@@ -75,7 +75,7 @@ OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int fi
     constexpr int step = kStep<way>;
     const int steps = way == Way::fp32 ? set.width : set.width / 2;
     const int query_bytes = set.width * (way == Way::fp32 ? 4 : 2);
-    const uint8_t* queries = (const uint8_t*)set.q + lane0 * query_bytes;
+    const uint8_t* queries = reinterpret_cast<const uint8_t*>(set.q) + lane0 * query_bytes;
     const bool prefetches = lane0 == 0 && set.ahead.first + block - first_block < set.ahead.last;
     const uint8_t *keys[B], *ahead[B];
     for (int b = 0; b < B; b++) {
@@ -125,7 +125,7 @@ template <int N, int C, Way way>
 OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int key0, int key1, int split0) {
     constexpr int step = kStep<way>, tokens_a_step = way == Way::fp32 ? 1 : 2;
     const KvLayer& kv = set.args->kv;
-    const size_t row = (size_t)kv.v_padded / kLanes * step;
+    const size_t row = static_cast<size_t>(kv.v_padded) / kLanes * step;
     Sums<way> sums[N][C] = {};
     const auto add = [&](const uint8_t* v, const uint8_t* weights, const uint8_t* ahead, bool half)
                          __attribute__((always_inline)) {
@@ -147,8 +147,8 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
         const uint8_t *v = set.values_of(key / kTile) + at,
                       *ahead = lane0 == 0 ? set.block_ahead((key - key0) / kTile, nullptr) : nullptr;
         if (ahead) ahead += kv.v_offset + at;
-        const uint8_t* weights =
-            (const uint8_t*)(set.scores + lane0 * kSplitKeys) + (key - split0) * (4 / tokens_a_step);
+        const uint8_t* weights = reinterpret_cast<const uint8_t*>(set.scores + lane0 * kSplitKeys) +
+                                 (key - split0) * (4 / tokens_a_step);
         const int steps = way == Way::bf16 ? tokens / 2 : (tokens + tokens_a_step - 1) / tokens_a_step;
         for (int i = 0; i < steps; i++)
             add(v + i * row, weights + 4 * i, ahead ? ahead + i * row : nullptr, false);
@@ -173,7 +173,7 @@ OCTAVO_INLINE void weigh_latents(const LaneSet& set, int lane0, int key0, int ke
     for (int d = 0; d < set.args->kv.v_width; d += dims) {
         vf sums[N][dims] = {};
         for (int key = key0; key < key1; key += kTile) {
-            const vi stored = load_i(set.keys_of(key / kTile) + (size_t)d / dims * 64);
+            const vi stored = load_i(set.keys_of(key / kTile) + static_cast<size_t>(d) / dims * 64);
             const vi seen = stored & (iota() < splat_i(key1 - key));
             const vf first = way == Way::fp32 ? as_float(seen) : as_float(seen << 16);
             const vf second = as_float(seen & static_cast<int32_t>(0xffff0000u));

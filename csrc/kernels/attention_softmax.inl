@@ -56,9 +56,9 @@ struct ScoreMap {
         : factor(set.factors[lane]),
           softcap(set.args->softcap),
           slope(set.args->slopes ? set.args->slopes[set.lanes[lane].head] : 0),
-          distances(set.args->distances
-                        ? set.args->distances + (int64_t)set.lanes[lane].head * (2 * set.args->reach + 1)
-                        : nullptr),
+          distances(set.args->distances ? set.args->distances + static_cast<int64_t>(set.lanes[lane].head) *
+                                                                    (2 * set.args->reach + 1)
+                                        : nullptr),
           reach(set.args->reach),
           place(set.piece->places[set.lanes[lane].row]),
           changes(softcap > 0 || set.args->slopes || distances) {}

@@ -13,10 +13,10 @@ OCTAVO_INLINE vf partial_scores(const KvLayer& kv, const uint8_t* keys, const fl
     vf sum{};
     if (kv.type == KvType::fp32) {
         for (int d = 0; d < kv.k_width; d++)
-            sum = fma(load((const float*)keys + d * kLanes), splat(q[d]), sum);
+            sum = fma(load(reinterpret_cast<const float*>(keys) + d * kLanes), splat(q[d]), sum);
         return sum;
     }
-    const vi high = splat_i((int32_t)0xffff0000);
+    const vi high = splat_i(static_cast<int32_t>(0xffff0000));
     for (int d = 0; d < kv.k_width; d += 2) {
         const vi pair = load_i(keys + d * kLanes * 2);
         sum = fma(as_float(pair << 16), splat(q[d]), sum);
@@ -31,7 +31,7 @@ void block_masses(const BlockMassArgs& args) {
     const vi is_key = iota() < splat_i(rest);
     const vf none = splat(-1e30f);
     for (int lane = 0; lane < args.num_lanes; lane++) {
-        const float* q = args.q + (int64_t)lane * args.kv.k_width;
+        const float* q = args.q + static_cast<int64_t>(lane) * args.kv.k_width;
         vf most = none;
         for (int b = 0; b < blocks; b++) {
             const uint8_t* keys = base + args.block_table[b] * args.kv.block_stride;

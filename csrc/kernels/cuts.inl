@@ -61,7 +61,7 @@ struct Row {
     const float* z;
     int vocab, best;
 
-    double distance(float logit) const { return ((double)logit - z[best]) / record.temperature; }
+    double distance(float logit) const { return (static_cast<double>(logit) - z[best]) / record.temperature; }
     double weight(float logit) const { return std::exp(distance(logit)); }
     OCTAVO_INLINE vf weights(vf logits) const {
         return exp((logits - splat(z[best])) * std::min(1.0f / record.temperature, FLT_MAX));
@@ -78,7 +78,7 @@ struct Row {
 
 // The next lower float at least, for bounds that may be too low but never too high.
 inline float rounded_down(double x) {
-    return std::nextafter((float)std::max(x, -(double)FLT_MAX), -INFINITY);
+    return std::nextafter(static_cast<float>(std::max(x, -static_cast<double>(FLT_MAX))), -INFINITY);
 }
 
 // The sum of all weights of min_p and more.
@@ -103,7 +103,7 @@ struct Ranges {
 
     // The range is the whole part.
     OCTAVO_INLINE vf of(vf logits) const {
-        return min((splat(best) - logits) * splat(per_logit), splat((float)(kCount - 1)));
+        return min((splat(best) - logits) * splat(per_logit), splat(static_cast<float>(kCount - 1)));
     }
 };
 
@@ -122,17 +122,17 @@ OCTAVO_INLINE void each_heavy(const Row& row, const Ranges& ranges, float least,
         store(places, numbers);
         store_i(taken, heavy & (weight_lanes >= splat(row.record.min_p)));
         for (int i = 0; i < kLanes; i++)
-            if (taken[i]) see(from + i, weights[i], (int)places[i]);
+            if (taken[i]) see(from + i, weights[i], static_cast<int>(places[i]));
     }
 }
 
 // The best top_k tokens that min_p keeps, with their weights.
 int best_tokens(const Row& row, Candidate* best) {
     const int count = best_of(row.z, row.vocab, row.record.top_k, best);
-    for (int i = 0; i < count; i++) best[i].weight = (float)row.weight(best[i].logit);
+    for (int i = 0; i < count; i++) best[i].weight = static_cast<float>(row.weight(best[i].logit));
     const auto end =
         std::partition(best, best + count, [&](const Candidate& c) { return c.weight >= row.record.min_p; });
-    return (int)(end - best);
+    return static_cast<int>(end - best);
 }
 
 // The last of the shortest beginning of the order that weighs `goal`, or of all. Halves the range that it
@@ -159,7 +159,7 @@ Candidate last_of_weight(Candidate* range, int count, double goal) {
 Candidate last_of_top_p(const Row& row, Candidate* space) {
     const double total = total_weight(row);
     // The lighter ones together do not weigh what the beginning leaves.
-    const double share = (1 - (double)row.record.top_p) * total / row.vocab * 0.999;
+    const double share = (1 - static_cast<double>(row.record.top_p)) * total / row.vocab * 0.999;
     const float least = rounded_down(row.z[row.best] + row.record.temperature * std::log(share));
     const Ranges ranges(row.z[row.best], least);
     double weights[Ranges::kCount] = {};
@@ -174,7 +174,7 @@ Candidate last_of_top_p(const Row& row, Candidate* space) {
         goal -= weights[range];
     }
     int count = 0;
-    const vf first = splat((float)range), end = splat((float)(range + 1));
+    const vf first = splat(static_cast<float>(range)), end = splat(static_cast<float>(range + 1));
     const auto in_range = [&](vf numbers) { return (numbers >= first) & (numbers < end); };
     each_heavy(row, ranges, least, in_range,
                [&](int id, float weight, int) { space[count++] = Candidate{row.z[id], id, weight}; });

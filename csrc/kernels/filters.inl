@@ -61,10 +61,11 @@ float dynamic_temperature(SamplingRecord record, const float* z, int vocab) {
     const double middle = record.temperature, reach = record.dynatemp_range;
     record.temperature = 1;
     const Distribution all(Row{record, z, vocab, best_id(z, vocab)});
-    if (all.count < 2) return (float)middle;
+    if (all.count < 2) return static_cast<float>(middle);
     const double low = std::max(middle - reach, kLeastTemperature), high = middle + reach;
-    const double share = std::clamp(all.entropy / std::log((double)all.count), 0.0, 1.0);
-    return (float)(low + (high - low) * std::pow(share, (double)record.dynatemp_exponent));
+    const double share = std::clamp(all.entropy / std::log(static_cast<double>(all.count)), 0.0, 1.0);
+    return static_cast<float>(low +
+                              (high - low) * std::pow(share, static_cast<double>(record.dynatemp_exponent)));
 }
 
 void ban_untypical(const Row& row, float* z, Candidate* space) {
@@ -72,7 +73,7 @@ void ban_untypical(const Row& row, float* z, Candidate* space) {
     int count = 0;
     each_token(row, [&](int id, float weight) {
         const double distance = std::abs(all.surprise(row, id) - all.entropy);
-        space[count++] = Candidate{(float)-distance, id, weight};
+        space[count++] = Candidate{static_cast<float>(-distance), id, weight};
     });
     const Candidate last = last_of_weight(space, count, row.record.typical_p * all.total);
     int kept = 0;
@@ -93,8 +94,8 @@ void filter_whole(SamplingRecord& record, float* z, int vocab, Candidate* space)
 int sorted_best(const float* z, int vocab, int count, Candidate* best) {
     const int found = best_of(z, vocab, count, best);
     std::sort(best, best + found, better);
-    return (int)(std::find_if(best, best + found, [](const Candidate& c) { return c.logit == -INFINITY; }) -
-                 best);
+    return static_cast<int>(
+        std::find_if(best, best + found, [](const Candidate& c) { return c.logit == -INFINITY; }) - best);
 }
 
 // Bans every token before (or behind) a place in the order (logit down, id up).
@@ -134,20 +135,21 @@ int zipf_count(const Row& row, Candidate* best) {
         squares += t * t;
     }
     const double exponent = products / squares, epsilon = exponent - 1,
-                 log_vocab = std::log((double)row.vocab);
+                 log_vocab = std::log(static_cast<double>(row.vocab));
     if (exponent <= 0) return row.vocab;
     const double log_quotient = std::abs(epsilon) > 1e-9
                                     ? std::log(epsilon / -std::expm1(-epsilon * log_vocab))
                                     : -std::log(log_vocab);
     const double log_count = (log_quotient + row.record.mirostat_mu * std::log(2.0)) / exponent;
-    return std::max(1, (int)std::min(std::exp(std::min(log_count, 40.0)), (double)row.vocab));
+    return std::max(
+        1, static_cast<int>(std::min(std::exp(std::min(log_count, 40.0)), static_cast<double>(row.vocab))));
 }
 
 void ban_surprising(const Row& row, float* z, Candidate* space) {
     Candidate last{z[row.best], row.best};
     if (row.record.mirostat_mode == 2) {
         const double total = Distribution(row).total;
-        const double least = total * std::exp2(-(double)row.record.mirostat_mu);
+        const double least = total * std::exp2(-static_cast<double>(row.record.mirostat_mu));
         each_token(row, [&](int id, float) {
             if (row.weight(z[id]) >= least && better(last, Candidate{z[id], id})) last = Candidate{z[id], id};
         });
@@ -165,7 +167,8 @@ void filter_kept(SamplingRecord& record, float* z, int vocab, Candidate* space) 
     const double least = record.min_p;
     const float best = z[all.best];
     for (int id = 0; id < vocab; id++) {
-        const bool light = least > 0 && std::exp(((double)z[id] - best) / record.temperature) < least;
+        const bool light =
+            least > 0 && std::exp((static_cast<double>(z[id]) - best) / record.temperature) < least;
         if (light || better(last, Candidate{z[id], id})) z[id] = -INFINITY;
     }
     record.top_k = 0;

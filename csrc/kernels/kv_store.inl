@@ -17,12 +17,12 @@ OCTAVO_INLINE uint8_t* v_of(const KvLayer& kv, int block, int head) {
     return k_of(kv, block, head) + kv.v_offset;
 }
 OCTAVO_INLINE uint16_t* scales_of(const KvLayer& kv, int block, int head) {
-    return (uint16_t*)(k_of(kv, block, head) + kv.scales_offset);
+    return reinterpret_cast<uint16_t*>(k_of(kv, block, head) + kv.scales_offset);
 }
 
 void store_fp32(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token, const float* k, const float* v) {
-    for (int d = 0; d < kv.k_width; d++) ((float*)k_to)[d * kTile + token] = k[d];
-    std::memcpy((float*)v_to + token * kv.v_padded, v, sizeof(float) * kv.v_width);
+    for (int d = 0; d < kv.k_width; d++) (reinterpret_cast<float*>(k_to))[d * kTile + token] = k[d];
+    std::memcpy(reinterpret_cast<float*>(v_to) + token * kv.v_padded, v, sizeof(float) * kv.v_width);
 }
 
 void store_bf16_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token, const float* k,
@@ -32,9 +32,10 @@ void store_bf16_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, int token
         const int n = kv.k_width - d < kLanes ? kv.k_width - d : kLanes;
         store_bf16(values, load_first(k + d, n));
         for (int i = 0; i < n; i += 2)
-            std::memcpy(k_to + 64 * (size_t)((d + i) / 2) + 4 * token, values + i, 4);
+            std::memcpy(k_to + 64 * static_cast<size_t>((d + i) / 2) + 4 * token, values + i, 4);
     }
-    uint16_t* first = (uint16_t*)v_to + (size_t)(token / 2) * 2 * kv.v_padded + token % 2;
+    uint16_t* first =
+        reinterpret_cast<uint16_t*>(v_to) + static_cast<size_t>(token / 2) * 2 * kv.v_padded + token % 2;
     for (int d = 0; d < kv.v_width; d += kLanes) {
         const int n = kv.v_width - d < kLanes ? kv.v_width - d : kLanes;
         store_bf16(values, load_first(v + d, n));
@@ -67,11 +68,11 @@ uint16_t put_codes(const float* x, int n, const Put& put) {
 void store_int8_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, uint16_t* scales, int token,
                       const float* k, const float* v) {
     scales[token] = put_codes(k, kv.k_width, [&](int d, int8_t code) {
-        k_to[(d / 2 * kTile + token) * 2 + d % 2] = (uint8_t)code;
+        k_to[(d / 2 * kTile + token) * 2 + d % 2] = static_cast<uint8_t>(code);
     });
-    uint8_t* first = v_to + (size_t)(token / 2) * 2 * kv.v_padded + token % 2;
+    uint8_t* first = v_to + static_cast<size_t>(token / 2) * 2 * kv.v_padded + token % 2;
     scales[kTile + token] =
-        put_codes(v, kv.v_width, [&](int d, int8_t code) { first[2 * d] = (uint8_t)code; });
+        put_codes(v, kv.v_width, [&](int d, int8_t code) { first[2 * d] = static_cast<uint8_t>(code); });
 }
 
 // Prefetches the keys of a block. A token touches every line of its block's K; in a decode step none of them

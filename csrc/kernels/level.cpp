@@ -1,6 +1,7 @@
 // One instruction set's kernels: compiled once for each level, with that level's flags, into a shared object
 // whose symbols are hidden but for octavo_kernel_table. So no wide instruction leaks into code that a smaller
 // machine runs.
+#include "../simd/simd.h"
 #include "adapters.inl"
 #include "attention.inl"
 #include "block_masses.inl"
@@ -12,7 +13,6 @@
 #include "rope.inl"
 #include "rows.inl"
 #include "sample.inl"
-#include "../simd/simd.h"
 #include "table.h"
 #ifdef __AMX_INT8__
 #include "linear_amx.inl"

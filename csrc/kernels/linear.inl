@@ -20,8 +20,9 @@ namespace {
 
 template <ScaleType S>
 OCTAVO_INLINE vf load_scale(const uint8_t* p) {
-    if constexpr (S == ScaleType::small) return to_float(load_int8((const int8_t*)p));
-    return S == ScaleType::fp16 ? load_fp16((const uint16_t*)p) : load((const float*)p);
+    if constexpr (S == ScaleType::small) return to_float(load_int8(reinterpret_cast<const int8_t*>(p)));
+    return S == ScaleType::fp16 ? load_fp16(reinterpret_cast<const uint16_t*>(p))
+                                : load(reinterpret_cast<const float*>(p));
 }
 constexpr size_t scale_bytes_of(ScaleType type) {
     return type == ScaleType::small ? kTile : type == ScaleType::fp16 ? 32 : 64;
@@ -33,13 +34,14 @@ constexpr size_t scale_bytes() {
 
 template <ScaleType S, Low L>
 constexpr size_t low_bytes() {
-    return L == Low::none ? 0 : L == Low::zero ? (size_t)kTile : scale_bytes<S>();
+    return L == Low::none ? 0 : L == Low::zero ? static_cast<size_t>(kTile) : scale_bytes<S>();
 }
 // Returns a group's mins, those that its zeros stand for where it has zeros.
 template <ScaleType S, Low L>
 OCTAVO_INLINE vf load_min(const uint8_t* p, vf scale) {
     if (L == Low::none) return vf{};
-    return L == Low::zero ? to_float(load_int8((const int8_t*)p)) * (-scale) : load_scale<S>(p);
+    return L == Low::zero ? to_float(load_int8(reinterpret_cast<const int8_t*>(p))) * (-scale)
+                          : load_scale<S>(p);
 }
 
 // Returns the bytes of the factors before each kSmallSpan groups.
@@ -74,7 +76,8 @@ class GroupLevels {
 
   private:
     OCTAVO_INLINE vf factors(const uint8_t* from, int first) const {
-        return half_ ? load_fp16((const uint16_t*)from + first) : load((const float*)from + first);
+        return half_ ? load_fp16(reinterpret_cast<const uint16_t*>(from) + first)
+                     : load(reinterpret_cast<const float*>(from) + first);
     }
     const bool half_;
     const size_t num_bytes_;
@@ -111,7 +114,7 @@ void product_u4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
     const int8_t* q[M];
-    for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
+    for (int m = 0; m < M; m++) q[m] = static_cast<const int8_t*>(x.values) + (row + m) * x.stride;
     vf acc[M] = {};
     GroupLevels<S, L> levels(w);
     ReadAhead<M> ahead(turn, w);
@@ -198,7 +201,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
     const int8_t* q[M];
-    for (int m = 0; m < M; m++) q[m] = (const int8_t*)x.values + (row + m) * x.stride;
+    for (int m = 0; m < M; m++) q[m] = static_cast<const int8_t*>(x.values) + (row + m) * x.stride;
     vf acc[M] = {};
     GroupLevels<S, L> levels(w);
     ReadAhead<M> ahead(turn, w);
@@ -227,7 +230,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 acc[m] = fma(to_float(codes_sum[m].total()), scale * at.scale[m], acc[m]);
-                const float scaled = kHalves ? at.scale[m] * (float)sum[m] : at.scaled_sum[m];
+                const float scaled = kHalves ? at.scale[m] * static_cast<float>(sum[m]) : at.scaled_sum[m];
                 if (L != Low::none) acc[m] = fma(least, splat(scaled), acc[m]);
             }
         }
@@ -238,7 +241,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
 // -- 8-bit with one scale an output --
 
 OCTAVO_INLINE vf scales_of(const Tiles& w, const uint8_t* tile) {
-    return load((const float*)(tile + w.tile_bytes) - kTile);
+    return load(reinterpret_cast<const float*>(tile + w.tile_bytes) - kTile);
 }
 
 // Adds the products of a row's second terms to `sum`, two quads at a time, each in a chain of its own. The
@@ -250,7 +253,8 @@ OCTAVO_INLINE void add_outliers(const OutlierList& list, const uint8_t* const (&
     const auto add = [&](vi(&to)[T], int i) {
         const vi terms = broadcast4(list.terms + 4 * i);
         for (int t = 0; t < T; t++)
-            to[t] = dot4_signed(to[t], for_dot4_signed(load_i(tile[t] + 64 * (size_t)list.quads[i])), terms);
+            to[t] = dot4_signed(
+                to[t], for_dot4_signed(load_i(tile[t] + 64 * static_cast<size_t>(list.quads[i]))), terms);
     };
     for (int i = 0; i < count; i += 2) add(sum, i), add(other, i + 1);
     for (int t = 0; t < T; t++) sum[t] += other[t];
@@ -264,7 +268,7 @@ template <int M, int T>
 void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kChains = M * T >= 8 ? 1 : 8 / (M * T);  // sums that need not wait for one another
     const int inputs = x.num_groups * kGroup;
-    const int8_t* q = (const int8_t*)x.values + row * x.stride;
+    const int8_t* q = static_cast<const int8_t*>(x.values) + row * x.stride;
     const int32_t* first = x.sums + x.half_at(row, 0, 0);  // sums of terms, which undo the codes' offset
     const int32_t* second = first + kTile;
     const float* d = x.scales + x.at(row, 0);
@@ -298,12 +302,12 @@ void product_outliers(const TileRef* refs, const Rows& x, int64_t row, const Tur
     ahead.step();
     for (int t = 0; t < T; t++) {
         scale[t] = scales_of(*refs[t].weight, tile[t]);
-        ahead.template prefetch<64>(tile[t] + 16 * (size_t)inputs);
+        ahead.template prefetch<64>(tile[t] + 16 * static_cast<size_t>(inputs));
     }
     vi more[M][T];
     for (int m = 0; m < M; m++) {
         for (int t = 0; t < T; t++) more[m][t] = splat_i(-kSignedOffset * second[m]);
-        add_outliers<T>(OutlierList((int8_t*)q + m * x.stride, inputs), tile, more[m]);
+        add_outliers<T>(OutlierList(const_cast<int8_t*>(q) + m * x.stride, inputs), tile, more[m]);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
@@ -332,14 +336,15 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
     const uint8_t* tile = ref->data();
     constexpr int kChains = M == 1 ? 4 : M == 2 ? 2 : 1;
     const int inputs = w.num_groups * kGroup;
-    const int8_t* q = (const int8_t*)x.values + row * x.stride;
+    const int8_t* q = static_cast<const int8_t*>(x.values) + row * x.stride;
     vi first[M][kChains] = {}, second[M][kChains] = {};
     ReadAhead<M> ahead(turn, w);
     for (int k = 0; k < inputs; k += 4 * kChains) {
         ahead.step();
-        ahead.template prefetch<64 * kChains>(tile + 16 * (size_t)k);
+        ahead.template prefetch<64 * kChains>(tile + 16 * static_cast<size_t>(k));
         for (int c = 0; c < kChains; c++) {
-            const vi codes = load_i(tile + 16 * (size_t)(k + 4 * c)) ^ (int32_t)0x80808080;
+            const vi codes =
+                load_i(tile + 16 * static_cast<size_t>(k + 4 * c)) ^ static_cast<int32_t>(0x80808080);
             for (int m = 0; m < M; m++) {
                 const int8_t* at = q + m * x.stride + k + 4 * c;
                 first[m][c] = dot4(first[m][c], codes, broadcast4(at));
@@ -349,7 +354,7 @@ void product_whole(const TileRef* ref, const Rows& x, int64_t row, const Turn& t
     }
     const vf scale = scales_of(w, tile);
     ahead.step();
-    ahead.template prefetch<64>(tile + 16 * (size_t)inputs);
+    ahead.template prefetch<64>(tile + 16 * static_cast<size_t>(inputs));
     for (int m = 0; m < M; m++) {
         for (int c = 1; c < kChains; c++) first[m][0] += first[m][c], second[m][0] += second[m][c];
         const int32_t* sums = x.sums + x.half_at(row + m, 0, 0);
@@ -461,7 +466,7 @@ void vector_products(const TileRef* tiles, int count, const Rows& x, int64_t row
 // -- one row back --
 
 float scale_at(const Tiles& w, const uint8_t* p, int lane) {
-    if (w.scale_type == ScaleType::small) return (float)(int8_t)p[lane];
+    if (w.scale_type == ScaleType::small) return static_cast<float>(static_cast<int8_t>(p[lane]));
     if (w.scale_type == ScaleType::fp16) {
         uint16_t h;
         std::memcpy(&h, p + 2 * lane, 2);
@@ -494,13 +499,14 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     const int part = parts == 2 ? in / 16 : 0;
     const uint8_t* scales = group + codes + part * scale;
     const uint8_t* lows = group + codes + scale * parts + part * low;
-    const int zero = w.low == Low::zero ? ((const int8_t*)lows)[lane] : 0;
+    const int zero = w.low == Low::zero ? (reinterpret_cast<const int8_t*>(lows))[lane] : 0;
     const auto factor = [&](int index) {
         if (!factors) return 1.0f;
-        if (half) return fp16_to_float(((const uint16_t*)span)[index]);
-        return ((const float*)span)[index];
+        if (half) return fp16_to_float((reinterpret_cast<const uint16_t*>(span))[index]);
+        return (reinterpret_cast<const float*>(span))[index];
     };
-    const float value = (float)(code - w.zero_point - zero) * (scale_at(w, scales, lane) * factor(lane));
+    const float value =
+        static_cast<float>(code - w.zero_point - zero) * (scale_at(w, scales, lane) * factor(lane));
     return w.low == Low::min ? value + scale_at(w, lows, lane) * factor(kTile + lane) : value;
 }
 
@@ -508,18 +514,24 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
 void read_row(const Tiles& w, int row, float factor, float* out) {
     const uint8_t* tile = w.tile(row / kTile);
     const int lane = row % kTile;
-    const float scale = w.code == Code::i8 ? ((const float*)(tile + w.tile_bytes) - kTile)[lane] : 1;
+    const float scale =
+        w.code == Code::i8 ? (reinterpret_cast<const float*>(tile + w.tile_bytes) - kTile)[lane] : 1;
     for (int k = 0; k < w.num_inputs; k++) {
         float value;
         switch (w.code) {
             case Code::i8:
-                value = (float)(int8_t)tile[(size_t)(k / 4) * 64 + 4 * lane + k % 4] * scale;
+                value = static_cast<float>(
+                            static_cast<int8_t>(tile[static_cast<size_t>(k / 4) * 64 + 4 * lane + k % 4])) *
+                        scale;
                 break;
             case Code::bf16:
-                value = bf16_to_float(((const uint16_t*)tile)[(k / 2) * 32 + 2 * lane + k % 2]);
+                value =
+                    bf16_to_float((reinterpret_cast<const uint16_t*>(tile))[(k / 2) * 32 + 2 * lane + k % 2]);
                 break;
-            case Code::fp16: value = fp16_to_float(((const uint16_t*)tile)[k * kTile + lane]); break;
-            case Code::fp32: value = ((const float*)tile)[k * kTile + lane]; break;
+            case Code::fp16:
+                value = fp16_to_float((reinterpret_cast<const uint16_t*>(tile))[k * kTile + lane]);
+                break;
+            case Code::fp32: value = (reinterpret_cast<const float*>(tile))[k * kTile + lane]; break;
             case Code::f4:
             case Code::e4m3: value = float_code_at(w, tile, lane, k); break;
             default: value = quantised_at(w, tile, lane, k);

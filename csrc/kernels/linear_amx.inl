@@ -23,7 +23,7 @@ OCTAVO_INLINE constexpr int depth_of(Code code) { return code == Code::u4 ? 2 * 
 // Writes the signed codes of one tile as B tiles, [groups][depth / 4][16 o][4]. Codes of 4 bits come twice:
 // times 8 for the first terms, then as they are for the second.
 void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) {
-    const __m512i zero = _mm512_set1_epi8((char)w.zero_point), nibble = _mm512_set1_epi8(15),
+    const __m512i zero = _mm512_set1_epi8(static_cast<char>(w.zero_point)), nibble = _mm512_set1_epi8(15),
                   eights = _mm512_set1_epi8((char)0xf8);
     for (int g = 0; g < w.num_groups; g++, tile += step, out += 16 * depth_of(w.code)) {
         prefetch_ahead<320>(tile);
@@ -94,7 +94,7 @@ template <int R, int kDepth, ScaleType S, Low L>
 void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* codes, const Rows& x,
                int64_t row, float* out) {
     alignas(64) int32_t sums[2][2 * R * 16];
-    const int8_t* q = (const int8_t*)x.values + row * x.stride;
+    const int8_t* q = reinterpret_cast<const int8_t*>(x.values) + row * x.stride;
     const uint8_t* scales = tile + codes_bytes(w.code);
     const int groups = w.num_groups;
     configure_product(R, kDepth);
@@ -148,7 +148,7 @@ auto choose_all_rows(const Tiles& w) {
 void int8_product(const Tiles& w, int tile, const Rows& x, int64_t row0, int num_rows, float* acc,
                   uint8_t* scratch) {
     const uint8_t* data = w.tile(tile);
-    int8_t* codes = (int8_t*)scratch;
+    int8_t* codes = reinterpret_cast<int8_t*>(scratch);
     unpack_tile(w, data, w.tile_bytes / w.num_groups, codes);
     const auto run = w.code == Code::u4 ? choose_all_rows<2 * kGroup>(w) : choose_all_rows<kGroup>(w);
     run(w, data, codes, x, row0, num_rows, acc);
@@ -170,21 +170,21 @@ OCTAVO_INLINE void multiply_whole(const TileRef* refs, const Rows& x, int64_t ro
                                   int32_t (*sums)[kTile * kTile]) {
     const int inputs = refs->weight->num_groups * kGroup;
     const uint8_t *left = refs[0].data(), *right = kBoth ? refs[1].data() : left;
-    const int8_t* q = (const int8_t*)x.values + row * x.stride;
+    const int8_t* q = reinterpret_cast<const int8_t*>(x.values) + row * x.stride;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int k = 0; k < inputs; k += 64) {
-        if (kFirst && kBoth) prefetch_successor(refs, left + (size_t)k * 16);
-        _tile_loadd(6, left + (size_t)k * 16, 64);
+        if (kFirst && kBoth) prefetch_successor(refs, left + static_cast<size_t>(k) * 16);
+        _tile_loadd(6, left + static_cast<size_t>(k) * 16, 64);
         _tile_loadd(4, q + k, x.stride);
         _tile_dpbssd(0, 4, 6);
         _tile_loadd(5, q + inputs + k, x.stride);
         _tile_dpbssd(1, 5, 6);
         if (!kBoth) continue;
-        if (kFirst) prefetch_successor(refs, right + (size_t)k * 16);
-        _tile_loadd(7, right + (size_t)k * 16, 64);
+        if (kFirst) prefetch_successor(refs, right + static_cast<size_t>(k) * 16);
+        _tile_loadd(7, right + static_cast<size_t>(k) * 16, 64);
         _tile_dpbssd(2, 4, 7);
         _tile_dpbssd(3, 5, 7);
     }
@@ -233,8 +233,8 @@ void bf16_one(const TileRef& ref, const uint16_t* values, int64_t stride, int do
     const uint8_t* data = ref.data();
     _tile_zero(0);
     for (int g = 0; g < ref.weight->num_groups; g++) {
-        prefetch_ahead<1024>(data + (size_t)g * 1024);
-        _tile_loadd(6, data + (size_t)g * 1024, 64);
+        prefetch_ahead<1024>(data + static_cast<size_t>(g) * 1024);
+        _tile_loadd(6, data + static_cast<size_t>(g) * 1024, 64);
         _tile_loadd(4, values + g * kGroup, stride * 2);
         _tile_dpbf16ps(0, 4, 6);
     }
@@ -247,12 +247,12 @@ void bf16_two(const TileRef* refs, const uint16_t* values, int64_t stride, int d
     _tile_zero(0);
     _tile_zero(1);
     for (int g = 0; g < refs->weight->num_groups; g++) {
-        prefetch_ahead<1024>(first + (size_t)g * 1024);
-        prefetch_ahead<1024>(second + (size_t)g * 1024);
+        prefetch_ahead<1024>(first + static_cast<size_t>(g) * 1024);
+        prefetch_ahead<1024>(second + static_cast<size_t>(g) * 1024);
         _tile_loadd(4, values + g * kGroup, stride * 2);
-        _tile_loadd(6, first + (size_t)g * 1024, 64);
+        _tile_loadd(6, first + static_cast<size_t>(g) * 1024, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, second + (size_t)g * 1024, 64);
+        _tile_loadd(7, second + static_cast<size_t>(g) * 1024, 64);
         _tile_dpbf16ps(1, 4, 7);
     }
     _tile_stored(0, refs[0].acc + 16 * done, 64);
@@ -270,12 +270,12 @@ void bf16_square(const TileRef* refs, const uint16_t* values, int64_t stride, in
     _tile_zero(2);
     _tile_zero(3);
     for (int g = 0; g < refs->weight->num_groups; g++) {
-        if (kFirst) prefetch_successor(refs, first + (size_t)g * 1024);
-        _tile_loadd(6, first + (size_t)g * 1024, 64);
+        if (kFirst) prefetch_successor(refs, first + static_cast<size_t>(g) * 1024);
+        _tile_loadd(6, first + static_cast<size_t>(g) * 1024, 64);
         _tile_loadd(4, values + g * kGroup, stride * 2);
         _tile_dpbf16ps(0, 4, 6);
-        if (kFirst) prefetch_successor(refs, second + (size_t)g * 1024);
-        _tile_loadd(7, second + (size_t)g * 1024, 64);
+        if (kFirst) prefetch_successor(refs, second + static_cast<size_t>(g) * 1024);
+        _tile_loadd(7, second + static_cast<size_t>(g) * 1024, 64);
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, more + g * kGroup, stride * 2);
         _tile_dpbf16ps(2, 5, 6);
@@ -290,7 +290,7 @@ void bf16_square(const TileRef* refs, const uint16_t* values, int64_t stride, in
 void bf16_products(const TileRef* refs, int count, const Rows& x, int64_t row0, int num_rows) {
     for (int done = 0; done < num_rows;) {
         const int left = num_rows - done, rows = left < 16 ? left : 16;
-        const uint16_t* values = (const uint16_t*)x.values + (row0 + done) * x.stride;
+        const uint16_t* values = reinterpret_cast<const uint16_t*>(x.values) + (row0 + done) * x.stride;
         configure_product(rows, 64);
         if (count == 2 && left >= 32) {
             done ? bf16_square<false>(refs, values, x.stride, done)
@@ -322,7 +322,7 @@ void amx_products(const TileRef* tiles, int count, const Rows& x, int64_t row0, 
 }
 
 size_t amx_scratch_bytes(const Tiles& w) {
-    return is_integer(w.code) ? (size_t)w.num_groups * 16 * depth_of(w.code) : 0;
+    return is_integer(w.code) ? static_cast<size_t>(w.num_groups) * 16 * depth_of(w.code) : 0;
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ OCTAVO_INLINE const uint8_t* column_of(const Tiles& w, int64_t input) {
     return w.columns ? w.columns[input] : w.data + input * w.column_stride;
 }
 OCTAVO_INLINE const uint8_t* scales_of(const Tiles& w) {
-    return w.columns ? w.data : w.data + (size_t)w.num_groups * kGroup * w.column_stride;
+    return w.columns ? w.data : w.data + static_cast<size_t>(w.num_groups) * kGroup * w.column_stride;
 }
 
 // The inputs that are not zero in all of M rows, and the rows' two terms for each. Those of a run of inputs, a
@@ -35,18 +35,20 @@ struct ActiveInputs {
 
     ActiveInputs(uint8_t* memory, int num_groups)
         : capacity(capacity_of(num_groups)),
-          inputs((int32_t*)memory),
+          inputs(reinterpret_cast<int32_t*>(memory)),
           ends(inputs + capacity),
-          terms((int8_t*)(ends + num_groups)) {}
-    static int64_t capacity_of(int num_groups) { return (int64_t)num_groups * kGroup + kBehind; }
+          terms(reinterpret_cast<int8_t*>(ends + num_groups)) {}
+    static int64_t capacity_of(int num_groups) { return static_cast<int64_t>(num_groups) * kGroup + kBehind; }
     static size_t num_bytes(int num_groups) {
-        const size_t inputs = (size_t)num_groups * kGroup;
+        const size_t inputs = static_cast<size_t>(num_groups) * kGroup;
         return capacity_of(num_groups) * (sizeof(int32_t) + 2 * kColumnRows) + num_groups * sizeof(int32_t) +
                inputs * kColumnRows;
     }
     int8_t* of(int row, int term) const { return terms + (2 * row + term) * capacity; }
     // Memory for the second terms of all inputs of a row.
-    int8_t* seconds(int row, int num_inputs) const { return of(kColumnRows, 0) + (int64_t)row * num_inputs; }
+    int8_t* seconds(int row, int num_inputs) const {
+        return of(kColumnRows, 0) + static_cast<int64_t>(row) * num_inputs;
+    }
 };
 
 // A row's two terms, those of input k at `at(k)`; `second` null: it has one.
@@ -57,14 +59,14 @@ struct RowTerms {
     RowTerms() = default;
     // `memory` is for second terms that do not lie in the row.
     RowTerms(const Rows& x, int64_t row, int8_t* memory)
-        : first((const int8_t*)x.values + row * x.stride),
+        : first(static_cast<const int8_t*>(x.values) + row * x.stride),
           second(nullptr),
           in_groups(x.type == RowType::two_terms) {
         const int num_inputs = x.num_groups * kGroup;
         if (in_groups) second = first + kGroup;
         if (x.type == RowType::whole) second = first + num_inputs;
         if (x.type != RowType::outliers) return;
-        const OutlierList list((int8_t*)first, num_inputs);
+        const OutlierList list(const_cast<int8_t*>(first), num_inputs);
         std::memset(memory, 0, num_inputs);
         for (int i = 0; i < *list.count; i++) std::memcpy(memory + 4 * list.quads[i], list.terms + 4 * i, 4);
         second = memory;
@@ -131,7 +133,7 @@ OCTAVO_INLINE void add_columns(const Columns& columns, const Columns& ahead, con
         interleave(columns, at, quads);
         for (int i = 0; i < 4; i++) __builtin_prefetch(ahead[i] + at, 0, 3);
         for (int v = 0; v < kQuadVectors; v++) {
-            const vi codes = quads[v] ^ (int32_t)0x80808080;
+            const vi codes = quads[v] ^ static_cast<int32_t>(0x80808080);
             for (int m = 0; m < M; m++) {
                 int32_t* to = sums + 2 * m * outputs + at + v * kTile;
                 store_i(to, dot4(load_i(to), codes, terms[m][0]));
@@ -150,10 +152,10 @@ void sparse_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t 
     find_active<M>(x, row0, x.num_groups * kGroup, active);
     alignas(64) int32_t sums[2 * (kOutputs + kInterleaved) * M];
     constexpr int kStride = kOutputs + kInterleaved;
-    const float* scales = (const float*)scales_of(w);
+    const float* scales = reinterpret_cast<const float*>(scales_of(w));
     for (int first = 0; first < count * kTile; first += kOutputs) {
         const int outputs = std::min(kOutputs, count * kTile - first);
-        const int64_t from = (int64_t)tile * kTile + first;
+        const int64_t from = static_cast<int64_t>(tile) * kTile + first;
         std::memset(sums, 0, sizeof sums);
         const auto columns_at = [&](int i, Columns& columns) {
             for (int c = 0; c < 4; c++) columns[c] = column_of(w, active.inputs[i + c]) + from;
@@ -180,8 +182,8 @@ void sparse_columns(const Tiles& w, int tile, int count, const Rows& x, int64_t 
                              more = to_float(seconds[v] - splat_i(128 * of_terms[kTile]));
                     const vf unscaled = kTwoTerms ? fma(whole, splat(kWholeUnit), more)
                                                   : fma(more, splat(kOutlierUnit), whole);
-                    const vf scale = load(scales + (int64_t)tile * kTile + output);
-                    store(acc + ((int64_t)output * M + m * kTile),
+                    const vf scale = load(scales + static_cast<int64_t>(tile) * kTile + output);
+                    store(acc + (static_cast<int64_t>(output) * M + m * kTile),
                           unscaled * (scale * splat(x.scales[x.at(row, 0)])));
                 }
             }
@@ -226,8 +228,9 @@ template <int M, ScaleType S, Low L>
 void sparse_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t row0, float* acc,
                     uint8_t* scratch) {
     constexpr int kOutputs = kBlockSums / M, kStride = kOutputs + 2 * kInterleaved;
-    const size_t group_bytes = (size_t)w.num_tiles() * tile_group_bytes<S, L>();
-    const size_t codes = (size_t)kGroup * w.column_stride, all_scales = w.num_tiles() * scale_bytes<S>();
+    const size_t group_bytes = static_cast<size_t>(w.num_tiles()) * tile_group_bytes<S, L>();
+    const size_t codes = static_cast<size_t>(kGroup) * w.column_stride,
+                 all_scales = w.num_tiles() * scale_bytes<S>();
     ActiveInputs active(scratch, x.num_groups);
     find_active<M>(x, row0, kGroup, active);
     alignas(64) int32_t sums[2 * M * kStride];
@@ -239,7 +242,7 @@ void sparse_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t 
             for (int c = 0; c < 4; c++) {
                 const int input = active.inputs[i + c];
                 columns[c] = w.data + input / kGroup * group_bytes +
-                             (int64_t)(input % kGroup) * w.column_stride + block * (kTile / 2);
+                             static_cast<int64_t>(input % kGroup) * w.column_stride + block * (kTile / 2);
             }
         };
         std::memset(totals, 0, sizeof totals);
@@ -284,7 +287,7 @@ void sparse_nibbles(const Tiles& w, int tile, int count, const Rows& x, int64_t 
         }
         for (int of = std::max(tile - block, 0); of < std::min(tiles, tile + count - block); of++)
             for (int m = 0; m < M; m++)
-                store(acc + ((int64_t)(block + of - tile) * M + m) * kTile,
+                store(acc + (static_cast<int64_t>(block + of - tile) * M + m) * kTile,
                       load(totals + m * kStride + of * kTile));
     }
 }
@@ -311,16 +314,17 @@ void gather_nibbles(const Tiles& w, int tile, int count, uint8_t* to) {
     const int all = w.num_tiles();
     for (int g = 0; g < w.num_groups; g++) {
         const uint8_t* group = w.data + g * all * step;
-        const uint8_t* levels = group + (size_t)kGroup * w.column_stride;
+        const uint8_t* levels = group + static_cast<size_t>(kGroup) * w.column_stride;
         for (int t = tile / 2 * 2; t < tile + count; t += 2)
             for (int v = 0; v < 4; v++) {
                 alignas(64) uint8_t low_codes[4][kTile], high_codes[4][kTile];
                 for (int b = 0; b < 4; b++) {
-                    const uint8_t* first = group + (int64_t)(8 * v + b) * w.column_stride + t * (kTile / 2);
-                    const uint8_t* second = first + 4 * (int64_t)w.column_stride;
+                    const uint8_t* first =
+                        group + static_cast<int64_t>(8 * v + b) * w.column_stride + t * (kTile / 2);
+                    const uint8_t* second = first + 4 * static_cast<int64_t>(w.column_stride);
                     for (int o = 0; o < kTile; o++) {
-                        low_codes[b][o] = (uint8_t)((first[o] & 15) | (second[o] << 4));
-                        high_codes[b][o] = (uint8_t)((first[o] >> 4) | (second[o] & 240));
+                        low_codes[b][o] = static_cast<uint8_t>((first[o] & 15) | (second[o] << 4));
+                        high_codes[b][o] = static_cast<uint8_t>((first[o] >> 4) | (second[o] & 240));
                     }
                 }
                 const Columns lows = {low_codes[0], low_codes[1], low_codes[2], low_codes[3]},
@@ -352,7 +356,8 @@ Tiles gather_tiles(const Tiles& w, int tile, int count, uint8_t* to) {
         Columns columns;
         for (int c = 0; c < 4; c++) columns[c] = column_of(w, k + c);
         for (int t = 0; t < count; t++)
-            interleave16(columns, (int64_t)(tile + t) * kTile, to + t * w.tile_bytes + 16 * (size_t)k);
+            interleave16(columns, static_cast<int64_t>(tile + t) * kTile,
+                         to + t * w.tile_bytes + 16 * static_cast<size_t>(k));
     }
     const uint8_t* scales = scales_of(w);
     constexpr size_t kScales = kTile * sizeof(float);
@@ -387,7 +392,7 @@ void multiply_columns(const Dense& dense, const Tiles& w, int tile, int count, c
     }
     const Tiles gathered = gather_tiles(w, tile, count, scratch);
     for (int t = 0; t < count; t += 2) {
-        const auto sums_at = [&](int at) { return acc + (int64_t)at * num_rows * kTile; };
+        const auto sums_at = [&](int at) { return acc + static_cast<int64_t>(at) * num_rows * kTile; };
         const TileRef refs[2] = {{&gathered, t, sums_at(t)}, {&gathered, t + 1, sums_at(t + 1)}};
         dense(refs, std::min(2, count - t), x, row0, num_rows, scratch + column_scratch_bytes(w));
     }

@@ -12,7 +12,7 @@ namespace {
 // on as many rows and tiles as registers hold hides that.
 template <int M, int T>
 void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& turn) {
-    const auto* values = (const uint16_t*)x.values + row * x.stride;
+    const auto* values = static_cast<const uint16_t*>(x.values) + row * x.stride;
     const uint8_t* tile[T];
     for (int t = 0; t < T; t++) tile[t] = refs[t].data();
     const int pairs = x.num_groups * kGroup / 2;
@@ -22,8 +22,8 @@ void product_bf16(const TileRef* refs, const Rows& x, int64_t row, const Turn& t
         ahead.step();
         vi weights[T];
         for (int t = 0; t < T; t++) {
-            ahead.template prefetch<64>(tile[t] + 64 * (size_t)p);
-            weights[t] = load_i(tile[t] + 64 * (size_t)p);
+            ahead.template prefetch<64>(tile[t] + 64 * static_cast<size_t>(p));
+            weights[t] = load_i(tile[t] + 64 * static_cast<size_t>(p));
         }
         for (int m = 0; m < M; m++) {
             const vi a = broadcast4(values + m * x.stride + 2 * p);
@@ -38,16 +38,17 @@ template <int M, bool kHalf>
 void product_float(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
-    const float* values = (const float*)x.values + row * x.stride;
+    const float* values = static_cast<const float*>(x.values) + row * x.stride;
     const int inputs = w.num_groups * kGroup;
     vf acc[M][4] = {};
     ReadAhead<M> ahead(turn, w);
     for (int k = 0; k < inputs; k += 4) {
         ahead.step();
-        ahead.template prefetch<(kHalf ? 128 : 256)>(tile + (size_t)k * kTile * (kHalf ? 2 : 4));
+        ahead.template prefetch<(kHalf ? 128 : 256)>(tile + static_cast<size_t>(k) * kTile * (kHalf ? 2 : 4));
         for (int c = 0; c < 4; c++) {
-            const size_t at = (size_t)(k + c) * kTile;
-            const vf weights = kHalf ? load_fp16((const uint16_t*)tile + at) : load((const float*)tile + at);
+            const size_t at = static_cast<size_t>(k + c) * kTile;
+            const vf weights = kHalf ? load_fp16(reinterpret_cast<const uint16_t*>(tile) + at)
+                                     : load(reinterpret_cast<const float*>(tile) + at);
             for (int m = 0; m < M; m++)
                 acc[m][c] = fma(weights, splat(values[m * x.stride + k + c]), acc[m][c]);
         }
@@ -62,15 +63,16 @@ void product_f4(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     constexpr int kCodes = kGroup * kTile / 2;
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
-    const float* values = (const float*)x.values + row * x.stride;
+    const float* values = static_cast<const float*>(x.values) + row * x.stride;
     const Floats16 numbers(w.numbers);
     vf acc[M] = {};
     ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < w.num_groups;) {
-        const vf scale = load((const float*)tile);
+        const vf scale = load(reinterpret_cast<const float*>(tile));
         tile += kTile * sizeof(float);
         vf sum[M][4] = {};
-        for (const int end = std::min(g + w.span, (int)w.num_groups); g < end; g++, tile += kCodes) {
+        for (const int end = std::min(g + w.span, static_cast<int>(w.num_groups)); g < end;
+             g++, tile += kCodes) {
             ahead.step();
             ahead.template prefetch<kCodes>(tile);
             for (int v = 0; v < 4; v++) {
@@ -97,14 +99,15 @@ void product_e4m3(const TileRef* ref, const Rows& x, int64_t row, const Turn& tu
     constexpr int kCodes = kGroup * kTile;
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
-    const uint16_t* values = (const uint16_t*)x.values + row * x.stride;
+    const uint16_t* values = static_cast<const uint16_t*>(x.values) + row * x.stride;
     vf acc[M] = {};
     ReadAhead<M> ahead(turn, w);
     for (int g = 0; g < w.num_groups;) {
-        const vf scale = load((const float*)tile);
+        const vf scale = load(reinterpret_cast<const float*>(tile));
         tile += kTile * sizeof(float);
         vf sum[M] = {};
-        for (const int end = std::min(g + w.span, (int)w.num_groups); g < end; g++, tile += kCodes) {
+        for (const int end = std::min(g + w.span, static_cast<int>(w.num_groups)); g < end;
+             g++, tile += kCodes) {
             ahead.step();
             ahead.template prefetch<kCodes>(tile);
             for (int v = 0; v < 8; v++) {
@@ -128,7 +131,7 @@ float float_code_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     const size_t codes = kGroup * kTile / (w.code == Code::f4 ? 2 : 1), scales = kTile * sizeof(float);
     const uint8_t* span = tile + g / w.span * (scales + w.span * codes);
     const uint8_t* group = span + scales + g % w.span * codes;
-    const float scale = ((const float*)span)[lane];
+    const float scale = (reinterpret_cast<const float*>(span))[lane];
     if (w.code == Code::f4) {
         const uint8_t byte = group[64 * (in / 8) + 4 * lane + in % 4];
         return w.numbers[in % 8 < 4 ? byte & 15 : byte >> 4] * scale;

@@ -28,8 +28,8 @@ struct RowWords {
 
     // Returns a bit for each of the sixteen words from `base` on.
     OCTAVO_INLINE uint32_t active(int base) const {
-        vi words = load_i(first + 4 * (size_t)base);
-        if (second) words = words | load_i(second + 4 * (size_t)base);
+        vi words = load_i(first + 4 * static_cast<size_t>(base));
+        if (second) words = words | load_i(second + 4 * static_cast<size_t>(base));
         return nonzero_lanes(words & bits);
     }
 };
@@ -44,7 +44,8 @@ OCTAVO_INLINE void each_word(const RowWords& row, const uint8_t* tile, size_t ti
         if (ahead >= row.count) ahead -= row.count, to += tile_bytes;
         if (ahead >= 0 && ahead < row.count)
             for (uint32_t left = row.active(ahead); left; left &= left - 1)
-                __builtin_prefetch(to + kBytes * (size_t)(ahead + __builtin_ctz(left)), 0, kIntoCache);
+                __builtin_prefetch(to + kBytes * static_cast<size_t>(ahead + __builtin_ctz(left)), 0,
+                                   kIntoCache);
         fn(base, row.active(base));
     }
 }
@@ -54,7 +55,7 @@ void skipping_int8(const TileRef& ref, const Rows& x, int64_t row, int done) {
     const Tiles& w = *ref.weight;
     const uint8_t* tile = ref.data();
     const int inputs = w.num_groups * kGroup;
-    const uint8_t* q = (const uint8_t*)x.values + row * x.stride;
+    const uint8_t* q = static_cast<const uint8_t*>(x.values) + row * x.stride;
     const int32_t* sums = x.sums + x.half_at(row, 0, 0);
     float* out = ref.acc + 16 * done;
     vi first = {}, second = {};
@@ -64,7 +65,7 @@ void skipping_int8(const TileRef& ref, const Rows& x, int64_t row, int done) {
             const size_t at = base + __builtin_ctz(left);
             const vi codes = load_i(tile + 64 * at);
             if (kTwoTerms) {
-                const vi offset = codes ^ (int32_t)0x80808080;
+                const vi offset = codes ^ static_cast<int32_t>(0x80808080);
                 first = dot4(first, offset, broadcast4(q + 4 * at));
                 second = dot4(second, offset, broadcast4(q + inputs + 4 * at));
             } else {
@@ -77,7 +78,7 @@ void skipping_int8(const TileRef& ref, const Rows& x, int64_t row, int done) {
         return store(out, scale_whole(x, row, scale, first - 128 * sums[0], second - 128 * sums[kTile]));
     vi more[1] = {splat_i(-kSignedOffset * sums[kTile])};
     const uint8_t* const tiles[1] = {tile};
-    add_outliers<1>(OutlierList((int8_t*)q, inputs), tiles, more);
+    add_outliers<1>(OutlierList(reinterpret_cast<int8_t*>(const_cast<uint8_t*>(q)), inputs), tiles, more);
     first += splat_i(-kSignedOffset * sums[0]);
     store(out, fma(to_float(more[0]), splat(kOutlierUnit), to_float(first)) *
                    (scale * splat(x.scales[x.at(row, 0)])));
@@ -86,7 +87,7 @@ void skipping_int8(const TileRef& ref, const Rows& x, int64_t row, int done) {
 // Two inputs a word, in one chain.
 void skipping_bf16(const TileRef& ref, const Rows& x, int64_t row, int done) {
     const uint8_t* tile = ref.data();
-    const uint8_t* values = (const uint8_t*)x.values + 2 * row * x.stride;
+    const uint8_t* values = static_cast<const uint8_t*>(x.values) + 2 * row * x.stride;
     vf acc = {};
     const RowWords words{values, nullptr, 0x7fff7fff, x.num_groups * kGroup / 2};
     each_word<64>(words, tile, ref.weight->tile_bytes, [&](int base, uint32_t left) {
@@ -103,16 +104,18 @@ template <bool kHalf>
 void skipping_float(const TileRef& ref, const Rows& x, int64_t row, int done) {
     constexpr size_t kBytes = kHalf ? 32 : 64;
     const uint8_t* tile = ref.data();
-    const float* values = (const float*)x.values + row * x.stride;
+    const float* values = static_cast<const float*>(x.values) + row * x.stride;
     vf acc[4] = {};
-    const RowWords words{(const uint8_t*)values, nullptr, 0x7fffffff, x.num_groups * kGroup};
+    const RowWords words{reinterpret_cast<const uint8_t*>(values), nullptr, 0x7fffffff,
+                         x.num_groups * kGroup};
     each_word<kBytes>(words, tile, ref.weight->tile_bytes, [&](int base, uint32_t active) {
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++)
             for (uint32_t left = active & (0x1111u << c); left; left &= left - 1) {
                 const size_t at = base + __builtin_ctz(left);
                 const uint8_t* p = tile + kBytes * at;
-                const vf weights = kHalf ? load_fp16((const uint16_t*)p) : load((const float*)p);
+                const vf weights = kHalf ? load_fp16(reinterpret_cast<const uint16_t*>(p))
+                                         : load(reinterpret_cast<const float*>(p));
                 acc[c] = fma(weights, splat(values[at]), acc[c]);
             }
     });

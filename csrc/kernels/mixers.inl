@@ -13,7 +13,7 @@ void short_conv(const ShortConvArgs& args, const float* const* rows, float* out)
         vf sum = {};
         for (int tap = 0; tap < args.taps; tap++)
             if (rows[tap])
-                sum = fma(load_first(args.weight + (int64_t)tap * args.width + i, n),
+                sum = fma(load_first(args.weight + static_cast<int64_t>(tap) * args.width + i, n),
                           load_first(rows[tap] + i, n), sum);
         if (args.bias) sum += load_first(args.bias + i, n);
         store_first(out + i, args.activation < 0 ? sum : activated(args.activation, sum), n);

@@ -27,11 +27,12 @@ struct PhiloxBlock {
 };
 inline PhiloxBlock philox(uint64_t seed, PhiloxBlock counter) {
     uint32_t* c = counter.words;
-    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
     for (int round = 0; round < kPhiloxRounds; round++) {
-        const uint64_t a = (uint64_t)kPhiloxMultipliers[0] * c[0], b = (uint64_t)kPhiloxMultipliers[1] * c[2];
-        counter = {{(uint32_t)(b >> 32) ^ c[1] ^ key[0], (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ key[1],
-                    (uint32_t)a}};
+        const uint64_t a = static_cast<uint64_t>(kPhiloxMultipliers[0]) * c[0],
+                       b = static_cast<uint64_t>(kPhiloxMultipliers[1]) * c[2];
+        counter = {{static_cast<uint32_t>(b >> 32) ^ c[1] ^ key[0], static_cast<uint32_t>(b),
+                    static_cast<uint32_t>(a >> 32) ^ c[3] ^ key[1], static_cast<uint32_t>(a)}};
         key[0] += kPhiloxWeyl[0];
         key[1] += kPhiloxWeyl[1];
     }
@@ -39,7 +40,8 @@ inline PhiloxBlock philox(uint64_t seed, PhiloxBlock counter) {
 }
 
 inline uint32_t noise_word(const SamplingRecord& record, int token) {
-    const PhiloxBlock counter{{record.position, record.sample_index, (uint32_t)token / 4, kDrawPurpose}};
+    const PhiloxBlock counter{
+        {record.position, record.sample_index, static_cast<uint32_t>(token) / 4, kDrawPurpose}};
     return philox(record.seed, counter).words[token % 4];
 }
 
@@ -52,15 +54,15 @@ class RowNoise {
     static constexpr int kRegisters = kTokens / (2 * kRegisterLanes);  // each 4 words of kWideLanes counters
 
     explicit RowNoise(const SamplingRecord& record)
-        : key_{(uint32_t)record.seed, (uint32_t)(record.seed >> 32)} {
+        : key_{static_cast<uint32_t>(record.seed), static_cast<uint32_t>(record.seed >> 32)} {
         // Only the counter's third word differs among tokens in the first round, and its product is mixed
         // into the first two words alone: the other two are the row's.
-        const uint64_t product = (uint64_t)kPhiloxMultipliers[0] * record.position;
+        const uint64_t product = static_cast<uint64_t>(kPhiloxMultipliers[0]) * record.position;
         second_ = record.sample_index;
-        row_words_[0] = (uint32_t)(product >> 32) ^ kDrawPurpose ^ key_[1];
-        row_words_[1] = (uint32_t)product;
+        row_words_[0] = static_cast<uint32_t>(product >> 32) ^ kDrawPurpose ^ key_[1];
+        row_words_[1] = static_cast<uint32_t>(product);
         // The second round's product of these is the row's, too.
-        row_product_ = (uint64_t)kPhiloxMultipliers[1] * row_words_[0];
+        row_product_ = static_cast<uint64_t>(kPhiloxMultipliers[1]) * row_words_[0];
     }
 
     // to [kTokens]: the words of first_token (a multiple of kTokens) and on.
@@ -91,8 +93,8 @@ class RowNoise {
         const RegisterW product = multiply_words(lanes + quad, every(kPhiloxMultipliers[1]));
         const RegisterW first = (product >> 32) ^ every(second_ ^ key_[0]);
         const RegisterW next = multiply_words(first, every(kPhiloxMultipliers[0]));
-        c[0] = every((uint32_t)(row_product_ >> 32) ^ (key_[0] + kPhiloxWeyl[0])) ^ product;
-        c[1] = every((uint32_t)row_product_);
+        c[0] = every(static_cast<uint32_t>(row_product_ >> 32) ^ (key_[0] + kPhiloxWeyl[0])) ^ product;
+        c[1] = every(static_cast<uint32_t>(row_product_));
         c[2] = (next >> 32) ^ every(row_words_[1] ^ (key_[1] + kPhiloxWeyl[1]));
         c[3] = next;
     }

@@ -69,7 +69,7 @@ class SoonReader {
             const int end = std::min(part.num_lines, line_ + left);
             left -= end - line_;
             for (; line_ < end; line_++)
-                __builtin_prefetch(part.first + (int64_t)line_ * kLineBytes, 0, kIntoCache);
+                __builtin_prefetch(part.first + static_cast<int64_t>(line_) * kLineBytes, 0, kIntoCache);
             if (line_ == part.num_lines) part_++, line_ = 0;
         }
     }

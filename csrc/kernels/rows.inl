@@ -15,8 +15,8 @@ struct Normalizer {
 
     Normalizer(const float* x, int k, const Norm& n) : norm(n) {
         if (!n.weight) return;
-        if (n.is_layer_norm) mean = sum(x, k) / (float)k;
-        inverse = 1.0f / std::sqrt(sum_of_squares(x, k) / (float)k + n.eps);
+        if (n.is_layer_norm) mean = sum(x, k) / static_cast<float>(k);
+        inverse = 1.0f / std::sqrt(sum_of_squares(x, k) / static_cast<float>(k) + n.eps);
     }
     static float sum(const float* x, int k) {
         vf total = {};
@@ -70,7 +70,8 @@ constexpr float kOutlierMeans = 6;
 template <bool kTwoTermed>
 OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t index, int g) {
     constexpr float kLargest = kTwoTermed ? 127.0f * kFirstUnit : 127.0f;
-    int8_t* q = (int8_t*)rows.values + index * rows.stride + g * (kTwoTermed ? 2 * kGroup : kGroup);
+    int8_t* q =
+        static_cast<int8_t*>(rows.values) + index * rows.stride + g * (kTwoTermed ? 2 * kGroup : kGroup);
     // Magnitudes have the same order as integers, with infinities and NaNs above all numbers.
     const int32_t bits = max_lanes_i(max_i(as_int(absolute(half[0])), as_int(absolute(half[1]))));
     const bool finite = bits < 0x7f800000;
@@ -95,7 +96,7 @@ OCTAVO_INLINE void put_integers(const vf (&half)[2], const Rows& rows, int64_t i
         sum += half_sum;
     }
     rows.scales[rows.at(index, g)] = d;
-    rows.scaled_sums[rows.at(index, g)] = d * (float)sum;
+    rows.scaled_sums[rows.at(index, g)] = d * static_cast<float>(sum);
 }
 
 // Converts the 32 values of group g of row `index`.
@@ -107,11 +108,11 @@ OCTAVO_INLINE void put_group(const vf (&half)[2], const Rows& rows, int64_t inde
         case RowType::whole:
         case RowType::outliers: return;  // never by groups: see put_whole, put_with_outliers
         case RowType::bf16:
-            store_bf16((uint16_t*)rows.values + at, half[0]);
-            return store_bf16((uint16_t*)rows.values + at + kLanes, half[1]);
+            store_bf16(static_cast<uint16_t*>(rows.values) + at, half[0]);
+            return store_bf16(static_cast<uint16_t*>(rows.values) + at + kLanes, half[1]);
         case RowType::fp32:
-            store((float*)rows.values + at, half[0]);
-            return store((float*)rows.values + at + kLanes, half[1]);
+            store(static_cast<float*>(rows.values) + at, half[0]);
+            return store(static_cast<float*>(rows.values) + at + kLanes, half[1]);
     }
 }
 
@@ -121,7 +122,7 @@ template <typename Lanes>
 OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int64_t index) {
     constexpr float kLargest = 127.0f * kWholeUnit + (kWholeUnit / 2 - 1);
     const int padded = rows.num_groups * kGroup;
-    int8_t* q = (int8_t*)rows.values + index * rows.stride;
+    int8_t* q = static_cast<int8_t*>(rows.values) + index * rows.stride;
     vf most{}, bad{};
     for (int i = 0; i < k; i += kLanes) {
         const vf v = lanes_at(i);
@@ -145,7 +146,8 @@ OCTAVO_INLINE void put_whole(const Lanes& lanes_at, int k, const Rows& rows, int
 
 // Appends those of sixteen quads, from quad `first` on, that have a second term. Returns the new count.
 OCTAVO_INLINE int append_outliers(vi terms, int first, const OutlierList& list, int count) {
-    return count + keep_nonzero(terms, iota() + first, list.quads + count, list.terms + 4 * (int64_t)count);
+    return count + keep_nonzero(terms, iota() + first, list.quads + count,
+                                list.terms + 4 * static_cast<int64_t>(count));
 }
 
 // Converts a row with one d, for which the mean magnitude of its numbers is 127 / kOutlierMeans; a number
@@ -156,7 +158,7 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
     constexpr float kLargest = 127.0f * (kOutlierUnit + 1);
     static_assert(kOutlierUnit == 255);  // the shift by 8 below multiplies with it
     const int padded = rows.num_groups * kGroup;
-    int8_t* q = (int8_t*)rows.values + index * rows.stride;
+    int8_t* q = static_cast<int8_t*>(rows.values) + index * rows.stride;
     vf most{}, total{};
     for (int i = 0; i < k; i += kLanes) {
         const vf v = absolute(lanes_at(i));
@@ -165,7 +167,8 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
     }
     const float largest = max_lanes(most), sum = sum_lanes(total);
     const bool finite = sum < INFINITY;  // false with a NaN too
-    const float with_outliers = std::max(kOutlierMeans / 127 * sum / (float)k, largest / kLargest);
+    const float with_outliers =
+        std::max(kOutlierMeans / 127 * sum / static_cast<float>(k), largest / kLargest);
     const float d = finite ? std::min(largest / 127, with_outliers) : NAN;
     const float inverse = d >= std::numeric_limits<float>::min() ? 1 / d : 0.0f;
     const OutlierList list(q, padded);
@@ -186,7 +189,7 @@ OCTAVO_INLINE void put_with_outliers(const Lanes& lanes_at, int k, const Rows& r
         count = append_outliers(seconds, i / 4, list, count);
     }
     store_i(list.quads + count, vi{});
-    store_i(list.terms + 4 * (int64_t)count, vi{});
+    store_i(list.terms + 4 * static_cast<int64_t>(count), vi{});
     *list.count = count;
     for (int term = 0; term < 2; term++) rows.sums[rows.half_at(index, 0, term)] = sum_lanes_i(sums[term]);
     rows.scales[rows.at(index, 0)] = d;

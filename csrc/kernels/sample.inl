@@ -17,7 +17,7 @@ namespace octavo {
 namespace {
 
 // Scratch: changed logits [V], then candidates [V].
-inline size_t padded_vocab(int vocab) { return ((size_t)vocab + 15) / 16 * 16; }
+inline size_t padded_vocab(int vocab) { return (static_cast<size_t>(vocab) + 15) / 16 * 16; }
 size_t sample_scratch_bytes(int vocab) { return padded_vocab(vocab) * (sizeof(float) + sizeof(Candidate)); }
 
 bool holds_nan(const float* x, int n) {
@@ -38,8 +38,8 @@ double log_sum_exp(const float* x, int n, float largest) {
     double total = 0;
     int i = 0;
     for (; i + kLanes <= n; i += kLanes) total += sum_lanes(exp(load(x + i) - largest));
-    for (; i < n; i++) total += std::exp((double)x[i] - largest);
-    return (double)largest + std::log(total);
+    for (; i < n; i++) total += std::exp(static_cast<double>(x[i]) - largest);
+    return static_cast<double>(largest) + std::log(total);
 }
 
 // Place of `token` in the order (logit down, id up), from 1.
@@ -53,15 +53,16 @@ int rank_of(const float* x, int n, int token) {
 
 void write_logprobs(const SampleArgs& a, int at, const float* x, int token, Candidate* space) {
     const double normal = log_sum_exp(x, a.vocab, x[best_id(x, a.vocab)]);
-    a.out_logprobs[at] = (float)(x[token] - normal);
+    a.out_logprobs[at] = static_cast<float>(x[token] - normal);
     a.out_ranks[at] = rank_of(x, a.vocab, token);
     const int top = std::min(a.records[at].num_logprobs, a.vocab);
     if (top <= 0) return;
     best_of(x, a.vocab, top, space);
     std::sort(space, space + top, better);
     for (int j = 0; j < top; j++) {
-        a.out_top_ids[(int64_t)at * a.max_top + j] = space[j].id;
-        a.out_top_logprobs[(int64_t)at * a.max_top + j] = (float)(space[j].logit - normal);
+        a.out_top_ids[static_cast<int64_t>(at) * a.max_top + j] = space[j].id;
+        a.out_top_logprobs[static_cast<int64_t>(at) * a.max_top + j] =
+            static_cast<float>(space[j].logit - normal);
     }
 }
 
@@ -80,14 +81,15 @@ void change_logits(const SampleArgs& a, int at, float* z) {
     const SamplingRecord& record = a.records[at];
     for (int i = a.bias_starts[at]; i < a.bias_starts[at + 1]; i++) z[a.bias_ids[i]] += a.bias_values[i];
     if (record.allowed_mask >= 0) {
-        const uint32_t* mask = a.allowed_masks + (int64_t)record.allowed_mask * a.mask_words();
+        const uint32_t* mask = a.allowed_masks + static_cast<int64_t>(record.allowed_mask) * a.mask_words();
         for (int word = 0; word < a.mask_words(); word++) ban_others(z, 32 * word, a.vocab, mask[word]);
     }
     for (int i = a.history_starts[at]; i < a.history_starts[at + 1]; i++) {
         float& value = z[a.history_ids[i]];
         value = value > 0 ? value / record.repetition_penalty : value * record.repetition_penalty;
         if (a.history_counts[i] > 0)
-            value -= record.presence_penalty + record.frequency_penalty * (float)a.history_counts[i];
+            value -=
+                record.presence_penalty + record.frequency_penalty * static_cast<float>(a.history_counts[i]);
     }
 }
 
@@ -102,7 +104,8 @@ class Leaders {
           last_(last),
           wanted_(wanted),
           largest_(row.z[row.best]),
-          slope_((float)std::min(kOctave / (row.record.temperature * std::log(2.0)), (double)FLT_MAX)) {
+          slope_(static_cast<float>(
+              std::min(kOctave / (row.record.temperature * std::log(2.0)), static_cast<double>(FLT_MAX)))) {
         lead(row.best, gumbel(noise_word(row.record, row.best)));
     }
 
@@ -155,7 +158,7 @@ class Leaders {
         const double score = scores_[count_ - 1];
         // `rest` is (1 - u) * 2^31, rounded down; a float's exponent counts from -127. The last term is more
         // than what rounding takes.
-        limit_ = (float)((31 + 127 - score / std::log(2.0) + 0x1p-10) * kOctave);
+        limit_ = static_cast<float>((31 + 127 - score / std::log(2.0) + 0x1p-10) * kOctave);
         const double least = row_.z[row_.best] + (score - kLargestNoise) * row_.record.temperature;
         least_logit_ = std::max(last_.logit, rounded_down(least));
     }
@@ -213,7 +216,7 @@ int draw_filtered(const SampleArgs& a, int at, float* z, Candidate* space) {
     if (record.looks_at_kept()) filter_kept(record, z, a.vocab, space);
     const Row row{record, z, a.vocab, best_id(z, a.vocab)};
     const int token = draw(row, space, 1).id();
-    if (record.mirostat_mode) a.out_surprises[at] = (float)surprise_of(row, token);
+    if (record.mirostat_mode) a.out_surprises[at] = static_cast<float>(surprise_of(row, token));
     return token;
 }
 
@@ -246,7 +249,7 @@ int draw_in_order(const SampleArgs& a, int at, const float* z, int best, Candida
     const SamplingRecord& record = a.records[at];
     const Row row{record, z, a.vocab, best};
     if (!a.out_candidates) return record.temperature == 0 ? best : draw(row, space, 1).id();
-    int32_t* ids = a.out_candidates + (int64_t)at * a.num_candidates;
+    int32_t* ids = a.out_candidates + static_cast<int64_t>(at) * a.num_candidates;
     std::fill(ids, ids + a.num_candidates, -1);
     if (record.temperature == 0) {
         best_tokens(z, a.vocab, a.num_candidates, space, ids);
@@ -265,7 +268,7 @@ int draw_uncut(const SampleArgs& a, int at, const float* z, int best, Candidate*
     uncut.top_p = 1;
     const int token = draw(Row{uncut, z, a.vocab, best}, space, 1).id();
     write_witnesses(Row{a.records[at], z, a.vocab, best}, token,
-                    a.out_witnesses + (int64_t)at * kMostWitnesses);
+                    a.out_witnesses + static_cast<int64_t>(at) * kMostWitnesses);
     return token;
 }
 
@@ -273,8 +276,8 @@ void sample_row(const SampleArgs& a, int row, void* scratch) {
     const float* x = a.logits + row * a.stride;
     const int at = a.first + row;
     const SamplingRecord& record = a.records[at];
-    float* z = (float*)scratch;
-    Candidate* space = (Candidate*)(z + padded_vocab(a.vocab));
+    float* z = static_cast<float*>(scratch);
+    Candidate* space = reinterpret_cast<Candidate*>(z + padded_vocab(a.vocab));
     const float* given = a.replaced && a.replaced[at] ? a.replaced[at] : x;
     int token = record.target_id;
     bool failed = holds_nan(given, a.vocab);

@@ -115,7 +115,7 @@ struct Tiles {
                half_factors == w.half_factors;
     }
     int num_tiles() const { return (num_rows + kTile - 1) / kTile; }
-    const uint8_t* tile(int index) const { return data + (size_t)index * tile_stride; }
+    const uint8_t* tile(int index) const { return data + static_cast<size_t>(index) * tile_stride; }
 };
 
 constexpr int kColumnRows = 4;  // rows up to which a product reads the columns of their numbers alone
@@ -187,10 +187,10 @@ struct Rows {
     bool skips_zeros = false;  // whether weights whose input is zero need not be read
 
     size_t at(int64_t row, int g) const {
-        return ((size_t)(row / kTile) * group_stride + g) * kTile + row % kTile;
+        return (static_cast<size_t>(row / kTile) * group_stride + g) * kTile + row % kTile;
     }
     size_t half_at(int64_t row, int g, int half) const {
-        return (((size_t)(row / kTile) * group_stride + g) * 2 + half) * kTile + row % kTile;
+        return ((static_cast<size_t>(row / kTile) * group_stride + g) * 2 + half) * kTile + row % kTile;
     }
 };
 
@@ -205,12 +205,14 @@ struct OutlierList {
     static int64_t capacity(int64_t inputs) { return inputs / 4 + kUnrolled; }
     static int64_t num_bytes(int64_t inputs) { return 64 + 8 * capacity(inputs); }
     OutlierList(int8_t* row, int64_t inputs)
-        : count((int32_t*)(row + inputs)), quads(count + 16), terms((int8_t*)(quads + capacity(inputs))) {}
+        : count(reinterpret_cast<int32_t*>(row + inputs)),
+          quads(count + 16),
+          terms(reinterpret_cast<int8_t*>(quads + capacity(inputs))) {}
 };
 
 // Returns the elements that one row takes.
 inline int64_t row_elements(RowType type, int num_groups) {
-    const int64_t inputs = (int64_t)num_groups * kGroup;
+    const int64_t inputs = static_cast<int64_t>(num_groups) * kGroup;
     switch (type) {
         case RowType::two_terms:
         case RowType::whole: return 2 * inputs;
@@ -408,14 +410,17 @@ struct LowRankMatrix {
     AdapterNumber type;
     int32_t rank, stride;
 
-    int number_bytes() const { return (int)type; }
+    int number_bytes() const { return static_cast<int>(type); }
     // Bytes of a tile of a B.
-    int64_t tile_bytes() const { return (int64_t)(rank + 1) / 2 * 2 * kTile * number_bytes(); }
-    const uint8_t* tile(int index) const { return (const uint8_t*)numbers + index * tile_bytes(); }
+    int64_t tile_bytes() const { return static_cast<int64_t>(rank + 1) / 2 * 2 * kTile * number_bytes(); }
+    const uint8_t* tile(int index) const {
+        return static_cast<const uint8_t*>(numbers) + index * tile_bytes();
+    }
 
     // The ranks from .. end - 1 of an A.
     LowRankMatrix ranks(int from, int end) const {
-        const char* start = (const char*)numbers + (int64_t)from * stride * number_bytes();
+        const char* start =
+            static_cast<const char*>(numbers) + static_cast<int64_t>(from) * stride * number_bytes();
         return {start, type, end - from, stride};
     }
 };

@@ -80,7 +80,8 @@ void write_witnesses(const Row& row, int token, int32_t* witnesses) {
     if (weight < record.min_p * kSure) return;
     const Before first = before(row, token);
     if (record.top_k > 0 && first.count >= record.top_k) return;
-    const double wanted = first.weight * (1 - (double)record.top_p) * kSure, alone = record.top_p * weight;
+    const double wanted = first.weight * (1 - static_cast<double>(record.top_p)) * kSure,
+                 alone = record.top_p * weight;
     const bool is_shown = wanted < alone || (wanted < alone * kMostWitnesses &&
                                              write_followers(row, token, first.count, wanted, witnesses + 1));
     if (is_shown)

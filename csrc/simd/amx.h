@@ -11,8 +11,8 @@ struct alignas(64) TileConfig {
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
     void set(int tile, int num_rows, int bytes) {
-        rows[tile] = (uint8_t)num_rows;
-        row_bytes[tile] = (uint16_t)bytes;
+        rows[tile] = static_cast<uint8_t>(num_rows);
+        row_bytes[tile] = static_cast<uint16_t>(bytes);
     }
 };
 

@@ -65,7 +65,7 @@ struct WordPair {
 // -- half precisions --
 
 OCTAVO_INLINE float bf16_to_float(uint16_t h) {
-    const uint32_t bits = (uint32_t)h << 16;
+    const uint32_t bits = static_cast<uint32_t>(h) << 16;
     float f;
     std::memcpy(&f, &bits, 4);
     return f;
@@ -74,17 +74,17 @@ OCTAVO_INLINE float bf16_to_float(uint16_t h) {
 OCTAVO_INLINE uint16_t float_to_bf16(float f) {
     uint32_t bits;
     std::memcpy(&bits, &f, 4);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 OCTAVO_INLINE float fp16_to_float(uint16_t h) {
-    const uint32_t sign = (uint32_t)(h & 0x8000) << 16;
-    uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13;
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
+    uint32_t magnitude = static_cast<uint32_t>(h & 0x7fff) << 13;
     float f;
     std::memcpy(&f, &magnitude, 4);
     f *= 0x1p112f;  // shifts the exponent's bias, subnormals included
     if ((h & 0x7c00) == 0x7c00) {
-        magnitude = 0x7f800000u | ((uint32_t)(h & 0x3ff) << 13);
+        magnitude = 0x7f800000u | (static_cast<uint32_t>(h & 0x3ff) << 13);
         std::memcpy(&f, &magnitude, 4);
     }
     uint32_t bits;
@@ -100,7 +100,7 @@ constexpr uint16_t kSmallE4m3[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0
 OCTAVO_INLINE uint16_t e4m3_bits(uint8_t code) {
     const int magnitude = code & 0x7f;
     const int bits = magnitude < 8 ? kSmallE4m3[magnitude] : (magnitude << 4) + (120 << 7);
-    return (uint16_t)(bits | (code & 0x80) << 8);
+    return static_cast<uint16_t>(bits | (code & 0x80) << 8);
 }
 
 }  // namespace

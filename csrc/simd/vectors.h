@@ -132,11 +132,11 @@ struct Memory16 {
 template <typename T>
 struct Memory16<Two<T>> {
     static OCTAVO_INLINE Two<T> load(const void* p) {
-        return {Memory16<T>::load(p), Memory16<T>::load((const char*)p + sizeof(T))};
+        return {Memory16<T>::load(p), Memory16<T>::load(static_cast<const char*>(p) + sizeof(T))};
     }
     static OCTAVO_INLINE void store(void* p, Two<T> v) {
         Memory16<T>::store(p, v.low);
-        Memory16<T>::store((char*)p + sizeof(T), v.high);
+        Memory16<T>::store(static_cast<char*>(p) + sizeof(T), v.high);
     }
 };
 

@@ -59,7 +59,7 @@ Row normed(const Row& x, const Floats& weight) {
     for (const double value : x) squares += value * value;
     Row y(x.size());
     for (size_t i = 0; i < x.size(); i++)
-        y[i] = x[i] / std::sqrt(squares / (double)x.size() + 1e-5) * weight[i];
+        y[i] = x[i] / std::sqrt(squares / static_cast<double>(x.size()) + 1e-5) * weight[i];
     return y;
 }
 
@@ -100,14 +100,14 @@ std::vector<Row> plain_logits(const Model& model, const std::vector<int>& tokens
     std::vector<std::vector<Row>> keys(kLayers), values(kLayers);
     std::vector<Row> logits;
     for (size_t t = 0; t < tokens.size(); t++) {
-        const float* first = model.table.values.data() + (size_t)tokens[t] * kHidden;
+        const float* first = model.table.values.data() + static_cast<size_t>(tokens[t]) * kHidden;
         Row x(first, first + kHidden);
         for (int l = 0; l < kLayers; l++) {
             const Layer& layer = model.layers[l];
             const Row h = normed(x, layer.norm);
             Row q = layer.q.times(h), k = layer.k.times(h);
-            rotate(q, kHeads, (int)t, model.inv_freq);
-            rotate(k, kKvHeads, (int)t, model.inv_freq);
+            rotate(q, kHeads, static_cast<int>(t), model.inv_freq);
+            rotate(k, kKvHeads, static_cast<int>(t), model.inv_freq);
             keys[l].push_back(k);
             values[l].push_back(layer.v.times(h));
             add(x, layer.o.times(attended(q, keys[l], values[l])));
@@ -268,16 +268,16 @@ struct Engine {
         for (size_t r = 0; r < spans.size(); r++) {
             const Span& s = spans[r];
             for (int t = s.start; t < s.stop; t++) {
-                rows.push_back((int)ids.size());
+                rows.push_back(static_cast<int>(ids.size()));
                 ids.push_back(s.request->tokens[t]);
                 places.push_back(t);
                 positions.push_back(t + kAhead);
                 slots.push_back(s.request->blocks[t / 16] * 16 + t % 16);
             }
-            starts.push_back((int)ids.size());
+            starts.push_back(static_cast<int>(ids.size()));
             contexts.push_back(s.stop);
             std::copy(s.request->blocks.begin(), s.request->blocks.end(),
-                      tables.begin() + (int64_t)(r * width));
+                      tables.begin() + static_cast<int64_t>(r * width));
         }
         for (int i = 0; i < padding; i++) {
             ids.push_back(1 << 30);
@@ -287,10 +287,10 @@ struct Engine {
         }
         Floats logits(rows.size() * kVocab);
         Batch b{};
-        b.num_tokens = (int)ids.size();
-        b.num_requests = (int)spans.size();
-        b.num_samples = (int)rows.size();
-        b.table_width = (int)width;
+        b.num_tokens = static_cast<int>(ids.size());
+        b.num_requests = static_cast<int>(spans.size());
+        b.num_samples = static_cast<int>(rows.size());
+        b.table_width = static_cast<int>(width);
         b.num_axes = 1;
         b.token_ids = ids.data();
         b.places = places.data();
@@ -314,7 +314,7 @@ std::vector<Request> make_requests() {
     size_t next = 0;
     for (const int length : {300, 1, 16, 45}) {
         Request r;
-        for (int t = 0; t < length; t++) r.tokens.push_back((int)(generator() % kVocab));
+        for (int t = 0; t < length; t++) r.tokens.push_back(static_cast<int>(generator() % kVocab));
         for (int b = 0; b < (length + 15) / 16; b++) r.blocks.push_back(blocks[next++]);
         requests.push_back(r);
     }
@@ -323,7 +323,7 @@ std::vector<Request> make_requests() {
 
 Floats alone(Engine& engine, const Request& r, int chunk) {
     Floats logits;
-    for (int start = 0, length = (int)r.tokens.size(); start < length; start += chunk) {
+    for (int start = 0, length = static_cast<int>(r.tokens.size()); start < length; start += chunk) {
         const Floats part = engine.run({{&r, start, std::min(length, start + chunk)}});
         logits.insert(logits.end(), part.begin(), part.end());
     }
@@ -342,9 +342,9 @@ void check_against_plain(const Floats& found, const Model& model, const Request&
             size += std::pow(wanted[t][i], 2);
         }
     const double bounds[] = {1e-5, 0.02, 0.03, 0.04},
-                 bound = bounds[(int)format] + (cache == KvType::int8 ? 0.02 : 0);
-    CHECK(std::sqrt(error / size) < bound, "%s: off by %g of the logits' size", kFormatNames[(int)format],
-          std::sqrt(error / size));
+                 bound = bounds[static_cast<int>(format)] + (cache == KvType::int8 ? 0.02 : 0);
+    CHECK(std::sqrt(error / size) < bound, "%s: off by %g of the logits' size",
+          kFormatNames[static_cast<int>(format)], std::sqrt(error / size));
 }
 
 void test_format(const KernelTable& kernels, Format format, KvType cache) {
@@ -360,15 +360,15 @@ void test_format(const KernelTable& kernels, Format format, KvType cache) {
         Floats together;
         for (const Floats& logits : wanted) together.insert(together.end(), logits.begin(), logits.end());
         std::vector<Span> all;
-        for (const Request& r : requests) all.push_back({&r, 0, (int)r.tokens.size()});
+        for (const Request& r : requests) all.push_back({&r, 0, static_cast<int>(r.tokens.size())});
         CHECK(same_bits(engine.run(all, threads % 3), together), "%s in a batch on %d threads",
-              kFormatNames[(int)format], threads);
+              kFormatNames[static_cast<int>(format)], threads);
         CHECK(same_bits(alone(engine, requests[3], threads), wanted[3]), "%s in chunks of %d",
-              kFormatNames[(int)format], threads);
+              kFormatNames[static_cast<int>(format)], threads);
     }
     Engine engine(kernels, model, 3, cache);
     CHECK(same_bits(alone(engine, requests[0], 1), wanted[0]), "%s token by token, split over the context",
-          kFormatNames[(int)format]);
+          kFormatNames[static_cast<int>(format)]);
 }
 
 void test_copied_blocks(const KernelTable& kernels, KvType cache) {
@@ -378,7 +378,7 @@ void test_copied_blocks(const KernelTable& kernels, KvType cache) {
     Engine engine(kernels, model, 2, cache);
     const Floats wanted = alone(engine, r, 600);
     for (int& block : r.blocks) {
-        const int target = kBlocks - 1 - (int)(&block - r.blocks.data());
+        const int target = kBlocks - 1 - static_cast<int>(&block - r.blocks.data());
         engine.kv.copy_block(0, block, target);
         block = target;
     }
@@ -403,7 +403,7 @@ void test_shared_prefix(const KernelTable& kernels, KvType cache) {
         Floats wanted;
         std::vector<Span> last;
         for (const Request& r : requests) {
-            const int length = (int)r.tokens.size();
+            const int length = static_cast<int>(r.tokens.size());
             const Floats all = alone(engine, r, 100);
             wanted.insert(wanted.end(), all.end() - 2 * kVocab, all.end());
             last.push_back({&r, length - 2, length});
@@ -485,8 +485,8 @@ void test_draws(const KernelTable& kernels) {
     b.sampling = draws.args();
     executor.run(b, kv);
     for (int i = 0; i < kRows; i++) {
-        const float* row = table.values.data() + (size_t)i * kVocab;
-        const int best = (int)(std::max_element(row, row + kVocab) - row);
+        const float* row = table.values.data() + static_cast<size_t>(i) * kVocab;
+        const int best = static_cast<int>(std::max_element(row, row + kVocab) - row);
         CHECK(!draws.failed[i] && draws.ids[i] >= 0 && draws.ids[i] < kVocab);
         CHECK(draws.top_ids[3 * i] == best && draws.top_logprobs[3 * i] <= 0);
         if (i % 2 == 0) CHECK(draws.ids[i] == best && draws.ranks[i] == 1);
@@ -521,13 +521,13 @@ struct DecodeArrays {
         for (const Request& r : requests) width = std::max(width, r.blocks.size());
         for (size_t i = 0; i < requests.size(); i++) {
             const Request& r = requests[i];
-            const int last = (int)r.tokens.size() - 1;
+            const int last = static_cast<int>(r.tokens.size()) - 1;
             ids.push_back(r.tokens[last]);
             places.push_back(last);
             positions.push_back(last + kAhead);
             contexts.push_back(last + 1);
-            rows.push_back((int)i);
-            starts.push_back((int)i + 1);
+            rows.push_back(static_cast<int>(i));
+            starts.push_back(static_cast<int>(i) + 1);
             slots.push_back(r.blocks[last / 16] * 16 + last % 16);
             tables.insert(tables.end(), r.blocks.begin(), r.blocks.end());
             tables.resize((i + 1) * width, -1);
@@ -539,13 +539,13 @@ struct DecodeArrays {
                 } else
                     history_counts[at - history_ids.begin()]++;
             }
-            history_starts.push_back((int)history_ids.size());
+            history_starts.push_back(static_cast<int>(history_ids.size()));
         }
     }
     Batch batch(Draws& draws) const {
         Batch b{};
-        b.num_tokens = b.num_requests = b.num_samples = (int)ids.size();
-        b.table_width = (int)width;
+        b.num_tokens = b.num_requests = b.num_samples = static_cast<int>(ids.size());
+        b.table_width = static_cast<int>(width);
         b.num_axes = 1;
         b.token_ids = ids.data();
         b.places = places.data();
@@ -556,7 +556,8 @@ struct DecodeArrays {
         b.block_tables = tables.data();
         b.sample_rows = rows.data();
         b.draws = true;
-        for (size_t i = 0; i < ids.size(); i++) draws.records[i].position = (uint32_t)places[i] + 1;
+        for (size_t i = 0; i < ids.size(); i++)
+            draws.records[i].position = static_cast<uint32_t>(places[i]) + 1;
         b.sampling = draws.args();
         b.sampling.history_starts = history_starts.data();
         b.sampling.history_ids = history_ids.data();
@@ -566,7 +567,7 @@ struct DecodeArrays {
 };
 
 Draws draws_of(size_t rows) {
-    Draws draws((int)rows);
+    Draws draws(static_cast<int>(rows));
     SamplingRecord& second = draws.records[1];
     second.repetition_penalty = 1.7f;
     second.presence_penalty = second.frequency_penalty = 0.4f;
@@ -589,7 +590,7 @@ void test_decode_batch(const KernelTable& kernels, int threads) {
     const size_t num = requests.size();
     Engine engine(kernels, model, threads, KvType::bf16);
     for (const Request& r : requests)
-        if (r.tokens.size() > 1) engine.run({{&r, 0, (int)r.tokens.size() - 1}});
+        if (r.tokens.size() > 1) engine.run({{&r, 0, static_cast<int>(r.tokens.size()) - 1}});
     const std::vector<Request> before = requests;
     Drawn wanted;
     for (int step = 0; step < kSteps; step++) {
@@ -640,7 +641,7 @@ void test_greedy(const KernelTable& kernels, int threads) {
         logits.push_back(alone(engine, r, 600));
     }
     const DecodeArrays arrays(requests, prompts);
-    Draws draws((int)requests.size());
+    Draws draws(static_cast<int>(requests.size()));
     for (SamplingRecord& r : draws.records) r.temperature = 0, r.num_logprobs = -1;
     const Batch batch = arrays.batch(draws);
     CHECK(batch.draws_best());

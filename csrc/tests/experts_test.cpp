@@ -32,10 +32,10 @@ struct Experts {
           router(kExperts, kHidden, 4, Format::fp32, pool) {
         std::fill_n(table.end() - kHidden, kHidden, NAN);
         WeightMemory memory;
-        packed =
-            pack(pool, memory,
-                 Matrix{Matrix::Kind::fp32, (const uint8_t*)table.data(), kTable, kHidden, kHidden * 4, 4},
-                 Code::fp32);
+        packed = pack(pool, memory,
+                      Matrix{Matrix::Kind::fp32, reinterpret_cast<const uint8_t*>(table.data()), kTable,
+                             kHidden, kHidden * 4, 4},
+                      Code::fp32);
         for (uint32_t e = 0; e < kExperts; e++) {
             gates.emplace_back(kInner, kHidden, 10 + e, f, pool);
             ups.emplace_back(kInner, kHidden, 20 + e, f, pool);
@@ -94,7 +94,8 @@ Row weights_of(const RouteSpec& spec, const Row& logits, const Row& scores, cons
     for (const int e : ids) {
         double near = 0;
         for (int i = 0; i < kExperts; i++) {
-            const double margin = 2 * (double)spec.jitter * std::max(std::fabs(logits[i]), logits[e]);
+            const double margin =
+                2 * static_cast<double>(spec.jitter) * std::max(std::fabs(logits[i]), logits[e]);
             if (!taken[i] && logits[e] - logits[i] <= margin) near += std::exp(logits[i] - logits[e]);
         }
         taken[e] = true;
@@ -109,7 +110,7 @@ Row weights_of(const RouteSpec& spec, const Row& logits, const Row& scores, cons
 }
 
 Row plain(const Experts& experts, const RouteSpec& spec, int token) {
-    const float* first = experts.table.data() + (size_t)token * kHidden;
+    const float* first = experts.table.data() + static_cast<size_t>(token) * kHidden;
     const Row x(first, first + kHidden), logits = experts.router.times(x), scores = scores_of(spec, logits);
     Row choice = scores;
     for (int e = 0; e < kExperts && spec.bias; e++) choice[e] += spec.bias[e];
@@ -130,7 +131,8 @@ Row plain(const Experts& experts, const RouteSpec& spec, int token) {
         for (int i = 0; i < kInner; i++) inner[i] = inner[i] / (1 + std::exp(-inner[i])) * up[i];
         const Row down = experts.downs[e].times(inner);
         for (int i = 0; i < kHidden; i++)
-            out[i] += (spec.scales_rows ? 1 : weights[j]) * (down[i] + experts.bias[(size_t)e * kHidden + i]);
+            out[i] += (spec.scales_rows ? 1 : weights[j]) *
+                      (down[i] + experts.bias[static_cast<size_t>(e) * kHidden + i]);
     }
     return out;
 }
@@ -189,7 +191,7 @@ void build(Executor& e, const KernelTable& kernels, const Experts& experts, Rout
                 down = rows.place(kHidden), sampled = samples.place(kHidden);
     spec.logits = tokens.place(kExperts);
     spec.weights = tokens.place(kChosen);
-    if (sharing.ranks) e.meet_engines(sharing.ranks, (int)sharing.firsts.size());
+    if (sharing.ranks) e.meet_engines(sharing.ranks, static_cast<int>(sharing.firsts.size()));
     e.begin_stage(false, 0);
     e.add_row_op(make_embedding({experts.packed.tiles, experts.packed.memory, x}));
     const PreparedRows* converted = e.add_conversion(x, {}, experts.router.packed.tiles);
@@ -209,7 +211,7 @@ void build(Executor& e, const KernelTable& kernels, const Experts& experts, Rout
     add_gated(e, route, converted, experts, inner);
     converted = inner_rows(e, kernels, route, experts.downs[0].packed.tiles, inner);
     ExpertsSpec second = product_of(e, route, converted, experts.downs, down);
-    second.bias = experts.bias.data() + (size_t)sharing.first * kHidden;
+    second.bias = experts.bias.data() + static_cast<size_t>(sharing.first) * kHidden;
     e.add_experts(std::move(second));
     if (sharing.ranks) {
         e.begin_stage(false, 1);
@@ -237,10 +239,10 @@ struct Runner {
         build(executor, kernels, experts, spec, sharing);
     }
     Floats run(const std::vector<int32_t>& ids) {
-        const int count = (int)ids.size();
+        const int count = static_cast<int>(ids.size());
         std::vector<int32_t> rows(count), slots(count, -1), starts = {0, count}, zero = {0};
         for (int i = 0; i < count; i++) rows[i] = i;
-        Floats out((size_t)count * kHidden);
+        Floats out(static_cast<size_t>(count) * kHidden);
         Batch b{};
         b.num_tokens = b.num_samples = count;
         b.num_requests = b.table_width = b.num_axes = 1;
@@ -258,13 +260,14 @@ struct Runner {
 // -- tests --
 
 Floats row_of(const Floats& rows, size_t row) {
-    return Floats(rows.begin() + (int64_t)row * kHidden, rows.begin() + (int64_t)(row + 1) * kHidden);
+    return Floats(rows.begin() + static_cast<int64_t>(row) * kHidden,
+                  rows.begin() + static_cast<int64_t>(row + 1) * kHidden);
 }
 
 std::vector<int32_t> some_tokens(int count) {
     std::mt19937 generator(5);
     std::vector<int32_t> ids(count);
-    for (int32_t& id : ids) id = (int32_t)(generator() % kFaulty);
+    for (int32_t& id : ids) id = static_cast<int32_t>(generator() % kFaulty);
     return ids;
 }
 
@@ -279,8 +282,9 @@ void check_against_plain(const Floats& found, const std::vector<int32_t>& ids, c
         }
     }
     const double bounds[] = {1e-5, 0.01, 0.02, 0.02};
-    CHECK(std::sqrt(error / size) < bounds[(int)format], "%s, score %d: off by %g of the rows' size",
-          kFormatNames[(int)format], (int)spec.score, std::sqrt(error / size));
+    CHECK(std::sqrt(error / size) < bounds[static_cast<int>(format)],
+          "%s, score %d: off by %g of the rows' size", kFormatNames[static_cast<int>(format)],
+          static_cast<int>(spec.score), std::sqrt(error / size));
 }
 
 void test_format(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, Format format) {
@@ -288,16 +292,16 @@ void test_format(const KernelTable& kernels, const Experts& experts, const Route
     Runner one(kernels, experts, spec, 1), three(kernels, experts, spec, 3);
     const Floats wanted = one.run(ids);
     check_against_plain(wanted, ids, experts, spec, format);
-    CHECK(same_bits(three.run(ids), wanted), "%s on three threads", kFormatNames[(int)format]);
+    CHECK(same_bits(three.run(ids), wanted), "%s on three threads", kFormatNames[static_cast<int>(format)]);
     for (const size_t row : {0, 7, 399})
         CHECK(same_bits(three.run({ids[row]}), row_of(wanted, row)), "%s, row %zu alone",
-              kFormatNames[(int)format], row);
+              kFormatNames[static_cast<int>(format)], row);
     std::vector<int32_t> beside(ids.begin(), ids.begin() + 9);
     beside[4] = kFaulty;
     const Floats found = three.run(beside);
     for (const size_t row : {0, 3, 5, 8})
         CHECK(same_bits(row_of(found, row), row_of(wanted, row)), "%s, row %zu beside one without numbers",
-              kFormatNames[(int)format], row);
+              kFormatNames[static_cast<int>(format)], row);
 }
 
 // Three engines share the experts and have rows of their own, some of them none.
@@ -321,9 +325,10 @@ void test_sharing(const KernelTable& kernels, const Experts& experts, const Rout
     std::fclose(memory);
     for (int engine = 0; engine < 3; engine++)
         for (size_t step = 0; step < steps.size(); step++) {
-            const size_t count = (size_t)steps[step][engine] * kHidden;
-            CHECK(same_bits(found[engine][step], Floats(wanted.begin(), wanted.begin() + (int64_t)count)),
-                  "%s, engine %d in step %zu", kFormatNames[(int)format], engine, step);
+            const size_t count = static_cast<size_t>(steps[step][engine]) * kHidden;
+            CHECK(same_bits(found[engine][step],
+                            Floats(wanted.begin(), wanted.begin() + static_cast<int64_t>(count))),
+                  "%s, engine %d in step %zu", kFormatNames[static_cast<int>(format)], engine, step);
         }
 }
 

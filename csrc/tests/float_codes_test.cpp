@@ -14,8 +14,8 @@ constexpr float kNumbers[16] = {
 // The number of an e4m3 code that is no NaN.
 float of_e4m3(uint8_t code) {
     const int exponent = code >> 3 & 15, fraction = code & 7;
-    const float size =
-        exponent ? std::ldexp(1 + (float)fraction / 8, exponent - 7) : std::ldexp((float)fraction / 8, -6);
+    const float size = exponent ? std::ldexp(1 + static_cast<float>(fraction) / 8, exponent - 7)
+                                : std::ldexp(static_cast<float>(fraction) / 8, -6);
     return code & 0x80 ? -size : size;
 }
 
@@ -28,33 +28,39 @@ struct Coded {
     Floats scales;
 
     Coded(Code c, int n, int k, int g) : code(c), rows(n), inputs(k), group(g) {
-        std::mt19937 generator((uint32_t)(n + k + g));
-        codes.resize((size_t)n * k);
+        std::mt19937 generator(static_cast<uint32_t>(n + k + g));
+        codes.resize(static_cast<size_t>(n) * k);
         for (uint8_t& each : codes) {
-            each = (uint8_t)generator();
+            each = static_cast<uint8_t>(generator());
             if (code == Code::f4) each &= 15;
             if (code == Code::e4m3 && (each & 0x7f) == 0x7f) each = 0;
         }
-        for (int i = 0; i < n * groups(); i++) scales.push_back((float)(1 + generator() % 1000) / 300);
+        for (int i = 0; i < n * groups(); i++)
+            scales.push_back(static_cast<float>(1 + generator() % 1000) / 300);
         bytes = codes;
         if (code == Code::f4) {
             bytes.resize(codes.size() / 2);
             for (size_t i = 0; i < bytes.size(); i++)
-                bytes[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+                bytes[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
         }
     }
     int groups() const { return (inputs + group - 1) / group; }
     float value(int row, int k) const {
-        const uint8_t each = codes[(size_t)row * inputs + k];
+        const uint8_t each = codes[static_cast<size_t>(row) * inputs + k];
         const float number = code == Code::f4 ? kNumbers[each] : of_e4m3(each);
-        return number * scales[(size_t)row * groups() + k / group];
+        return number * scales[static_cast<size_t>(row) * groups() + k / group];
     }
     QuantisedSource source() const {
         QuantisedSource s{};
         s.group = group;
         s.num_inputs = inputs;
         s.codes = CodeRows::plain(bytes.data(), rows, inputs, code == Code::f4 ? 4 : 8, false);
-        s.scales = Matrix{Matrix::Kind::fp32, (const uint8_t*)scales.data(), rows, groups(), groups() * 4, 4};
+        s.scales = Matrix{Matrix::Kind::fp32,
+                          reinterpret_cast<const uint8_t*>(scales.data()),
+                          rows,
+                          groups(),
+                          groups() * 4,
+                          4};
         s.floats = code;
         s.numbers = code == Code::f4 ? kNumbers : nullptr;
         return s;
@@ -65,40 +71,44 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
     constexpr int kRows = 37, kBlocks = 3 * kTile;
     const Tiles& w = packed.tiles;
     std::mt19937 generator(5);
-    Floats x((size_t)kRows * e.inputs);  // numbers that bf16 holds
-    for (float& value : x) value = (float)((int)(generator() % 255) - 127) / 64;
+    Floats x(static_cast<size_t>(kRows) * e.inputs);  // numbers that bf16 holds
+    for (float& value : x) value = static_cast<float>(static_cast<int>(generator() % 255) - 127) / 64;
     const RowType type = kernels.row_type(w.code);
     CHECK(type == (e.code == Code::f4 ? RowType::fp32 : RowType::bf16));
-    const int stride = (int)row_elements(type, w.num_groups);
-    Memory values((size_t)kBlocks * stride * 4), scratch(kernels.scratch_bytes(w));
+    const int stride = static_cast<int>(row_elements(type, w.num_groups));
+    Memory values(static_cast<size_t>(kBlocks) * stride * 4), scratch(kernels.scratch_bytes(w));
     const Rows rows{.type = type,
                     .values = values.data(),
                     .stride = stride,
                     .num_groups = w.num_groups,
                     .group_stride = w.num_groups};
     for (int r = 0; r < kRows; r++)
-        kernels.prepare_row(x.data() + (size_t)r * e.inputs, e.inputs, Norm{}, rows, r);
-    Floats together((size_t)kRows * kTile), alone(kTile), both((size_t)2 * kRows * kTile);
+        kernels.prepare_row(x.data() + static_cast<size_t>(r) * e.inputs, e.inputs, Norm{}, rows, r);
+    Floats together(static_cast<size_t>(kRows) * kTile), alone(kTile),
+        both(static_cast<size_t>(2) * kRows * kTile);
     for (int tile = 0; tile < w.num_tiles(); tile++) {
         const TileRef ref{&w, tile, together.data()};
         kernels.tile_products(&ref, 1, rows, 0, kRows, scratch.data());
-        const TileRef pair[] = {{&w, tile, both.data()}, {&w, 0, both.data() + (size_t)kRows * kTile}};
+        const TileRef pair[] = {{&w, tile, both.data()},
+                                {&w, 0, both.data() + static_cast<size_t>(kRows) * kTile}};
         kernels.tile_products(pair, 2, rows, 0, kRows, scratch.data());
         CHECK(!std::memcmp(both.data(), together.data(), together.size() * sizeof(float)));
         for (int r = 0; r < kRows; r++) {
             const TileRef one{&w, tile, alone.data()};
             kernels.tile_products(&one, 1, rows, r, 1, scratch.data());
-            CHECK(!std::memcmp(alone.data(), together.data() + (size_t)r * kTile, kTile * sizeof(float)),
-                  "%s, row %d of tile %d", kCodeNames[(int)e.code], r, tile);
+            CHECK(!std::memcmp(alone.data(), together.data() + static_cast<size_t>(r) * kTile,
+                               kTile * sizeof(float)),
+                  "%s, row %d of tile %d", kCodeNames[static_cast<int>(e.code)], r, tile);
             for (int o = 0; o < kTile && tile * kTile + o < e.rows; o++) {
                 double sum = 0, size = 0;
                 for (int k = 0; k < e.inputs; k++) {
-                    const double term = (double)x[(size_t)r * e.inputs + k] * e.value(tile * kTile + o, k);
+                    const double term = static_cast<double>(x[static_cast<size_t>(r) * e.inputs + k]) *
+                                        e.value(tile * kTile + o, k);
                     sum += term;
                     size += std::fabs(term);
                 }
                 CHECK(std::fabs(alone[o] - sum) <= 2e-5 * size, "%s, row %d output %d: %g, not %g",
-                      kCodeNames[(int)e.code], r, tile * kTile + o, alone[o], sum);
+                      kCodeNames[static_cast<int>(e.code)], r, tile * kTile + o, alone[o], sum);
             }
         }
     }
@@ -123,8 +133,8 @@ void test_float_codes(const KernelTable& kernels) {
             for (int r = 0; r < rows; r++) {
                 kernels.read_row(packed.tiles, r, 1, row.data());
                 for (int k = 0; k < inputs; k++)
-                    CHECK(row[k] == e.value(r, k), "%s, row %d input %d: %g, not %g", kCodeNames[(int)code],
-                          r, k, row[k], e.value(r, k));
+                    CHECK(row[k] == e.value(r, k), "%s, row %d input %d: %g, not %g",
+                          kCodeNames[static_cast<int>(code)], r, k, row[k], e.value(r, k));
             }
             check_products(kernels, packed, e);
         }

@@ -48,13 +48,13 @@ struct Group {
         close(file);
     }
     uint8_t* at(int layer, int block) const {
-        return memory.data() + ((size_t)layer * kBlocks + block) * kRecord;
+        return memory.data() + (static_cast<size_t>(layer) * kBlocks + block) * kRecord;
     }
     // Writes tokens of a block from `first` on, as a step does before its attention.
     void write(int layer, int block, int first, uint8_t value) {
-        const size_t from = kUsed / 16 * (size_t)first;
+        const size_t from = kUsed / 16 * static_cast<size_t>(first);
         auto& bytes = wanted.try_emplace({layer, block}, kUsed).first->second;
-        std::fill(bytes.begin() + (ptrdiff_t)from, bytes.end(), value);
+        std::fill(bytes.begin() + static_cast<ptrdiff_t>(from), bytes.end(), value);
         std::memset(at(layer, block) + from, value, kUsed - from);
     }
     void check_in_memory(int layer, int block) const {
@@ -75,7 +75,7 @@ struct Group {
 // Guesses some blocks of the last layer.
 void foresee(const Group& group, std::mt19937& generator) {
     std::vector<int32_t> guessed(generator() % 8);
-    for (int32_t& block : guessed) block = (int32_t)(generator() % kBlocks);
+    for (int32_t& block : guessed) block = static_cast<int32_t>(generator() % kBlocks);
     group.spill->foresee(kLayers[1], guessed);
 }
 
@@ -84,7 +84,7 @@ void foresee(const Group& group, std::mt19937& generator) {
 bool step(Group& group, std::mt19937& generator, uint8_t value) {
     const bool may_fail = reads_until_error >= 0 || writes_until_error >= 0;
     std::set<int> blocks, continued;
-    for (int i = 0; i < 3; i++) blocks.insert((int)(generator() % kBlocks));
+    for (int i = 0; i < 3; i++) blocks.insert(static_cast<int>(generator() % kBlocks));
     for (const int block : blocks)
         if (generator() % 2 && group.wanted.contains({kLayers[0], block})) continued.insert(block);
     const size_t num_read = generator() % 4 ? generator() % 5 : kBlocks;
@@ -96,8 +96,8 @@ bool step(Group& group, std::mt19937& generator, uint8_t value) {
     for (const int layer : kLayers) {
         std::vector<int32_t> asked(blocks.begin(), blocks.end());
         for (const int block : blocks)
-            group.write(layer, block, continued.contains(block) ? 7 : 0, (uint8_t)(value + layer));
-        for (size_t i = 0; i < num_read; i++) asked.push_back((int32_t)(generator() % kBlocks));
+            group.write(layer, block, continued.contains(block) ? 7 : 0, static_cast<uint8_t>(value + layer));
+        for (size_t i = 0; i < num_read; i++) asked.push_back(static_cast<int32_t>(generator() % kBlocks));
         group.spill->request(layer, asked);
         if (layer == kLayers[0]) foresee(group, generator);
         if (!may_fail)
@@ -122,15 +122,15 @@ void test_steps(const std::string& directory) {
     Group group(directory);
     std::mt19937 generator(7);
     for (int i = 0; i < 400; i++) {
-        CHECK(step(group, generator, (uint8_t)(3 * i)));
-        CHECK(group.spill->num_in_memory() <= (int64_t)kLayers.size() * kKept, "%d records",
-              (int)group.spill->num_in_memory());
+        CHECK(step(group, generator, static_cast<uint8_t>(3 * i)));
+        CHECK(group.spill->num_in_memory() <= static_cast<int64_t>(kLayers.size()) * kKept, "%d records",
+              static_cast<int>(group.spill->num_in_memory()));
         if (i % 10 == 0) check_all(group);
         if (i % 3) continue;  // a block comes from elsewhere
-        const int block = (int)(generator() % kBlocks);
+        const int block = static_cast<int>(generator() % kBlocks);
         for (const int layer : kLayers) {
             auto& bytes = group.wanted[{layer, block}];
-            bytes.assign(kUsed, (uint8_t)(5 * i + layer));
+            bytes.assign(kUsed, static_cast<uint8_t>(5 * i + layer));
             group.spill->write_record(layer, block, bytes.data());
         }
     }
@@ -148,12 +148,12 @@ void test_faults(const std::string& directory) {
     std::mt19937 generator(11);
     int failed = 0;
     for (int i = 0; i < 300; i++) {
-        reads_until_error = i % 5 == 1 ? (int)(generator() % 6) : -1;
-        writes_until_error = i % 5 == 3 ? (int)(generator() % 4) : -1;
-        failed += !step(group, generator, (uint8_t)i);
+        reads_until_error = i % 5 == 1 ? static_cast<int>(generator() % 6) : -1;
+        writes_until_error = i % 5 == 3 ? static_cast<int>(generator() % 4) : -1;
+        failed += !step(group, generator, static_cast<uint8_t>(i));
         reads_until_error = writes_until_error = -1;
         check_all(group);
-        CHECK(step(group, generator, (uint8_t)(i + 1)));
+        CHECK(step(group, generator, static_cast<uint8_t>(i + 1)));
     }
     CHECK(failed > 20, "%d steps failed", failed);
 }

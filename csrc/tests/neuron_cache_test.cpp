@@ -14,7 +14,7 @@ namespace octavo::test {
 
 namespace {
 
-constexpr size_t kPage = (size_t)kDirectAlign;
+constexpr size_t kPage = static_cast<size_t>(kDirectAlign);
 
 std::atomic<int> reads_until_error{-1}, error_code{0};
 std::atomic<uint32_t> num_reads{0};
@@ -30,7 +30,7 @@ ssize_t read_at(int file, void* to, size_t bytes, off_t offset) {
     return pread(file, to, bytes, offset);
 }
 
-uint8_t byte_at(size_t offset) { return (uint8_t)((offset * 2654435761u) >> 13); }
+uint8_t byte_at(size_t offset) { return static_cast<uint8_t>((offset * 2654435761u) >> 13); }
 
 // Layers of several shapes in a file whose bytes tell their places.
 struct Records {
@@ -41,7 +41,8 @@ struct Records {
         size_t at = kPage;
         for (const auto& [neurons, up, record, slots] :
              {std::tuple{96, 128, 192, 24}, {200, 0, 64, 200}, {33, 640, 1280, 1}}) {
-            layers.push_back({(int64_t)at, neurons, (size_t)up, (size_t)record, slots});
+            layers.push_back({static_cast<int64_t>(at), neurons, static_cast<size_t>(up),
+                              static_cast<size_t>(record), slots});
             at += (neurons * record + kPage - 1) / kPage * kPage;
         }
         std::vector<uint8_t> bytes(at);
@@ -59,7 +60,7 @@ struct Records {
 
 void check_record(const NeuronCache& cache, int layer, int neuron) {
     const NeuronCache::Layer& shape = cache.layer(layer);
-    const size_t at = (size_t)shape.file_offset + neuron * shape.record_bytes;
+    const size_t at = static_cast<size_t>(shape.file_offset) + neuron * shape.record_bytes;
     const uint8_t* row = cache.row(layer, neuron);
     CHECK(row + shape.up_bytes == cache.columns()[neuron]);
     for (size_t i = 0; i < shape.record_bytes; i++)
@@ -72,7 +73,7 @@ bool use(NeuronCache& cache, int layer, const std::set<int>& neurons) {
     cache.request(layer);
     const auto& requested = cache.requested(layer);
     CHECK(std::set<int>(requested.begin(), requested.end()) == neurons);
-    for (int i = 0; i < (int)requested.size(); i++) {
+    for (int i = 0; i < static_cast<int>(requested.size()); i++) {
         if (!cache.await(layer, i + 1)) return false;
         check_record(cache, layer, requested[i]);
     }
@@ -128,8 +129,9 @@ void test_window(const std::string& directory) {
             const int64_t before = cache->num_read(), found = cache->num_found();
             cache->begin_step();
             CHECK(use(*cache, 0, neurons) && ended(*cache).empty());
-            const bool expected = cache->num_read() - before == num_read &&
-                                  cache->num_found() - found == (int64_t)neurons.size() - num_read;
+            const bool expected =
+                cache->num_read() - before == num_read &&
+                cache->num_found() - found == static_cast<int64_t>(neurons.size()) - num_read;
             CHECK(expected, "window %d: %lld read", window, (long long)(cache->num_read() - before));
         }
     }

@@ -9,7 +9,7 @@ namespace octavo::test {
 namespace {
 
 float from_half(uint16_t h) {  // positive, normal
-    return std::ldexp(1.0f + (float)(h & 1023) / 1024, (h >> 10 & 31) - 15);
+    return std::ldexp(1.0f + static_cast<float>(h & 1023) / 1024, (h >> 10 & 31) - 15);
 }
 
 // A weight of random codes, and the values that they stand for.
@@ -32,34 +32,37 @@ struct Example {
           is_signed(s),
           mins(m),
           supers(two) {
-        std::mt19937 generator((uint32_t)(n * 1000 + k + b));
-        codes.resize((size_t)rows * inputs * bits / 8);
-        for (auto& code : codes) code = (uint8_t)generator();
+        std::mt19937 generator(static_cast<uint32_t>(n * 1000 + k + b));
+        codes.resize(static_cast<size_t>(rows) * inputs * bits / 8);
+        for (auto& code : codes) code = static_cast<uint8_t>(generator());
         for (int i = 0; i < rows * groups(); i++) {
-            scales.push_back((uint16_t)((10 + generator() % 8) << 10 | generator() % 1024));
-            small.push_back((int8_t)generator());
-            least.push_back((float)(generator() % 1000) / 300 - 1.5f);
+            scales.push_back(static_cast<uint16_t>((10 + generator() % 8) << 10 | generator() % 1024));
+            small.push_back(static_cast<int8_t>(generator()));
+            least.push_back(static_cast<float>(generator() % 1000) / 300 - 1.5f);
         }
     }
     int groups() const { return (inputs + group - 1) / group; }
     int code(int row, int k) const {
         if (bits == 8)
-            return is_signed ? (int8_t)codes[(size_t)row * inputs + k] : codes[(size_t)row * inputs + k];
+            return is_signed ? static_cast<int8_t>(codes[static_cast<size_t>(row) * inputs + k])
+                             : codes[static_cast<size_t>(row) * inputs + k];
         const int in = k % group, half = group / 2;
         const int byte = halves ? k / group * half + in % half : k / 2;
         const bool high = halves ? in >= half : k % 2;
-        const int nibble = codes[(size_t)row * inputs / 2 + byte] >> (high ? 4 : 0) & 15;
+        const int nibble = codes[static_cast<size_t>(row) * inputs / 2 + byte] >> (high ? 4 : 0) & 15;
         return table ? table[nibble] : nibble;
     }
     float value(int row, int k) const {
         const int at = row * groups() + k / group;
-        const float scale = supers ? from_half(scales[row]) * (float)small[at] : from_half(scales[at]);
-        const float scaled = (float)(code(row, k) - zero_point) * scale;
+        const float scale =
+            supers ? from_half(scales[row]) * static_cast<float>(small[at]) : from_half(scales[at]);
+        const float scaled = static_cast<float>(code(row, k) - zero_point) * scale;
         return mins ? scaled + least[at] : scaled;
     }
     QuantisedSource source() const {
         const auto matrix = [&](Matrix::Kind kind, const void* data, int columns, int item) {
-            return Matrix{kind, (const uint8_t*)data, rows, columns, (int64_t)columns * item, item};
+            return Matrix{kind,    static_cast<const uint8_t*>(data),    rows,
+                          columns, static_cast<int64_t>(columns) * item, item};
         };
         QuantisedSource s{};
         s.group = group;
@@ -92,26 +95,28 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
     constexpr int kRows = 37;
     const int blocks = (kRows + kTile - 1) / kTile * kTile;
     std::mt19937 generator(5);
-    Floats x((size_t)kRows * e.inputs);
-    for (float& value : x) value = largest ? 127.0f / 64 : (float)((int)(generator() % 255) - 127) / 64;
+    Floats x(static_cast<size_t>(kRows) * e.inputs);
+    for (float& value : x)
+        value = largest ? 127.0f / 64 : static_cast<float>(static_cast<int>(generator() % 255) - 127) / 64;
     for (int r = 0; r < kRows; r++)
-        for (int k = 0; k < e.inputs; k += kGroup) x[(size_t)r * e.inputs + k] = 127.0f / 64;
+        for (int k = 0; k < e.inputs; k += kGroup) x[static_cast<size_t>(r) * e.inputs + k] = 127.0f / 64;
     const RowType type = kernels.row_type(packed.tiles.code);
-    const int stride = (int)row_elements(type, packed.tiles.num_groups);
-    Memory values((size_t)blocks * stride), scales((size_t)blocks * packed.tiles.num_groups * 4),
-        sums(scales.size() * 2), scaled(scales.size());
+    const int stride = static_cast<int>(row_elements(type, packed.tiles.num_groups));
+    Memory values(static_cast<size_t>(blocks) * stride),
+        scales(static_cast<size_t>(blocks) * packed.tiles.num_groups * 4), sums(scales.size() * 2),
+        scaled(scales.size());
     const Rows rows{.type = type,
                     .values = values.data(),
                     .stride = stride,
-                    .scales = (float*)scales.data(),
-                    .sums = (int32_t*)sums.data(),
-                    .scaled_sums = (float*)scaled.data(),
+                    .scales = reinterpret_cast<float*>(scales.data()),
+                    .sums = reinterpret_cast<int32_t*>(sums.data()),
+                    .scaled_sums = reinterpret_cast<float*>(scaled.data()),
                     .num_groups = packed.tiles.num_groups,
                     .group_stride = packed.tiles.num_groups};
     for (int r = 0; r < kRows; r++)
-        kernels.prepare_row(x.data() + (size_t)r * e.inputs, e.inputs, Norm{}, rows, r);
+        kernels.prepare_row(x.data() + static_cast<size_t>(r) * e.inputs, e.inputs, Norm{}, rows, r);
     Memory scratch(kernels.scratch_bytes(packed.tiles));
-    Floats product((size_t)kRows * kTile);
+    Floats product(static_cast<size_t>(kRows) * kTile);
     for (int tile = 0; tile < (e.rows + kTile - 1) / kTile; tile++) {
         const TileRef ref{&packed.tiles, tile, product.data()};
         kernels.tile_products(&ref, 1, rows, 0, kRows, scratch.data());
@@ -119,11 +124,12 @@ void check_products(const KernelTable& kernels, const PackedTiles& packed, const
             for (int o = 0; o < kTile && tile * kTile + o < e.rows; o++) {
                 double sum = 0, size = 0;
                 for (int k = 0; k < e.inputs; k++) {
-                    const double term = (double)x[(size_t)r * e.inputs + k] * e.value(tile * kTile + o, k);
+                    const double term = static_cast<double>(x[static_cast<size_t>(r) * e.inputs + k]) *
+                                        e.value(tile * kTile + o, k);
                     sum += term;
                     size += std::fabs(term);
                 }
-                CHECK(std::fabs(product[(size_t)r * kTile + o] - sum) <= 2e-5 * size,
+                CHECK(std::fabs(product[static_cast<size_t>(r) * kTile + o] - sum) <= 2e-5 * size,
                       "row %d output %d: %g, not %g", r, tile * kTile + o, product[r * kTile + o], sum);
             }
     }
@@ -134,15 +140,16 @@ void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTi
                 bool largest = false) {
     const int inputs = a.tiles.num_inputs, groups = a.tiles.num_groups;
     const RowType type = kernels.row_type(a.tiles.code);
-    const int stride = (int)row_elements(type, groups);
-    Memory values((size_t)2 * kTile * stride), scales((size_t)2 * kTile * groups * 4),
-        sums(scales.size() * 2), scaled(scales.size()), scratch(kernels.scratch_bytes(b.tiles));
+    const int stride = static_cast<int>(row_elements(type, groups));
+    Memory values(static_cast<size_t>(2) * kTile * stride),
+        scales(static_cast<size_t>(2) * kTile * groups * 4), sums(scales.size() * 2), scaled(scales.size()),
+        scratch(kernels.scratch_bytes(b.tiles));
     const Rows rows{.type = type,
                     .values = values.data(),
                     .stride = stride,
-                    .scales = (float*)scales.data(),
-                    .sums = (int32_t*)sums.data(),
-                    .scaled_sums = (float*)scaled.data(),
+                    .scales = reinterpret_cast<float*>(scales.data()),
+                    .sums = reinterpret_cast<int32_t*>(sums.data()),
+                    .scaled_sums = reinterpret_cast<float*>(scaled.data()),
                     .num_groups = groups,
                     .group_stride = groups};
     for (int r = 0; r < num_rows; r++) {
@@ -150,7 +157,7 @@ void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTi
         kernels.prepare_row(x.data(), inputs, Norm{}, rows, r);
     }
     for (int tile = 0; tile < a.tiles.num_tiles(); tile++) {
-        Floats expected((size_t)num_rows * kTile), found(expected.size(), 1);
+        Floats expected(static_cast<size_t>(num_rows) * kTile), found(expected.size(), 1);
         const TileRef first{&a.tiles, tile, found.data()}, second{&b.tiles, tile, expected.data()};
         kernels.tile_products(&first, 1, rows, 0, num_rows, scratch.data());
         kernels.tile_products(&second, 1, rows, 0, num_rows, scratch.data());
@@ -161,15 +168,16 @@ void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTi
 // Checks that products which skip zeros have the bits of those that do not, for one row and two.
 void check_skipping(const KernelTable& kernels, const PackedTiles& packed, int inputs) {
     const RowType type = kernels.row_type(packed.tiles.code);
-    const int stride = (int)row_elements(type, packed.tiles.num_groups);
-    Memory values((size_t)kTile * stride * 4), scales((size_t)kTile * packed.tiles.num_groups * 4),
-        sums(scales.size() * 2), scaled(scales.size()), scratch(kernels.scratch_bytes(packed.tiles));
+    const int stride = static_cast<int>(row_elements(type, packed.tiles.num_groups));
+    Memory values(static_cast<size_t>(kTile) * stride * 4),
+        scales(static_cast<size_t>(kTile) * packed.tiles.num_groups * 4), sums(scales.size() * 2),
+        scaled(scales.size()), scratch(kernels.scratch_bytes(packed.tiles));
     Rows rows{.type = type,
               .values = values.data(),
               .stride = stride,
-              .scales = (float*)scales.data(),
-              .sums = (int32_t*)sums.data(),
-              .scaled_sums = (float*)scaled.data(),
+              .scales = reinterpret_cast<float*>(scales.data()),
+              .sums = reinterpret_cast<int32_t*>(sums.data()),
+              .scaled_sums = reinterpret_cast<float*>(scaled.data()),
               .num_groups = packed.tiles.num_groups,
               .group_stride = packed.tiles.num_groups};
     for (const double kept : {0.0, 0.03, 0.3, 1.0}) {
@@ -183,15 +191,15 @@ void check_skipping(const KernelTable& kernels, const PackedTiles& packed, int i
         }
         for (int tile = 0; tile < packed.tiles.num_tiles(); tile++)
             for (const int num_rows : {1, 2}) {
-                Floats dense((size_t)num_rows * kTile, 1), skipping(dense);
+                Floats dense(static_cast<size_t>(num_rows) * kTile, 1), skipping(dense);
                 const TileRef plain{&packed.tiles, tile, dense.data()};
                 kernels.tile_products(&plain, 1, rows, 0, num_rows, scratch.data());
                 Rows marked = rows;
                 marked.skips_zeros = true;
                 const TileRef ref{&packed.tiles, tile, skipping.data()};
                 kernels.tile_products(&ref, 1, marked, 0, num_rows, scratch.data());
-                CHECK(same_bits(dense, skipping), "%s, %g kept, tile %d", kCodeNames[(int)packed.tiles.code],
-                      kept, tile);
+                CHECK(same_bits(dense, skipping), "%s, %g kept, tile %d",
+                      kCodeNames[static_cast<int>(packed.tiles.code)], kept, tile);
             }
     }
 }
@@ -199,20 +207,20 @@ void check_skipping(const KernelTable& kernels, const PackedTiles& packed, int i
 void test_floats(const KernelTable& kernels, ThreadPool& pool) {
     const int n = 21, k = 45;
     WeightMemory memory;
-    const Floats values = normal((size_t)n * k, 3);
-    const Matrix matrix{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4};
+    const Floats values = normal(static_cast<size_t>(n) * k, 3);
+    const Matrix matrix{Matrix::Kind::fp32, reinterpret_cast<const uint8_t*>(values.data()), n, k, k * 4, 4};
     Floats row(k);
     for (const Code code : {Code::fp32, Code::bf16}) {
         const PackedTiles packed = pack(pool, memory, matrix, code);
         for (int r = 0; r < n; r++) {
             kernels.read_row(packed.tiles, r, 2, row.data());
             for (int i = 0; i < k; i++)
-                CHECK(std::fabs(row[i] - 2 * values[(size_t)r * k + i]) <=
+                CHECK(std::fabs(row[i] - 2 * values[static_cast<size_t>(r) * k + i]) <=
                       (code == Code::fp32 ? 0 : std::fabs(row[i]) / 256));
         }
     }
     const uint16_t halves[] = {0x3c00, 0xc000, 0x0001, 0x7bff};  // 1, -2, 2^-24, 65504
-    const Matrix half{Matrix::Kind::fp16, (const uint8_t*)halves, 1, 4, 8, 2};
+    const Matrix half{Matrix::Kind::fp16, reinterpret_cast<const uint8_t*>(halves), 1, 4, 8, 2};
     const PackedTiles packed = pack(pool, memory, half, Code::fp16);
     kernels.read_row(packed.tiles, 0, 1, row.data());
     CHECK(row[0] == 1 && row[1] == -2 && row[2] == std::ldexp(1.0f, -24) && row[3] == 65504);
@@ -221,11 +229,12 @@ void test_floats(const KernelTable& kernels, ThreadPool& pool) {
 void test_skipping(const KernelTable& kernels, ThreadPool& pool) {
     const int n = 21, k = 1100;
     WeightMemory memory;
-    const Floats values = normal((size_t)n * k, 11);
+    const Floats values = normal(static_cast<size_t>(n) * k, 11);
     std::vector<uint16_t> halves(values.size());
-    for (uint16_t& half : halves) half = (uint16_t)(0x3000 + (&half - halves.data()) * 2654435761u % 0x800);
-    const Matrix floats{Matrix::Kind::fp32, (const uint8_t*)values.data(), n, k, k * 4, 4};
-    const Matrix half{Matrix::Kind::fp16, (const uint8_t*)halves.data(), n, k, k * 2, 2};
+    for (uint16_t& half : halves)
+        half = static_cast<uint16_t>(0x3000 + (&half - halves.data()) * 2654435761u % 0x800);
+    const Matrix floats{Matrix::Kind::fp32, reinterpret_cast<const uint8_t*>(values.data()), n, k, k * 4, 4};
+    const Matrix half{Matrix::Kind::fp16, reinterpret_cast<const uint8_t*>(halves.data()), n, k, k * 2, 2};
     check_skipping(kernels, pack(pool, memory, floats, Code::fp32), k);
     check_skipping(kernels, pack(pool, memory, floats, Code::bf16), k);
     check_skipping(kernels, pack(pool, memory, half, Code::fp16), k);
@@ -247,16 +256,17 @@ void check_columns(const KernelTable& kernels, const PackedTiles& tiles, const P
     constexpr int kRows = 21;
     const Tiles& w = columns.tiles;
     const RowType type = kernels.row_type(w.code);
-    const int stride = (int)row_elements(type, w.num_groups);
-    Memory values((size_t)2 * kTile * stride), scales((size_t)2 * kTile * w.num_groups * 4),
-        sums(scales.size() * 2), scaled(scales.size()), scratch(kernels.scratch_bytes(tiles.tiles)),
+    const int stride = static_cast<int>(row_elements(type, w.num_groups));
+    Memory values(static_cast<size_t>(2) * kTile * stride),
+        scales(static_cast<size_t>(2) * kTile * w.num_groups * 4), sums(scales.size() * 2),
+        scaled(scales.size()), scratch(kernels.scratch_bytes(tiles.tiles)),
         own_scratch(kernels.scratch_bytes(w));
     const Rows rows{.type = type,
                     .values = values.data(),
                     .stride = stride,
-                    .scales = (float*)scales.data(),
-                    .sums = (int32_t*)sums.data(),
-                    .scaled_sums = (float*)scaled.data(),
+                    .scales = reinterpret_cast<float*>(scales.data()),
+                    .sums = reinterpret_cast<int32_t*>(sums.data()),
+                    .scaled_sums = reinterpret_cast<float*>(scaled.data()),
                     .num_groups = w.num_groups,
                     .group_stride = w.num_groups};
     for (const double kept : {0.0, 0.02, 0.5, 1.0}) {
@@ -272,7 +282,7 @@ void check_columns(const KernelTable& kernels, const PackedTiles& tiles, const P
             for (int tile = 0; tile < w.num_tiles();) {
                 const int most = num_rows <= kColumnRows ? 5 : 3;
                 const int count = std::min(most, w.num_tiles() - tile);
-                const size_t each = (size_t)num_rows * kTile;
+                const size_t each = static_cast<size_t>(num_rows) * kTile;
                 Floats expected(count * each), found(count * each, 1);
                 for (int t = 0; t < count; t++) {
                     const TileRef ref{&tiles.tiles, tile + t, expected.data() + t * each};
@@ -322,7 +332,8 @@ void test_tables(const KernelTable& kernels, ThreadPool& pool) {
         numbers.scales = codes.scales;
         for (int row = 0; row < 40; row++)
             for (int k = 0; k < 192; k++)
-                numbers.codes[(size_t)row * 192 + k] = (uint8_t)(int8_t)codes.code(row, k);
+                numbers.codes[static_cast<size_t>(row) * 192 + k] =
+                    static_cast<uint8_t>(static_cast<int8_t>(codes.code(row, k)));
         WeightMemory memory;
         Packer packer(memory);
         const PackedTiles some[] = {packer.add(codes.source()), packer.add(numbers.source())};
@@ -342,22 +353,23 @@ struct Grouped {
     Floats floats;
 
     explicit Grouped(uint32_t seed)
-        : codes((size_t)kRows * kInputs),
+        : codes(static_cast<size_t>(kRows) * kInputs),
           scales(codes.size() / 16),
           mins(scales),
           factors(kRows * kFactors),
           halves(scales.size()) {
         std::mt19937 generator(seed);
         for (auto* bytes : {&codes, &scales, &mins})
-            for (uint8_t& byte : *bytes) byte = (uint8_t)generator();
+            for (uint8_t& byte : *bytes) byte = static_cast<uint8_t>(generator());
         for (uint8_t& min : mins) min &= 63;
         for (auto* numbers : {&factors, &halves})
             for (uint16_t& half : *numbers)
-                half = (uint16_t)((10 + generator() % 8) << 10 | generator() % 1024);
+                half = static_cast<uint16_t>((10 + generator() % 8) << 10 | generator() % 1024);
         for (const uint16_t half : factors) floats.push_back(from_half(half));
     }
     static Matrix matrix(Matrix::Kind kind, const void* data, int columns, int item) {
-        return Matrix{kind, (const uint8_t*)data, kRows, columns, (int64_t)columns * item, item};
+        return Matrix{kind,    static_cast<const uint8_t*>(data),    kRows,
+                      columns, static_cast<int64_t>(columns) * item, item};
     }
     QuantisedSource source(int bits, int group, bool has_mins) const {
         QuantisedSource s{};
@@ -378,8 +390,9 @@ struct Grouped {
         QuantisedSource s = source(bits, group, has_mins);
         const bool half = factor_kind == Matrix::Kind::fp16;
         s.scales = matrix(Matrix::Kind::i8, scales.data(), kInputs / group, 1);
-        s.super_scales = matrix(factor_kind, half ? (const void*)factors.data() : floats.data(), kFactors,
-                                half ? sizeof(uint16_t) : sizeof(float));
+        s.super_scales =
+            matrix(factor_kind, half ? reinterpret_cast<const void*>(factors.data()) : floats.data(),
+                   kFactors, half ? sizeof(uint16_t) : sizeof(float));
         if (!has_mins) return s;
         s.mins = matrix(Matrix::Kind::u8, mins.data(), kInputs / group, 1);
         s.super_mins = s.super_scales;
@@ -402,7 +415,7 @@ void check_smaller(const KernelTable& kernels, const PackedTiles& plain, const P
     for (int row = 0; row < plain.tiles.num_rows; row++) {
         kernels.read_row(plain.tiles, row, 1, wanted.data());
         kernels.read_row(small.tiles, row, 1, found.data());
-        CHECK(same_bits(wanted, found), "%s, row %d", kCodeNames[(int)small.tiles.code], row);
+        CHECK(same_bits(wanted, found), "%s, row %d", kCodeNames[static_cast<int>(small.tiles.code)], row);
     }
     for (const int num_rows : {1, 2, 3, 4, 8, 15}) check_same(kernels, plain, small, num_rows);
 }

@@ -38,7 +38,9 @@ void on_ranks(int file, int num_ranks, const std::function<void(SharedRanks&)>& 
     for (auto& thread : threads) thread.join();
 }
 
-Floats part_of(int rank, size_t count) { return normal(count, 7 + (uint32_t)rank, (float)(1 + rank)); }
+Floats part_of(int rank, size_t count) {
+    return normal(count, 7 + static_cast<uint32_t>(rank), static_cast<float>(1 + rank));
+}
 
 // Sums are those of a loop in rank order, bit by bit, whether they fit a slot or take several.
 void test_sums(const std::string& directory, int num_ranks) {
@@ -67,16 +69,18 @@ void test_columns(const std::string& directory, int num_ranks) {
     std::vector<int> widths;
     for (int rank = 0; rank < num_ranks; rank++) widths.push_back(rank * 5'000 + 1);
     on_ranks(memory.file, num_ranks, [&](SharedRanks& ranks) {
-        const size_t rows = 9, own = (size_t)widths[ranks.rank()];
+        const size_t rows = 9, own = static_cast<size_t>(widths[ranks.rank()]);
         size_t width = 0;
-        for (const int w : widths) width += (size_t)w;
+        for (const int w : widths) width += static_cast<size_t>(w);
         Floats x(rows * own), out(rows * width);
-        for (size_t i = 0; i < x.size(); i++) x[i] = (float)(ranks.rank() * 1'000'000) + (float)i;
+        for (size_t i = 0; i < x.size(); i++)
+            x[i] = static_cast<float>(ranks.rank() * 1'000'000) + static_cast<float>(i);
         ranks.all_gather(x.data(), out.data(), rows, widths);
         for (size_t row = 0, at = 0; row < rows; row++)
             for (int rank = 0; rank < num_ranks; rank++)
                 for (int column = 0; column < widths[rank]; column++)
-                    CHECK(out[at++] == (float)(rank * 1'000'000) + (float)(row * widths[rank] + column));
+                    CHECK(out[at++] == static_cast<float>(rank * 1'000'000) +
+                                           static_cast<float>(row * widths[rank] + column));
     });
 }
 
@@ -88,7 +92,7 @@ void test_grid(const std::string& directory) {
     const auto run = [&](SharedRanks& ranks) {
         const Floats own = part_of(ranks.rank(), rows * width);
         std::vector<int32_t> owners;
-        for (size_t row = 0; row < rows; row++) owners.push_back((int)row % 2);
+        for (size_t row = 0; row < rows; row++) owners.push_back(static_cast<int>(row) % 2);
         Floats found(own.size());
         ranks.collect(own.data(), owners.data(), found.data(), rows, width);
         for (size_t row = 0; row < rows; row++) {
@@ -107,9 +111,9 @@ void test_first(const std::string& directory) {
     MemoryFile memory(directory);
     on_ranks(memory.file, 3, [&](SharedRanks& ranks) {
         std::vector<uint8_t> bytes(100'000);
-        for (size_t i = 0; i < bytes.size(); i++) bytes[i] = (uint8_t)(i * (ranks.rank() ? 3 : 1));
+        for (size_t i = 0; i < bytes.size(); i++) bytes[i] = static_cast<uint8_t>(i * (ranks.rank() ? 3 : 1));
         ranks.from_first(bytes.data(), bytes.size());
-        for (size_t i = 0; i < bytes.size(); i++) CHECK(bytes[i] == (uint8_t)i);
+        for (size_t i = 0; i < bytes.size(); i++) CHECK(bytes[i] == static_cast<uint8_t>(i));
     });
 }
 

@@ -24,16 +24,17 @@ struct Recorder : ThreadPool::Work {
     Recorder(int stages, int threads, uint32_t seed) : takers(threads) {
         std::mt19937 generator(seed);
         for (int s = 0; s < stages; s++) {
-            sizes.push_back(generator() % 4 ? (int)(generator() % 40) : (int)(generator() % 2));
+            sizes.push_back(generator() % 4 ? static_cast<int>(generator() % 40)
+                                            : static_cast<int>(generator() % 2));
             values.emplace_back(sizes.back(), 0);
         }
     }
-    int num_stages() const override { return (int)sizes.size(); }
+    int num_stages() const override { return static_cast<int>(sizes.size()); }
     int pieces(int stage) const override { return sizes[stage]; }
     // Names the next stage's values or no bytes: prefetching changes nothing.
     Span waits(int stage, int) override {
         const std::vector<int>& next = values[(stage + 1) % values.size()];
-        const auto* first = (const uint8_t*)next.data();
+        const auto* first = reinterpret_cast<const uint8_t*>(next.data());
         return {first, first + (stage % 2 ? next.size() * sizeof(int) : 0)};
     }
     // Adds one to the largest value of the last stage that was not empty.
@@ -63,7 +64,7 @@ void test_walks(int threads) {
     ThreadPool pool(threads);
     CHECK(pool.num_threads() == threads);
     for (uint32_t walk = 0; walk < 300; walk++) {
-        Recorder work((int)(walk % 50), threads, walk);
+        Recorder work(static_cast<int>(walk % 50), threads, walk);
         pool.walk(work);
         work.verify();
         if (walk % 60 == 0) std::this_thread::sleep_for(Micros(300));  // long enough that the threads sleep

@@ -16,7 +16,7 @@ namespace octavo::test {
 
 namespace {
 
-constexpr size_t kPage = (size_t)kDirectAlign;
+constexpr size_t kPage = static_cast<size_t>(kDirectAlign);
 
 // Faults of the disk: `fails_at` counts reads down to the one that fails with `error`, 0 being a read that finds
 // the file's end; with `erratic`, reads are slow, interrupted or short.
@@ -42,7 +42,7 @@ ssize_t read_at(int file, void* to, size_t bytes, off_t offset) {
     return pread(file, to, bytes, offset);
 }
 
-uint32_t word_at(size_t offset) { return (uint32_t)(offset / 4 * 2654435761u); }
+uint32_t word_at(size_t offset) { return static_cast<uint32_t>(offset / 4 * 2654435761u); }
 
 // A file whose words tell their places.
 struct WordFile {
@@ -73,20 +73,20 @@ Layout layout_of(int count, size_t ring_pages, uint32_t seed) {
     for (int i = 0; i < count; i++) {
         const size_t pages = 1 + generator() % (ring_pages / 2);
         if (at + pages > ring_pages) at = 0;
-        layout.streamed.push_back({(int64_t)(file * kPage), pages * kPage, at * kPage});
+        layout.streamed.push_back({static_cast<int64_t>(file * kPage), pages * kPage, at * kPage});
         at += pages, file += pages;
     }
-    layout.resident.push_back({(int64_t)(file * kPage), 2 * kPage, ring_pages * kPage});
+    layout.resident.push_back({static_cast<int64_t>(file * kPage), 2 * kPage, ring_pages * kPage});
     layout.memory_bytes = (ring_pages + 2) * kPage;
     layout.file_bytes = (file + 2) * kPage;
     return layout;
 }
 
 void check_words(const WeightStream& stream, const WeightChunk& chunk) {
-    const auto* words = (const uint32_t*)(stream.memory() + chunk.memory_offset);
+    const auto* words = reinterpret_cast<const uint32_t*>(stream.memory() + chunk.memory_offset);
     for (size_t i = 0; i < chunk.bytes / 4; i++)
-        CHECK(words[i] == word_at((size_t)chunk.file_offset + 4 * i), "word %zu of the chunk at %lld", i,
-              (long long)chunk.file_offset);
+        CHECK(words[i] == word_at(static_cast<size_t>(chunk.file_offset) + 4 * i),
+              "word %zu of the chunk at %lld", i, (long long)chunk.file_offset);
 }
 
 // A step as the executor walks it: each stage waits for its chunk, reads it in several threads, and releases it.
@@ -115,7 +115,7 @@ struct Bench {
             WeightStream::Source{file.path, num_threads, 2 * kPage, read_at}, layout.resident,
             layout.streamed, layout.memory_bytes);
     }
-    int count() const { return (int)layout.streamed.size(); }
+    int count() const { return static_cast<int>(layout.streamed.size()); }
     // Walks one step; returns what it threw, or nothing.
     std::string step(WeightStream& stream, int asked = -1) {
         Step work(stream, asked < 0 ? count() : asked, 2);
@@ -147,9 +147,9 @@ bool contains(const std::string& text, const std::string& part) {
 
 void test_bytes(const std::string& directory) {
     for (uint32_t seed = 0; seed < 12; seed++) {
-        Bench bench(directory, 1 + (int)seed, 4 + seed % 5 * 4, seed);
+        Bench bench(directory, 1 + static_cast<int>(seed), 4 + seed % 5 * 4, seed);
         erratic = seed % 3 == 2;
-        const auto stream = bench.open(1 + (int)seed % 4);
+        const auto stream = bench.open(1 + static_cast<int>(seed) % 4);
         size_t step_bytes = 0;
         for (const WeightChunk& chunk : bench.layout.streamed) step_bytes += chunk.bytes;
         check_words(*stream, bench.layout.resident[0]);
@@ -157,8 +157,9 @@ void test_bytes(const std::string& directory) {
         for (int i = 0; i < kSteps; i++) CHECK(bench.step(*stream).empty());
         check_words(*stream, bench.layout.resident[0]);
         CHECK(stream->num_found() + stream->num_waited() == kSteps * bench.count());
-        CHECK(stream->bytes_read() >= (int64_t)(kSteps * step_bytes));
-        CHECK(stream->bytes_read() <= (int64_t)((kSteps + 1) * step_bytes), "more than one step ahead");
+        CHECK(stream->bytes_read() >= static_cast<int64_t>(kSteps * step_bytes));
+        CHECK(stream->bytes_read() <= static_cast<int64_t>((kSteps + 1) * step_bytes),
+              "more than one step ahead");
     }
     erratic = false;
 }
@@ -200,13 +201,13 @@ void test_short_files(const std::string& directory) {
     const auto stream = bench.open();
     CHECK(bench.step(*stream).empty());
     const size_t whole = bench.layout.file_bytes;
-    bench.file.truncate_to((size_t)bench.layout.streamed[2].file_offset + 100);
+    bench.file.truncate_to(static_cast<size_t>(bench.layout.streamed[2].file_offset) + 100);
     const std::string expected = "the file of weights ends too early: " + bench.file.path + " at byte ";
     for (int i = 0; i < 3; i++) {
         const std::string thrown = bench.step(*stream);
         CHECK(i == 0 || contains(thrown, "truncated: " + expected), "%s", thrown.c_str());
     }
-    for (const size_t bytes : {whole - kPage, whole - kPage - 5, kPage, (size_t)0}) {
+    for (const size_t bytes : {whole - kPage, whole - kPage - 5, kPage, static_cast<size_t>(0)}) {
         if (bytes < whole) bench.file.truncate_to(bytes);
         const std::string thrown = thrown_by<WeightFileTruncated>(bench);
         CHECK(contains(thrown, expected), "%zu: %s", bytes, thrown.c_str());
@@ -251,7 +252,8 @@ void test_slow_disk(const std::string& directory) {
     }
     erratic = false;
     const auto stream = bench.open();
-    while (stream->bytes_read() < (int64_t)bench.layout.streamed[0].bytes + (int64_t)kPage)
+    while (stream->bytes_read() <
+           static_cast<int64_t>(bench.layout.streamed[0].bytes) + static_cast<int64_t>(kPage))
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     CHECK(stream->await(0));
