@@ -23,11 +23,10 @@ from fastapi import FastAPI
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.server.app import create_app
-from octavo.server.batched_writes import WriteBatch
+from octavo.server.http.limited_protocol import LimitedHttpProtocol
 from octavo.server.listener import leave_path, listen
 from octavo.server.loader import ModelLoader
 from octavo.server.log_format import NOTICES, configure_logging
-from octavo.server.request_timeout import ConnectionLimits, TimedHttp
 from octavo.server.residency import Residency
 from octavo.server.settings import ServerSettings
 from octavo.server.state.adapters import LoraModule
@@ -99,10 +98,9 @@ def serve(
         lifespan=lifespan,
         store=store_for(settings),
     )
-    protocol = TimedHttp.for_server(WriteBatch(), ConnectionLimits.of(settings))
     config = uvicorn.Config(
         app,
-        http=protocol,
+        http=LimitedHttpProtocol.for_server(settings),
         ws="none",
         log_config=None,
         access_log=False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -18,8 +17,8 @@ from octavo.server.auth import origin_of
 from octavo.server.body import get_ignored
 from octavo.server.connection import unless_gone
 from octavo.server.generation import Generation
+from octavo.server.http.forms import FILE_FIELD, get_fields, get_file, open_form
 from octavo.server.ignored import IgnoredFields, join_path
-from octavo.server.multipart import FILE_FIELD, UploadForm, receive_form
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.transcription import Transcription
@@ -56,23 +55,9 @@ FORM = {
         }
     },
 }
-"""Description of a form, which `receive_form` reads."""
+"""Description of a form, which `open_form` reads."""
 
 router = APIRouter()
-
-
-@dataclass(slots=True)
-class FileInMemory:
-    """The bytes of a form's file."""
-
-    data: bytearray = field(default_factory=bytearray)
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.data)
-
-    async def write(self, data: bytes) -> None:
-        self.data += data
 
 
 @router.post("/v1/audio/transcriptions", openapi_extra={"requestBody": FORM})
@@ -90,20 +75,25 @@ async def translate(request: Request, service: Annotated[Service, Depends(servic
 
 
 async def _answer(request: Request, service: Service, task: SpeechTask) -> Response:
-    file = FileInMemory()
-    form = await receive_form(
-        request, file, max_bytes=MAX_BYTES, timeout_s=service.settings.request_timeout_s
-    )
-    answer_format = _checked(form, get_ignored(request))
-    model = await service.model(form.fields.get("model", ""))
+    async with open_form(
+        request, max_bytes=MAX_BYTES, timeout_s=service.settings.request_timeout_s
+    ) as form:
+        fields, file = get_fields(form), get_file(form)
+        if file is None:
+            raise InvalidRequest(
+                "file: got none, needed is a WAV, FLAC, OGG or MP3 file", param=FILE_FIELD
+            )
+        data = await file.read()
+    answer_format = _checked(fields, get_ignored(request))
+    model = await service.model(fields.get("model", ""))
     options = SpeechOptions(
-        language=form.fields.get("language") or None,
+        language=fields.get("language") or None,
         task=task,
-        temperature=_temperature(form.fields.get("temperature", "0")),
-        timestamps=_timestamps(form.fields.get(GRANULARITIES), answer_format),
-        prompt=form.fields.get("prompt") or None,
+        temperature=_temperature(fields.get("temperature", "0")),
+        timestamps=_timestamps(fields.get(GRANULARITIES), answer_format),
+        prompt=fields.get("prompt") or None,
     )
-    heard = _heard(model, bytes(file.data), options, origin_of(request, None, None))
+    heard = _heard(model, data, options, origin_of(request, None, None))
     return _written(await unless_gone(request.receive, heard), answer_format)
 
 
@@ -127,23 +117,21 @@ async def _heard(
     return made
 
 
-def _checked(form: UploadForm, ignored: IgnoredFields) -> str:
-    """Returns the wanted format; InvalidRequest if the form has no file."""
-    if form.file_name is None:
-        raise InvalidRequest("file: got none, needed is a WAV file", param=FILE_FIELD)
-    for name in form.fields:
+def _checked(fields: dict[str, str], ignored: IgnoredFields) -> str:
+    """Returns the wanted format."""
+    for name in fields:
         if name not in FIELDS:
             ignored.add(
                 join_path("", name),
                 f"not supported here, allowed are {', '.join(FIELDS)} and file",
                 hint="leave it out",
             )
-    if form.fields.get("stream", "false").lower() not in ("false", "0"):
+    if fields.get("stream", "false").lower() not in ("false", "0"):
         raise InvalidRequest(
             "stream: got true, allowed is false: the text of a sound is known at its end",
             param="stream",
         )
-    wanted = form.fields.get("response_format", "json")
+    wanted = fields.get("response_format", "json")
     if wanted not in FORMATS:
         raise InvalidRequest(
             f"response_format: got {shown(wanted)}, allowed are {', '.join(FORMATS)}",

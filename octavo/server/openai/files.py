@@ -8,14 +8,15 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
 from octavo.errors import InvalidRequest
 from octavo.server.auth import owner_of
 from octavo.server.body import get_ignored
+from octavo.server.http.forms import FILE_FIELD, get_fields, get_file, open_form
 from octavo.server.ignored import IgnoredFields, join_path
-from octavo.server.multipart import FILE_FIELD, UploadForm, receive_form
 from octavo.server.openai.listing import listing
 from octavo.server.state.file_writer import FileWriter
 from octavo.server.state.service import Service, service_of
@@ -27,6 +28,7 @@ AGES_S = (3600, 30 * 86400)
 """Shortest and longest age limit that an upload may ask for, in seconds, as OpenAI has them."""
 AGE_FIELDS = ("expires_after[anchor]", "expires_after[seconds]")
 BYTES = "application/octet-stream"
+COPY_BYTES = 1 << 20
 FORM = {
     "required": True,
     "content": {
@@ -43,7 +45,7 @@ FORM = {
         }
     },
 }
-"""Description of an upload, which `receive_form` reads."""
+"""Description of an upload, which `open_form` reads."""
 
 router = APIRouter()
 
@@ -66,19 +68,23 @@ async def upload(
     settings = service.settings
     store.check_room(int(request.headers.get("content-length", "0")))
     file_id = f"file-{secrets.token_hex(12)}"
-    with FileWriter(store.folder, file_id) as writer:
-        form = await receive_form(
-            request,
-            writer,
-            max_bytes=settings.max_file_bytes,
-            timeout_s=settings.request_timeout_s,
-        )
-        expires_at = _expires_at(form, store)
-        name, purpose = _checked(form, get_ignored(request))
-        store.check_room(writer.num_bytes)
-        await writer.commit()
+    async with open_form(
+        request, max_bytes=settings.max_file_bytes, timeout_s=settings.request_timeout_s
+    ) as form:
+        expires_at = _expires_at(get_fields(form), store)
+        file, purpose = _checked(form, get_ignored(request))
+        store.check_room(file.size or 0)
+        with FileWriter(store.folder, file_id) as writer:
+            while data := await file.read(COPY_BYTES):
+                await writer.write(data)
+            await writer.commit()
     record = file_record(
-        file_id, owner_of(request), name, purpose, writer.num_bytes, expires_at=expires_at
+        file_id,
+        owner_of(request),
+        file.filename or "",
+        purpose,
+        writer.num_bytes,
+        expires_at=expires_at,
     )
     await store.add(record)
     return public_file(record)
@@ -170,26 +176,28 @@ async def find_file(store: Store, file_id: str, owner: str) -> Record:
     return record
 
 
-def _checked(form: UploadForm, ignored: IgnoredFields) -> tuple[str, str]:
-    """Returns (file's name, purpose); raises InvalidRequest for a form that is not complete."""
-    purpose = form.fields.get("purpose")
+def _checked(form: FormData, ignored: IgnoredFields) -> tuple[UploadFile, str]:
+    """Returns (file, purpose); raises InvalidRequest for a form that is not complete."""
+    fields, file = get_fields(form), get_file(form)
+    purpose = fields.get("purpose")
     if purpose not in PURPOSES:
         raise InvalidRequest(f"purpose: got {purpose!r}, allowed is 'batch'", param="purpose")
-    if form.file_name is None:
+    if file is None:
         raise InvalidRequest("file: needed, and not given", param="file")
-    for name in form.fields:
+    for name in fields:
         if name not in ("purpose", *AGE_FIELDS):
             ignored.add(join_path("", name), "no such field")
-    if not 1 <= len(form.file_name) <= MAX_NAME or not form.file_name.isprintable():
+    name = file.filename or ""
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
         raise InvalidRequest(
             f"file: its name has 1 to {MAX_NAME} printable characters", param="file"
         )
-    return form.file_name, purpose
+    return file, purpose
 
 
-def _expires_at(form: UploadForm, store: Store) -> int:
+def _expires_at(fields: dict[str, str], store: Store) -> int:
     """Returns the Unix time at which the file expires: the server's limit, or sooner if asked."""
-    anchor, seconds = (form.fields.get(name) for name in AGE_FIELDS)
+    anchor, seconds = (fields.get(name) for name in AGE_FIELDS)
     if anchor is None and seconds is None:
         return store.expires_at
     low, high = AGES_S

@@ -15,10 +15,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.errors import ConfigError
-from octavo.server.batched_writes import WriteBatch
+from octavo.server.http.limited_protocol import LimitedHttpProtocol
 from octavo.server.listener import listen
 from octavo.server.log_format import NOTICES, configure_logging
-from octavo.server.request_timeout import ConnectionLimits, TimedHttp
 from octavo.server.router.app import create_router_app
 from octavo.server.router.members import Members
 from octavo.server.router.settings import RouterSettings
@@ -58,7 +57,7 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
 
     config = uvicorn.Config(
         create_router_app(members, settings, watch, lifespan=lifespan),
-        http=TimedHttp.for_server(WriteBatch(), ConnectionLimits.of(front)),
+        http=LimitedHttpProtocol.for_server(front),
         ws="none",
         log_config=None,
         access_log=False,

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from octavo.server.batched_writes import BatchedHttp, WriteBatch
+from octavo.server.http.unchunked import unchunked
 from octavo.server.settings import ServerSettings
-from octavo.server.unchunked import unchunked
 
 MAX_HEAD_BYTES = 64 << 10
 """Longest head of a request; one that comes in a single piece may be as long as the piece."""
@@ -72,7 +71,7 @@ class ConnectionLimits:
         )
 
 
-class TimedHttp(BatchedHttp):
+class LimitedHttpProtocol(HttpToolsProtocol):
     """The protocol of uvicorn, which closes connections that are too many, late or slow."""
 
     limits: ConnectionLimits
@@ -198,6 +197,6 @@ class TimedHttp(BatchedHttp):
             self.transport.close()
 
     @classmethod
-    def for_server(cls, batch: WriteBatch, limits: ConnectionLimits) -> type[TimedHttp]:
-        """Returns the protocol class of one server, whose connections share a batch of writes."""
-        return type(cls.__name__, (cls,), {"batch": batch, "limits": limits})
+    def for_server(cls, settings: ServerSettings) -> type[LimitedHttpProtocol]:
+        """Returns the protocol class of one server."""
+        return type(cls.__name__, (cls,), {"limits": ConnectionLimits.of(settings)})

@@ -1,0 +1,70 @@
+"""Forms with one file (multipart/form-data), which Starlette parses: limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Message
+
+MAX_FIELDS = 15
+MAX_FIELD_BYTES = 1024
+MAX_OTHER_BYTES = 256 << 10
+"""Most bytes of a form besides its file's."""
+FILE_FIELD = "file"
+
+
+@asynccontextmanager
+async def open_form(
+    request: Request, *, max_bytes: int, timeout_s: float
+) -> AsyncIterator[FormData]:
+    """Reads a form whose file has at most `max_bytes`; its file is closed at the end.
+
+    Raises HTTPException for a form that is malformed, too large, or slower than `timeout_s` from
+    one piece to the next.
+    """
+    declared = request.headers.get("content-type", "")
+    if declared.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise HTTPException(
+            415, f"Content-Type: got {declared[:80]!r}, allowed is multipart/form-data"
+        )
+    too_large = HTTPException(413, f"the file is too large: allowed are at most {max_bytes} bytes")
+    num_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal num_bytes
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await request.receive()
+        except TimeoutError:
+            raise HTTPException(
+                408,
+                f"nothing of the body arrived for {timeout_s:g} seconds",
+                headers={"Connection": "close"},
+            ) from None
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes + MAX_OTHER_BYTES:
+            raise too_large
+        return message
+
+    async with Request(request.scope, receive).form(
+        max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
+    ) as form:
+        file = get_file(form)
+        if file is not None and (file.size or 0) > max_bytes:
+            raise too_large
+        yield form
+
+
+def get_file(form: FormData) -> UploadFile | None:
+    file = form.get(FILE_FIELD)
+    return file if isinstance(file, UploadFile) else None
+
+
+def get_fields(form: FormData) -> dict[str, str]:
+    """Returns the fields of a form besides its file."""
+    return {name: value for name, value in form.items() if isinstance(value, str)}
