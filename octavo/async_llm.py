@@ -230,7 +230,7 @@ class AsyncLLM:
         origin: Origin = DEFAULT_ORIGIN,
         compute: Compute | None = None,
     ) -> Transcription:
-        """Returns the text of a WAV file; cancelling it aborts what is computed of it. `compute`
+        """Returns the text of a sound file; cancelling it aborts what is computed of it. `compute`
         runs its requests in place of the engine's own way, so that they can be counted.
         """
         self._streams.check_alive()

@@ -171,7 +171,7 @@ class LLM:
         seed: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Transcription]:
-        """Turns the sounds of WAV files, given as bytes or paths, into text, in their order.
+        """Turns sound files (WAV, FLAC, OGG, MP3), as bytes or paths, into text, in their order.
 
         `language` is a code such as "en"; without it a multilingual model finds it. `translate` as
         the `task` gives English. With `timestamps` segments begin and end where the model hears

@@ -1,1 +1,1 @@
-"""Sound for models that hear: WAV files, resampling and log-mel features, in NumPy alone."""
+"""Sound for models that hear: decoding with soundfile and soxr, log-mel features in NumPy."""

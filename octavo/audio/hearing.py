@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.audio.decode import decode_sound
 from octavo.audio.log_mel import RATE, LogMel
-from octavo.audio.resampling import resample
-from octavo.audio.wav import read_wav
 
 MAX_SECONDS = 2 * 3600.0
 """Longest sound of one request."""
@@ -51,10 +50,8 @@ class Ear:
         return self.log_mel.num_samples / RATE
 
     def hear(self, data: bytes) -> NDArray[np.float32]:
-        """Returns a WAV file's samples, 16,000 a second; InvalidRequest where it is none."""
-        sound = read_wav(data, max_seconds=self.max_seconds)
-        samples: NDArray[np.float32] = resample(sound.samples, sound.rate, RATE)
-        return samples
+        """Returns a file's samples, 16,000 a second; raises InvalidRequest if it is not a sound."""
+        return decode_sound(data, RATE, max_seconds=self.max_seconds)
 
     def window(self, samples: NDArray[np.float32], start_s: float) -> HeardWindow:
         """Returns the window of a sound that begins there."""

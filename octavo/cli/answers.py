@@ -95,7 +95,7 @@ def check_answers(llm: LLM) -> None:
         name = llm.config.model.served_model_name
         raise InvalidRequest(
             f"model: {name} transcribes speech, and answers no text",
-            hint=f"octavo serve {name}, and send a WAV file to POST /v1/audio/transcriptions",
+            hint=f"octavo serve {name}, and send a sound file to POST /v1/audio/transcriptions",
         )
 
 

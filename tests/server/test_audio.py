@@ -67,8 +67,8 @@ def test_openais_client_gets_the_text_of_transcribe(
 BAD: dict[str, tuple[bytes | None, dict[str, str], str]] = {
     "empty": (b"", {}, "got an empty file"),
     "truncated": (SOUND[:-1000], {}, "it is cut off"),
-    "no sound": (b"hello" * 100, {}, "got a file that is no WAV"),
-    "no file": (None, {}, "needed is a WAV file"),
+    "no sound": (b"hello" * 100, {}, "it cannot be read: Format not recognised"),
+    "no file": (None, {}, "needed is a WAV, FLAC, OGG or MP3 file"),
     "format": (SOUND, {"response_format": "xml"}, "response_format: got 'xml'"),
     "temperature": (SOUND, {"temperature": "hot"}, "temperature: got 'hot'"),
     "language": (SOUND, {"language": "xx"}, "language: got 'xx', allowed are en"),

@@ -65,7 +65,7 @@ class AsyncJobs:
     async def transcribe(
         self, data: bytes, options: SpeechOptions, origin: Origin, compute: Compute | None = None
     ) -> Transcription:
-        """Returns the text of a WAV file, whose windows `compute` runs, `all` where it is None."""
+        """Returns the text of a sound file; `compute` runs its windows, or else `all`."""
         hearing, compute = self.front.hearing, compute or self.all
         options = hearing.checked(options)
         sound = await asyncio.to_thread(hearing.hearing.sound, data)

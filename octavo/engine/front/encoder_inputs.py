@@ -38,7 +38,7 @@ class EncoderInputs:
         if self.hears:
             raise InvalidRequest(
                 "prompt: got a text, but the model hears sounds and reads none",
-                hint="send a WAV file to /v1/audio/transcriptions, or to LLM.transcribe",
+                hint="send a sound file to /v1/audio/transcriptions, or to LLM.transcribe",
                 param="prompt",
             )
         self.check_length(len(token_ids))

@@ -31,7 +31,7 @@ TIMESTAMPS = "octavo-timestamps"
 
 
 Sound = bytes | str | Path
-"""The bytes of a WAV file, or its path."""
+"""The bytes of a sound file, or its path."""
 
 
 def sound_bytes(sound: Sound) -> bytes:
@@ -40,14 +40,14 @@ def sound_bytes(sound: Sound) -> bytes:
         return sound
     if not isinstance(sound, str | Path):
         raise InvalidRequest(
-            f"sounds: got {shown(sound)}, allowed are the bytes or the path of a WAV file"
+            f"sounds: got {shown(sound)}, allowed are the bytes or the path of a sound file"
         )
     try:
         return Path(sound).expanduser().read_bytes()
     except OSError as error:
         raise InvalidRequest(
             f"sounds: {sound} cannot be read: {error.strerror or error}",
-            hint="give the path of a WAV file, or its bytes",
+            hint="give the path of a WAV, FLAC, OGG or MP3 file, or its bytes",
         ) from None
 
 

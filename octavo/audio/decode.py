@@ -1,0 +1,98 @@
+"""Decodes sounds with soundfile (WAV, FLAC, OGG, MP3) and resamples them with soxr, block by block.
+
+Whatever is wrong with a file is its sender's fault, and says what to do.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from soundfile import SoundFile
+
+FORMATS = ("WAV", "FLAC", "OGG", "MP3")
+NAMES = {"WAVEX": "WAV", "RF64": "WAV", "MPEG": "MP3"}
+"""Names of libsndfile for variants of the formats."""
+MIN_RATE, MAX_RATE = 8_000, 48_000
+BLOCK_FRAMES = 1 << 18
+HINT = (
+    "send a WAV, FLAC, OGG or MP3 file, as `ffmpeg -i INPUT -ar 16000 -ac 1 speech.wav` makes one"
+)
+
+
+def decode_sound(data: bytes, rate: int, *, max_seconds: float) -> NDArray[np.float32]:
+    """Returns the samples of a file from -1 to 1, its channels averaged, at `rate` samples a
+    second, `[N]`. Raises InvalidRequest for a file that is not a sound, or longer than
+    `max_seconds`.
+    """
+    try:
+        import soundfile
+        import soxr
+    except (ImportError, OSError) as error:  # OSError: no libsndfile on this platform
+        raise _bad(
+            "got a sound, and soundfile and soxr, which decode sounds, are not installed here",
+            hint="install them where the engine runs: pip install 'octavo[audio]'",
+        ) from error
+    if not data:
+        raise _bad("got an empty file")
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            _check_header(file, data, max_seconds)
+            resampler = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")
+            parts = [resampler.resample_chunk(block) for block in _read_blocks(file, max_seconds)]
+            parts.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
+            return np.concatenate(parts)
+    except soundfile.LibsndfileError as error:
+        raise _bad(f"it cannot be read: {error.error_string}") from None
+
+
+def _check_header(file: SoundFile, data: bytes, max_seconds: float) -> None:
+    """Checks everything that can be refused before a sample is read."""
+    kind = NAMES.get(file.format, file.format)
+    if kind not in FORMATS:
+        raise _bad(f"it is of format {kind}; allowed are {', '.join(FORMATS)}")
+    if file.channels not in (1, 2):
+        raise _bad(f"it has {file.channels} channels; allowed are 1 and 2")
+    if not MIN_RATE <= file.samplerate <= MAX_RATE:
+        raise _bad(
+            f"it has {file.samplerate} samples a second; allowed are {MIN_RATE} to {MAX_RATE}"
+        )
+    if data.startswith(b"RIFF"):
+        (size,) = struct.unpack_from("<I", data, 4)
+        # Writers to a pipe do not know the length, and give the largest.
+        if len(data) < 8 + size < 0xFFFFFF00:
+            raise _bad(f"it is cut off: its header names {8 + size} bytes, there are {len(data)}")
+    _check_length(file.frames, file.samplerate, max_seconds)
+
+
+def _check_length(num_frames: int, rate: int, max_seconds: float) -> None:
+    if num_frames > max_seconds * rate:
+        raise _bad(
+            f"it is {num_frames / rate:.0f} s long; allowed are at most {max_seconds:.0f} s",
+            hint="send it in parts",
+        )
+
+
+def _read_blocks(file: SoundFile, max_seconds: float) -> Iterator[NDArray[np.float32]]:
+    """Yields the samples of one channel."""
+    num_frames = 0
+    while len(block := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
+        num_frames += len(block)
+        _check_length(num_frames, file.samplerate, max_seconds)  # a header may not tell
+        if not np.isfinite(block).all():
+            raise _bad("its samples hold what is not a number (NaN or infinity)")
+        yield block.mean(axis=1, dtype=np.float32)
+    if num_frames == 0:
+        raise _bad("it has no samples")
+
+
+def _bad(what: str, *, hint: str = HINT) -> InvalidRequest:
+    return InvalidRequest(f"file: {what}", hint=hint, param="file")
