@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from octavo.config.scheduler_options import SchedulerOptions
-from octavo.engine.front.input_processor import FrontRequest
-from octavo.engine.front.latency_limit import LatencyLimit
 from octavo.errors import Overloaded
+from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.latency_limit import LatencyLimit
 from tests.support.simulation import Simulation, percentile, request_of, simulation
 
 SHAPES = ((200, 60, 32), (600, 20, 32), (50, 200, 32), (50, 200, 128))

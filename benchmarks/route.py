@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockNaming
 from octavo.routing.cached_names import CachedNames
 from octavo.routing.job import RoutingJob
 from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName

@@ -15,24 +15,23 @@ import msgspec
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
-from octavo.engine.core import CoreOutputs
-from octavo.engine.front.admission_limits import AdmissionLimits
-from octavo.engine.front.arguments import Messages, PoolingPrompt, Prompt, text_of
-from octavo.engine.front.async_jobs import AsyncJobs, Compute
-from octavo.engine.front.changes import Fork, RequestUpdate
-from octavo.engine.front.front import Front
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
-from octavo.engine.front.pooling_jobs import PoolingJobs, PoolingPrompts, Texts
-from octavo.engine.front.prompt_inputs import Truncation
-from octavo.engine.front.request_stream import RequestStream
-from octavo.engine.front.request_streams import RequestStreams, StreamEvents
-from octavo.engine.front.transcriptions import SpeechOptions
-from octavo.engine.front.transfers import Transfers
-from octavo.engine.kv.pin import COMPUTE
 from octavo.engine.live.feed import EngineFeed, FeedReader
-from octavo.engine.live.requests import LiveRequest
-from octavo.engine.stats import EngineStats
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.stats import EngineStats
 from octavo.errors import EngineDead, Unavailable
+from octavo.frontend.admission import AdmissionLimits
+from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt, text_of
+from octavo.frontend.async_jobs import AsyncJobs, Compute
+from octavo.frontend.changes import Fork, RequestUpdate
+from octavo.frontend.frontend import Front
+from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
+from octavo.frontend.live_requests import LiveRequest
+from octavo.frontend.pins import COMPUTE
+from octavo.frontend.pooling import PoolingJobs, PoolingPrompts, Texts
+from octavo.frontend.prompt_inputs import Truncation
+from octavo.frontend.streams import RequestStream, RequestStreams, StreamEvents
+from octavo.frontend.transcription import SpeechOptions
+from octavo.frontend.transfers import Transfers
 from octavo.lora_request import LoRARequest
 from octavo.outputs import RequestOutput
 from octavo.pooling_outputs import (

@@ -17,7 +17,9 @@ from typing import Any, Self
 from octavo.beam_search_params import BeamSearchParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
-from octavo.engine.front.arguments import (
+from octavo.engine.protocol.stats import EngineStats
+from octavo.errors import EngineDead, InvalidRequest, shown
+from octavo.frontend.arguments import (
     Messages,
     Prompt,
     adapter_for_each,
@@ -27,17 +29,16 @@ from octavo.engine.front.arguments import (
     priority_for_each,
     prompt_list,
 )
-from octavo.engine.front.input_processor import FrontRequest, Origin
-from octavo.engine.front.listening import Listening, next_windows
-from octavo.engine.front.pooling_jobs import OutputT, PoolingJob, PoolingPrompts, Texts
-from octavo.engine.front.transcriptions import (
+from octavo.frontend.input_processor import FrontRequest, Origin
+from octavo.frontend.pooling import OutputT, PoolingJob, PoolingPrompts, Texts
+from octavo.frontend.transcription import (
+    Listening,
     Sound,
     SpeechOptions,
     SpeechTask,
+    next_windows,
     sound_bytes,
 )
-from octavo.engine.stats import EngineStats
-from octavo.errors import EngineDead, InvalidRequest, shown
 from octavo.lora_request import LoRARequest
 from octavo.outputs import Profile, RequestOutput
 from octavo.pooling_outputs import (

@@ -1,7 +1,7 @@
 """Sounds as the encoder of a model takes them: read, resampled, cut into windows, each as log-mel
 frames laid out for its convolutions.
 
-Implements `engine.front.transcriptions.Hearing`, without knowing it.
+Implements `frontend.transcription.Hearing`, without knowing it.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     """Returns the params that were given over those recommended for the model; without either, an
     answer has at most DEFAULT_MAX_TOKENS.
     """
-    from octavo.engine.front.sampling_defaults import params_over
+    from octavo.frontend.sampling_defaults import params_over
 
     defaults = llm.get_default_chat_params()
     if defaults.max_tokens is None:

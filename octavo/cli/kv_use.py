@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.config.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from octavo.engine.stats import EngineStats
+    from octavo.engine.protocol.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

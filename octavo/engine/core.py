@@ -13,12 +13,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import cast
 
-import msgspec
-
-from octavo.engine.kv.pin import Pin
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.live.view import EngineView
 from octavo.engine.live.watch import EngineWatch, view_of
+from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
+from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.stats import EngineStats, StepTokens
+from octavo.engine.protocol.view import EngineView
 from octavo.engine.recording.recorder import (
     Log,
     NoLog,
@@ -31,10 +31,7 @@ from octavo.engine.recording.recorder import (
     StepComputed,
     StepPlanned,
 )
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineOutput, EngineRequest
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.stats import EngineStats, StepTokens
 from octavo.engine.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.errors import EngineDead
 from octavo.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
@@ -44,21 +41,6 @@ from octavo.transfer.block_events import BlockEvent
 CLOSE_S = 2.0
 COSTS_INTERVAL_S = 0.5
 """Period at which the outputs of steps tell what steps cost, in seconds."""
-
-
-class CoreOutputs(msgspec.Struct):
-    """The outputs of one step, or of one of its decode steps."""
-
-    outputs: list[EngineOutput]
-    stats: EngineStats
-    view: EngineView | None = None
-    """The engine after the step, now and then while it is watched."""
-    block_events: list[BlockEvent] = []
-    """Events of the blocks that the prefix cache finds, where the engine logs them."""
-    engine: int = 0
-    """Index of the engine among those of its front."""
-    costs: StepCosts | None = None
-    """Costs of steps as measured so far, now and then."""
 
 
 @dataclass(frozen=True, slots=True)

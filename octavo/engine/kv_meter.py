@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.engine.protocol.stats import KvBytes
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.stats import KvBytes
 from octavo.step import StepPlan, StepResult
 
 

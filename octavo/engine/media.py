@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.step import MediaItem, MediaPixels
 
 

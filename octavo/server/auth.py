@@ -12,9 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.engine.front.input_processor import Origin
-from octavo.engine.requests.request import BACKGROUND_PRIORITY
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.errors import OctavoError, Overloaded, Unauthorized
+from octavo.frontend.input_processor import Origin
 from octavo.server.error_forms import form_of
 from octavo.server.errors import error_response
 from octavo.server.key_file import ApiKey

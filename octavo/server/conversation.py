@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.engine.front.prompt_inputs import Truncation
 from octavo.errors import InvalidRequest
+from octavo.frontend.prompt_inputs import Truncation
 from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
 from octavo.server.generation import chat_prompt_of
 from octavo.server.output_parser import OutputParser, build_parser, continued_text

@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from octavo.async_llm import AsyncLLM
-from octavo.engine.front.arguments import Prompt as EnginePrompt
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
-from octavo.engine.front.prompt_inputs import Truncation
-from octavo.engine.front.request_stream import RequestStream
 from octavo.errors import InvalidRequest, WorkerFailed
+from octavo.frontend.arguments import Prompt as EnginePrompt
+from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
+from octavo.frontend.prompt_inputs import Truncation
+from octavo.frontend.streams import RequestStream
 from octavo.outputs import RequestOutput
 from octavo.pooling_params import RequestParams
 from octavo.prompt_ports import DEFAULT_RENDERING, Rendering

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from octavo.engine.front.sampling_defaults import params_over
 from octavo.errors import InvalidRequest, shown
+from octavo.frontend.sampling_defaults import params_over
 from octavo.prompt_ports import Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import Body

@@ -11,8 +11,8 @@ from typing import Generic
 
 from fastapi import Request
 
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
-from octavo.engine.front.pooling_jobs import OutputT, PoolingJob
+from octavo.frontend.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.frontend.pooling import OutputT, PoolingJob
 from octavo.outputs import RequestOutput
 from octavo.server.connection import unless_gone
 from octavo.server.errors import use_api_names

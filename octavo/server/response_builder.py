@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from octavo.engine.front.arguments import Prompt
-from octavo.engine.front.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.frontend.arguments import Prompt
+from octavo.frontend.input_processor import DEFAULT_ORIGIN, Origin
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, Timings
 from octavo.sampling_params import SamplingParams
 from octavo.server.connection import unless_gone

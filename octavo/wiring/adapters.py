@@ -14,8 +14,8 @@ from octavo.backends.base import AdapterRunnable, Runnable
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.front.adapter_names import AdapterNames
 from octavo.errors import BackendUnavailable, ConfigError
+from octavo.frontend.adapter_names import AdapterNames
 from octavo.program.passes.adapters import with_sites
 from octavo.program.program import Program, Weight
 from octavo.quant.blocks import StoredWeight

@@ -20,12 +20,6 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.core import EngineCore
-from octavo.engine.front.encoder_inputs import EncoderInputs
-from octavo.engine.front.front import EventPublisher, Front
-from octavo.engine.front.input_processor import InputProcessor, ModelLimits
-from octavo.engine.front.output_processor import OutputProcessor
-from octavo.engine.front.pooling_inputs import PoolingInputs
-from octavo.engine.front.stop_texts import LazyStopTexts, MakeStopTexts
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import Tiers
 from octavo.engine.kv_meter import KvMeter
@@ -37,8 +31,14 @@ from octavo.engine.recording.recorder import (
     RecordingHeader,
     check_writable,
 )
+from octavo.engine.requests.stop_strings import LazyStopTexts, MakeStopTexts
 from octavo.engine.scheduling.build import build_scheduler, prompt_limits
 from octavo.errors import ConfigError, EngineDead, OctavoError
+from octavo.frontend.encoder_inputs import EncoderInputs
+from octavo.frontend.frontend import EventPublisher, Front
+from octavo.frontend.input_processor import InputProcessor, ModelLimits
+from octavo.frontend.output_processor import OutputProcessor
+from octavo.frontend.pooling import PoolingInputs
 from octavo.ports import Executor, Profiler
 from octavo.program.ops import original_context
 from octavo.progress import Report

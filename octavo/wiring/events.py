@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockNaming
 from octavo.errors import ConfigError
 from octavo.transfer.kv_wire import parse_events_config
 

@@ -12,13 +12,8 @@ from numpy.typing import NDArray
 
 from octavo.audio.hearing import Ear, HeardWindow
 from octavo.audio.log_mel import RATE, LogMel
-from octavo.engine.front.input_processor import InputProcessor
-from octavo.engine.front.transcriptions import (
-    HeardSound,
-    Hearing,
-    SoundWindow,
-    Transcriptions,
-)
+from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.transcription import HeardSound, Hearing, SoundWindow, Transcriptions
 from octavo.models.hf_config import HfConfig
 from octavo.program.ops import ScatterRows
 from octavo.step import EncoderInput

@@ -36,8 +36,8 @@ from octavo.config.model_kinds import check_states, for_encoder, for_whole_texts
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.clients.client import ModelFacts
-from octavo.engine.front.pooling_inputs import Pools
 from octavo.errors import ConfigError
+from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
 from octavo.program.passes.draft_groups import PREFIX, beside

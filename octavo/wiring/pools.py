@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from octavo.engine.front.pooling_inputs import Pools
 from octavo.errors import UnsupportedModel
+from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import HfConfig
 from octavo.models.pooling import activation_of, is_classifier, labels_of, pair_template_of
 from octavo.program.ops import Attention, Embedding, PoolRows

@@ -17,8 +17,8 @@ from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint_ports import Checkpoint
 from octavo.config.model_options import ModelOptions
 from octavo.config.paths import user_path
-from octavo.engine.front.sampling_defaults import NAMES, SAMPLED, SamplingDefaults
 from octavo.errors import ConfigError
+from octavo.frontend.sampling_defaults import NAMES, SAMPLED, SamplingDefaults
 
 CHAT = {**SAMPLED, "repetition_penalty": 1.05}
 """Values for a model with a chat template whose makers recommend none: between llama.cpp's

@@ -19,9 +19,10 @@ from functools import partial
 from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
-from octavo.engine.kv.block_names import BlockNaming
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.requests.request import EngineOutput, EngineRequest
+from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.step_costs import StepCosts
 from octavo.errors import ConfigError

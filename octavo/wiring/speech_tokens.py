@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.checkpoint_ports import ModelHeader
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.front.transcriptions import TIMESTAMPS, SpeechTokens
+from octavo.frontend.transcription import TIMESTAMPS, SpeechTokens
 from octavo.models.hf_config import HfConfig
 
 

@@ -19,8 +19,8 @@ from octavo.checkpoint.safetensors import DTYPES
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint_ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.front.sampling_defaults import SamplingDefaults
 from octavo.errors import BackendUnavailable, ConfigError, OctavoError
+from octavo.frontend.sampling_defaults import SamplingDefaults
 from octavo.models.hf_config import ModelInfo
 from octavo.models.registry import FAMILIES, ModelFamily
 from octavo.program.program import Program

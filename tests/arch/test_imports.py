@@ -47,7 +47,8 @@ BELOW = {
     "server": {"async_llm"},
     "llm": {"wiring"},
     "async_llm": {"wiring"},
-    "wiring": {"engine", "worker", "media", "audio"},
+    "wiring": {"frontend", "worker", "media", "audio"},
+    "frontend": {"engine"},
     "engine": {"text", "transfer", "routing"},
     "media": set(),
     "worker": {"backends", "models", "checkpoint", "transfer"},
@@ -135,9 +136,35 @@ def test_a_class_name_means_one_thing():
     assert not {name: files for name, files in homes.items() if len(files) > 1}
 
 
-def test_the_engine_and_the_text_know_no_arrays():
+PROTOCOL = ("octavo.engine.protocol", "octavo.engine.step_costs")
+"""Modules of what crosses between the frontend's process and the engine's."""
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed_modules"),
+    [
+        ("frontend", (*PROTOCOL, "octavo.engine.clients.client")),
+        ("engine/protocol", PROTOCOL),
+    ],
+)
+def test_the_frontend_sees_no_more_of_the_engine_than_its_protocol(package, allowed_modules):
+    for file in (ROOT / package).rglob("*.py"):
+        seen = {name for name in imported(file) if name.startswith("octavo.engine")}
+        assert all(name.startswith(allowed_modules) for name in seen), (file, seen)
+
+
+def test_the_frontend_loads_no_scheduler():
+    code = (
+        "import sys, octavo.frontend.async_jobs, octavo.frontend.transfers;"
+        " print([name for name in sys.modules if name.startswith(('octavo.engine.scheduling',"
+        " 'octavo.engine.requests', 'octavo.engine.core', 'octavo.engine.kv'))])"
+    )
+    assert python(code) == "[]"
+
+
+def test_the_engine_and_the_frontend_know_no_arrays():
     for file in FILES:
-        if file.relative_to(ROOT).parts[0] == "engine":
+        if file.relative_to(ROOT).parts[0] in ("engine", "frontend"):
             assert "numpy" not in {name.split(".")[0] for name in imported(file)}, file
 
 
@@ -181,8 +208,8 @@ def test_importing_octavo_is_quick_and_pulls_in_nothing():
 
 def test_the_engine_loads_without_numpy():
     modules = (
-        "octavo.engine.core, octavo.engine.clients.client, octavo.engine.front.input_processor,"
-        " octavo.engine.front.output_processor"
+        "octavo.engine.core, octavo.engine.clients.client, octavo.frontend.input_processor,"
+        " octavo.frontend.output_processor"
     )
     assert python(f"import {modules}, sys; print('numpy' in sys.modules)") == "False"
 

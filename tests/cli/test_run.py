@@ -10,7 +10,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.cli.answers import DEFAULT_MAX_TOKENS, sampling_for
 from octavo.cli.model import split_words
-from octavo.engine.front.sampling_defaults import SamplingDefaults
+from octavo.frontend.sampling_defaults import SamplingDefaults
 from tests.cli.conftest import SMALL, process, run_counting_imports
 from tests.support.tiny_encoders import save_classifier
 from tests.support.tiny_tokenizer import tiny_model_with_text

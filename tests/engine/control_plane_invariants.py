@@ -9,7 +9,7 @@ from collections import Counter
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from octavo.engine.kv.block_pool import HOLE
-from octavo.engine.stats import GroupBlocks
+from octavo.engine.protocol.stats import GroupBlocks
 from tests.support.fake_tiers import MAX_PINNED_BLOCKS
 
 NUM_BLOCKS = 9

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.engine.core import EngineCore
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.stats import EngineStats, KvBytes
+from octavo.engine.protocol.stats import EngineStats, KvBytes
 from tests.support.engine_fakes import FakeExecutor, make_core, make_request
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
-from octavo.engine.live.view import CACHED, HELD, SHARED
+from octavo.engine.protocol.requests import RequestChange
+from octavo.engine.protocol.view import CACHED, HELD, SHARED
 from octavo.engine.recording.recorder import RequestChanged, read_log
 from octavo.engine.recording.replay import Replay
-from octavo.engine.requests.changes import RequestChange
 from octavo.sampling_params import SamplingParams
 from tests.engine.recording.test_replay import MovingClock, recorded_core
 from tests.support.core_builders import INFO, build

@@ -13,10 +13,10 @@ import pytest
 
 from octavo import LLM, SamplingParams, StructuredOutputs
 from octavo.engine.clients.ledger import RequestLedger
-from octavo.engine.core import CoreOutputs
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.recording.recorder import StepComputed, StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
-from octavo.engine.requests.request import EngineRequest
 from octavo.engine.scheduling import multi_step
 from octavo.worker.checked_draws import CheckedDraws
 from octavo.worker.model_runner import ModelRunner

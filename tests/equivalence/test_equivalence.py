@@ -18,7 +18,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.checkpoint.catalogue import resolve
 from octavo.engine.kv.block_manager import BlockManager
-from octavo.engine.stats import EngineStats
+from octavo.engine.protocol.stats import EngineStats
 from octavo.errors import ConfigError, InvalidRequest
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 

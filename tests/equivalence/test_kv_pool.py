@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.stats import EngineStats
+from octavo.engine.protocol.stats import EngineStats
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.worker.connectors import mooncake_pool
 from tests.support.fake_store import FakeStore

@@ -11,9 +11,10 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.engine.clients.ledger import RequestLedger
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
-from octavo.engine.requests.request import EngineOutput, EngineRequest
 from tests.equivalence.test_llm_equivalence import Setup
 from tests.support.llm_tools import alone, fingerprint, prompts_of
 

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from octavo import AsyncLLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.front import prefill_peers
 from octavo.errors import BackendUnavailable, ConfigError
+from octavo.frontend import remote_prefill as prefill_peers
 from octavo.kv_messages import BlockName
 from octavo.progress import quiet
 from octavo.wiring.engine import build_with_process

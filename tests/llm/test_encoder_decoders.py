@@ -12,7 +12,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.backends.native.extension import supported_levels
-from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockNaming
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.support.llm_tools import make_llm

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from octavo import SamplingParams
-from octavo.engine.front.changes import Fork
-from octavo.engine.front.recent_requests import KEPT_S, MAX_KEPT, RecentRequests
-from octavo.engine.requests.request import BACKGROUND_PRIORITY
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.errors import InvalidRequest, RequestNotFound
+from octavo.frontend.changes import Fork
+from octavo.frontend.recent_requests import KEPT_S, MAX_KEPT, RecentRequests
 from tests.support.backend_choice import chosen_backend
 from tests.support.llm_tools import LONG, SAMPLED, fingerprint, make_async, prompts_of
 

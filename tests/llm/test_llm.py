@@ -13,7 +13,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, OctavoError
 from octavo.progress import quiet
 from octavo.wiring.engine import build_core, core_texts

@@ -20,9 +20,9 @@ from octavo.checkpoint.open import open_header
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.kv import important_blocks
-from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.important_blocks import PromptPart, important
 from octavo.engine.kv.tier_slots import TierSlots
+from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
 from octavo.errors import ConfigError

@@ -10,8 +10,8 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.checkpoint.catalogue import CATALOGUE, recommended_sampling
-from octavo.engine.front.sampling_defaults import SamplingDefaults, params_over
 from octavo.errors import ConfigError
+from octavo.frontend.sampling_defaults import SamplingDefaults, params_over
 from octavo.wiring.sampling_defaults import BASE, CHAT, ENCODER_DECODER
 from tests.support.llm_tools import make_llm
 from tests.support.tiny_models import tiny_model

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.front.images import ImageInputs, PlacedImages
+from octavo.frontend.images import ImageInputs, PlacedImages
 from octavo.program.ops import num_position_axes
 from octavo.sampling_params import SamplingParams
 from octavo.step import NewRow, ScheduledRow, StepPlan

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.route import TRACE, read_trace, shared_hit_share, simulate
-from octavo.engine.kv.block_names import BlockChain, BlockNaming
+from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
 from octavo.routing.cached_names import CachedNames
 from octavo.routing.job import RoutingJob
 from octavo.routing.policies import ROUTING_POLICIES

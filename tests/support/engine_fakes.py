@@ -15,7 +15,8 @@ from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.requests.request import EngineOutput, EngineRequest
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.group_life import life_of_window

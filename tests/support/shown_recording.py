@@ -12,8 +12,8 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.recording.recorder import FORMAT, Recorder, RecordingHeader
-from octavo.engine.requests.request import EngineRequest
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
 from tests.support.simulation import Simulation

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from octavo.engine.core import EngineCore
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.sampling_params import SamplingParams
 from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import make_core

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.supervised import SupervisedClient
-from octavo.engine.core import CoreOutputs
-from octavo.engine.requests.request import EngineOutput, EngineRequest
-from octavo.engine.stats import EngineStats
+from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
+from octavo.engine.protocol.requests import EngineRequest
+from octavo.engine.protocol.stats import EngineStats
 from tests.support.engine_fakes import expected_tokens, make_request
 
 STALL_S = 1.0

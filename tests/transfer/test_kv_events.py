@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from octavo.engine.kv.block_names import BlockChain, BlockNaming
+from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
 from octavo.errors import ConfigError
 from octavo.transfer.block_events import BlockEventLog, BlocksCleared, BlocksRemoved, BlocksStored
 from octavo.transfer.kv_publisher import END, SNAPSHOT, KVEventPublisher

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockNaming
 from octavo.errors import ConfigError
 from octavo.kv_messages import BlockKey, BlockPin, SlotBlock
 from octavo.worker.connectors import block_file

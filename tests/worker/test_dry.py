@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from octavo.engine.front.breakers import Breakers
 from octavo.errors import InvalidRequest
+from octavo.frontend.params_resolver import Breakers
 from octavo.sampling_params import SamplingParams
 from octavo.worker.dry import dry_matches
 from tests.support.llm_tools import make_llm, prompts_of

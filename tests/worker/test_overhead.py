@@ -9,10 +9,10 @@ import pytest
 
 from octavo.backends.batch import DecodedStep, SampleResult, StepOutput
 from octavo.engine.clients.in_process import InProcessClient
-from octavo.engine.front.input_processor import InputProcessor, ModelLimits
-from octavo.engine.front.output_processor import OutputProcessor
+from octavo.engine.protocol.prompt_limits import PromptLimits
 from octavo.engine.scheduling import multi_step
-from octavo.engine.scheduling.admission import PromptLimits
+from octavo.frontend.input_processor import InputProcessor, ModelLimits
+from octavo.frontend.output_processor import OutputProcessor
 from octavo.sampling_params import SamplingParams
 from tests.support.core_builders import INFO
 from tests.support.engine_fakes import VOCAB, make_core

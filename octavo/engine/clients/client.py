@@ -11,11 +11,9 @@ from typing import Protocol
 
 import msgspec
 
-from octavo.engine.core import CoreOutputs, EngineCore
-from octavo.engine.kv.pin import Pin
-from octavo.engine.live.view import EngineView
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.view import EngineView
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.transfer.messages import TransferFacts
 
@@ -166,30 +164,6 @@ class CloseCore(msgspec.Struct, tag=True):
 
 
 Command = AddRequests | AbortRequests | ChangeRequests | WatchEngine | RunQuery | CloseCore
-
-
-def run_query(core: EngineCore, query: Query) -> QueryAnswer:
-    """Returns the core's answer; raises InvalidRequest if the sender is at fault."""
-    if isinstance(query, Pin):
-        return core.pin_prefix(query)
-    if isinstance(query, ViewEngine):
-        return core.view(with_blocks=query.with_blocks)
-    return int(core.reset_prefix_cache(reset_connector=query.reset_connector))
-
-
-def apply_command(core: EngineCore, command: Command) -> None:
-    """Carries out a command that has no reply."""
-    if isinstance(command, AddRequests):
-        for request in command.requests:
-            core.add(request)
-    elif isinstance(command, AbortRequests):
-        for request_id in command.request_ids:
-            core.abort(request_id)
-    elif isinstance(command, ChangeRequests):
-        for change in command.changes:
-            core.change(change)
-    elif isinstance(command, WatchEngine):
-        core.watch(command.period_s)
 
 
 def as_number(answer: QueryAnswer) -> int:

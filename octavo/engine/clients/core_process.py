@@ -19,20 +19,14 @@ import msgspec
 import zmq
 
 from octavo.child_process import ChildFailed, bind_to_parent
-from octavo.engine.clients.client import (
-    CloseCore,
-    Command,
-    EngineInfo,
-    RunQuery,
-    apply_command,
-    run_query,
-)
+from octavo.engine.clients.client import CloseCore, Command, EngineInfo, RunQuery
 from octavo.engine.clients.heartbeat import (
     HEARTBEAT_INTERVAL_S,
     HeartbeatPage,
     HeartbeatThread,
     MonitoredExecutor,
 )
+from octavo.engine.clients.in_process import apply_command, run_query
 from octavo.engine.clients.messages import (
     CalledToStep,
     Connected,

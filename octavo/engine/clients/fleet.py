@@ -9,22 +9,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
 import msgspec
 
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.clients.supervised import SupervisedClient
-from octavo.engine.core import CoreOutputs
-from octavo.engine.kv.block_names import BlockNaming
-from octavo.engine.kv.known_blocks import note_events
-from octavo.engine.kv.pin import Pin
-from octavo.engine.live.fleet_view import FleetView
-from octavo.engine.live.view import EngineView
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineRequest
-from octavo.engine.stats import EngineStats, total_stats
+from octavo.engine.protocol.block_hashes import BlockNaming, note_events
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.stats import EngineStats, total_stats
+from octavo.engine.protocol.view import EngineView
 from octavo.errors import (
     EngineDead,
     InvalidRequest,
@@ -271,3 +267,27 @@ class FleetClient:
 
 def _prefixed(report: Report, index: int) -> Callable[[str], None]:
     return lambda text: report(f"engine {index}: {text}")
+
+
+class FleetView:
+    """Joins views: the requests of all cores, and each core's block maps after the one before."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._newest: list[EngineView | None] = [None] * num_engines
+
+    def joined(self, newer: Mapping[int, EngineView]) -> EngineView:
+        """Takes in at least one newer view and returns all as one. Of the steps, those of the newer
+        views alone are in it.
+        """
+        for index, view in newer.items():
+            self._newest[index] = view
+        views = [view for view in self._newest if view is not None]
+        latest = max(views, key=lambda view: view.now)
+        return msgspec.structs.replace(
+            latest,
+            num_requests=sum(view.num_requests for view in views),
+            requests=[request for view in views for request in view.requests],
+            waits_for=next((view.waits_for for view in views if view.waits_for), ""),
+            blocks=[blocks for view in views for blocks in view.blocks],
+            steps=[step for view in newer.values() for step in view.steps],
+        )

@@ -22,16 +22,13 @@ from octavo.engine.clients.client import (
     ResetPrefixCache,
     ViewEngine,
     WatchEngine,
-    apply_command,
     as_number,
     as_view,
-    run_query,
 )
-from octavo.engine.core import CoreOutputs, EngineCore
-from octavo.engine.kv.pin import Pin
-from octavo.engine.live.view import EngineView
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.core import EngineCore
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.view import EngineView
 
 
 class InProcessClient:
@@ -117,3 +114,27 @@ class InProcessClient:
         with contextlib.suppress(queue.Empty):
             while True:
                 apply_command(self.core, self._inbox.get_nowait())
+
+
+def run_query(core: EngineCore, query: Query) -> QueryAnswer:
+    """Returns the core's answer; raises InvalidRequest if the sender is at fault."""
+    if isinstance(query, Pin):
+        return core.pin_prefix(query)
+    if isinstance(query, ViewEngine):
+        return core.view(with_blocks=query.with_blocks)
+    return int(core.reset_prefix_cache(reset_connector=query.reset_connector))
+
+
+def apply_command(core: EngineCore, command: Command) -> None:
+    """Carries out a command that has no reply."""
+    if isinstance(command, AddRequests):
+        for request in command.requests:
+            core.add(request)
+    elif isinstance(command, AbortRequests):
+        for request_id in command.request_ids:
+            core.abort(request_id)
+    elif isinstance(command, ChangeRequests):
+        for change in command.changes:
+            core.change(change)
+    elif isinstance(command, WatchEngine):
+        core.watch(command.period_s)

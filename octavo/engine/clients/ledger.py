@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineOutput, EngineRequest
-from octavo.engine.stats import COUNTS, EngineStats
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.requests import EngineRequest, RequestChange
+from octavo.engine.protocol.stats import COUNTS, EngineStats
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ import msgspec
 
 from octavo.child_process import ChildFailed
 from octavo.engine.clients.client import AddRequests, Command, EngineInfo, QueryAnswer
-from octavo.engine.core import CoreOutputs
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.errors import InvalidRequest
 
 

@@ -48,11 +48,9 @@ from octavo.engine.clients.messages import (
     Stepped,
     encode_requests,
 )
-from octavo.engine.core import CoreOutputs
-from octavo.engine.kv.pin import Pin
-from octavo.engine.live.view import EngineView
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.view import EngineView
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
 from octavo.progress import Report
 

@@ -21,12 +21,10 @@ from octavo.engine.clients.messages import encode_requests
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.suspects import Suspects
 from octavo.engine.clients.watchdog import RestartBackoff, Watchdog
-from octavo.engine.core import CoreOutputs
-from octavo.engine.kv.pin import Pin
-from octavo.engine.live.view import EngineView
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineOutput, EngineRequest
-from octavo.engine.stats import EngineStats
+from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
+from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.view import EngineView
 from octavo.errors import OctavoError, PeerEngineDead
 from octavo.outputs import FinishReason
 from octavo.progress import Report

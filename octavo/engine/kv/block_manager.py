@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool
 from octavo.engine.kv.block_tables import BlockTables, Grant, LeafBlocks
 from octavo.engine.kv.important_blocks import ImportantBlocks, PromptPart
 from octavo.engine.kv.named_blocks import NamedBlocks
-from octavo.engine.kv.pin import Pin
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.kv.prefix_finder import NO_HIT, Hit, PrefixFinder
 from octavo.engine.kv.prefix_loader import NOTHING_TO_FETCH, Prefetch, PrefixLoader
 from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.kv.tier_connector import no_connector
 from octavo.engine.kv.tier_slots import Weighing
+from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
+from octavo.engine.protocol.requests import Pin
 from octavo.group_life import UNBOUNDED, Extent
 from octavo.kv_messages import BlockKey, BlockMove, BlockName
 from octavo.original_context import ONE_CONTEXT, OriginalContext

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.engine.kv.prefix_cache import PrefixCache
-from octavo.engine.stats import GroupBlocks
+from octavo.engine.protocol.stats import GroupBlocks
 from octavo.group_life import GROWING, AnyLife
 
 HOLE = -1

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.engine.kv.block_tables import BlockTables
+from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
 from octavo.kv_messages import BlockKey, BlockName, StreamedBlock
 from octavo.ports import Connector
 

@@ -15,8 +15,15 @@ from typing import Any, Self
 
 import msgspec
 
-from octavo.engine.live.view import MAX_STEPS, BlockMap, BlockRun, EngineView, RequestView, StepMark
-from octavo.engine.stats import EngineStats
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.view import (
+    MAX_STEPS,
+    BlockMap,
+    BlockRun,
+    EngineView,
+    RequestView,
+    StepMark,
+)
 from octavo.errors import OctavoError
 
 PERIOD_S = 0.1

@@ -11,7 +11,7 @@ from itertools import chain, groupby, islice
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import HOLE, BlockPool
-from octavo.engine.live.view import (
+from octavo.engine.protocol.view import (
     CACHED,
     FREE,
     HELD,

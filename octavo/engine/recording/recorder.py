@@ -17,10 +17,8 @@ import msgspec
 from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.kv.pin import Pin
 from octavo.engine.kv.tier_connector import Tiers
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
 from octavo.engine.step_costs import StepCosts
 from octavo.errors import ConfigError
 from octavo.original_context import ONE_CONTEXT, OriginalContext

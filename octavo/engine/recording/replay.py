@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.recording.recorder import (
     Event,
     PrefixCacheReset,
@@ -30,6 +29,7 @@ from octavo.engine.recording.recorder import (
     StepPlanned,
     lean_rows,
 )
+from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.errors import ConfigError, InvalidRequest

@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from octavo.engine.requests.result_consumer import BeamOutput, Branch, RequestProgress
+from octavo.engine.protocol.outputs import BeamOutput
+from octavo.engine.requests.result_consumer import Branch, RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.sampling_params import SamplingParams
 from octavo.step import RowResult, TokenLogprobs, Wants
 
 
 class StopTexts(Protocol):
-    """Finds stop strings in token ids. `engine/front/stop_texts.py` implements it."""
+    """Finds stop strings in token ids. `engine/requests/stop_strings.py` implements it."""
 
     def ended_by(self, token_ids: Sequence[int], token_id: int) -> str | None:
         """Returns the stop string that `token_id` completes after `token_ids`; None where it

@@ -1,7 +1,6 @@
-"""A request as the core knows it: as it comes in (EngineRequest), while it runs (Request), and what
-goes out (EngineOutput).
+"""A request while the core computes it, for the scheduler.
 
-One sample each: the front makes n of them where a user asks for n. Knows no text, no block and no
+One sample each: the frontend makes n of them if a user asks for n. Knows no text, no block and no
 array.
 """
 
@@ -11,117 +10,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
-import msgspec
-
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.requests.beam_search import BeamSearch, StopTexts
 from octavo.engine.requests.plain_generation import EndRules, PlainGeneration
 from octavo.engine.requests.pooling import Pooling
-from octavo.engine.requests.result_consumer import BeamOutput, ResultConsumer
+from octavo.engine.requests.result_consumer import ResultConsumer
 from octavo.engine.requests.timings import Stopwatch
 from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.group_life import UNBOUNDED
 from octavo.original_context import ONE_CONTEXT, OriginalContext
-from octavo.outputs import FinishReason, Timings
+from octavo.outputs import Timings
 from octavo.pooling_params import PoolingParams, RequestParams
 from octavo.step import (
-    AdapterRef,
-    EncoderInput,
-    MediaItem,
-    MediaPixels,
     TokenLogprobs,
     WeightArrivals,
 )
-from octavo.structured_outputs import GrammarSpec
-
-BACKGROUND_PRIORITY = 1 << 31
-"""Priority of background work under every policy; above all that users may give."""
-
-
-class EngineRequest(msgspec.Struct):
-    """A validated request, as the front hands it to the core; crosses process boundaries."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: RequestParams
-    seed: int
-    """Seed of its draws, 64 bits, always set."""
-    eos_token_ids: list[int] = []
-    """End-of-sequence ids; empty where the request ignores them."""
-    sample_index: int = 0
-    fork_of: str | None = None
-    """Request that shares its blocks with this one; None for a request by itself."""
-    fork_tokens: int | None = None
-    """Number of its first tokens that are `fork_of`'s too: it shares the blocks of those that are
-    computed when it starts. None: the request computes the same prompt.
-    """
-    cache_salt: str = ""
-    """Salt of the names of its blocks; prefix hits happen among equal salts only."""
-    priority: int = 0
-    """Priority under the policy of that name, where lower values go first; BACKGROUND_PRIORITY
-    stands behind all others under every policy.
-    """
-    tenant: str = ""
-    """Name of the tenant, among which a fair policy shares."""
-    arrival_time: float = 0.0
-    """Time of arrival, in seconds on the monotonic clock of the machine."""
-    output_token_ids: list[int] = []
-    """Tokens that an earlier core has already sampled for it."""
-    resumed: bool = False
-    """Whether an earlier core knew the request."""
-    grammar: GrammarSpec | None = None
-    """Grammar of its text; None: any text."""
-    mirostat_mu: float | None = None
-    """Bound of its mirostat after `output_token_ids`, where an earlier core told it."""
-    program: str = "decoder"
-    """Name of the model's Program that computes it."""
-    second_start: int | None = None
-    """Index of the first token of the second text, where the prompt is a pair of texts."""
-    kv_source: str = ""
-    """Address of the engine that computes its prompt's KV blocks; "" where this one does."""
-    sends_kv: bool = False
-    """Whether it is computed for another engine, which fetches the prompt's KV blocks."""
-    adapter: AdapterRef | None = None
-    """Adapter that its tokens are computed with; None: the plain model."""
-    media: list[MediaItem] = []
-    """Images among the prompt's tokens, in their order."""
-    pixels: list[MediaPixels] = []
-    """Pixels of the prompt's images, each image once."""
-    encoder_input: EncoderInput | None = None
-    """Input of the encoder before the decoder that computes its tokens; None without one."""
-    one_token: bool = False
-    """Whether it ends as aborted once it has one more token, unless that one is its end anyway."""
-
-
-class EngineOutput(msgspec.Struct, omit_defaults=True):
-    """New tokens or the end of one request after a step. Only the last output of a request has a
-    finish_reason.
-    """
-
-    request_id: str
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    """Logprobs, one entry for each of `token_ids`; None where they are not wanted."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """Logprobs of the prompt tokens from the second on, all at once with the first token."""
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """Stop token that ended the request, where one of `stop_token_ids` did."""
-    error: str | None = None
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    """Preemptions that moved its blocks to host memory."""
-    scheduled_ts: float | None = None
-    mirostat_mu: float | None = None
-    """Bound of mirostat after `token_ids`, for a core that may replace this one."""
-    pooled: bytes | None = None
-    """The pooled row of a request that wants one, in fp32, with the finish_reason."""
-    beams: list[BeamOutput] | None = None
-    """Sequences found by a beam search, all with the finish_reason; it yields no tokens before."""
-    timings: Timings | None = None
-    """Seconds by what they went to; set with the finish_reason, and wherever the front may end the
-    request by a stop string.
-    """
 
 
 class RequestStatus(Enum):

@@ -12,25 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import msgspec
-
+from octavo.engine.protocol.outputs import BeamOutput
 from octavo.engine.requests.token_row import Finish, TokenRow
-from octavo.outputs import FinishReason
 from octavo.pooling_params import RequestParams
 from octavo.step import RowResult, TokenLogprobs, Wants
-
-
-class BeamOutput(msgspec.Struct, omit_defaults=True):
-    """A finished sequence of a beam search, without the prompt."""
-
-    token_ids: list[int]
-    cumulative_logprob: float
-    score: float
-    """Cumulative logprob over the length to the power of the length penalty."""
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] = []
-    """One entry for each token where logprobs are wanted, else empty."""
 
 
 class Branch(NamedTuple):

@@ -13,11 +13,11 @@ from bisect import bisect_left
 from collections import deque
 from typing import NamedTuple
 
+from octavo.engine.protocol.requests import ON_ITS_WAY
 from octavo.outputs import Timings
 
 STEP_RUNNING = "a step was running"
 """Reason of a request that arrives while a step is computed."""
-ON_ITS_WAY = "on its way to the engine"
 ENGINE_REPLACED = "the engine was replaced"
 """Reason of a request that an earlier core knew, for all of its time before this core."""
 

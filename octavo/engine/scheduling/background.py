@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from octavo.engine.requests.request import BACKGROUND_PRIORITY, Request
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
+from octavo.engine.requests.request import Request
 from octavo.engine.scheduling.policy import FirstComeFirstServed, Policy
 
 

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from octavo.config.cache_options import CacheOptions
 from octavo.config.checks import tenant_weights
 from octavo.config.scheduler_options import SchedulerOptions
-from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import TierConnector, Tiers
-from octavo.engine.scheduling.admission import Admission, PromptLimits
+from octavo.engine.protocol.prompt_limits import PromptLimits
+from octavo.engine.requests.stop_strings import MakeStopTexts
+from octavo.engine.scheduling.admission import Admission
 from octavo.engine.scheduling.background import BackgroundLast
 from octavo.engine.scheduling.batching import build_batching
 from octavo.engine.scheduling.multi_step import MultiStepPolicy

@@ -13,19 +13,13 @@ from typing import Literal
 import msgspec
 
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
-from octavo.engine.kv.block_names import BlockNaming, media_of_blocks
 from octavo.engine.kv.prefix_loader import Prefetch
+from octavo.engine.protocol.block_hashes import BlockNaming, media_of_blocks
+from octavo.engine.protocol.prompt_limits import OK, AdmissionDecision
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import Branch
 from octavo.engine.requests.token_row import TokenRow
-from octavo.engine.scheduling.admission import (
-    NO_BLOCKS,
-    NO_PROMPT,
-    OK,
-    READING,
-    Admission,
-    AdmissionDecision,
-)
+from octavo.engine.scheduling.admission import NO_BLOCKS, NO_PROMPT, READING, Admission
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.group_life import UNBOUNDED
 from octavo.kv_messages import BlockMove

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from octavo.engine.adapters import AdapterPlaces
 from octavo.engine.kv.block_manager import BlockManager
-from octavo.engine.requests.request import EngineOutput, Request, RequestStatus
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import RequestProgress
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.requests.token_row import Finish, TokenRow
@@ -20,7 +22,6 @@ from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.request_queues import RequestQueues
 from octavo.engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight
 from octavo.engine.speculation.speculation import Speculating
-from octavo.engine.stats import EngineStats
 from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs, WeightArrivals
 
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 import msgspec
 
 from octavo.engine.adapters import AdapterPlaces
-from octavo.engine.front.stop_texts import MakeStopTexts
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.media import MediaPlaces
-from octavo.engine.requests.changes import RequestChange
-from octavo.engine.requests.request import EngineOutput, EngineRequest, Request, RequestStatus
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.prompt_limits import Verdict
+from octavo.engine.protocol.requests import EngineRequest, RequestChange
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.requests.request import Request, RequestStatus
+from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.timings import STEP_RUNNING, Timekeeper
 from octavo.engine.requests.token_row import Finish
-from octavo.engine.scheduling.admission import NO_BLOCKS, Admission, Verdict
+from octavo.engine.scheduling.admission import NO_BLOCKS, Admission
 from octavo.engine.scheduling.batching import Batching
 from octavo.engine.scheduling.grammar_gate import GrammarGate
 from octavo.engine.scheduling.multi_step import MultiStepPolicy
@@ -35,7 +38,6 @@ from octavo.engine.speculation.speculation import (
     Speculating,
     Speculation,
 )
-from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.outputs import Timings
 from octavo.sampling_params import SamplingParams

@@ -14,6 +14,8 @@ from octavo.engine.adapters import AdapterPlaces
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_tables import Grant
 from octavo.engine.media import MediaPlaces
+from octavo.engine.protocol.prompt_limits import OK, AdmissionDecision
+from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.requests.token_row import TokenRow
@@ -23,10 +25,8 @@ from octavo.engine.scheduling.admission import (
     LOADING,
     NO_BLOCKS,
     NO_PROMPT,
-    OK,
     READING,
     STEP_FULL,
-    AdmissionDecision,
 )
 from octavo.engine.scheduling.batching import Batching, BatchingState, PromptStep
 from octavo.engine.scheduling.grammar_gate import GrammarGate
@@ -39,7 +39,6 @@ from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.engine.scheduling.step_time import step_time
 from octavo.engine.scheduling.steps_in_flight import StepsInFlight
 from octavo.engine.speculation.speculation import Speculating
-from octavo.engine.stats import EngineStats
 from octavo.engine.step_costs import StepCosts
 from octavo.step import StepPlan
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.speculation.drafter import NO_DRAFT, Draft
 
 GRAM = 4

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from octavo.draft_tree import DraftTree
 from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.result_consumer import ResultConsumer
 from octavo.engine.requests.token_row import TokenRow
@@ -35,7 +36,6 @@ from octavo.engine.speculation.policy import NO_STEP, PlainStep, RowDraft, Specu
 from octavo.engine.speculation.row_history import RowHistory
 from octavo.engine.speculation.suffix import SuffixDrafter
 from octavo.engine.speculation.throughput import LIKELY, ThroughputPolicy
-from octavo.engine.stats import EngineStats
 from octavo.step import RowResult, ScheduledRow
 
 SpecMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "auto"]

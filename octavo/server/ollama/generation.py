@@ -14,8 +14,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from octavo.engine.front.arguments import Prompt
 from octavo.errors import InvalidRequest
+from octavo.frontend.arguments import Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of, require_operator
 from octavo.server.body import body_bytes, body_of

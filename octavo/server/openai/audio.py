@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from octavo.engine.front.input_processor import FrontRequest, Origin
-from octavo.engine.front.transcriptions import SpeechOptions, SpeechTask
 from octavo.errors import InvalidRequest, ServerError, shown
+from octavo.frontend.input_processor import FrontRequest, Origin
+from octavo.frontend.transcription import SpeechOptions, SpeechTask
 from octavo.outputs import RequestOutput
 from octavo.server.auth import origin_of
 from octavo.server.body import get_ignored

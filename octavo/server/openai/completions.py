@@ -10,8 +10,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UnsetType
 
 from octavo.async_llm import AsyncLLM
-from octavo.engine.front.arguments import Prompt as EnginePrompt
 from octavo.errors import InvalidRequest
+from octavo.frontend.arguments import Prompt as EnginePrompt
 from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import origin_of

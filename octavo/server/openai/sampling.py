@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.engine.front.sampling_defaults import params_over
+from octavo.frontend.sampling_defaults import params_over
 from octavo.sampling_params import SamplingParams
 from octavo.server.openai.bodies import SAMPLING_FIELDS, SamplingBody
 from octavo.server.openai.structured import structured_outputs_of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from octavo.async_llm import AsyncLLM
-from octavo.engine.front.prompt_inputs import Truncation
 from octavo.errors import InvalidRequest
+from octavo.frontend.prompt_inputs import Truncation
 from octavo.server.openai.bodies import PromptBody
 
 

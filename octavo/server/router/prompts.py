@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockNaming
 from octavo.routing.job import RoutingJob
 from octavo.server.router.members import Members
 from octavo.server.router.upstream import UpstreamLost

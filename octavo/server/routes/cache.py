@@ -10,9 +10,9 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 
 from octavo.async_llm import AsyncLLM
-from octavo.engine.front.arguments import Prompt as EnginePrompt
-from octavo.engine.stats import EngineStats
+from octavo.engine.protocol.stats import EngineStats
 from octavo.errors import InvalidRequest
+from octavo.frontend.arguments import Prompt as EnginePrompt
 from octavo.prompt_ports import Rendering
 from octavo.server.auth import require_operator
 from octavo.server.body import Body, body_of

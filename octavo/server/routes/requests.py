@@ -16,10 +16,10 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
-from octavo.engine.front.changes import Fork
-from octavo.engine.front.input_processor import FrontRequest
-from octavo.engine.live.requests import STATES, LiveRequest
 from octavo.errors import EngineDead, InvalidRequest, RequestNotFound
+from octavo.frontend.changes import Fork
+from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.live_requests import STATES, LiveRequest
 from octavo.server.auth import is_operator, origin_of, owner_of, require_operator
 from octavo.server.body import Body, body_of
 from octavo.server.fields import Whole, field

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Query, Response
 
-from octavo.engine.front.prompt_inputs import Truncation
 from octavo.errors import InvalidRequest
+from octavo.frontend.prompt_inputs import Truncation
 from octavo.prompt_ports import Tokenizer
 from octavo.sampling_limits import INT32_MAX
 from octavo.server.body import Body, body_of

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.engine.front.arguments import PoolingPrompt
+from octavo.frontend.arguments import PoolingPrompt
 from octavo.pooling_params import TextPair
 from octavo.server.auth import origin_of
 from octavo.server.body import body_of

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.utils import floatToGoString
 
-from octavo.engine.front.output_processor import LostRequest
+from octavo.frontend.output_processor import LostRequest
 from octavo.outputs import RequestMetrics, RequestOutput
 from octavo.pooling_params import RequestParams
 

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
-from octavo.engine.kv.pin import Pin
+from octavo.engine.protocol.requests import Pin
 from octavo.errors import ConfigError, EngineDead, InvalidRequest, Unavailable
 from tests.support.core_builders import INFO, build
 from tests.support.engine_fakes import expected_tokens, make_request

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from octavo.engine.clients.fleet import FleetClient
-from octavo.engine.stats import EngineStats, GroupBlocks, KvBytes, total_stats
+from octavo.engine.protocol.stats import EngineStats, GroupBlocks, KvBytes, total_stats
 from octavo.routing.policies import ROUTING_POLICIES
 from octavo.routing.router import Router
 from octavo.routing.target import Target

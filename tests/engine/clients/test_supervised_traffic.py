@@ -14,7 +14,7 @@ import pytest
 from octavo.engine.clients import watchdog
 from octavo.engine.clients.client import AddRequests
 from octavo.engine.clients.supervised import SupervisedClient
-from octavo.engine.stats import EngineStats
+from octavo.engine.protocol.stats import EngineStats
 from octavo.errors import EngineDead
 from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
-from octavo.engine.kv.block_names import BlockChain, BlockNaming
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
+from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
 from octavo.group_life import (
     GROWING,
     UNBOUNDED,

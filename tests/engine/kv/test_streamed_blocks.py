@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from octavo.engine.kv.block_manager import BlockManager
-from octavo.engine.kv.block_names import BlockNaming
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import TierConnector, Tiers
+from octavo.engine.protocol.block_hashes import BlockNaming
 from octavo.kv_messages import StreamedBlock
 
 BLOCK = 4

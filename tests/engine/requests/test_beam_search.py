@@ -12,7 +12,7 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.scheduling.admission import Verdict
+from octavo.engine.protocol.prompt_limits import Verdict
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.group_life import StateLife
 from tests.support.engine_fakes import (

@@ -4,7 +4,8 @@ import pytest
 
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.scheduling.admission import OK, Admission, PromptLimits, Verdict
+from octavo.engine.protocol.prompt_limits import OK, PromptLimits, Verdict
+from octavo.engine.scheduling.admission import Admission
 from octavo.errors import ConfigError
 from tests.support.engine_fakes import (
     FakeExecutor,

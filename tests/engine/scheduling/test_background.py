@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from octavo.engine.requests.request import BACKGROUND_PRIORITY
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from octavo.engine.kv.block_names import BlockNaming, media_of_blocks
 from octavo.engine.media import MediaPlaces
+from octavo.engine.protocol.block_hashes import BlockNaming, media_of_blocks
 from octavo.step import MediaItem, MediaPixels
 from tests.support.engine_fakes import (
     BLOCK,

@@ -4,7 +4,7 @@ import pytest
 
 from octavo.engine.clients.ledger import UnfinishedRequest
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.step_costs import CostPoint, StepCosts
 from octavo.sampling_params import SamplingParams
 from tests.support.engine_fakes import (

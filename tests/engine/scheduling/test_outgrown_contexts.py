@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockNaming
 from octavo.original_context import OriginalContext
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 

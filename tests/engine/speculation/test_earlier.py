@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.requests.request import EngineRequest
+from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.speculation.drafter import NO_DRAFT, Draft
 from octavo.engine.speculation.earlier import GRAM, LONGEST, TOKEN_BYTES, EarlierAnswers
 from octavo.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from octavo.engine.kv.block_names import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockNaming
 from octavo.routing.cached_names import CachedNames
 from octavo.server.router.kv_feed import KvFeed, reachable
 from octavo.transfer.block_events import BlocksCleared, BlocksRemoved, BlocksStored

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.engine.front.sampling_defaults import params_over
 from octavo.errors import InvalidRequest
+from octavo.frontend.sampling_defaults import params_over
 from octavo.sampling_params import SamplingParams
 from octavo.server.body_part import BodyPart
 from octavo.server.fields import Whole, field, sampling, stop_texts, taken, user_name

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from octavo.engine.front.input_processor import Origin
 from octavo.errors import ContextTooLong, InvalidRequest, OctavoError
+from octavo.frontend.input_processor import Origin
 from octavo.prompt_ports import Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.conversation import Conversation

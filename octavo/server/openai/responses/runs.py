@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from starlette.exceptions import HTTPException
 
-from octavo.engine.front.input_processor import Origin
 from octavo.errors import EngineDead, OctavoError, Overloaded, Unavailable
+from octavo.frontend.input_processor import Origin
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import ENDED

@@ -1,0 +1,153 @@
+"""The names of full KV blocks: a chain of hashes over all that a block's contents depend on.
+
+A block's digest hashes its parent's digest, its token ids and the digests of the media inside it;
+the parent of the first block is a root that hashes the request's salt, its adapter's content, its
+encoder's input and where its positions begin.
+Roots and blocks are hashed in domains of their own, so that no salt is ever taken for a block.
+Source: vLLM's hash per block.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from octavo.group_life import UNBOUNDED
+from octavo.kv_messages import BlockKey
+from octavo.routing.cached_names import CachedNames
+from octavo.step import MediaItem
+from octavo.transfer.block_events import BlockEvent, BlocksRemoved, BlocksStored
+
+DIGEST_BYTES = 16
+TOKEN_BYTES = array("i").itemsize
+ROOT_DOMAIN = b"octavo root"
+BLOCK_DOMAIN = b"octavo block"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNaming:
+    """Everything but its tokens that the names of a request's blocks depend on."""
+
+    salt: str = ""
+    """A text that separates tenants: blocks are shared among equal salts only."""
+    adapter_digest: bytes = b""
+    """A digest of the adapter's content; empty for the plain model."""
+    input_digest: bytes = b""
+    """A digest of the encoder's input, which a decoder's tokens attend to; empty without one."""
+    media: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
+    """Digests of the media whose tokens lie in a block, by the block's index, as
+    `media_of_blocks` makes them."""
+    num_named_tokens: int = UNBOUNDED
+    """Tokens from the first one on whose blocks have names: K and V of those behind them are the
+    request's own, and none of the others' stand in for them."""
+
+    first_position: int = 0
+    """Position of the first token: equal tokens have other keys behind another one."""
+
+    def root(self) -> bytes:
+        """Returns the parent of the first block."""
+        salt = self.salt.encode()
+        parts = [struct.pack("<Q", len(salt)), salt, self.adapter_digest]
+        if self.input_digest:
+            parts.append(b"encoder" + self.input_digest)
+        if self.first_position:
+            parts.append(b"position" + struct.pack("<Q", self.first_position))
+        return blake2b(b"".join(parts), digest_size=DIGEST_BYTES, person=ROOT_DOMAIN).digest()
+
+    def block(self, parent: bytes, token_ids: tuple[int, ...], index: int) -> BlockKey:
+        """Returns the key of the block at `index` of a chain."""
+        extra = self.media.get(index, ())
+        hashed = blake2b(parent, digest_size=DIGEST_BYTES, person=BLOCK_DOMAIN)
+        hashed.update(array("i", token_ids).tobytes())
+        for digest in extra:
+            hashed.update(struct.pack("<Q", len(digest)) + digest)
+        return BlockKey(hashed.digest(), parent, token_ids, extra)
+
+    def digests(self, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        """Returns the digests of all full blocks of a text without media, as `block` makes them,
+        at less cost.
+        """
+        num_bytes = block_size * TOKEN_BYTES
+        data = array("i", token_ids).tobytes()
+        parent, made = self.root(), []
+        for end in range(num_bytes, len(data) + 1, num_bytes):
+            hashed = parent + data[end - num_bytes : end]
+            parent = blake2b(hashed, digest_size=DIGEST_BYTES, person=BLOCK_DOMAIN).digest()
+            made.append(parent)
+        return made
+
+
+def media_of_blocks(media: Iterable[MediaItem], block_size: int) -> dict[int, tuple[bytes, ...]]:
+    """Returns the digests of the media whose tokens lie in a block, by the block's index, each with
+    the place of its first token within the block: equal tokens may be other parts of an image.
+    """
+    found: dict[int, tuple[bytes, ...]] = {}
+    for item in media:
+        for index in range(item.place // block_size, -(-item.end // block_size)):
+            place = struct.pack("<q", item.place - index * block_size)
+            found[index] = (*found.get(index, ()), item.digest + place)
+    return found
+
+
+class BlockChain:
+    """The keys of one request's full blocks, as far as anything has asked for them."""
+
+    __slots__ = ("keys", "last_mark", "naming", "num_named", "num_named_tokens")
+
+    def __init__(self, naming: BlockNaming) -> None:
+        self.naming = naming
+        self.keys: list[BlockKey] = []
+        self.num_named_tokens = naming.num_named_tokens
+        """Tokens whose blocks get names: the naming's, or fewer where the request goes without some
+        of the keys before them."""
+        self.num_named = 0
+        """Blocks whose names the prefix cache knows, or another block bears."""
+        self.last_mark = 0
+        """End of the last whole block of what was known at the start, but for its last token;
+        there a state is kept.
+        """
+
+    def fork(self, num_blocks: int) -> BlockChain:
+        """Returns the chain of a row that shares the first `num_blocks` blocks."""
+        child = BlockChain(self.naming)
+        child.keys = self.keys[:num_blocks]
+        child.num_named = min(num_blocks, self.num_named)
+        child.last_mark = self.last_mark
+        child.num_named_tokens = self.num_named_tokens
+        return child
+
+    def extend(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> list[BlockKey]:
+        """Returns the keys of the first `num_blocks` blocks; `token_ids` are the request's from its
+        first one on.
+        """
+        keys = self.keys
+        parent = keys[-1].digest if keys else self.naming.root()
+        for index in range(len(keys), num_blocks):
+            block = tuple(token_ids[index * block_size : (index + 1) * block_size])
+            keys.append(self.naming.block(parent, block, index))
+            parent = keys[-1].digest
+        return keys[:num_blocks]
+
+    def named(self) -> Sequence[BlockKey]:
+        """Returns the keys of the blocks that have been named."""
+        return self.keys[: self.num_named]
+
+    def name_until(self, num_blocks: int) -> Iterator[tuple[int, BlockKey]]:
+        """Yields (index, key) of the blocks that get a name now; counts them as named."""
+        first, self.num_named = self.num_named, max(self.num_named, num_blocks)
+        for index in range(first, self.num_named):
+            yield index, self.keys[index]
+
+
+def note_events(cached: CachedNames, events: Iterable[BlockEvent]) -> None:
+    """Takes in what an engine's prefix cache has gained and lost."""
+    for event in events:
+        if isinstance(event, BlocksStored):
+            cached.add(event.digests)
+        elif isinstance(event, BlocksRemoved):
+            cached.remove(event.digests)
+        else:
+            cached.clear()

@@ -1,0 +1,75 @@
+"""What the engine core sends back after each step.
+
+Data only; crosses process boundaries.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.view import EngineView
+from octavo.engine.step_costs import StepCosts
+from octavo.outputs import FinishReason, Timings
+from octavo.step import TokenLogprobs
+from octavo.transfer.block_events import BlockEvent
+
+
+class BeamOutput(msgspec.Struct, omit_defaults=True):
+    """A finished sequence of a beam search, without the prompt."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    """Cumulative logprob over the length to the power of the length penalty."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = []
+    """One entry for each token where logprobs are wanted, else empty."""
+
+
+class EngineOutput(msgspec.Struct, omit_defaults=True):
+    """New tokens or the end of one request after a step. Only the last output of a request has a
+    finish_reason.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    """Logprobs, one entry for each of `token_ids`; None where they are not wanted."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Logprobs of the prompt tokens from the second on, all at once with the first token."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """Stop token that ended the request, where one of `stop_token_ids` did."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    """Preemptions that moved its blocks to host memory."""
+    scheduled_ts: float | None = None
+    mirostat_mu: float | None = None
+    """Bound of mirostat after `token_ids`, for a core that may replace this one."""
+    pooled: bytes | None = None
+    """The pooled row of a request that wants one, in fp32, with the finish_reason."""
+    beams: list[BeamOutput] | None = None
+    """Sequences found by a beam search, all with the finish_reason; it yields no tokens before."""
+    timings: Timings | None = None
+    """Seconds by what they went to; set with the finish_reason, and wherever the front may end the
+    request by a stop string.
+    """
+
+
+class CoreOutputs(msgspec.Struct):
+    """The outputs of one step, or of one of its decode steps."""
+
+    outputs: list[EngineOutput]
+    stats: EngineStats
+    view: EngineView | None = None
+    """The engine after the step, now and then while it is watched."""
+    block_events: list[BlockEvent] = []
+    """Events of the blocks that the prefix cache finds, where the engine logs them."""
+    engine: int = 0
+    """Index of the engine among those of its front."""
+    costs: StepCosts | None = None
+    """Costs of steps as measured so far, now and then."""

@@ -1,0 +1,161 @@
+"""The limits on the length of a prompt, which the frontend checks before anything is queued and the
+scheduler for the requests that it gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class Verdict(Enum):
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class AdmissionDecision(NamedTuple):
+    """The verdict on one request, and its grounds."""
+
+    verdict: Verdict
+    reason: str = ""
+    """Resource that the request waits for; or the limit that it breaks, what it has and what is
+    allowed.
+    """
+    hint: str | None = None
+    num_tokens: int = 0
+    """Tokens of a prompt that is too long, at least."""
+    max_tokens: int = 0
+    """Tokens that a prompt may have which is too long."""
+
+
+OK = AdmissionDecision(Verdict.OK)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """Limits that a prompt is checked against once. The context and the KV cache must have room for
+    one more token, where one is drawn.
+    """
+
+    max_prompt_len: int | None
+    max_model_len: int
+    kv_capacity_tokens: int
+    max_whole_prompt: int | None = None
+    """Tokens of a step where prompts are not chunked and have to fit into one; None elsewhere."""
+    max_num_seqs: int = 1 << 30
+    block_size: int = 16
+    shares_blocks: bool = True
+    """Whether requests may hold the same block, as beams do."""
+
+    def most_tokens(self, num_needed: int) -> int:
+        """Returns the longest prompt that `judge` takes where `num_needed` tokens come after it."""
+        most = min(self.max_model_len, self.kv_capacity_tokens) - num_needed
+        limits = (self.max_prompt_len, self.max_whole_prompt)
+        return min([most, *(limit for limit in limits if limit is not None)])
+
+    def max_num_tokens(self, num_prompt_tokens: int, num_seqs: int = 1) -> int:
+        """Returns the most tokens of each of a request's rows, which share the full blocks of the
+        prompt alone.
+        """
+        num_blocks = self.kv_capacity_tokens // self.block_size
+        num_shared = num_prompt_tokens // self.block_size
+        return min(
+            self.max_model_len,
+            (num_shared + (num_blocks - num_shared) // num_seqs) * self.block_size,
+        )
+
+    def judge(
+        self,
+        num_prompt_tokens: int,
+        beam_width: int | None = None,
+        *,
+        at_least: bool = False,
+        num_needed: int = 1,
+    ) -> AdmissionDecision:
+        """Returns OK or NEVER for a prompt of that length, or with `at_least` of that length at
+        least; `beam_width` is None without beams. `num_needed`: tokens that must find room after
+        the prompt.
+        """
+        got = f"at least {num_prompt_tokens}" if at_least else str(num_prompt_tokens)
+        decision = self._judge_prompt(num_prompt_tokens, got, num_needed)
+        if decision is not OK:
+            return decision
+        if beam_width is None:
+            decision = self._judge_room(num_prompt_tokens, got, num_needed)
+        else:
+            decision = self._judge_beams(num_prompt_tokens, beam_width)
+        return self._judge_whole(num_prompt_tokens, got) if decision is OK else decision
+
+    def _judge_beams(self, num_prompt_tokens: int, beam_width: int) -> AdmissionDecision:
+        if not self.shares_blocks:
+            hint = "leave kv_layout at paged, and the KV cache on"
+            return AdmissionDecision(
+                Verdict.NEVER,
+                f"beam_width: got {beam_width}, but beams share KV blocks, and this engine shares"
+                " none",
+                hint,
+            )
+        if beam_width > self.max_num_seqs:
+            what = (
+                f"beam_width: got {beam_width}, allowed are at most {self.max_num_seqs} sequences"
+                " at once (max_num_seqs)"
+            )
+            return AdmissionDecision(Verdict.NEVER, what, "raise max_num_seqs")
+        if self.kv_capacity_tokens == 0:  # a group has fewer states than there are beams
+            return AdmissionDecision(
+                Verdict.NEVER,
+                f"beam_width: got {beam_width}, but the KV cache has no room for {beam_width}"
+                " sequences at once",
+                "raise kv_cache_memory_bytes",
+            )
+        if num_prompt_tokens + 1 > self.max_num_tokens(num_prompt_tokens, beam_width):
+            what = (
+                f"beam_width: got {beam_width}, but the KV cache holds {self.kv_capacity_tokens}"
+                " tokens"
+            )
+            return AdmissionDecision(
+                Verdict.NEVER,
+                f"{what}: too few for these beams after a prompt of {num_prompt_tokens}",
+                "raise kv_cache_memory_bytes",
+            )
+        return OK
+
+    def _judge_prompt(self, num: int, got: str, num_needed: int) -> AdmissionDecision:
+        """Compares a prompt with the limits of its length alone; `got` is its number of tokens as
+        messages say it.
+        """
+        if self.max_prompt_len is not None and num > self.max_prompt_len:
+            limit = f"The prompt limit is {self.max_prompt_len} tokens"
+            return _never(limit, num, got, self.max_prompt_len, "raise max_prompt_len")
+        if num + num_needed > self.max_model_len:
+            limit = f"This model's maximum context length is {self.max_model_len} tokens"
+            return _never(limit, num, got, self.max_model_len - num_needed)
+        return OK
+
+    def _judge_room(self, num: int, got: str, num_needed: int) -> AdmissionDecision:
+        """Compares a prompt with what the KV cache holds of one row."""
+        if num + num_needed > self.kv_capacity_tokens:
+            limit = f"The KV cache holds {self.kv_capacity_tokens} tokens"
+            allowed = self.kv_capacity_tokens - num_needed
+            return _never(limit, num, got, allowed, "raise kv_cache_memory_bytes")
+        return OK
+
+    def _judge_whole(self, num: int, got: str) -> AdmissionDecision:
+        """Compares a prompt with the tokens of a step, where it has to fit into one."""
+        if self.max_whole_prompt is not None and num > self.max_whole_prompt:
+            limit = (
+                f"The batch limit is {self.max_whole_prompt} tokens a step, and prompts are not"
+                " chunked"
+            )
+            hint = "raise max_num_batched_tokens, or allow chunked prefill"
+            return _never(limit, num, got, self.max_whole_prompt, hint)
+        return OK
+
+
+def _never(
+    limit: str, num: int, got: str, allowed: int, hint: str | None = None
+) -> AdmissionDecision:
+    reason = f"{limit}, the prompt has {got}; allowed are at most {allowed}"
+    return AdmissionDecision(Verdict.NEVER, reason, hint, num, allowed)

@@ -1,0 +1,194 @@
+"""Limits on the requests and prompt tokens that may wait: the queue's, and together with those of
+latency all that a frontend applies, with counts of rejected requests.
+
+Counts what was sent and what the core reports (EngineStats), so it knows the queue without asking,
+and tells a rejected client when to retry from the rate at which requests left the queue in the last
+seconds. Reads no clock itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from octavo.config.engine_config import EngineConfig
+from octavo.config.scheduler_options import SchedulerOptions
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
+from octavo.engine.protocol.stats import EngineStats
+from octavo.errors import InvalidRequest, Overloaded
+from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.latency_limit import LatencyLimit
+
+MEASURED_S = 10.0
+"""Span over which the rate is measured, in seconds."""
+SAMPLE_S = 0.5
+"""Time between two samples of the queue's counts, in seconds."""
+UNKNOWN_S = 1.0
+"""Wait that is recommended where no rate is known yet, in seconds."""
+MAX_S = 300.0
+"""Longest wait that is recommended, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of requests, and the number of their prompts' tokens."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.requests + other.requests, self.tokens + other.tokens)
+
+    def __sub__(self, other: Size) -> Size:
+        return Size(self.requests - other.requests, self.tokens - other.tokens)
+
+
+class QueueLimit:
+    """A queue's limits, `max_num_queued_reqs` and `max_num_queued_tokens`: beyond them requests are
+    refused with Overloaded.
+    """
+
+    def __init__(self, options: SchedulerOptions, *, num_engines: int = 1) -> None:
+        self._max_reqs = options.max_num_queued_reqs
+        self._max_tokens = options.max_num_queued_tokens
+        self._max_running = options.max_num_seqs * num_engines
+        self._sent = Size()
+        self._stats = EngineStats()
+        self._left: deque[tuple[float, Size]] = deque()
+        """Moments of the last seconds, each with what had left the queue until then."""
+
+    def sent(self, size: Size) -> None:
+        """Counts requests that were given to the core."""
+        self._sent += size
+
+    def take(self, stats: EngineStats, now: float) -> None:
+        """Takes in the core's counts after a step."""
+        self._stats = stats
+        if not self._left or now - self._left[-1][0] >= SAMPLE_S:
+            self._left.append((now, _added(stats) - _waiting(stats)))
+        while now - self._left[0][0] > MEASURED_S and len(self._left) > 2:
+            self._left.popleft()
+
+    def check(self, more: Size, *, num_unfinished: int, now: float) -> None:
+        """Raises Overloaded where more may not be sent now, and InvalidRequest where it never may.
+        What finds a place among the running does not wait.
+
+        `num_unfinished` counts the requests known here: those aborted since the last step, which
+        the core's counts still hold, are not among them.
+        """
+        most = self._max_running + self._max_reqs
+        if more.requests > most:
+            hint = "ask for fewer samples, or raise max_num_queued_reqs"
+            raise InvalidRequest(
+                f"n: got {more.requests}, allowed are at most {most}, that run and wait at once",
+                param="n",
+                hint=hint,
+            )
+        waiting = _waiting(self._stats) + self._sent - _added(self._stats)
+        num_waiting = min(waiting.requests, num_unfinished)
+        num_places = max(0, self._max_running - self._stats.num_running - self._stats.num_swapped)
+        excess = num_waiting + more.requests - num_places - self._max_reqs
+        if excess > 0:
+            what = f"{max(0, num_waiting - num_places)} requests are waiting"
+            raise self._overloaded(
+                what, "max_num_queued_reqs", self._max_reqs, Size(requests=excess), now
+            )
+        if self._max_tokens is not None and num_waiting + more.requests > num_places:
+            excess = waiting.tokens + more.tokens - self._max_tokens
+            if excess > 0 and num_waiting:
+                what = f"{waiting.tokens} tokens are waiting"
+                raise self._overloaded(
+                    what, "max_num_queued_tokens", self._max_tokens, Size(tokens=excess), now
+                )
+
+    def _overloaded(
+        self, what: str, option: str, allowed: int, excess: Size, now: float
+    ) -> Overloaded:
+        return Overloaded(
+            f"the queue is full: {what}, allowed are {allowed}",
+            hint=f"try again later, or raise {option}",
+            retry_after_s=self._retry_after_s(excess, now),
+        )
+
+    def _retry_after_s(self, excess: Size, now: float) -> float:
+        """Returns the seconds in which the excess will have left, at the rate of the last seconds;
+        where nothing left, as long again.
+        """
+        if not self._left or now <= self._left[0][0]:
+            return UNKNOWN_S
+        since, earlier = self._left[0]
+        left, elapsed_s = _added(self._stats) - _waiting(self._stats) - earlier, now - since
+        needed_s = [
+            elapsed_s * wanted / gone if gone > 0 else max(UNKNOWN_S, elapsed_s)
+            for wanted, gone in ((excess.requests, left.requests), (excess.tokens, left.tokens))
+            if wanted > 0
+        ]
+        return min(max(needed_s, default=UNKNOWN_S), MAX_S)
+
+
+def _added(stats: EngineStats) -> Size:
+    return Size(stats.num_added, stats.num_added_tokens)
+
+
+def _waiting(stats: EngineStats) -> Size:
+    return Size(stats.num_waiting, stats.num_waiting_tokens)
+
+
+class AdmissionLimits:
+    """The limits of one engine's queue and of its predicted latencies; times are the clock's."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        num_engines = config.fleet.data_parallel_size
+        self._queue = QueueLimit(config.scheduler, num_engines=num_engines)
+        self._latency = LatencyLimit(config.scheduler, num_engines=num_engines)
+        self.rejections: Counter[str] = Counter()
+        """Requests that were refused, by the limit: queue or latency."""
+
+    def check_room(self, num_samples: int, *, num_unfinished: int) -> None:
+        """Raises Overloaded where the queue has no room for a request that is not read yet."""
+        with self._counting("queue"):
+            self._queue.check(
+                Size(num_samples), num_unfinished=num_unfinished, now=time.monotonic()
+            )
+
+    def check(self, request: FrontRequest, *, num_unfinished: int) -> None:
+        """Raises Overloaded where a request is too many, or would be too late."""
+        now = time.monotonic()
+        with self._counting("queue"):
+            self._queue.check(_size(request), num_unfinished=num_unfinished, now=now)
+        if not _is_background(request):
+            with self._counting("latency"):
+                self._latency.check(len(request.prompt_token_ids), len(request.samples), now)
+
+    def sent(self, request: FrontRequest) -> None:
+        """Counts a request that was given to the core."""
+        self._queue.sent(_size(request))
+        if not _is_background(request):
+            self._latency.sent(request, time.monotonic())
+
+    def take(self, step: CoreOutputs) -> None:
+        """Takes in what a step yielded."""
+        now = time.monotonic()
+        self._queue.take(step.stats, now)
+        self._latency.take(step.outputs, step.stats, step.costs, now)
+
+    @contextmanager
+    def _counting(self, limit: str) -> Iterator[None]:
+        try:
+            yield
+        except Overloaded:
+            self.rejections[limit] += 1
+            raise
+
+
+def _size(request: FrontRequest) -> Size:
+    return Size(len(request.samples), len(request.samples) * len(request.prompt_token_ids))
+
+
+def _is_background(request: FrontRequest) -> bool:
+    """Tells whether a request goes behind all others, and so delays none."""
+    return request.origin.priority == BACKGROUND_PRIORITY

@@ -1,0 +1,87 @@
+"""Calls of several requests on one event loop: texts that are pooled together, a sound's windows.
+
+Knows which requests belong together and how their outputs are joined; how one request is prepared
+and started is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from octavo.frontend.arguments import PoolingPrompt
+from octavo.frontend.frontend import Front
+from octavo.frontend.input_processor import FrontRequest, Origin
+from octavo.frontend.pooling import OutputT, PoolingJob
+from octavo.frontend.streams import RequestStream
+from octavo.frontend.transcription import Listening, SoundWindow, SpeechOptions, next_windows
+from octavo.outputs import RequestOutput
+from octavo.pooling_params import PoolingParams
+from octavo.transcription import Transcription
+
+Compute = Callable[[Sequence[FrontRequest]], Awaitable[list[RequestOutput]]]
+"""Runs requests together and returns their final outputs, in their order."""
+Prepare = Callable[[str, PoolingPrompt, PoolingParams], Awaitable[FrontRequest]]
+"""Checks and tokenizes the prompt of a request id."""
+
+
+class Submit(Protocol):
+    """Starts a prepared request."""
+
+    def __call__(self, request: FrontRequest, *, deltas: bool) -> RequestStream: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncJobs:
+    """Runs the requests of a call together; cancelling a call aborts them."""
+
+    front: Front
+    next_id: Callable[[], str]
+    prepare: Prepare
+    submit: Submit
+
+    async def pool(self, job: PoolingJob[OutputT]) -> list[OutputT]:
+        """Computes a job's prompts together."""
+        prepared = [
+            await self.prepare(self.next_id(), prompt, job.params) for prompt in job.prompts
+        ]
+        return job.read(await self.all(prepared))
+
+    async def all(self, requests: Sequence[FrontRequest]) -> list[RequestOutput]:
+        """Computes requests together and returns their outputs, in their order."""
+        streams: list[RequestStream] = []
+        try:
+            for request in requests:
+                streams.append(self.submit(request, deltas=False))
+            return [await stream.final() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abandon()
+
+    async def transcribe(
+        self, data: bytes, options: SpeechOptions, origin: Origin, compute: Compute | None = None
+    ) -> Transcription:
+        """Returns the text of a sound file; `compute` runs its windows, or else `all`."""
+        hearing, compute = self.front.hearing, compute or self.all
+        options = hearing.checked(options)
+        sound = await asyncio.to_thread(hearing.hearing.sound, data)
+        if hearing.asks_language(options):
+            first = hearing.language_request(self.next_id(), sound.window(0.0), origin)
+            (found,) = await compute([first])
+            options = replace(options, language=hearing.language_of(found))
+        listening = Listening(hearing, sound, options)
+        while windows := [window for _, window in next_windows([listening])]:
+            made = partial(self._sound_requests, windows, options, origin)
+            outputs = await compute(await asyncio.to_thread(made))
+            for window, output in zip(windows, outputs, strict=True):
+                listening.take(window, output)
+        return listening.result()
+
+    def _sound_requests(
+        self, windows: Sequence[SoundWindow], options: SpeechOptions, origin: Origin
+    ) -> list[FrontRequest]:
+        hearing = self.front.hearing
+        return [hearing.request(self.next_id(), one, options, origin) for one in windows]

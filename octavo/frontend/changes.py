@@ -1,0 +1,231 @@
+"""Changes and forks of requests that run or have just finished: what a user passes in, checked.
+
+Makes FrontRequests out of FrontRequests; raises InvalidRequest with what was got and what is
+allowed. Applies nothing: the core does, between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
+from octavo.errors import InvalidRequest, shown
+from octavo.frontend.arguments import as_list
+from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, InputProcessor, Origin
+from octavo.frontend.output_processor import RequestState
+from octavo.frontend.params_resolver import need_tokenizer
+from octavo.sampling_params import SamplingParams, whole_number
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """New values of a request that waits or runs; None leaves a field as it is."""
+
+    max_tokens: int | None = None
+    priority: int | None = None
+    stop: str | list[str] | None = None
+    """Stop texts in place of the present ones; [] for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A request that goes on from a point of another one."""
+
+    request_id: str
+    index: int = 0
+    """Index of the parent's sample."""
+    keep: int | None = None
+    """Number of the sample's tokens that the fork keeps; None for all."""
+    then: str | Sequence[int] = ()
+    """Tokens, or a text, that come after these."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of SamplingParams in which it differs from its parent."""
+    origin: Origin = DEFAULT_ORIGIN
+
+
+# -- changes ---------------------------------------------------------------------------------------
+
+
+def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) -> FrontRequest:
+    """Returns the request with new values; InvalidRequest where they are out of their range."""
+    request, params = state.request, state.request.sampling_params
+    fields: dict[str, Any] = {}
+    if update == RequestUpdate():
+        raise InvalidRequest("got no change, needed is one of max_tokens, priority, stop")
+    if update.max_tokens is not None:
+        fields["max_tokens"] = _max_tokens(inputs, state, update.max_tokens)
+    if update.stop is not None:
+        fields["stop"] = update.stop
+    if params.beam_width is not None and fields:
+        name = next(iter(fields))
+        raise InvalidRequest(
+            f"{name}: got a change of a beam search, allowed is one of its priority", param=name
+        )
+    params = inputs.params.resolve(_with(params, fields))
+    origin = request.origin
+    if update.priority is not None:
+        origin = _with_priority(inputs, origin, update.priority)
+    replaced = msgspec.structs.replace
+    samples = [
+        replaced(one, params=replaced(one.params, **fields), priority=origin.priority)
+        for one in request.samples
+    ]
+    return replace(request, params=params, origin=origin, samples=samples)
+
+
+def _with_priority(inputs: InputProcessor, origin: Origin, priority: int) -> Origin:
+    """Returns the origin with another priority; background requests and others stay what they are,
+    since policies account for the two apart.
+    """
+    if BACKGROUND_PRIORITY in (origin.priority, priority) and origin.priority != priority:
+        raise InvalidRequest(
+            f"priority: got {shown(priority)}, allowed is no change from or to the background's",
+            param="priority",
+        )
+    return inputs.checked_origin(replace(origin, priority=priority))
+
+
+def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
+    """Returns a new length that is not below what is generated, nor beyond the context."""
+    num_prompt = len(state.request.samples[0].prompt_token_ids)
+    lowest = max(1, state.num_output_tokens)
+    highest = inputs.limits.prompts.max_num_tokens(num_prompt) - num_prompt
+    number = whole_number(value)
+    if number is None or not lowest <= number <= highest:
+        raise InvalidRequest(
+            f"max_tokens: got {shown(value)}, allowed are {lowest} to {highest}:"
+            f" {state.num_output_tokens} tokens are generated already, and {highest} fit after a"
+            f" prompt of {num_prompt}",
+            param="max_tokens",
+        )
+    return number
+
+
+# -- forks -----------------------------------------------------------------------------------------
+
+
+def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequest:
+    """Returns a request that goes on from a point of another one, whose blocks it shares.
+
+    Its params are the parent's with its changes; without a seed among these it draws its own. What
+    it keeps, and what is put after that, is its prompt.
+    """
+    parent, params = state.request, state.request.sampling_params
+    if params.beam_width is not None or params.is_ranked:
+        raise InvalidRequest(
+            "fork: got a beam search, or best_of above n, whose samples are known at the end;"
+            " allowed are requests whose samples grow one by one"
+        )
+    if parent.samples[0].encoder_input is not None:
+        raise InvalidRequest(
+            "fork: got a request of a decoder behind an encoder; allowed are those of decoders",
+            hint="ask for several samples with n",
+        )
+    kept = _kept(state, fork)
+    prompt_ids = [*parent.prompt_token_ids, *kept, *_following(inputs, fork.then)]
+    num_added = len(prompt_ids) - len(parent.prompt_token_ids)
+    made = inputs.process(
+        fork.request_id,
+        {"prompt_token_ids": prompt_ids, "cache_salt": parent.samples[0].cache_salt},
+        _fork_params(params, num_added, fork.changes),
+        fork.origin,
+        adapter=parent.samples[0].adapter,
+    )
+    sample = parent.samples[fork.index]
+    made.samples[0] = msgspec.structs.replace(
+        made.samples[0], media=sample.media, pixels=sample.pixels
+    )
+    _continue_grammar(inputs, parent, made, prompt_ids[len(parent.prompt_token_ids) :], fork)
+    if state.samples[fork.index].finish_reason is None:
+        made.samples[0] = msgspec.structs.replace(
+            made.samples[0],
+            fork_of=sample.request_id,
+            fork_tokens=len(parent.prompt_token_ids) + len(kept),
+        )
+    return made
+
+
+def _continue_grammar(
+    inputs: InputProcessor,
+    parent: FrontRequest,
+    made: FrontRequest,
+    added: Sequence[int],
+    fork: Fork,
+) -> None:
+    """Puts a fork at its place in the parent's grammar; InvalidRequest where it cannot go on
+    there.
+    """
+    spec, before = made.samples[0].grammar, parent.samples[0].grammar
+    if spec is None or before is None or "structured_outputs" in fork.changes:
+        return
+    num_given = before.num_given_tokens + len(added)
+    given = made.prompt_token_ids[len(made.prompt_token_ids) - num_given :]
+    if not inputs.continues(spec, given):
+        raise InvalidRequest(
+            "fork: what it keeps and goes on with does not begin a text of its form", param="then"
+        )
+    made.samples[0] = msgspec.structs.replace(
+        made.samples[0], grammar=msgspec.structs.replace(spec, num_given_tokens=num_given)
+    )
+
+
+def _kept(state: RequestState, fork: Fork) -> list[int]:
+    index = whole_number(fork.index)
+    num_samples = len(state.samples)
+    if index is None or not 0 <= index < num_samples:
+        raise InvalidRequest(
+            f"index: got {shown(fork.index)}, allowed are 0 to {num_samples - 1}", param="index"
+        )
+    token_ids = state.samples[index].token_ids
+    if fork.keep is None:
+        return list(token_ids)
+    number = whole_number(fork.keep)
+    if number is None or not 0 <= number <= len(token_ids):
+        raise InvalidRequest(
+            f"keep: got {shown(fork.keep)}, allowed are 0 to {len(token_ids)}, the tokens"
+            " generated so far",
+            param="keep",
+        )
+    return token_ids[:number]
+
+
+def _following(inputs: InputProcessor, then: str | Sequence[int]) -> list[int]:
+    """Returns the tokens that a fork is made to go on with."""
+    if isinstance(then, str):
+        tokenizer = need_tokenizer(
+            inputs.tokenizer, "then: a text needs a tokenizer, got none", "then"
+        )
+        return tokenizer.encode(then, add_special_tokens=False) if then else []
+    items = as_list(then)
+    if items is None or any(whole_number(one) is None for one in items):
+        raise InvalidRequest(
+            f"then: got {shown(then)}, allowed are a text or a list of token ids", param="then"
+        )
+    inputs.params.check_ids("then", items)
+    return items
+
+
+def _fork_params(
+    params: SamplingParams, num_added: int, changes: Mapping[str, Any]
+) -> SamplingParams:
+    """Returns the parent's params for what is left of its length, with `changes`."""
+    left = None if params.max_tokens is None else max(1, params.max_tokens - num_added)
+    min_tokens = max(0, params.min_tokens - num_added)
+    rest = {
+        "n": 1,
+        "best_of": None,
+        "seed": None,
+        "max_tokens": left,
+        "min_tokens": min_tokens if left is None else min(left, min_tokens),
+        "prompt_logprobs": None,
+        "prompt_logprob_start": None,
+    }
+    return SamplingParams(**{**msgspec.structs.asdict(params), **rest, **changes})
+
+
+def _with(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:
+    return msgspec.structs.replace(params, **fields)

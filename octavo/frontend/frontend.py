@@ -1,0 +1,392 @@
+"""The front of an engine: what LLM and AsyncLLM do alike, from a prompt on its way in to an output
+on its way out.
+
+Owns the input and the output processor, a client of the core and the newest stats. Reads no clock
+of its own but to stamp arrivals, starts no thread, knows no event loop: who calls `receive`, and
+when, is its user's choice. Not safe to be called by two threads at once, but for `close`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.clients.client import EngineClient, EngineInfo
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.requests import RequestChange
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.view import EngineView
+from octavo.errors import InvalidRequest, RequestNotFound, Unavailable
+from octavo.frontend.adapter_names import AdapterNames
+from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt
+from octavo.frontend.changes import Fork, RequestUpdate, changed, forked
+from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, InputProcessor, Origin
+from octavo.frontend.live_requests import LiveRequest, live_request, views_by_id
+from octavo.frontend.output_processor import LostRequest, OutputProcessor, RequestState
+from octavo.frontend.pins import COMPUTE, check_pin, pin_of
+from octavo.frontend.pooling import PoolingInputs, PoolingJobs
+from octavo.frontend.prompt_inputs import Truncation
+from octavo.frontend.recent_requests import KEPT_S
+from octavo.frontend.sampling_defaults import SamplingDefaults
+from octavo.frontend.transcription import Transcriptions
+from octavo.lora_request import LoRARequest
+from octavo.outputs import RequestOutput
+from octavo.pooling_params import PoolingParams, PoolingTask, RequestParams, TextPair
+from octavo.ports import Profiler
+from octavo.prompt_ports import DEFAULT_RENDERING, Rendering, Tokenizer
+from octavo.sampling_params import SamplingParams
+from octavo.step import AdapterRef
+from octavo.transfer.block_events import BlockEvent
+
+TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "classify texts"}
+"""The tasks in words."""
+
+
+class EventPublisher(Protocol):
+    """Tells others of an engine's block events."""
+
+    def publish(self, events: Sequence[BlockEvent]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Front:
+    """One engine as its users see it: prompts and params go in, texts come out."""
+
+    config: EngineConfig
+    """Every option, derived ones included."""
+    client: EngineClient
+    inputs: InputProcessor
+    pooling: PoolingInputs | None
+    """Checks of requests that want a pooled row; None for a model that generates."""
+    outputs: OutputProcessor
+    sampling: SamplingDefaults
+    """Sampling values of requests that set none."""
+    transcriptions: Transcriptions | None = None
+    """Maker of requests of sounds; None for a model that does not hear."""
+    adapters: AdapterNames | None = None
+    """Adapters that requests may name; None where the engine takes none."""
+    profiler: Profiler | None = None
+    """Profiler of a core in this process; None for one in a process of its own."""
+    publishers: Sequence[EventPublisher] = ()
+    """Publishers of each engine's block events; () where none are published."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    """Gauges and counters after the last step."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Vocabulary, context and what the KV cache holds."""
+        return self.client.info
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of samples (n of a request) that wait or run."""
+        return self.outputs.num_unfinished
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Params of a request that sets none; InvalidRequest where the model generates nothing."""
+        self.check_generates()
+        return self.sampling.params
+
+    @property
+    def default_chat_params(self) -> SamplingParams:
+        """Params of a chat request that sets none; max_tokens is None unless one is recommended."""
+        self.check_generates()
+        return self.sampling.chat_params
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; InvalidRequest where the engine runs without one."""
+        if self.inputs.tokenizer is None:
+            raise InvalidRequest(
+                "this engine has no tokenizer", hint="start it without skip_tokenizer_init"
+            )
+        return self.inputs.tokenizer
+
+    @property
+    def task(self) -> PoolingTask | None:
+        """Task of a model that pools; None for one that generates."""
+        return None if self.pooling is None else self.pooling.pools.task
+
+    @property
+    def media(self) -> frozenset[str]:
+        """Kinds of media that the model reads beside text: "image", "audio"."""
+        reads = {
+            "image": self.inputs.prompts.images.is_read,
+            "audio": self.transcriptions is not None,
+        }
+        return frozenset(kind for kind, is_read in reads.items() if is_read)
+
+    @property
+    def pooling_jobs(self) -> PoolingJobs:
+        """Maker of what may be asked of a model that pools."""
+        return PoolingJobs(self.pools)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> dict[str, Any]:
+        """Returns a prompt with its token ids, for `prepare`; ContextTooLong where it cannot fit.
+        Any thread may call it at any time.
+        """
+        return self.inputs.prompts.tokenize(
+            prompt, add_special_tokens=add_special_tokens, truncation=truncation
+        )
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: PoolingPrompt,
+        params: RequestParams,
+        origin: Origin = DEFAULT_ORIGIN,
+        *,
+        adapter: AdapterRef | None = None,
+    ) -> FrontRequest:
+        """Checks and tokenizes a request; raises the error of what is wrong with it. Nothing is
+        registered and nothing runs.
+        """
+        if isinstance(params, PoolingParams):
+            return self.pools("embed", "classify").process(request_id, prompt, params, origin)
+        self.check_generates()
+        if isinstance(prompt, TextPair):
+            raise InvalidRequest(
+                "prompt: got a pair of texts, allowed is one: pairs are for classifiers",
+                param="prompt",
+            )
+        return self.inputs.process(request_id, prompt, params, origin, adapter=adapter)
+
+    def knows_form(self, params: SamplingParams) -> bool:
+        """Returns whether the form of a request's answer is none, or is compiled already."""
+        return self.inputs.knows_form(params)
+
+    def check_form(self, params: SamplingParams) -> None:
+        """Compiles the form of a request's answer; InvalidRequest where it cannot be kept. Any
+        thread may call it at any time.
+        """
+        self.inputs.check_form(params)
+
+    def adapter(self, request: LoRARequest) -> AdapterRef:
+        """Returns the adapter that a request names, once its files are read and checked;
+        InvalidRequest where they are not sound. Any thread may call it.
+        """
+        if self.adapters is None:
+            raise InvalidRequest(
+                "lora_request: this engine takes no adapters",
+                hint="start it with enable_lora",
+                param="lora_request",
+            )
+        return self.adapters.find(request)
+
+    def pools(self, *tasks: PoolingTask) -> PoolingInputs:
+        """Returns the checks of requests for a pooled row; InvalidRequest where the model does
+        none of the tasks.
+        """
+        name = self.config.model.served_model_name
+        what = " or ".join(TASKS[task] for task in tasks)
+        if self.pooling is None:
+            raise InvalidRequest(
+                f"model: {name} generates text, and does not {what}",
+                hint="take an encoder, such as minilm",
+                param="model",
+            )
+        own = self.pooling.pools.task
+        if own not in tasks:
+            raise InvalidRequest(
+                f"model: {name} can {TASKS[own]}, and does not {what}", param="model"
+            )
+        return self.pooling
+
+    @property
+    def hearing(self) -> Transcriptions:
+        """Maker of requests of sounds; InvalidRequest for a model that does not hear."""
+        if self.transcriptions is None:
+            raise InvalidRequest(
+                f"model: {self.config.model.served_model_name} reads texts, and hears no sound",
+                hint="take a model that hears, such as whisper-tiny.en",
+                param="model",
+            )
+        return self.transcriptions
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest where the model generates no text."""
+        if self.pooling is not None:
+            name = self.config.model.served_model_name
+            does = TASKS[self.pooling.pools.task]
+            raise InvalidRequest(
+                f"model: {name} can {does}, and generates no text",
+                hint="take a model that generates, such as smollm2",
+                param="model",
+            )
+
+    def submit(self, request: FrontRequest) -> None:
+        """Gives a prepared request to the core. Where the client cannot send it, the error is
+        raised and nothing of the request remains.
+        """
+        self.outputs.add(request)
+        try:
+            self.client.add(request.samples)
+        except BaseException:
+            self.outputs.forget(request.request_id)
+            raise
+
+    def receive(self) -> CoreOutputs | None:
+        """Waits for the outputs of the core's next step, as its client does; `take` takes them in.
+        A thread of its own may call it.
+        """
+        return self.client.receive()
+
+    def take(self, step: CoreOutputs) -> list[str]:
+        """Takes in a step's outputs, aborts samples that a stop string has ended, and returns the
+        ids of the requests that have something new.
+        """
+        self.stats = step.stats
+        if step.block_events and self.publishers:
+            self.publishers[step.engine].publish(step.block_events)
+        effects = self.outputs.process(step.outputs, time.monotonic())
+        if effects.abort_ids:
+            self.client.abort(effects.abort_ids)
+        return list(effects.request_ids)
+
+    def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
+        """Returns all of a request so far, or with `only_new` what it gained since the last call;
+        the final output is given once.
+        """
+        return self.outputs.output(request_id, only_new=only_new)
+
+    def is_finished(self, request_id: str) -> bool:
+        """Tells whether the request's next output is its final one."""
+        return self.outputs.is_finished(request_id)
+
+    def lost(self, request_id: str) -> LostRequest | None:
+        """Returns what is left of a request that is about to be aborted; None if it is unknown."""
+        return self.outputs.lost(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request early; its final output has the finish_reason "abort"."""
+        unfinished = self.outputs.unfinished_ids(request_id)
+        if unfinished:
+            self.client.abort(unfinished)
+
+    def drop(self, request_id: str) -> None:
+        """Ends a request whose outputs are not read any more, and forgets it."""
+        self.abort(request_id)
+        self.outputs.forget(request_id)
+
+    # -- requests that run -------------------------------------------------------------------------
+
+    def view(self, *, with_blocks: bool = False) -> EngineView | None:
+        """Returns the core as it is now; None while one is replaced. Any thread may call it."""
+        return None if self.client.trouble else self.client.view(with_blocks=with_blocks)
+
+    def requests(self, view: EngineView | None) -> list[LiveRequest]:
+        """Returns the requests that wait or run, the oldest first."""
+        views, trouble = views_by_id(view), self.client.trouble
+        return [live_request(one, views, trouble=trouble) for one in self.outputs.unfinished()]
+
+    def recent_requests(self) -> list[LiveRequest]:
+        """Returns the requests that have just finished."""
+        return [live_request(one, {}) for one in self.outputs.recent(time.monotonic())]
+
+    def compute_here(self, request_id: str) -> None:
+        """Has a request compute its own prompt, for which it waits for another engine; one that
+        waits for none, or has ended, is left alone.
+        """
+        state = self.outputs.find(request_id, time.monotonic())
+        if state is not None and state.num_unfinished:
+            first = state.request.samples[0]
+            change = RequestChange(
+                first.request_id, first.params, first.priority, computes_here=True
+            )
+            self.client.change([change])
+
+    def change(self, request_id: str, update: RequestUpdate) -> None:
+        """Changes a request that waits or runs; the core applies it between two steps."""
+        state = self._find(request_id)
+        if not state.num_unfinished:
+            raise InvalidRequest(f"request {request_id!r} has finished, and can be forked only")
+        request = changed(self.inputs, state, update)
+        unfinished = set(self.outputs.unfinished_ids(request_id))
+        self.outputs.change(request)
+        self.client.change(
+            [
+                RequestChange(one.request_id, one.params, one.priority)
+                for one in request.samples
+                if one.request_id in unfinished
+            ]
+        )
+
+    def fork(self, parent_id: str, fork: Fork) -> FrontRequest:
+        """Prepares a request that goes on from a point of one that runs or has just finished."""
+        return forked(self.inputs, self._find(parent_id), fork)
+
+    def _find(self, request_id: str) -> RequestState:
+        state = self.outputs.find(request_id, time.monotonic())
+        if state is None:
+            raise RequestNotFound(
+                f"no request {request_id!r}: unknown, or finished more than {KEPT_S:g} seconds ago"
+            )
+        return state
+
+    # -- conversations -----------------------------------------------------------------------------
+
+    def chat_prompt(
+        self,
+        messages: Messages,
+        rendering: Rendering = DEFAULT_RENDERING,
+        truncation: Truncation | None = None,
+    ) -> dict[str, Any]:
+        """Renders a conversation through the model's chat template, as a prompt of token ids."""
+        self.check_generates()
+        return self.inputs.prompts.chat_prompt(messages, rendering, truncation)
+
+    def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
+        """Returns the prompt that asks for the text between two texts; InvalidRequest where the
+        model's vocabulary has no tokens for that.
+        """
+        return self.inputs.prompts.infill_prompt(prefix, suffix)
+
+    def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
+        """Renders a conversation through the model's chat template, as text."""
+        return self.inputs.prompts.render_chat(messages, rendering)
+
+    # -- the engine as a whole ---------------------------------------------------------------------
+
+    def check_trouble(self) -> None:
+        """Raises Unavailable while an engine that hung is being replaced."""
+        if self.client.trouble:
+            raise Unavailable(self.client.trouble)
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
+        returns False, and does nothing, while requests run.
+        """
+        return self.client.reset_prefix_cache(reset_connector=reset_connector)
+
+    def pin_params(self, ttl_s: float | None) -> SamplingParams:
+        """Returns the params under which a prompt is computed in order to be pinned; InvalidRequest
+        where this engine cannot pin, or not for `ttl_s` seconds.
+        """
+        check_pin(ttl_s, self.config.cache)
+        return COMPUTE
+
+    def pin(self, computed: RequestOutput, prompt: Prompt, ttl_s: float | None) -> int:
+        """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: for good) and
+        returns how many of its tokens they hold.
+        """
+        return self.client.pin_prefix(pin_of(computed, prompt, ttl_s))
+
+    def close(self) -> None:
+        """Ends the core and gives back its threads and memory."""
+        self.client.close()
+        for publisher in self.publishers:
+            publisher.close()

@@ -1,0 +1,142 @@
+"""The images of prompts and conversations: taken out of what users send, read, and put among the
+tokens.
+
+Knows no format of images; `prompt_ports.ImageReader` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from octavo.errors import InvalidRequest, shown
+from octavo.frontend.arguments import Messages
+from octavo.prompt_ports import ImageReader, ReadImage
+from octavo.step import MediaItem, MediaPixels
+
+KEY = "multi_modal_data"
+"""Key of a prompt's dict that holds its images, under "image"."""
+
+
+class PlacedImages(NamedTuple):
+    """A prompt's tokens with one for each row of an image, and where these stand."""
+
+    token_ids: list[int]
+    media: list[MediaItem]
+    pixels: list[MediaPixels]
+
+
+def images_of(prompt: object) -> list[Any]:
+    """Returns the images that a prompt's dict holds."""
+    if not isinstance(prompt, Mapping) or prompt.get(KEY) is None:
+        return []
+    given = prompt[KEY]
+    if not isinstance(given, Mapping) or not given.keys() <= {"image"}:
+        raise InvalidRequest(
+            f"{KEY}: got {shown(given)}, allowed is a dict as {{'image': an image or a list}}",
+            param=KEY,
+        )
+    found = given.get("image")
+    if found is None:
+        return []
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def taken_out(messages: Messages) -> tuple[Messages, list[Any]]:
+    """Returns messages whose images are {"type": "image"}, as chat templates read them, and the
+    images.
+    """
+    images: list[Any] = []
+    plain: list[Mapping[str, Any]] = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            parts = [
+                _part(part, images, f"messages[{index}].content[{at}]")
+                for at, part in enumerate(content)
+            ]
+            message = {**message, "content": parts}
+        plain.append(message)
+    return (plain, images) if images else (messages, images)
+
+
+def _part(part: Any, images: list[Any], where: str) -> Any:
+    """Returns a part of a content; adds its image, if it is one, to the images."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("image", "image_url"):
+        return part
+    source = part.get("image_url", part.get("image", part.get("url", part.get("path"))))
+    if isinstance(source, Mapping):
+        source = source.get("url")
+    if source is None:
+        raise InvalidRequest(
+            f"{where}: got an image without its {kind}, needed is a data URL",
+            hint="write it as {'type': 'image_url', 'image_url': {'url':"
+            " 'data:image/png;base64,...'}}",
+            param=where,
+        )
+    images.append(source)
+    return {"type": "image"}
+
+
+class ImageInputs:
+    """Reads the images of one engine's prompts, where its model reads any."""
+
+    def __init__(self, reader: ImageReader | None) -> None:
+        self._reader = reader
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the model reads images."""
+        return self._reader is not None
+
+    @property
+    def replacements(self) -> Mapping[str, str]:
+        """Texts of a prompt with images, and what is written in their places."""
+        return {} if self._reader is None else self._reader.replacements
+
+    def replaced(self, text: str) -> str:
+        """Returns a prompt's text as the model reads images in it."""
+        for old, new in self.replacements.items():
+            text = text.replace(old, new)
+        return text
+
+    def read(self, sources: Sequence[Any]) -> list[ReadImage]:
+        """Reads images; InvalidRequest where the model reads none."""
+        if self._reader is None:
+            raise InvalidRequest(
+                "image: got an image, and this engine's model reads text only",
+                hint="use a model that reads images, such as Qwen2.5-VL or Gemma 3, on one device",
+                param="image",
+            )
+        return self._reader.read(sources)
+
+    def placed(self, token_ids: Sequence[int], sources: Sequence[Any]) -> PlacedImages:
+        """Puts images in the places of their tokens, one for each."""
+        images = self.read(sources)
+        assert self._reader is not None, "images are refused without a reader"
+        token_id = self._reader.token_id
+        count = sum(token == token_id for token in token_ids)
+        if count != len(images):
+            words = " or ".join(map(repr, self.replacements)) or f"the token {token_id}"
+            raise InvalidRequest(
+                f"prompt: holds places for {count} images, got {len(images)}",
+                hint=f"write {words} once for each image, or send messages with image_url parts",
+                param="prompt",
+            )
+        made: list[int] = []
+        media: list[MediaItem] = []
+        left = iter(images)
+        for token in token_ids:
+            if token != token_id:
+                made.append(token)
+                continue
+            image = next(left)
+            media.append(
+                MediaItem(
+                    image.pixels.digest, len(made), image.num_tokens, image.grid, image.is_whole
+                )
+            )
+            made += [token_id] * image.num_tokens
+        pixels = {image.pixels.digest: image.pixels for image in images}
+        return PlacedImages(made, media, list(pixels.values()))

@@ -1,0 +1,398 @@
+"""What a user passes in, checked once and turned into EngineRequests; a user's fault ends here and
+nowhere deeper.
+
+Owns the limits of the model (context, vocabulary, logprobs) and the seeds of unseeded requests;
+what is asked of the draws is checked by `params_resolver.py`. Knows no queue and no block. Any
+thread may call it at any time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from octavo.engine.protocol.prompt_limits import PromptLimits, Verdict
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, EngineRequest
+from octavo.errors import InvalidRequest, shown
+from octavo.frontend.arguments import Prompt, as_list
+from octavo.frontend.encoder_inputs import EncoderInputs
+from octavo.frontend.images import ImageInputs, PlacedImages, images_of
+from octavo.frontend.params_resolver import ParamsResolver, need_tokenizer
+from octavo.frontend.prompt_inputs import PromptInputs, refuse_never, whole_ids
+from octavo.lora_request import LoRARequest
+from octavo.pooling_params import RequestParams
+from octavo.prompt_ports import ImageReader, Tokenizer
+from octavo.sampling_limits import MAX_BIAS
+from octavo.sampling_params import SamplingParams, whole_number
+from octavo.step import AdapterRef, EncoderInput
+from octavo.structured_outputs import GrammarSpec
+from octavo.text.grammar.lazy import LazyGrammars
+from octavo.text.unicode import check_unicode
+
+DECODER_KEYS = ("decoder_prompt", "decoder_prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits of one engine, which every request is checked against."""
+
+    vocab_size: int
+    prompts: PromptLimits
+    max_logprobs: int
+    processors: tuple[str, ...] = ()
+    """Names of the logits processors that requests may name."""
+    searches_forms: bool = True
+    """Whether a beam search may have a form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Tenant that a request comes from, and its priority: lower ones go first, and a fair policy
+    shares among tenants. BACKGROUND_PRIORITY goes behind all others under every policy.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    owner: str = ""
+    """Name of the key that made it; requests are shown to their owner. "" where there are no keys.
+    """
+
+
+DEFAULT_ORIGIN = Origin()
+
+
+@dataclass(slots=True)
+class FrontRequest:
+    """A user's request, ready to be sent: its prompt and params, and one EngineRequest for each of
+    its samples.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: RequestParams
+    samples: list[EngineRequest]
+    arrival_time: float
+    origin: Origin = DEFAULT_ORIGIN
+    lora_request: LoRARequest | None = None
+    """Adapter as its user named it, which its output repeats."""
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Params of a request that generates; InvalidRequest for one that wants a pooled row."""
+        if isinstance(self.params, SamplingParams):
+            return self.params
+        raise InvalidRequest(
+            f"request {self.request_id!r} wants a pooled row, allowed are requests that generate"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadInput:
+    """A prompt as tokens."""
+
+    text: str | None
+    token_ids: list[int]
+    """Tokens of what the user gave, which the request's output repeats."""
+    decoder_ids: list[int]
+    """Tokens that the decoder goes on from; the same ones where there is no encoder."""
+    salt: str = ""
+    encoder_input: EncoderInput | None = None
+    images: PlacedImages | None = None
+
+
+class InputProcessor:
+    """Turns prompts and params into FrontRequests; InvalidRequest or ContextTooLong says what is
+    wrong with them.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Iterable[int],
+        seed: int,
+        scheduling_policy: str = "fcfs",
+        grammars: LazyGrammars | None = None,
+        images: ImageReader | None = None,
+        encoder: EncoderInputs | None = None,
+    ) -> None:
+        """Takes `encoder` for a model whose prompts are the input of an encoder."""
+        self.limits = limits
+        self.prompts = PromptInputs(tokenizer, limits.prompts, ImageInputs(images), encoder)
+        """Reader of texts, ids and conversations as token ids."""
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+        self.params = ParamsResolver(
+            vocab_size=limits.vocab_size,
+            max_logprobs=limits.max_logprobs,
+            tokenizer=tokenizer,
+            processors=limits.processors,
+        )
+        self._eos_token_ids = [
+            token for token in dict.fromkeys(eos_token_ids) if token < limits.vocab_size
+        ]
+        self._seed = seed
+        self._scheduling_policy = scheduling_policy
+        self._grammars = grammars
+        self._seed_numbers = itertools.count(1)
+        self._core_ids = itertools.count()
+        """Names of the core's requests, none used twice: a late output of an aborted request must
+        not reach a new one that has its user's name.
+        """
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        origin: Origin = DEFAULT_ORIGIN,
+        *,
+        adapter: AdapterRef | None = None,
+    ) -> FrontRequest:
+        """Checks a request and tokenizes its prompt."""
+        if self.encoder is None:
+            read = self._read_text(prompt)
+        else:
+            read = self._read_input(self.encoder, prompt)
+        return self.prepare(request_id, read, params, origin, adapter=adapter)
+
+    def prepare(
+        self,
+        request_id: str,
+        read: ReadInput,
+        params: SamplingParams,
+        origin: Origin = DEFAULT_ORIGIN,
+        *,
+        adapter: AdapterRef | None = None,
+    ) -> FrontRequest:
+        """Checks a request whose prompt is read."""
+        origin = self.checked_origin(origin)
+        token_ids = read.decoder_ids
+        self.check_prompt(token_ids)
+        self._check_beams(len(token_ids), params)
+        params = self.params.resolve(params)
+        if self.encoder is not None:
+            params = _for_encoder(params, self.encoder)
+        _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
+        grammar = self._grammar(params)
+        arrival_time = time.monotonic()
+        first = EngineRequest(
+            self.next_core_id(),
+            token_ids,
+            msgspec.structs.replace(params, structured_outputs=None),
+            seed=self._draw_seed() if params.seed is None else params.seed,
+            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            cache_salt=read.salt,
+            priority=origin.priority,
+            tenant=origin.tenant,
+            arrival_time=arrival_time,
+            grammar=grammar,
+            adapter=adapter,
+            media=[] if read.images is None else read.images.media,
+            pixels=[] if read.images is None else read.images.pixels,
+            encoder_input=read.encoder_input,
+        )
+        return FrontRequest(
+            request_id=request_id,
+            prompt=read.text,
+            prompt_token_ids=read.token_ids,
+            params=params,
+            samples=_samples(first),
+            arrival_time=arrival_time,
+            origin=origin,
+        )
+
+    def _read_text(self, prompt: Prompt) -> ReadInput:
+        """Reads a prompt that the decoder itself reads, with its images in their places."""
+        text, token_ids, salt = self.prompts.read_prompt(prompt)
+        placed = None
+        if images := images_of(prompt):
+            placed = self.prompts.images.placed(token_ids, images)
+            token_ids = placed.token_ids
+        return ReadInput(text, token_ids, token_ids, salt, images=placed)
+
+    def _read_input(self, encoder: EncoderInputs, prompt: Prompt) -> ReadInput:
+        """Reads a prompt whose text is the encoder's input."""
+        named: Sequence[int] | None = None
+        if isinstance(prompt, Mapping):
+            given = {key: prompt[key] for key in DECODER_KEYS if prompt.get(key) is not None}
+            prompt = {key: prompt[key] for key in prompt if key not in DECODER_KEYS}
+            if given:
+                named = self._decoder_prompt(given)
+        text, token_ids, salt = self.prompts.read_prompt(prompt)
+        if not token_ids:
+            raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
+        self.params.check_ids("prompt", [min(token_ids), max(token_ids)])
+        encoded = encoder.of_tokens(token_ids)
+        return ReadInput(text, token_ids, encoder.prompt_of(named), salt, encoded)
+
+    def _decoder_prompt(self, given: Mapping[str, Any]) -> list[int]:
+        """Returns the tokens that a dict names for the decoder to begin with."""
+        if len(given) > 1:
+            raise InvalidRequest(
+                f"prompt: got {' and '.join(DECODER_KEYS)}, allowed is one of them", param="prompt"
+            )
+        ((key, value),) = given.items()
+        if isinstance(value, str) and key == "decoder_prompt":
+            return self.prompts.encode_plain(value)
+        token_ids = None if isinstance(value, str) else as_list(value)
+        if token_ids is None or key == "decoder_prompt":
+            allowed = "a text" if key == "decoder_prompt" else "token ids"
+            raise InvalidRequest(f"{key}: got {shown(value)}, allowed is {allowed}", param="prompt")
+        return whole_ids(token_ids)
+
+    def next_core_id(self) -> str:
+        """Returns a name for a request of the core, which no other one has had."""
+        return str(next(self._core_ids))
+
+    def check_prompt(self, token_ids: list[int], *, num_needed: int = 1) -> None:
+        """Refuses a prompt that is empty, does not fit with `num_needed` tokens after it, or has
+        unknown ids.
+        """
+        if not token_ids:
+            raise InvalidRequest("prompt: got no token, needed is at least one", param="prompt")
+        refuse_never(self.limits.prompts.judge(len(token_ids), num_needed=num_needed))
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self.limits.vocab_size:
+            self.params.check_ids("prompt", [lowest, highest])
+
+    def _check_beams(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        answer = self.limits.prompts.judge(num_prompt_tokens, params.beam_width)
+        if answer.verdict is Verdict.NEVER:
+            raise InvalidRequest(answer.reason, hint=answer.hint, param="beam_width")
+
+    # -- forms -------------------------------------------------------------------------------------
+
+    def check_form(self, params: SamplingParams) -> None:
+        """Compiles the form that an answer is to have, so that `process` need not; any thread may.
+        InvalidRequest where it cannot be kept.
+        """
+        self._grammar(params)
+
+    def knows_form(self, params: SamplingParams) -> bool:
+        """Returns whether the form that an answer is to have was admitted before; true for none."""
+        form = params.structured_outputs
+        return form is None or self._grammars is None or self._grammars.knows(form)
+
+    def _grammar(self, params: SamplingParams) -> GrammarSpec | None:
+        """Returns the grammar of the form that an answer is to have."""
+        form = params.structured_outputs
+        if form is None:
+            return None
+        if params.beam_width is not None and not self.limits.searches_forms:
+            raise InvalidRequest(
+                f"{form.given_as}: got a form in a beam search, which the torch backend does not"
+                " take",
+                param=form.given_as,
+                hint="start the engine with the native backend, or leave beam_width out",
+            )
+        need_tokenizer(
+            self.tokenizer,
+            f"{form.given_as}: a form needs a tokenizer, and this engine has none",
+            form.given_as,
+        )
+        if self._grammars is None or not self._eos_token_ids:
+            raise InvalidRequest(
+                f"{form.given_as}: the model has no token that ends an answer, and a form needs"
+                " one",
+                param=form.given_as,
+            )
+        return self._grammars.admit(form)
+
+    def continues(self, spec: GrammarSpec, token_ids: Sequence[int]) -> bool:
+        """Returns whether tokens are the beginning of an admitted grammar's text."""
+        return self._grammars is not None and self._grammars.continues(spec, token_ids)
+
+    # -- who asks, and seeds -----------------------------------------------------------------------
+
+    def checked_origin(self, origin: Origin) -> Origin:
+        priority = whole_number(origin.priority)
+        is_background = priority == BACKGROUND_PRIORITY
+        if priority is None or (abs(priority) >= 1 << 31 and not is_background):
+            raise InvalidRequest(
+                f"priority: got {shown(origin.priority)}, allowed is a whole number of 32 bits",
+                param="priority",
+            )
+        if priority and not is_background and self._scheduling_policy != "priority":
+            got = (
+                f"priority: got {priority}, allowed is 0 under the policy"
+                f" {self._scheduling_policy!r}"
+            )
+            raise InvalidRequest(
+                got, hint="start the engine with scheduling_policy priority", param="priority"
+            )
+        if not isinstance(origin.tenant, str):
+            raise InvalidRequest(
+                f"tenant: got {shown(origin.tenant)}, allowed is a text", param="tenant"
+            )
+        check_unicode(origin.tenant, "tenant")
+        return replace(origin, priority=priority)
+
+    def _draw_seed(self) -> int:
+        """Returns a seed that follows from the engine's and the number of seeds drawn before."""
+        number = next(self._seed_numbers)
+        digest = blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+
+def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingParams:
+    """Returns the params of a request of a decoder behind an encoder, with the bans of the model's
+    makers.
+    """
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            f"prompt_logprobs: got {params.prompt_logprobs}, but an encoder reads the prompt and"
+            " draws none of its tokens",
+            hint="leave prompt_logprobs (and echo with logprobs) out",
+            param="prompt_logprobs",
+        )
+    if not encoder.banned_token_ids:
+        return params
+    banned = dict.fromkeys(encoder.banned_token_ids, -MAX_BIAS)
+    return msgspec.structs.replace(params, logit_bias={**(params.logit_bias or {}), **banned})
+
+
+def _check_prompt_logprob_start(start: int | None, num_prompt_tokens: int) -> None:
+    if start is not None and start >= num_prompt_tokens:
+        message = (
+            f"prompt_logprob_start: got {start}, the prompt has {num_prompt_tokens} tokens; allowed"
+            f" are 0 to {num_prompt_tokens - 1}"
+        )
+        raise InvalidRequest(message, param="prompt_logprob_start")
+
+
+def _samples(first: EngineRequest) -> list[EngineRequest]:
+    """Makes a request for each sample: the first computes the prompt (and its logprobs), the others
+    wait to share it. A beam search is one request; its beams are the core's business.
+    """
+    copy, params = msgspec.structs.replace, first.params
+    if params.beam_width is not None:
+        return [first]
+    if params.is_ranked and params.logprobs is None:
+        params = copy(params, logprobs=0)
+        first = copy(first, params=params)
+    if params.num_samples == 1:
+        return [first]
+    others = (
+        params
+        if params.prompt_logprobs is None
+        else copy(params, prompt_logprobs=None, prompt_logprob_start=None)
+    )
+    return [first] + [
+        copy(
+            first,
+            request_id=f"{first.request_id}#{index}",
+            params=others,
+            sample_index=index,
+            fork_of=first.request_id,
+        )
+        for index in range(1, params.num_samples)
+    ]

@@ -1,0 +1,208 @@
+"""Early rejection: predicts when a new request would have its first token and how fast its tokens
+would follow, and refuses it where that is too late, before anything is computed for it.
+
+Lives in the front process; reads no clock itself. It counts what it has sent and what has come
+back, and knows from the core what steps cost. Unknown are the lengths of answers: those of the
+requests that have just ended stand for them. Source of the idea: Mooncake (Qin et al. 2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from octavo.config.scheduler_options import SchedulerOptions
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.step_costs import UNMEASURED, StepCosts
+from octavo.errors import Overloaded
+from octavo.frontend.input_processor import FrontRequest
+
+WEIGHT = 0.1
+"""Weight of the newest request in the running mean of what an answer takes."""
+LEAST_CHUNK = 16
+"""Fewest prompt tokens of a step that a bound on steps is taken to leave."""
+FULL_CACHE = 0.9
+"""Share of the KV blocks beyond which blocks are what waiting requests wait for."""
+SPREAD = 2.0
+"""Standard deviations of the number of answers that end in a time, by which it is taken to be
+smaller: a request that comes too late has cost others their place.
+"""
+RETRY_S = (1.0, 300.0)
+"""Shortest and longest wait that is recommended, in seconds."""
+
+
+@dataclass(slots=True)
+class SentRequest:
+    """A request that has been given to the engine and has not ended."""
+
+    num_prompt_tokens: int
+    num_tokens: int = 0
+    """Tokens of its answer so far."""
+    first_s: float = 0.0
+    """Moment of its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedLatency:
+    """The latencies that a new request would meet, in seconds."""
+
+    ttft_s: float
+    """Time to its first token."""
+    tpot_s: float
+    """Time between two of its tokens, where no prompt is computed beside them."""
+
+
+class LatencyLimit:
+    """The limits `max_predicted_ttft_s` and `max_predicted_tpot_s`, of which either may be None."""
+
+    def __init__(self, options: SchedulerOptions, *, num_engines: int = 1) -> None:
+        self._max_ttft_s = options.max_predicted_ttft_s
+        self._max_tpot_s = options.max_predicted_tpot_s
+        self._chunk = options.max_num_batched_tokens
+        self._target_s = None if options.itl_target_ms is None else options.itl_target_ms / 1000
+        self._max_rows = options.max_num_seqs
+        self._num_engines = num_engines
+        self._sent: dict[str, SentRequest] = {}
+        self._waiting_tokens = 0
+        """Prompt tokens of the requests that have yielded nothing."""
+        self._num_waiting = 0
+        """Requests that have yielded nothing."""
+        self._num_keys = 0
+        """Tokens of the requests that have yielded something, their prompts included."""
+        self._moved_s = 0.0
+        """Moment at which the last prompt was computed, or a first one came to an idle engine."""
+        self._answer_s: float | None = None
+        """Mean time from the first to the last token of an answer; None before one has ended."""
+        self._costs = UNMEASURED
+        self._stats = EngineStats()
+
+    def sent(self, request: FrontRequest, now: float) -> None:
+        """Counts a request that was given to the engine; its samples' prompt is computed once."""
+        if not self._num_waiting:
+            self._moved_s = now
+        num_prompt_tokens = len(request.prompt_token_ids)
+        for sample in request.samples:
+            self._sent[sample.request_id] = SentRequest(num_prompt_tokens)
+            self._waiting_tokens += num_prompt_tokens
+            self._num_waiting += 1
+            num_prompt_tokens = 0
+
+    def take(
+        self,
+        outputs: Iterable[EngineOutput],
+        stats: EngineStats,
+        costs: StepCosts | None,
+        now: float,
+    ) -> None:
+        """Takes in what a step yielded."""
+        self._stats = stats
+        if costs is not None:
+            self._costs = costs
+        for output in outputs:
+            sent = self._sent.get(output.request_id)
+            if sent is None:
+                continue
+            if output.token_ids:
+                self._yielded(sent, len(output.token_ids), now)
+            if output.finish_reason is not None:
+                del self._sent[output.request_id]
+                self._ended(sent, now, counts=output.finish_reason not in ("abort", "error"))
+
+    def check(self, num_prompt_tokens: int, num_rows: int, now: float) -> None:
+        """Raises Overloaded where a new request would be too late."""
+        if self._max_ttft_s is None and self._max_tpot_s is None:
+            return
+        found = self.predict(num_prompt_tokens, num_rows, now)
+        if found is None:
+            return
+        late_s = 0.0 if self._max_ttft_s is None else found.ttft_s - self._max_ttft_s
+        if late_s > 0:
+            raise self._refusal("first token", found.ttft_s, "max_predicted_ttft_s", late_s)
+        if self._max_tpot_s is not None and found.tpot_s > self._max_tpot_s and self._sent:
+            wait_s = (self._answer_s or 0.0) / len(self._sent)
+            raise self._refusal("each next token", found.tpot_s, "max_predicted_tpot_s", wait_s)
+
+    def predict(self, num_prompt_tokens: int, num_rows: int, now: float) -> PredictedLatency | None:
+        """Returns what a new request would meet now; None before steps were measured. Several
+        engines are taken to have equal shares.
+        """
+        if not self._costs.points:
+            return None
+        rows = -(-(len(self._sent) + num_rows) // self._num_engines)
+        running = min(rows, self._max_rows)
+        keys = self._num_keys // self._num_engines
+        tpot_s = self._step_s(running, keys + num_prompt_tokens)
+        queued = self._waiting_tokens / self._num_engines + num_prompt_tokens
+        uncached = max(1.0, queued * self._miss_share)
+        prefill_s = self._prefill_s(uncached, max(0, running - num_rows), keys)
+        if self._num_waiting:
+            # What the step in flight has computed since is not known before it ends.
+            prefill_s -= min(now - self._moved_s, prefill_s / 2)
+        own_s = self._prefill_s(num_prompt_tokens * self._miss_share, 0, keys)
+        return PredictedLatency(max(prefill_s, self._place_s(rows) + own_s), tpot_s)
+
+    def _yielded(self, sent: SentRequest, num_tokens: int, now: float) -> None:
+        if not sent.num_tokens:
+            self._waiting_tokens -= sent.num_prompt_tokens
+            self._num_waiting -= 1
+            self._num_keys += sent.num_prompt_tokens
+            self._moved_s = sent.first_s = now
+        sent.num_tokens += num_tokens
+        self._num_keys += num_tokens
+
+    def _ended(self, sent: SentRequest, now: float, *, counts: bool) -> None:
+        if not sent.num_tokens:
+            self._waiting_tokens -= sent.num_prompt_tokens
+            self._num_waiting -= 1
+            return
+        self._num_keys -= sent.num_prompt_tokens + sent.num_tokens
+        if counts:
+            took_s = now - sent.first_s
+            old = took_s if self._answer_s is None else self._answer_s
+            self._answer_s = old + WEIGHT * (took_s - old)
+
+    @property
+    def _miss_share(self) -> float:
+        """Share of prompts' tokens that the prefix cache did not have."""
+        queries = self._stats.prefix_query_tokens
+        return 1 - self._stats.prefix_hit_tokens / queries if queries else 1.0
+
+    def _prefill_s(self, num_tokens: float, num_rows: int, num_keys: int) -> float:
+        """Returns the seconds of computing prompt tokens in steps that also decode `num_rows`."""
+        chunk = max(LEAST_CHUNK, self._chunk - num_rows)
+        while (
+            self._target_s is not None
+            and chunk > LEAST_CHUNK
+            and self._step_s(chunk + num_rows, num_keys) > self._target_s
+        ):
+            chunk //= 2
+        num_whole, rest = divmod(int(num_tokens), chunk)
+        seconds = num_whole * self._step_s(chunk + num_rows, num_keys)
+        return seconds + (self._step_s(rest + num_rows, num_keys) if rest else 0.0)
+
+    def _place_s(self, rows: int) -> float:
+        """Returns the seconds until one of `rows` requests has a place among those that run: as
+        many as may run end in the time of an answer.
+        """
+        most = self._max_rows
+        if self._stats.num_waiting and self._stats.kv_usage > FULL_CACHE:
+            most = max(1, self._stats.num_running // self._num_engines)
+        excess = rows - most
+        if excess <= 0 or self._answer_s is None:
+            return 0.0
+        return (excess + SPREAD * math.sqrt(excess)) * self._answer_s / most
+
+    def _step_s(self, num_tokens: int, num_keys: int) -> float:
+        return self._costs.step_s(max(1, num_tokens), num_keys) or 0.0
+
+    def _refusal(self, what: str, seconds: float, option: str, wait_s: float) -> Overloaded:
+        allowed = self._max_ttft_s if option == "max_predicted_ttft_s" else self._max_tpot_s
+        low, high = RETRY_S
+        return Overloaded(
+            f"the engine is too busy: the {what} would take about {seconds:.3g} s, allowed are"
+            f" {allowed:g} s",
+            hint=f"try again later, or raise {option}",
+            retry_after_s=min(max(low, wait_s), high),
+        )

@@ -1,0 +1,452 @@
+"""Turns what the core yields into what users read: text, stop strings, logprobs, the samples of a
+request side by side.
+
+Lives in the front process and owns the text so far (through the Detokenizer). Token ids are
+detokenized when someone looks at the text, or at once where a stop string may be in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.errors import InvalidRequest
+from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.recent_requests import RecentRequests
+from octavo.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    Timings,
+)
+from octavo.pooling_params import RequestParams
+from octavo.prompt_ports import Tokenizer
+from octavo.sampling_params import SamplingParams
+from octavo.step import TokenLogprobs
+from octavo.text.detokenizer import Detokenizer
+
+
+@dataclass(slots=True)
+class Sample:
+    """One of a request's samples so far."""
+
+    index: int
+    detokenizer: Detokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    score: float | None = None
+    num_detokenized: int = 0
+    num_given: int = 0
+    """Number of tokens that a reader of deltas has got."""
+    end_given: bool = False
+    """Whether a reader of deltas has got the sample's end."""
+
+    def text(self) -> str:
+        """Returns the text so far; "" where none is made of the tokens."""
+        self.catch_up()
+        finished = self.finish_reason is not None
+        return "" if self.detokenizer is None else self.detokenizer.text(finished=finished)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of its tokens that are reasoning, as far as they have been detokenized."""
+        return 0 if self.detokenizer is None else self.detokenizer.num_reasoning_tokens
+
+    def change_stops(self, params: SamplingParams) -> None:
+        """Looks for other stop strings from now on."""
+        self.catch_up()
+        if self.detokenizer is not None:
+            self.detokenizer.change_stops(params)
+
+    def catch_up(self, *, hide_last: bool = False) -> str | None:
+        """Detokenizes what is new; returns the stop string that ends the text, if one does. With
+        `hide_last` the last token is no text.
+        """
+        if self.detokenizer is None:
+            return None
+        end = len(self.token_ids) - hide_last
+        stop = (
+            self.detokenizer.push(self.token_ids[self.num_detokenized : end])
+            if end > self.num_detokenized
+            else None
+        )
+        if stop is not None:
+            # The tokens after the stop string were computed for nothing.
+            del self.token_ids[self.detokenizer.num_tokens :]
+        self.num_detokenized = len(self.token_ids)
+        return stop
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request between its arrival and its final output."""
+
+    request: FrontRequest
+    samples: list[Sample]
+    num_unfinished: int
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    pooled: bytes | None = None
+    """The pooled row of a finished request that wanted one."""
+    timings: list[Timings] = field(default_factory=list)
+    """Timings of the samples that have ended."""
+    ended_at: float = 0.0
+    """Moment of its end on the monotonic clock, in seconds; 0 before."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of tokens of its longest sample."""
+        return max((len(sample.token_ids) for sample in self.samples), default=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of its tokens, prompt and samples together."""
+        num_new = sum(len(sample.token_ids) for sample in self.samples)
+        return len(self.request.prompt_token_ids) + num_new
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether there is anything to read yet: ranked samples are chosen when all have ended, and
+        beams are found at the end.
+        """
+        params = self.request.params
+        return self.num_unfinished == 0 or not (params.is_ranked or params.beam_width is not None)
+
+    def returned(self) -> list[Sample]:
+        """Returns the samples that the user gets, by index; the best ones first where they are
+        ranked.
+        """
+        if not self.request.params.is_ranked:
+            return self.samples
+        ranked = sorted(self.samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))
+        return [
+            replace(sample, index=index)
+            for index, sample in enumerate(ranked[: self.request.params.n])
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LostRequest:
+    """Measurements of a request that was aborted before its end."""
+
+    num_prompt_tokens: int
+    metrics: RequestMetrics
+
+
+@dataclass(slots=True)
+class StepEffects:
+    """Effects of one step: requests that gained something, and core requests to abort because a
+    stop string ended them.
+    """
+
+    request_ids: dict[str, None] = field(default_factory=dict)
+    abort_ids: list[str] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """Keeps the state of every unfinished request, from its arrival to its final output."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, RequestState] = {}
+        self._samples: dict[str, tuple[RequestState, Sample]] = {}
+        """Samples that have not ended, with their requests, by the core's request id."""
+        self._recent: RecentRequests[RequestState] = RecentRequests()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of the core's requests that have not finished."""
+        return len(self._samples)
+
+    def add(self, request: FrontRequest) -> None:
+        if request.request_id in self._states:
+            raise InvalidRequest(
+                f"request_id: {request.request_id!r} is in use by an unfinished request",
+                param="request_id",
+            )
+        samples = [self._make_sample(request, sample.sample_index) for sample in request.samples]
+        state = RequestState(
+            request, samples, len(samples), RequestMetrics(arrival_time=request.arrival_time)
+        )
+        self._states[request.request_id] = state
+        self._recent.drop(request.request_id)
+        for engine_request, sample in zip(request.samples, samples, strict=True):
+            self._samples[engine_request.request_id] = (state, sample)
+
+    def unfinished_ids(self, request_id: str) -> list[str]:
+        """Returns the ids of a request's core requests that still run; [] for an unknown one."""
+        state = self._states.get(request_id)
+        return (
+            []
+            if state is None
+            else [
+                entry.request_id
+                for entry in state.request.samples
+                if entry.request_id in self._samples
+            ]
+        )
+
+    def lost(self, request_id: str) -> LostRequest | None:
+        """Returns what is left of a request that is about to be aborted; None if it is unknown."""
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        return LostRequest(len(state.request.prompt_token_ids), state.metrics)
+
+    def unfinished(self) -> list[RequestState]:
+        """Returns the requests of which some sample waits or runs, the oldest first."""
+        return [state for state in self._states.values() if state.num_unfinished]
+
+    def find(self, request_id: str, now: float) -> RequestState | None:
+        """Returns a request that waits or runs, or has just finished; None for an unknown one."""
+        return self._states.get(request_id) or self._recent.find(request_id, now)
+
+    def recent(self, now: float) -> list[RequestState]:
+        """Returns the requests that have just finished."""
+        ended = [state for state in self._states.values() if not state.num_unfinished]
+        return ended + self._recent.all(now)
+
+    def name_of(self, core_id: str) -> tuple[str, int] | None:
+        """Returns the request and the index of an unfinished sample, by the core's id."""
+        found = self._samples.get(core_id)
+        return None if found is None else (found[0].request.request_id, found[1].index)
+
+    def change(self, request: FrontRequest) -> None:
+        """Puts a changed request in the place of the unfinished one of its id."""
+        state = self._states[request.request_id]
+        if request.params.stop_strings != state.request.params.stop_strings:
+            for sample in state.samples:
+                sample.change_stops(request.sampling_params)
+        state.request = request
+
+    def is_finished(self, request_id: str) -> bool:
+        """Tells whether all samples of a request have ended; its final output was not taken yet."""
+        return self._states[request_id].num_unfinished == 0
+
+    def process(self, outputs: Iterable[EngineOutput], now: float) -> StepEffects:
+        """Takes in a step's outputs; those of requests already finished here are dropped."""
+        effects = StepEffects()
+        for output in outputs:
+            found = self._samples.get(output.request_id)
+            if found is not None:
+                self._take(*found, output, now, effects)
+                if found[0].is_readable:
+                    effects.request_ids[found[0].request.request_id] = None
+        return effects
+
+    def output(self, request_id: str, *, only_new: bool = False) -> RequestOutput:
+        """Returns all of a request so far, as a copy, or with `only_new` what each sample gained
+        since the last call (which costs no more the longer an answer is). The final output is given
+        once: a finished request is forgotten with it.
+        """
+        state = self._states[request_id]
+        finished = state.num_unfinished == 0
+        if finished:
+            del self._states[request_id]
+        request = state.request
+        made = RequestOutput(
+            request_id=request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=(
+                list(map(_gained if only_new else _completion, state.returned()))
+                if state.is_readable
+                else []
+            ),
+            finished=finished,
+            prompt_logprobs=state.prompt_logprobs,
+            num_cached_tokens=state.num_cached_tokens,
+            metrics=state.metrics,
+            error=state.error,
+            pooled=state.pooled,
+            lora_request=request.lora_request,
+            timings=Timings.merged(state.timings) if finished and state.timings else None,
+        )
+        if finished:
+            samples = [replace(sample, logprobs=None) for sample in state.samples]
+            kept = replace(state, samples=samples, prompt_logprobs=None)
+            self._recent.add(request_id, kept)
+        return made
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request whose outputs are not read any more."""
+        state = self._states.pop(request_id, None)
+        for sample in state.request.samples if state is not None else ():
+            self._samples.pop(sample.request_id, None)
+
+    def _make_detokenizer(self, request: FrontRequest) -> Detokenizer | None:
+        """Returns what makes text of a sample's tokens; None where none is wanted."""
+        params = request.params
+        if self._tokenizer is None or not isinstance(params, SamplingParams):
+            return None
+        if not params.detokenize:
+            return None
+        return Detokenizer(self._tokenizer, params, request.samples[0].prompt_token_ids)
+
+    def _make_sample(self, request: FrontRequest, index: int) -> Sample:
+        params = request.params
+        sample = Sample(index, self._make_detokenizer(request))
+        if params.logprobs is not None:
+            sample.logprobs = []
+        if params.logprobs is not None or params.is_ranked:
+            sample.cumulative_logprob = 0.0
+        return sample
+
+    def _take(
+        self,
+        state: RequestState,
+        sample: Sample,
+        output: EngineOutput,
+        now: float,
+        effects: StepEffects,
+    ) -> None:
+        if output.finish_reason is not None:
+            sample.finish_reason, sample.stop_reason = output.finish_reason, output.stop_reason
+            state.error = state.error or output.error
+        if output.pooled is not None:
+            self._take_start(state, output, now)
+            state.pooled = output.pooled
+        elif output.beams is not None:
+            self._take_beams(state, output, now)
+        else:
+            num_kept = self._search_stop(state.request.params, sample, output, effects)
+            if num_kept:
+                self._take_tokens(state, sample, _first_tokens(output, num_kept), now)
+        if sample.finish_reason is not None:
+            if output.timings is not None:
+                state.timings.append(output.timings)
+                state.metrics.num_preemptions += output.timings.num_preemptions
+            del self._samples[output.request_id]
+            state.num_unfinished -= 1
+            state.ended_at = now
+
+    def _search_stop(
+        self, params: RequestParams, sample: Sample, output: EngineOutput, effects: StepEffects
+    ) -> int:
+        """Adds the tokens to the sample, up to the one that completes a stop string, which ends it;
+        returns how many were added.
+        """
+        num_before = len(sample.token_ids)
+        sample.token_ids += output.token_ids
+        by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
+        if not (params.ends_by_text or by_token):
+            return len(output.token_ids)
+        stop = sample.catch_up(hide_last=by_token)
+        if stop is not None:
+            if output.finish_reason is None:
+                effects.abort_ids.append(output.request_id)
+            sample.finish_reason, sample.stop_reason = "stop", stop
+        return len(sample.token_ids) - num_before
+
+    def _take_tokens(
+        self, state: RequestState, sample: Sample, output: EngineOutput, now: float
+    ) -> None:
+        """Takes in what comes with tokens that `_search_stop` has added."""
+        self._take_start(state, output, now)
+        state.metrics.num_generation_tokens += len(output.token_ids)
+        if output.logprobs is not None and sample.cumulative_logprob is not None:
+            sample.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
+            if sample.logprobs is not None:
+                sample.logprobs += map(self._readable, output.logprobs)
+
+    def _take_beams(self, state: RequestState, output: EngineOutput, now: float) -> None:
+        """Puts the sequences that a beam search has found in the place of the one sample that stood
+        for them.
+        """
+        self._take_start(state, output, now)
+        params = state.request.params
+        state.samples = [
+            self._make_sample(state.request, index) for index in range(len(output.beams or ()))
+        ]
+        for sample, beam in zip(state.samples, output.beams or (), strict=True):
+            sample.token_ids, sample.score, sample.cumulative_logprob = (
+                beam.token_ids,
+                beam.score,
+                beam.cumulative_logprob,
+            )
+            if sample.logprobs is not None:
+                sample.logprobs += map(self._readable, beam.logprobs)
+            sample.finish_reason, sample.stop_reason = beam.finish_reason, beam.stop_reason
+            by_token = beam.finish_reason == "stop" and not isinstance(beam.stop_reason, str)
+            sample.catch_up(hide_last=by_token and not params.include_stop_str_in_output)
+            state.metrics.num_generation_tokens += len(beam.token_ids)
+
+    def _take_start(self, state: RequestState, output: EngineOutput, now: float) -> None:
+        """Takes in what comes with a request's first tokens, and the moment when tokens came."""
+        metrics = state.metrics
+        if metrics.last_token_ts != now:
+            metrics.token_times.append(now)
+        if output.scheduled_ts is not None and metrics.scheduled_ts is None:
+            metrics.scheduled_ts = output.scheduled_ts
+            state.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            state.prompt_logprobs = [
+                *[None] * state.request.params.first_prompt_logprob,
+                *map(self._readable, output.prompt_logprobs),
+            ]
+
+    def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        text = self._tokenizer.token_text if self._tokenizer is not None else lambda _: None
+        found: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(
+            entry.token_ids, entry.logprobs, entry.ranks, strict=True
+        ):
+            if token_id not in found:
+                found[token_id] = Logprob(logprob, rank, text(token_id))
+        return found
+
+
+def _first_tokens(output: EngineOutput, count: int) -> EngineOutput:
+    """Returns the output with its first `count` tokens alone."""
+    if count == len(output.token_ids):
+        return output
+    logprobs = output.logprobs and output.logprobs[:count]
+    return msgspec.structs.replace(output, token_ids=output.token_ids[:count], logprobs=logprobs)
+
+
+def _completion(sample: Sample) -> CompletionOutput:
+    return CompletionOutput(
+        index=sample.index,
+        text=sample.text(),
+        token_ids=list(sample.token_ids),
+        cumulative_logprob=sample.cumulative_logprob,
+        logprobs=None if sample.logprobs is None else list(sample.logprobs),
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        score=sample.score,
+        num_reasoning_tokens=sample.num_reasoning_tokens,
+    )
+
+
+def _gained(sample: Sample) -> CompletionOutput:
+    """Returns what a sample gained since the last call; nothing new after its end was given."""
+    sample.catch_up()
+    start, sample.num_given = sample.num_given, len(sample.token_ids)
+    finished = sample.finish_reason is not None
+    text = (
+        ""
+        if sample.detokenizer is None or sample.end_given
+        else sample.detokenizer.delta(finished=finished)
+    )
+    sample.end_given = finished
+    return CompletionOutput(
+        index=sample.index,
+        text=text,
+        token_ids=sample.token_ids[start:],
+        cumulative_logprob=sample.cumulative_logprob,
+        logprobs=None if sample.logprobs is None else sample.logprobs[start:],
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        score=sample.score,
+        num_reasoning_tokens=sample.num_reasoning_tokens,
+    )

@@ -1,0 +1,162 @@
+"""Sampling and stop options checked against the model: ids within its vocabulary, logprobs within
+the engine's limit, texts turned into tokens.
+
+Ranges that no model decides are checked by SamplingParams themselves. Knows no prompt. Any thread
+may call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from octavo.errors import InvalidRequest, shown
+from octavo.prompt_ports import Tokenizer
+from octavo.sampling_params import SamplingParams
+from octavo.text.unicode import check_unicode
+
+
+class ParamsResolver:
+    """Checks the SamplingParams of one model's requests; InvalidRequest says what is wrong."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_logprobs: int,
+        tokenizer: Tokenizer | None,
+        processors: Sequence[str] = (),
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
+        self._tokenizer = tokenizer
+        self._processors = processors
+        self._breakers = Breakers(tokenizer, vocab_size)
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """Checks the params against the model and returns a copy of them.
+
+        They are checked as when they were made, too: a field may have been set since.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params: got {shown(params)}, allowed is SamplingParams",
+                param="sampling_params",
+            )
+        params = msgspec.structs.replace(params)
+        for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
+            for text in texts:
+                check_unicode(text, name)
+        self.check_ids("stop_token_ids", params.stop_token_ids or ())
+        self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self.check_ids("logit_bias", params.logit_bias or ())
+        self.check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        if params.logprob_token_ids is None:
+            self._check_logprobs("logprobs", params.logprobs)
+        self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
+        for name in ("stop", "stop_regex"):
+            if getattr(params, name):
+                words = f"{name}: stop texts need a tokenizer, and this engine has none"
+                need_tokenizer(self._tokenizer, words, name)
+        self._check_processors(params.logits_processors or ())
+        if params.dry_multiplier:
+            params.dry_sequence_breaker_ids = self._breakers.ids(params.dry_sequence_breakers)
+        if params.bad_words:
+            return msgspec.structs.replace(
+                params, bad_words_token_ids=self._encode_bad_words(params.bad_words)
+            )
+        return params
+
+    def check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise InvalidRequest(
+                    f"{name}: got the token id {token}, allowed are 0 to {self._vocab_size - 1}",
+                    param=name,
+                )
+
+    def _check_processors(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._processors:
+                known = ", ".join(self._processors) or "none"
+                raise InvalidRequest(
+                    f"logits_processors: got {shown(name)}, allowed are the engine's: {known}",
+                    hint="the engine's option logits_processors says which there are",
+                    param="logits_processors",
+                )
+
+    def _check_logprobs(self, name: str, value: int | None) -> None:
+        if value is None:
+            return
+        wanted = self._vocab_size if value == -1 else value
+        if wanted > self._max_logprobs:
+            whole = f" (the whole vocabulary, {wanted})" if value == -1 else ""
+            message = f"{name}: got {value}{whole}, allowed are at most {self._max_logprobs}"
+            raise InvalidRequest(
+                message, hint="the engine's option max_logprobs sets this limit", param=name
+            )
+
+    def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
+        """Returns the token ids of each word, at the start of a text and after a space."""
+        tokenizer = need_tokenizer(
+            self._tokenizer,
+            "bad_words: words need a tokenizer, and this engine has none",
+            "bad_words",
+        )
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+        return [list(token_ids) for token_ids in found if token_ids]
+
+
+def need_tokenizer(tokenizer: Tokenizer | None, message: str, param: str) -> Tokenizer:
+    """Returns the engine's tokenizer; InvalidRequest with `message` where it has none."""
+    if tokenizer is None:
+        raise InvalidRequest(
+            message,
+            hint="pass prompts as token ids, or start without skip_tokenizer_init",
+            param=param,
+        )
+    return tokenizer
+
+
+NAME = "dry_sequence_breakers"
+
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+"""Breakers where a request names none; those of llama.cpp."""
+MAX_KEPT = 16
+"""Lists of breakers whose tokens are kept."""
+
+
+class Breakers:
+    """Finds the tokens of sequence breakers in one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._found = lru_cache(maxsize=MAX_KEPT)(self._find)
+
+    def ids(self, texts: list[str] | None) -> list[int]:
+        """Returns the tokens that hold one of `texts`; None stands for the default ones, which are
+        none where there is no tokenizer.
+        """
+        if self._tokenizer is None and texts:
+            raise InvalidRequest(
+                f"{NAME}: texts need a tokenizer, and this engine has none", param=NAME
+            )
+        for text in texts or ():
+            check_unicode(text, NAME)
+        parts = DEFAULT_BREAKERS if texts is None else tuple(dict.fromkeys(texts))
+        return list(self._found(parts))
+
+    def _find(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+        wanted = [text.encode() for text in texts]
+        if self._tokenizer is None:
+            return ()
+        held = (self._tokenizer.token_bytes(token_id) for token_id in range(self._vocab_size))
+        return tuple(
+            token_id for token_id, text in enumerate(held) if any(part in text for part in wanted)
+        )

@@ -1,0 +1,49 @@
+"""Pinning the beginning of prompts: the front has the core compute it, then keep it.
+
+A pin ends at a time of the wall clock, since it outlives engines.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.config.cache_options import CacheOptions
+from octavo.engine.protocol.requests import Pin
+from octavo.errors import InvalidRequest, WorkerFailed
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+
+FOR_GOOD_S = 100 * 365 * 86400.0
+"""Time to live of a pin without an end, in seconds."""
+
+COMPUTE = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+"""Sampling that makes the core compute a prompt; the one token that it yields is not read."""
+
+
+def pin_of(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
+    """Returns the pin of a prompt that was computed; `ttl_s` None is for good, 0 ends it."""
+    if output.error is not None:
+        raise WorkerFailed(output.error)
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    now = time.time()
+    return Pin(
+        output.prompt_token_ids, salt or "", now + (FOR_GOOD_S if ttl_s is None else ttl_s), now
+    )
+
+
+def check_pin(ttl_s: float | None, cache: CacheOptions) -> None:
+    """Raises InvalidRequest where a pin cannot be made, before anything is computed."""
+    if ttl_s is not None and not (0 <= ttl_s <= FOR_GOOD_S and math.isfinite(ttl_s)):
+        raise InvalidRequest(
+            f"ttl_s: got {ttl_s!r}, allowed is None (for good) or seconds from 0 to"
+            f" {FOR_GOOD_S:.0f}",
+            param="ttl_s",
+        )
+    if cache.prefix_cache_dir is None:
+        raise InvalidRequest(
+            "nothing can be pinned: this engine keeps no blocks on disk",
+            hint="start it with prefix_cache_dir",
+        )

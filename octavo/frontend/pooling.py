@@ -1,0 +1,383 @@
+"""Pooling requests: texts checked once and turned into EngineRequests, and the jobs of several
+prompts whose pooled rows make one result.
+
+LLM, AsyncLLM and the server's routes run jobs each in their own way. Prompts are read and measured
+by the input processor. Any thread may call it at any time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from octavo.engine.protocol.requests import EngineRequest
+from octavo.errors import InvalidRequest, shown
+from octavo.frontend.arguments import PoolingPrompt, Prompt, pooling_params_of, prompt_list
+from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, InputProcessor, Origin
+from octavo.frontend.params_resolver import need_tokenizer
+from octavo.outputs import RequestOutput
+from octavo.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+)
+from octavo.pooling_params import (
+    MODEL_LIMIT,
+    PoolingActivation,
+    PoolingParams,
+    PoolingTask,
+    TextPair,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The pooled rows of one model, and what its checkpoint says is made of them."""
+
+    task: PoolingTask
+    program: str
+    """Name of the Program that pools."""
+    width: int
+    normalize: bool
+    lower_case: bool
+    """Whether texts are put into lower case before they are tokenized."""
+    prefix: str = ""
+    """Text that is put before each text of which an embedding is made."""
+    has_segments: bool = False
+    """Whether the model reads which of two texts a token belongs to."""
+    activation: PoolingActivation = "none"
+    """Function that a classifier's scores go through, unless a request names another."""
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's labels."""
+    pair_template: str | None = None
+    """Jinja template of a pair of texts, for a tokenizer whose chat template reads none; "" where
+    only such a chat template will do, None where special tokens stand between the texts.
+    """
+    dimensions: Sequence[int] = ()
+    """Widths to which an embedding may be cut, as the checkpoint says."""
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt as tokens."""
+
+    token_ids: list[int]
+    text: str | None = None
+    """Text that the token ids came from, where it is one text."""
+    second_start: int | None = None
+    """Index of the first token of the second segment; None where there is one segment only."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInputs:
+    """Turns texts and PoolingParams into FrontRequests."""
+
+    pools: Pools
+    inputs: InputProcessor
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PoolingPrompt,
+        params: PoolingParams,
+        origin: Origin = DEFAULT_ORIGIN,
+    ) -> FrontRequest:
+        """Checks a request and tokenizes its prompt."""
+        origin = self.inputs.checked_origin(origin)
+        params = self._resolved(params)
+        if isinstance(prompt, TextPair):
+            read = self._read_pair(prompt, self._limit(params))
+        else:
+            read = self._read(prompt, self._limit(params))
+        token_ids = read.token_ids
+        self.inputs.check_prompt(token_ids, num_needed=params.num_needed_tokens)
+        arrival_time = time.monotonic()
+        request = EngineRequest(
+            self.inputs.next_core_id(),
+            token_ids,
+            params,
+            seed=0,
+            priority=origin.priority,
+            tenant=origin.tenant,
+            arrival_time=arrival_time,
+            program=self.pools.program,
+            second_start=read.second_start,
+        )
+        return FrontRequest(
+            request_id=request_id,
+            prompt=read.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            samples=[request],
+            arrival_time=arrival_time,
+            origin=origin,
+        )
+
+    def _resolved(self, params: PoolingParams) -> PoolingParams:
+        """Returns the params with the checkpoint's own values where they name none; they are
+        checked as when they were made, too.
+        """
+        params = msgspec.structs.replace(params)
+        pools = self.pools
+        embeds = pools.task == "embed"
+        for name in ("activation",) if embeds else ("dimensions", "normalize"):
+            if getattr(params, name) is not None:
+                what = "an embedding" if embeds else "a classifier's scores"
+                raise InvalidRequest(
+                    f"{name}: got {shown(getattr(params, name))}, which {what} cannot have",
+                    hint="leave it out",
+                    param=name,
+                )
+        if embeds:
+            self._check_dimensions(params.dimensions)
+        normalize = pools.normalize if params.normalize is None else params.normalize
+        return msgspec.structs.replace(
+            params,
+            normalize=embeds and normalize,
+            activation=params.activation or pools.activation,
+        )
+
+    def _check_dimensions(self, wanted: int | None) -> None:
+        """Raises InvalidRequest for a width to which the model's embeddings cannot be cut."""
+        pools = self.pools
+        if wanted is None or wanted == pools.width or wanted in pools.dimensions:
+            return
+        if isinstance(pools.dimensions, range):
+            allowed = f"1 to {pools.width}"
+        else:
+            allowed = ", ".join(map(str, sorted({*pools.dimensions, pools.width})))
+        raise InvalidRequest(
+            f"dimensions: got {wanted}, allowed are {allowed}",
+            hint="a model declares by `matryoshka_dimensions` how its embeddings may be cut",
+            param="dimensions",
+        )
+
+    def _limit(self, params: PoolingParams) -> int | None:
+        """Returns the number of tokens that a prompt is cut to; None where it is not cut."""
+        limit = params.truncate_prompt_tokens
+        most = self.inputs.limits.prompts.most_tokens(params.num_needed_tokens)
+        if limit == MODEL_LIMIT:
+            return most
+        if limit is not None and limit > most:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens: got {limit}, allowed are 1 to {most}, or -1 for {most}",
+                param="truncate_prompt_tokens",
+            )
+        return limit
+
+    def _read(self, prompt: Prompt, limit: int | None) -> ReadPrompt:
+        """Returns a prompt's tokens and its text, cut to the limit."""
+        if self.pools.task == "embed" and self.pools.prefix:
+            prompt = _changed(prompt, lambda text: self.pools.prefix + text)
+        if self.pools.lower_case:
+            prompt = _changed(prompt, str.lower)
+        text, token_ids, _ = self.inputs.prompts.read_prompt(prompt, may_be_long=limit is not None)
+        if limit is None or len(token_ids) <= limit:
+            return ReadPrompt(token_ids, text)
+        return ReadPrompt(self._cut(text, token_ids, limit), text)
+
+    def _read_pair(self, pair: TextPair, limit: int | None) -> ReadPrompt:
+        """Returns the tokens of two texts, cut to the limit from the longer text first."""
+        if self.pools.task != "classify":
+            raise InvalidRequest(
+                "prompt: got a pair of texts, allowed is one: an embedding is made of each text",
+                param="prompt",
+            )
+        for text in (pair.first, pair.second):
+            _check_half(text)
+        if self.pools.lower_case:
+            pair = replace(pair, first=pair.first.lower(), second=pair.second.lower())
+        if limit is None and pair.max_second_tokens is None:
+            self.inputs.prompts.check_length(pair.first, pair.second)
+        tokenizer = need_tokenizer(
+            self.inputs.tokenizer, "a pair of texts needs a tokenizer", "prompt"
+        )
+        encoded = tokenizer.encode_pair(pair, max_tokens=limit, template=self.pools.pair_template)
+        if limit is not None and limit < encoded.num_fixed:
+            raise _below_special(limit, encoded.num_fixed)
+        segments = encoded.type_ids if self.pools.has_segments else []
+        return ReadPrompt(encoded.token_ids, second_start=_second_start(segments))
+
+    def _cut(self, text: str | None, token_ids: list[int], limit: int) -> list[int]:
+        """Returns `limit` tokens, with the special ones that stand around a text in their places.
+        Token ids without a text are cut at their end.
+        """
+        if text is None:
+            return token_ids[:limit]
+        own = self.inputs.prompts.encode_plain(text)
+        num_special = len(token_ids) - len(own)
+        first = next(at for at in range(num_special + 1) if token_ids[at : at + len(own)] == own)
+        if limit < num_special:
+            raise _below_special(limit, num_special)
+        kept = own[: limit - num_special]
+        return [*token_ids[:first], *kept, *token_ids[first + len(own) :]]
+
+
+def _check_half(text: object) -> None:
+    """Raises InvalidRequest where one of a pair's texts is none."""
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f"prompt: got {shown(text)} in a pair, allowed are two texts", param="prompt"
+        )
+
+
+def _second_start(type_ids: list[int]) -> int | None:
+    """Returns where the second segment starts; None where there is none."""
+    if 1 not in type_ids:
+        return None
+    start = type_ids.index(1)
+    if type_ids[start:].count(1) != len(type_ids) - start:
+        raise InvalidRequest(
+            "prompt: the tokenizer arranges a pair in segments that are not one after the other,"
+            " which is not supported",
+            param="prompt",
+        )
+    return start
+
+
+def _below_special(limit: int, num_special: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"truncate_prompt_tokens: got {limit}, allowed are at least {num_special}: the tokens that"
+        " stand around a text",
+        param="truncate_prompt_tokens",
+    )
+
+
+def _changed(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
+    """Returns a prompt whose text is changed; token ids stay."""
+    if isinstance(prompt, str):
+        return change(prompt)
+    if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
+        return {**prompt, "prompt": change(prompt["prompt"])}
+    return prompt
+
+
+OutputT = TypeVar("OutputT")
+
+Texts: TypeAlias = Prompt | Iterable[Prompt]
+"""One text or several; token ids where an embedding is made of each."""
+
+PoolingPrompts: TypeAlias = PoolingPrompt | Iterable[PoolingPrompt]
+"""One prompt or several, pairs of texts among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingJob(Generic[OutputT]):
+    """The prompts of one call, and what is made of their outputs."""
+
+    prompts: Sequence[PoolingPrompt]
+    params: PoolingParams
+    read: Callable[[Sequence[RequestOutput]], list[OutputT]]
+    """Returns the call's outputs from those of the prompts, in the prompts' order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingJobs:
+    """Maker of jobs from what users pass in; InvalidRequest where the model lacks the task."""
+
+    pools: Callable[..., PoolingInputs]
+    """Returns the checks of a model that does one of the named tasks, or refuses it."""
+
+    def embedding(
+        self, prompts: Texts, params: PoolingParams | None = None
+    ) -> PoolingJob[EmbeddingRequestOutput]:
+        """Returns the job that makes an embedding of each prompt."""
+        self.pools("embed")
+        return PoolingJob(
+            prompt_list(prompts),
+            pooling_params_of(params),
+            lambda outputs: [EmbeddingRequestOutput.of(output) for output in outputs],
+        )
+
+    def classification(
+        self, prompts: PoolingPrompts, params: PoolingParams | None = None
+    ) -> PoolingJob[ClassificationRequestOutput]:
+        """Returns the job that classifies each prompt."""
+        labels = self.pools("classify").pools.labels
+        return PoolingJob(
+            [prompts] if isinstance(prompts, TextPair) else prompt_list(prompts),  # type: ignore[arg-type]
+            pooling_params_of(params),
+            lambda outputs: [ClassificationRequestOutput.of(each, labels) for each in outputs],
+        )
+
+    def scoring(
+        self,
+        data_1: Texts,
+        data_2: Texts,
+        params: PoolingParams | None = None,
+        *,
+        max_second_tokens: int | None = None,
+    ) -> PoolingJob[ScoringRequestOutput]:
+        """Returns the job that scores each text of `data_2` with the one of `data_1`, or with the
+        one at the same place. A classifier with one label reads the pairs, in which the second text
+        is cut to `max_second_tokens`; embeddings are compared by their cosine.
+        """
+        pools = self.pools("classify", "embed").pools
+        params = pooling_params_of(params)
+        _check_scores(pools)
+        first, second = prompt_list(data_1, "data_1"), prompt_list(data_2, "data_2")
+        _check_counts(len(first), len(second))
+        if pools.task == "embed":
+            if max_second_tokens is not None:
+                raise InvalidRequest(
+                    f"max_second_tokens: got {max_second_tokens}, allowed only for a model that"
+                    " reads pairs of texts: this one makes an embedding of each",
+                    param="max_second_tokens",
+                )
+            return _cosines(first, second, params)
+        firsts = [_text(prompt, "data_1") for prompt in first] * (len(second) // len(first))
+        seconds = [_text(prompt, "data_2") for prompt in second]
+        return PoolingJob(
+            [TextPair(*pair, max_second_tokens) for pair in zip(firsts, seconds, strict=True)],
+            params,
+            lambda outputs: [ScoringRequestOutput.of(output) for output in outputs],
+        )
+
+
+def _check_scores(pools: Pools) -> None:
+    """Raises InvalidRequest where the model gives a pair of texts more than one score."""
+    if pools.task == "classify" and pools.width != 1:
+        raise InvalidRequest(
+            f"model: got one with {pools.width} labels, needed for scoring is one label, or"
+            " embeddings",
+            hint="classify takes pairs of texts too, as TextPair",
+            param="model",
+        )
+
+
+def _cosines(
+    first: list[Prompt], second: list[Prompt], params: PoolingParams
+) -> PoolingJob[ScoringRequestOutput]:
+    """Returns the job that makes each text's embedding once and compares them."""
+
+    def read(outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
+        firsts = list(outputs[: len(first)]) * (len(second) // len(first))
+        return list(map(ScoringRequestOutput.of_units, firsts, outputs[len(first) :]))
+
+    units = msgspec.structs.replace(params, normalize=True)
+    return PoolingJob([*first, *second], units, read)
+
+
+def _check_counts(num_first: int, num_second: int) -> None:
+    if not num_second:
+        raise InvalidRequest("data_2: got no text, needed is at least one", param="data_2")
+    if num_first not in (1, num_second):
+        raise InvalidRequest(
+            f"data_1: got {num_first} texts, allowed are one, or {num_second}, one for each text"
+            " that it is scored with",
+            param="data_1",
+        )
+
+
+def _text(prompt: Prompt, name: str) -> str:
+    """Returns a prompt's text; InvalidRequest where it has token ids."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) and len(prompt) == 1 else prompt
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f"{name}: got {shown(prompt)}, allowed are texts: the model reads them in pairs",
+            param=name,
+        )
+    return text

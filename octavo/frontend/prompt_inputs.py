@@ -1,0 +1,240 @@
+"""What a user gives as a prompt, read as token ids: texts, ids, dicts, conversations.
+
+Owns what a prompt may look like and how long it may be before it is tokenized. Knows no request and
+no params. Any thread may call it at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from octavo.engine.protocol.prompt_limits import AdmissionDecision, PromptLimits, Verdict
+from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
+from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
+from octavo.frontend.encoder_inputs import EncoderInputs
+from octavo.frontend.images import KEY, ImageInputs, images_of, taken_out
+from octavo.frontend.params_resolver import need_tokenizer
+from octavo.prompt_ports import Rendering, Tokenizer
+from octavo.sampling_params import whole_number
+from octavo.text.unicode import check_unicode, is_long
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", KEY)
+TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Bound on a prompt's tokens; those beyond it are cut off at one side."""
+
+    max_tokens: int
+    side: Literal["left", "right"] = "left"
+    """Side at which tokens are cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInputs:
+    """Reads prompts as token ids; InvalidRequest or ContextTooLong says what is wrong with one."""
+
+    tokenizer: Tokenizer | None
+    limits: PromptLimits
+    images: ImageInputs
+    encoder: EncoderInputs | None
+    """Maker of an encoder's inputs, where a prompt is one; None for a decoder alone."""
+
+    def read_prompt(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, may_be_long: bool = False
+    ) -> tuple[str | None, list[int], str]:
+        """Returns a prompt's text if it has one, its token ids and its cache salt."""
+        text = None
+        salt = ""
+        has_images = bool(images_of(prompt))
+        if isinstance(prompt, Mapping):
+            text, prompt, salt = self._open_dict(prompt)
+        if isinstance(prompt, str):
+            if not may_be_long:
+                self.check_length(prompt)
+            written = self.images.replaced(prompt) if has_images else prompt
+            ids = self._encode_prompt(written, add_special_tokens=add_special_tokens)
+            return prompt, ids, salt
+        token_ids = as_list(prompt)
+        if token_ids is None:
+            raise InvalidRequest(
+                f"prompt: got {type(prompt).__name__}, allowed are a text, token ids, or a dict"
+                " of one",
+                param="prompt",
+            )
+        return text, whole_ids(token_ids), salt
+
+    def _encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer = need_tokenizer(
+            self.tokenizer, "a text prompt needs a tokenizer, and this engine has none", "prompt"
+        )
+        return tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, allow_special_text=True
+        )
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Returns a text's tokens without the special ones that stand around it."""
+        return self._encode_prompt(text, add_special_tokens=False)
+
+    def check_length(self, *texts: str) -> None:
+        """Refuses long texts that cannot fit into one prompt, before the seconds that tokenizing
+        them would take.
+        """
+        if self.tokenizer is None or not any(map(is_long, texts)):
+            return
+        least = sum(map(self.tokenizer.fewest_tokens, texts))
+        if self.encoder is not None:
+            self.encoder.check_length(least, at_least=True)
+            return
+        refuse_never(self.limits.judge(least, at_least=True))
+
+    def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, str | Sequence[int], str]:
+        """Returns what a dict holds: the text that its token ids came from, the prompt, the cache
+        salt.
+        """
+        for key in prompt:
+            if key not in PROMPT_KEYS:
+                raise InvalidRequest(
+                    f"prompt: got the key {key!r}, allowed are {', '.join(PROMPT_KEYS)}",
+                    hint=did_you_mean(str(key), PROMPT_KEYS),
+                    param="prompt",
+                )
+        text: Any = prompt.get("prompt")
+        token_ids: Any = prompt.get("prompt_token_ids")
+        if text is None and token_ids is None:
+            raise InvalidRequest(
+                "prompt: got a dict without a prompt, needed is one of prompt, prompt_token_ids",
+                param="prompt",
+            )
+        if isinstance(token_ids, str):
+            raise InvalidRequest(
+                "prompt_token_ids: got a text, allowed are token ids",
+                hint="a text is given as prompt",
+                param="prompt",
+            )
+        if token_ids is not None and text is not None and not isinstance(text, str):
+            raise InvalidRequest(
+                f"prompt: got {shown(text)} beside prompt_token_ids, allowed is their text",
+                param="prompt",
+            )
+        salt = prompt.get("cache_salt") or ""
+        if not isinstance(salt, str):
+            raise InvalidRequest(f"cache_salt: got {salt!r}, allowed is a text", param="cache_salt")
+        check_unicode(salt, "cache_salt")
+        return (None, text, salt) if token_ids is None else (text, token_ids, salt)
+
+    def chat_prompt(
+        self, messages: Messages, rendering: Rendering, truncation: Truncation | None = None
+    ) -> dict[str, Any]:
+        """Renders a conversation as a prompt of token ids."""
+        tokenizer = self._check_conversation(messages, rendering)
+        check = self.check_length if truncation is None else None
+        messages, sources = taken_out(messages)
+        if not sources:
+            token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
+            return {"prompt_token_ids": _truncated(token_ids, truncation)}
+        if truncation is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens: got it beside images, whose tokens cannot be cut",
+                param="truncate_prompt_tokens",
+            )
+        images = self.images.read(sources)
+        rendering = replace(rendering, replacements=self.images.replacements)
+        token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
+        return {"prompt_token_ids": token_ids, KEY: {"image": images}}
+
+    def render_chat(self, messages: Messages, rendering: Rendering) -> str:
+        """Renders a conversation as text."""
+        return self._check_conversation(messages, rendering).render_chat(messages, rendering)
+
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> dict[str, Any]:
+        """Returns a prompt with its token ids; ContextTooLong where it cannot fit."""
+        text, token_ids, salt = self.read_prompt(
+            prompt, add_special_tokens=add_special_tokens, may_be_long=truncation is not None
+        )
+        cut = _truncated(token_ids, truncation)
+        return {
+            "prompt": text if len(cut) == len(token_ids) else None,
+            "prompt_token_ids": cut,
+            "cache_salt": salt,
+        }
+
+    def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
+        """Returns the prompt that asks for the text between two texts."""
+        tokenizer = need_tokenizer(self.tokenizer, "suffix: texts need a tokenizer", "suffix")
+        self.check_length(prefix)
+        self.check_length(suffix)
+        return {"prompt_token_ids": tokenizer.infill(prefix, suffix)}
+
+    def _check_conversation(self, messages: Messages, rendering: Rendering) -> Tokenizer:
+        """Refuses what no template can render; returns the tokenizer that has the template."""
+        messages = check_messages(messages)
+        for name in rendering.variables:
+            if name in TEMPLATE_ARGUMENTS:
+                message = f"chat_template_kwargs: got {name!r}, which has a field of its own"
+                raise InvalidRequest(message, param="chat_template_kwargs")
+        if rendering.continue_final_message:
+            _check_continued(messages, rendering)
+        return need_tokenizer(
+            self.tokenizer, "a conversation needs the model's tokenizer and chat template", "prompt"
+        )
+
+
+def whole_ids(token_ids: list[Any]) -> list[int]:
+    """Returns token ids as ints, NumPy's too."""
+    if set(map(type, token_ids)) <= {int}:  # the common case, a hundred times faster
+        return list(token_ids)
+    numbers = list(map(whole_number, token_ids))
+    for number, token in zip(numbers, token_ids, strict=True):
+        if number is None:
+            raise InvalidRequest(
+                f"prompt: got {shown(token)} among token ids, allowed are whole numbers",
+                param="prompt",
+            )
+    return [number for number in numbers if number is not None]
+
+
+def _truncated(token_ids: list[int], truncation: Truncation | None) -> list[int]:
+    if truncation is None or len(token_ids) <= truncation.max_tokens:
+        return token_ids
+    if truncation.side == "right":
+        return token_ids[: truncation.max_tokens]
+    return token_ids[len(token_ids) - truncation.max_tokens :]
+
+
+def _check_continued(messages: Messages, rendering: Rendering) -> None:
+    """Refuses to continue a conversation whose last message has no text of an assistant."""
+    name = "continue_final_message"
+    if rendering.add_generation_prompt:
+        raise InvalidRequest(
+            f"{name}: got true with add_generation_prompt true, allowed is one of them",
+            param=name,
+        )
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise InvalidRequest(
+            f"{name}: got a last message of the role {shown(last.get('role'))}, needed is one of"
+            " the role 'assistant' with a text",
+            param=name,
+        )
+
+
+def refuse_never(decision: AdmissionDecision) -> None:
+    """Raises ContextTooLong for a prompt that can never start."""
+    if decision.verdict is Verdict.NEVER:
+        raise ContextTooLong(
+            decision.reason,
+            hint=decision.hint,
+            param="prompt",
+            num_tokens=decision.num_tokens,
+            max_tokens=decision.max_tokens,
+        )

@@ -1,0 +1,226 @@
+"""The streams of an engine's requests, all read in one event loop.
+
+A thread waits for the core's outputs and hands them to the loop, where everything else happens.
+Owns the streams, the loop, the thread and the error that ended the engine. Knows no prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.errors import EngineDead, InvalidRequest, OctavoError
+from octavo.frontend.frontend import Front
+from octavo.frontend.output_processor import LostRequest
+from octavo.outputs import RequestOutput
+
+
+class RequestStream:
+    """One request's outputs as they grow, read by one task.
+
+    Each output holds all of the request so far, or with `deltas` what the one before did not. A
+    slow reader skips outputs and loses nothing.
+    """
+
+    def __init__(
+        self, front: Front, request_id: str, drop: Callable[[str], None], *, deltas: bool
+    ) -> None:
+        """`drop` ends the request when the stream is abandoned."""
+        self.request_id = request_id
+        self.lost: LostRequest | None = None
+        """Request that ran when the stream was abandoned; None if it had ended."""
+        self._front = front
+        self._drop = drop
+        self._deltas = deltas
+        self._changed = False
+        self._reader: asyncio.Future[None] | None = None
+        """The future that the reading task waits on; None before its first wait."""
+        self._finished = False
+        self._error: OctavoError | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        if not self._changed:
+            await self._wait()
+        self._changed = False
+        if self._error is not None:
+            self._finished = True
+            raise self._error
+        output = self._front.output(self.request_id, only_new=self._deltas)
+        self._finished = output.finished
+        return output
+
+    async def final(self) -> RequestOutput:
+        """Waits for the final output; those before it are not even made."""
+        while not (self._error or self._front.is_finished(self.request_id)):
+            await self._wait()
+        self._changed = True
+        return await anext(self)
+
+    async def final_or_abandoned(self) -> RequestOutput:
+        """Waits for the final output; cancelling it aborts the request."""
+        try:
+            return await self.final()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> bool:
+        """Aborts the request if it still runs; returns whether it did."""
+        if self._finished:
+            return False
+        self._finished = True
+        self.lost = self._front.lost(self.request_id)
+        self._drop(self.request_id)
+        return True
+
+    async def aclose(self) -> None:
+        """Abandons the request, under the name that async generators have for it."""
+        self.abandon()
+
+    def wake(self, error: OctavoError | None = None) -> None:
+        """Tells the reader that there is something new, or that an error ends the stream."""
+        self._error = self._error or error
+        self._changed = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def _wait(self) -> None:
+        """Waits for the next change; a reader that is cancelled abandons the request."""
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        except asyncio.CancelledError:
+            self.abandon()
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvents:
+    """Functions that are told of what happens to the streams, in the event loop's thread."""
+
+    step: Callable[[CoreOutputs], None]
+    """Told of a step's outputs before the streams are."""
+    ended: Callable[[str], None]
+    """Told of a request that has finished or was dropped."""
+    died: Callable[[EngineDead], None]
+    """Told of the error that ended the engine."""
+
+
+class RequestStreams:
+    """Streams of one front's requests, woken by what the core sends."""
+
+    def __init__(self, front: Front, events: StreamEvents) -> None:
+        self._front = front
+        self._events = events
+        self._streams: dict[str, RequestStream] = {}
+        """Streams whose final output has not come, by request id; touched in the loop's thread."""
+        self._dead: EngineDead | None = None
+        """Error that ended the engine, once it has ended; set by any thread."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Event loop in which all streams are read; None before the first request."""
+        self._reader: threading.Thread | None = None
+
+    def start(self) -> bool:
+        """Listens to the core from now on, in this event loop; returns whether it did not before.
+        InvalidRequest where another loop, still open, does.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise InvalidRequest(
+                    "this AsyncLLM is used by another event loop", hint="give each loop its own"
+                )
+            self._loop = loop
+        if self._reader is not None:
+            return False
+        self._reader = threading.Thread(target=self._read, name="octavo-reader", daemon=True)
+        self._reader.start()
+        return True
+
+    def open(self, request_id: str, *, deltas: bool) -> RequestStream:
+        """Returns the stream of a request that the core has been given."""
+        stream = RequestStream(self._front, request_id, self._drop, deltas=deltas)
+        self._streams[request_id] = stream
+        return stream
+
+    def check_alive(self) -> None:
+        """Raises EngineDead once the engine has ended."""
+        if self._dead is not None:
+            raise EngineDead(self._dead.message, hint=self._dead.hint)
+
+    def end(self, error: EngineDead) -> None:
+        """Refuses new requests and ends the streams; called in any thread."""
+        self._dead = self._dead or error
+        self._call(self._end_streams)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Calls a function in the event loop's thread, or at once where no loop is open."""
+        if self._loop is None or self._loop.is_closed():
+            function()
+        else:
+            self._call(function)
+
+    def join(self) -> None:
+        """Waits for the thread, which ends once the front is closed."""
+        if self._reader is not None:
+            self._reader.join()
+
+    # -- from the core -----------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Hands each step's outputs to the event loop; runs in a thread until the engine ends."""
+        while self._dead is None:
+            try:
+                step = self._front.receive()
+            except EngineDead as error:
+                self.end(error)
+            except Exception as error:
+                self.end(EngineDead(f"the engine has failed: {type(error).__name__}: {error}"))
+            else:
+                if step is not None:
+                    self._call(self._take, step)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function in the event loop's thread, after those handed over before it; what is
+        left over when the loop has ended has no reader.
+        """
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _take(self, step: CoreOutputs) -> None:
+        """Wakes the streams of the requests to which a step gave something."""
+        self._events.step(step)
+        for request_id in self._front.take(step):
+            # Streams that were ended with the engine may still get what was on its way.
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.wake()
+                if self._front.is_finished(request_id):
+                    del self._streams[request_id]
+                    self._events.ended(request_id)
+
+    def _end_streams(self) -> None:
+        """Wakes every stream with the error that ended the engine."""
+        for stream in self._streams.values():
+            stream.wake(self._dead)
+        self._streams.clear()
+        if self._dead is not None:
+            self._events.died(self._dead)
+
+    # -- from the streams --------------------------------------------------------------------------
+
+    def _drop(self, request_id: str) -> None:
+        """Aborts and forgets a request whose stream was abandoned."""
+        self._streams.pop(request_id, None)
+        self._events.ended(request_id)
+        self._front.drop(request_id)

@@ -1,0 +1,391 @@
+"""Speech to text: the windows of a sound as requests, joined to one text.
+
+The sound itself is read by a `Hearing`; every window is a request of its own. Without timestamps
+the windows follow each other without a gap, and may be computed together. With them a window begins
+where the last one's text ends, so that no word is cut. Source: Radford et al. 2022, section 3.8,
+and `transcribe` of OpenAI's whisper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from octavo.errors import InvalidRequest, did_you_mean, shown
+from octavo.frontend.input_processor import (
+    DEFAULT_ORIGIN,
+    FrontRequest,
+    InputProcessor,
+    Origin,
+    ReadInput,
+)
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.step import EncoderInput
+from octavo.transcription import Segment, Transcription
+
+SpeechTask = Literal["transcribe", "translate"]
+
+TIMESTAMPS = "octavo-timestamps"
+"""Name of the logits processor that draws timestamps."""
+
+
+Sound = bytes | str | Path
+"""The bytes of a sound file, or its path."""
+
+
+def sound_bytes(sound: Sound) -> bytes:
+    """Returns a file's bytes; InvalidRequest where a path cannot be read."""
+    if isinstance(sound, bytes):
+        return sound
+    if not isinstance(sound, str | Path):
+        raise InvalidRequest(
+            f"sounds: got {shown(sound)}, allowed are the bytes or the path of a sound file"
+        )
+    try:
+        return Path(sound).expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidRequest(
+            f"sounds: {sound} cannot be read: {error.strerror or error}",
+            hint="give the path of a WAV, FLAC, OGG or MP3 file, or its bytes",
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechTokens:
+    """The tokens with which a decoder of speech is told what to do."""
+
+    start: int
+    languages: Mapping[str, int] = field(default_factory=dict)
+    """Token of each language's code; {} for a model of English alone."""
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    no_timestamps: int | None = None
+    """Token that asks for text alone; None where the model has none."""
+    banned_at_start: tuple[int, ...] = ()
+    """Tokens that are no beginning of a text."""
+    num_timestamps: int = 0
+    """Number of tokens behind `no_timestamps` that stand for times; 0: the model has none."""
+    max_tokens: int = 224
+    """Most tokens of a window's text; a decoder's context is twice as long."""
+    previous: int | None = None
+    """Token before a text that goes before a sound's; None where the model has none."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of a prompt that asks for timestamps."""
+        return 3 if self.languages else 1
+
+    @property
+    def first_timestamp(self) -> int:
+        """Token that stands for the beginning of a window."""
+        assert self.no_timestamps is not None, "it has timestamps"
+        return self.no_timestamps + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SoundWindow:
+    """A part of a sound, as its encoder takes it."""
+
+    encoder_input: Callable[[], EncoderInput]
+    """Makes the encoder's input, which is large."""
+    start_s: float
+    end_s: float
+
+
+class Hearing(Protocol):
+    """Reads sounds for one model."""
+
+    @property
+    def window_s(self) -> float:
+        """Length of a whole window, in seconds."""
+        ...
+
+    def sound(self, data: bytes) -> HeardSound:
+        """Returns a file's sound; InvalidRequest where it is none."""
+        ...
+
+
+class HeardSound(Protocol):
+    """A sound that has been read."""
+
+    @property
+    def duration_s(self) -> float: ...
+
+    def window(self, start_s: float) -> SoundWindow:
+        """Returns the window that begins there, as long as a window is or the sound goes on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechOptions:
+    """Wishes for a sound's text."""
+
+    language: str | None = None
+    """Code of the language, such as "en"; None: the model finds it."""
+    task: SpeechTask = "transcribe"
+    temperature: float = 0.0
+    seed: int | None = None
+    timestamps: bool | None = False
+    """Whether segments begin and end where the model hears them; else each is a window. None: they
+    do where the model draws times.
+    """
+    prompt: str | None = None
+    """Text that goes before the first window's, whose spelling and style the model goes on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transcriptions:
+    """Makes the requests of sounds, and texts of their answers."""
+
+    hearing: Hearing
+    tokens: SpeechTokens
+    inputs: InputProcessor
+
+    def checked(self, options: SpeechOptions) -> SpeechOptions:
+        """Returns the options with none left open but the language; InvalidRequest where the model
+        cannot do what is asked.
+        """
+        languages, language = self.tokens.languages, options.language
+        known = sorted(languages) or ["en"]
+        if language is not None and language not in known:
+            raise InvalidRequest(
+                f"language: got {shown(language)}, allowed are {', '.join(known)}",
+                hint=did_you_mean(str(language), known),
+                param="language",
+            )
+        if options.task not in ("transcribe", "translate"):
+            raise InvalidRequest(
+                f"task: got {shown(options.task)}, allowed are transcribe and translate",
+                param="task",
+            )
+        if options.task == "translate" and "translate" not in self.tokens.tasks:
+            raise InvalidRequest(
+                "task: got 'translate', but the model hears English alone",
+                hint="take a multilingual model",
+                param="task",
+            )
+        if options.timestamps and not self.tokens.num_timestamps:
+            raise InvalidRequest(
+                "timestamps: got true, but this engine's model draws none",
+                hint="leave it out, or take the native backend and a model with timestamps",
+                param="timestamps",
+            )
+        if options.prompt and (self.tokens.previous is None or self.inputs.tokenizer is None):
+            raise InvalidRequest(
+                "prompt: the model has no token for a text that goes before",
+                hint="leave it out",
+                param="prompt",
+            )
+        times = options.timestamps
+        return replace(
+            options, timestamps=bool(self.tokens.num_timestamps) if times is None else times
+        )
+
+    def asks_language(self, options: SpeechOptions) -> bool:
+        """Returns whether the language has to be found first."""
+        return options.language is None and bool(self.tokens.languages)
+
+    def language_request(
+        self, request_id: str, window: SoundWindow, origin: Origin = DEFAULT_ORIGIN
+    ) -> FrontRequest:
+        """Returns the request whose one token is the language of a window."""
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            allowed_token_ids=sorted(self.tokens.languages.values()),
+        )
+        return self._prepare(request_id, window, [self.tokens.start], params, origin)
+
+    def language_of(self, output: RequestOutput) -> str:
+        """Returns the code of the language that such a request has found."""
+        drawn = output.outputs[0].token_ids
+        found = (code for code, token in self.tokens.languages.items() if drawn == [token])
+        return next(found, "en")
+
+    def request(
+        self,
+        request_id: str,
+        window: SoundWindow,
+        options: SpeechOptions,
+        origin: Origin = DEFAULT_ORIGIN,
+    ) -> FrontRequest:
+        """Returns the request of a window's text."""
+        tokens = self.tokens
+        prompt = [*self._before(window, options), tokens.start]
+        if tokens.languages:
+            prompt.append(tokens.languages[options.language or "en"])
+            prompt.append(tokens.tasks[options.task])
+        if tokens.no_timestamps is not None and not options.timestamps:
+            prompt.append(tokens.no_timestamps)
+        params = SamplingParams(
+            temperature=options.temperature,
+            seed=options.seed,
+            max_tokens=min(tokens.max_tokens, 2 * tokens.max_tokens - len(prompt)),
+            min_tokens=1,
+            logit_bias=dict.fromkeys(tokens.banned_at_start, -100.0) or None,
+            logits_processors=[TIMESTAMPS] if options.timestamps else None,
+        )
+        return self._prepare(request_id, window, prompt, params, origin)
+
+    def _prepare(
+        self,
+        request_id: str,
+        window: SoundWindow,
+        prompt: list[int],
+        params: SamplingParams,
+        origin: Origin,
+    ) -> FrontRequest:
+        read = ReadInput(None, [], prompt, encoder_input=window.encoder_input())
+        return self.inputs.prepare(request_id, read, params, origin)
+
+    def _before(self, window: SoundWindow, options: SpeechOptions) -> list[int]:
+        """Returns the tokens of the text before a sound's first window, the last ones of a long
+        text.
+        """
+        tokenizer, previous = self.inputs.tokenizer, self.tokens.previous
+        if window.start_s or not options.prompt or tokenizer is None or previous is None:
+            return []
+        ids = tokenizer.encode(f" {options.prompt.strip()}", add_special_tokens=False)
+        return [previous, *ids[1 - self.tokens.max_tokens :]]
+
+    def text_of(self, token_ids: list[int]) -> str:
+        """Returns the text of tokens; "" without a tokenizer."""
+        tokenizer = self.inputs.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(token_ids).strip()
+
+
+MOST_WINDOWS = 16
+"""Windows that are computed together: their inputs are in memory at once."""
+LEAST_S = 0.01
+"""Shortest rest of a sound that is a window, in seconds: a frame."""
+WINDOWS_A_LENGTH, SPARE_WINDOWS = 4, 16
+"""Windows that a sound may have for each that it is long, and beside them; from then on they follow
+each other without a gap, so that a text that barely moves on ends.
+"""
+
+
+class CutAnswer(NamedTuple):
+    """The answer to a window, cut at its timestamps, in steps from the window's beginning."""
+
+    spans: list[tuple[int, int, list[int]]]
+    """First and last step of each segment, and its tokens of text."""
+    num_steps: int
+    """Steps from the window's beginning to the next one's."""
+
+
+def cut_at_times(token_ids: Sequence[int], first: int, num_steps: int) -> CutAnswer:
+    """Cuts a window's tokens at its timestamps, of which `first` stands for step 0; the window is
+    `num_steps` long.
+
+    Segments end where two timestamps follow each other. What comes behind the last of them is heard
+    again in the next window, which begins there, unless a timestamp ends it: then nothing is said
+    behind it.
+    """
+    is_time = [token >= first for token in token_ids]
+    cuts = [i for i in range(1, len(token_ids)) if is_time[i - 1] and is_time[i]]
+    ends_alone = is_time[-2:] == [False, True]
+    if not cuts:
+        times = [token - first for token in token_ids if token >= first]
+        last = times[-1] if times and times[-1] else num_steps
+        return CutAnswer([(0, last, [t for t in token_ids if t < first])], num_steps)
+    if ends_alone:
+        cuts.append(len(token_ids))
+    spans = [
+        (piece[0] - first, piece[-1] - first, [token for token in piece if token < first])
+        for start, end in zip([0, *cuts], cuts, strict=False)
+        for piece in [token_ids[start:end]]
+    ]
+    return CutAnswer(spans, num_steps if ends_alone else token_ids[cuts[-1] - 1] - first)
+
+
+@dataclass(slots=True)
+class Listening:
+    """One sound on its way to a text."""
+
+    speech: Transcriptions
+    sound: HeardSound
+    options: SpeechOptions
+    _segments: list[Segment] = field(default_factory=list)
+    _step: int = 0
+    """Step at which the next window begins."""
+    _num_windows: int = 0
+    _error: str | None = None
+
+    @property
+    def _steps_a_window(self) -> int:
+        return self.speech.tokens.num_timestamps - 1 if self.options.timestamps else 1
+
+    @property
+    def _step_s(self) -> float:
+        return self.speech.hearing.window_s / self._steps_a_window
+
+    def windows(self, most: int) -> list[SoundWindow]:
+        """Returns up to `most` windows that can be computed now; none at the end."""
+        if self._error is not None:
+            return []
+        left_s = self.sound.duration_s - self._step * self._step_s
+        if left_s < LEAST_S and self._num_windows:
+            return []
+        count = min(most, 1 if self.options.timestamps else math.ceil(left_s / self._step_s))
+        starts = (self._step + i * self._steps_a_window for i in range(count))
+        return [self.sound.window(step * self._step_s) for step in starts]
+
+    def take(self, window: SoundWindow, output: RequestOutput) -> None:
+        """Takes in the answer to the next window."""
+        self._num_windows += 1
+        answer = output.outputs[0]
+        if output.error is not None:
+            self._error = output.error
+            return
+        if not self.options.timestamps:
+            self._step += 1
+            self._add(window, (window.start_s, window.end_s), list(answer.token_ids), answer.text)
+            return
+        tokens = self.speech.tokens
+        drawn = [token for token in answer.token_ids if token not in tokens.ends]
+        cut = cut_at_times(drawn, tokens.first_timestamp, self._steps_a_window)
+        for first, last, words in cut.spans:
+            start_s = min(window.start_s + first * self._step_s, window.end_s)
+            end_s = min(window.start_s + last * self._step_s, window.end_s)
+            if words and start_s < end_s:
+                self._add(window, (start_s, end_s), words, self.speech.text_of(words))
+        self._step += cut.num_steps if self._may_overlap(cut) else self._steps_a_window
+
+    def _may_overlap(self, cut: CutAnswer) -> bool:
+        """Whether the next window may begin before this one's end."""
+        lengths = math.ceil(self.sound.duration_s / self.speech.hearing.window_s)
+        return cut.num_steps > 0 and self._num_windows < WINDOWS_A_LENGTH * lengths + SPARE_WINDOWS
+
+    def _add(
+        self, window: SoundWindow, span_s: tuple[float, float], words: list[int], text: str
+    ) -> None:
+        start_s, end_s = (round(time_s, 3) for time_s in span_s)
+        index, seek_s = len(self._segments), round(window.start_s, 3)
+        self._segments.append(Segment(index, start_s, end_s, text.strip(), words, seek_s))
+
+    def result(self) -> Transcription:
+        """Returns the text of the sound, with an error where one of its windows has failed."""
+        return Transcription(
+            text=" ".join(segment.text for segment in self._segments if segment.text),
+            segments=self._segments,
+            language=self.options.language or "en",
+            duration_s=self.sound.duration_s,
+            task=self.options.task,
+            error=self._error,
+        )
+
+
+def next_windows(listenings: Sequence[Listening]) -> list[tuple[Listening, SoundWindow]]:
+    """Returns the windows of several sounds that are computed next; none once all are texts."""
+    found: list[tuple[Listening, SoundWindow]] = []
+    for one in listenings:
+        found += ((one, window) for window in one.windows(MOST_WINDOWS - len(found)))
+        if len(found) >= MOST_WINDOWS:
+            break
+    return found
