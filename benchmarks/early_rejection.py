@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.errors import Overloaded
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.latency_limit import LatencyLimit
 from tests.support.simulation import Simulation, percentile, request_of, simulation
 
@@ -123,7 +123,7 @@ def limited(max_num_seqs: int, limit_s: float) -> tuple[Admits, LatencyLimit]:
             return False
         sample = one.request()
         limit.sent(
-            FrontRequest(
+            ParentRequest(
                 one.name, None, sample.prompt_token_ids, sample.params, [sample], one.at_s
             ),
             one.at_s,

@@ -1,6 +1,6 @@
 """AsyncLLM: an engine for many concurrent streams, from one asyncio event loop.
 
-What runs its requests' streams is `RequestStreams`; all that it shares with LLM is its `Front`'s.
+`RequestStreams` runs the streams of its requests; a `Frontend` is all that it shares with LLM.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from octavo.frontend.admission import AdmissionLimits
 from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt, text_of
 from octavo.frontend.async_jobs import AsyncJobs, Compute
 from octavo.frontend.changes import Fork, RequestUpdate
-from octavo.frontend.frontend import Front
-from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
+from octavo.frontend.frontend import Frontend
+from octavo.frontend.input_processor import DEFAULT_CONTEXT, ParentRequest, RequestContext
 from octavo.frontend.live_requests import LiveRequest
 from octavo.frontend.pins import COMPUTE
 from octavo.frontend.pooling import PoolingJobs, PoolingPrompts, Texts
@@ -50,7 +50,7 @@ from octavo.transfer.block_events import BlocksCleared
 from octavo.transfer.messages import Prefill
 from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
 
-Admission = Callable[[FrontRequest], None]
+Admission = Callable[[ParentRequest], None]
 """Last check of a request, called before it runs; what it raises refuses the request."""
 
 
@@ -61,7 +61,7 @@ class AsyncLLM:
     listened to from the first request on, or from `start`.
     """
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Frontend) -> None:
         self._front = front
         self._request_ids = itertools.count()
         self.limits = AdmissionLimits(front.config)
@@ -148,7 +148,7 @@ class AsyncLLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
         request_id = request_id or self._next_id()
-        origin = Origin(priority, tenant, owner)
+        origin = RequestContext(priority, tenant, owner)
         request = self._front.prepare(request_id, prompt, params, origin, adapter=adapter)
         return self.submit_prepared(request, deltas=deltas, admit=admit)
 
@@ -173,8 +173,8 @@ class AsyncLLM:
         request_id: str,
         prompt: PoolingPrompt,
         params: RequestParams,
-        origin: Origin = DEFAULT_ORIGIN,
-    ) -> FrontRequest:
+        origin: RequestContext = DEFAULT_CONTEXT,
+    ) -> ParentRequest:
         """Checks and tokenizes a request for `submit_prepared`: a long text in a thread while the
         event loop goes on.
         """
@@ -226,7 +226,7 @@ class AsyncLLM:
         data: bytes,
         options: SpeechOptions,
         *,
-        origin: Origin = DEFAULT_ORIGIN,
+        origin: RequestContext = DEFAULT_CONTEXT,
         compute: Compute | None = None,
     ) -> Transcription:
         """Returns the text of a sound file; cancelling it aborts what is computed of it. `compute`
@@ -236,7 +236,7 @@ class AsyncLLM:
         return await self._jobs.transcribe(data, options, origin, compute)
 
     def submit_prepared(
-        self, request: FrontRequest, *, deltas: bool, admit: Admission | None = None
+        self, request: ParentRequest, *, deltas: bool, admit: Admission | None = None
     ) -> RequestStream:
         """Starts a prepared request, unless too many wait or `admit` raises."""
         self.limits.check(request, num_unfinished=self.num_unfinished)
@@ -358,7 +358,7 @@ class AsyncLLM:
         """
         return self.submit_prepared(self.prepare_fork(parent_id, fork), deltas=deltas)
 
-    def prepare_fork(self, parent_id: str, fork: Fork) -> FrontRequest:
+    def prepare_fork(self, parent_id: str, fork: Fork) -> ParentRequest:
         """Checks a fork and returns it for `submit_prepared`; nothing runs yet."""
         self._streams.check_alive()
         return self._front.fork(parent_id, fork)
@@ -441,7 +441,7 @@ class AsyncLLM:
             f"prefill-{next(self._request_ids)}",
             {"prompt_token_ids": asked.token_ids, "cache_salt": asked.cache_salt},
             COMPUTE,
-            Origin(asked.priority if is_ranked else 0, asked.tenant),
+            RequestContext(asked.priority if is_ranked else 0, asked.tenant),
         )
         request.samples[0] = msgspec.structs.replace(request.samples[0], sends_kv=True)
         return self.submit_prepared(request, deltas=False).final_or_abandoned()

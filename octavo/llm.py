@@ -2,7 +2,7 @@
 
 The core is stepped by a caller that waits for its outputs. Several threads may call: their requests
 run together, one of them steps the core for all, and each gets its own outputs. All that LLM shares
-with AsyncLLM is its `Front`'s.
+with AsyncLLM is its `Frontend`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.frontend.arguments import (
     priority_for_each,
     prompt_list,
 )
-from octavo.frontend.input_processor import FrontRequest, Origin
+from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob, PoolingPrompts, Texts
 from octavo.frontend.transcription import (
     Listening,
@@ -68,7 +68,7 @@ class LLM:
         """Loads a model; `report` is told what is being done."""
         given = options if model is None else {"model": model, **options}
         self.front = build_in_process(EngineConfig.from_options(**given), report)
-        """Front that prepares the requests and holds the client of the core; for code that steps
+        """Frontend that prepares the requests and holds the client of the core; for code that steps
         the core itself, while no other thread calls.
         """
         self._request_ids = itertools.count()
@@ -215,7 +215,7 @@ class LLM:
         return job.read(self._finals("texts", requests, use_tqdm=use_tqdm))
 
     def _finals(
-        self, what: str, requests: list[FrontRequest], *, use_tqdm: bool
+        self, what: str, requests: list[ParentRequest], *, use_tqdm: bool
     ) -> list[RequestOutput]:
         """Runs requests to their ends and returns their final outputs, in their order."""
         done: dict[str, RequestOutput] = {}
@@ -362,12 +362,12 @@ class LLM:
         params: SamplingParams | Iterable[SamplingParams] | None,
         priority: int | Iterable[int] = 0,
         lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
-    ) -> list[FrontRequest]:
+    ) -> list[ParentRequest]:
         """Checks and tokenizes all prompts of one call."""
         of_each = params_for_each(
             self.get_default_sampling_params() if params is None else params, len(prompts)
         )
-        origins = map(Origin, priority_for_each(priority, len(prompts)))
+        origins = map(RequestContext, priority_for_each(priority, len(prompts)))
         adapters = adapter_for_each(lora_request, len(prompts))
         return [
             self._request(adapter, prompt, one, origin)
@@ -377,15 +377,19 @@ class LLM:
         ]
 
     def _request(
-        self, named: LoRARequest | None, prompt: Prompt, params: SamplingParams, origin: Origin
-    ) -> FrontRequest:
+        self,
+        named: LoRARequest | None,
+        prompt: Prompt,
+        params: SamplingParams,
+        origin: RequestContext,
+    ) -> ParentRequest:
         adapter = None if named is None else self.front.adapter(named)
         request_id = str(next(self._request_ids))
         request = self.front.prepare(request_id, prompt, params, origin, adapter=adapter)
         request.lora_request = named
         return request
 
-    def _run(self, requests: list[FrontRequest], *, streaming: bool) -> Iterator[RequestOutput]:
+    def _run(self, requests: list[ParentRequest], *, streaming: bool) -> Iterator[RequestOutput]:
         """Yields outputs as they change (`streaming`) or as they finish; leaving it early aborts
         what still runs.
         """

@@ -20,7 +20,7 @@ from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.engine.protocol.stats import EngineStats
 from octavo.errors import InvalidRequest, Overloaded
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.latency_limit import LatencyLimit
 
 MEASURED_S = 10.0
@@ -155,7 +155,7 @@ class AdmissionLimits:
                 Size(num_samples), num_unfinished=num_unfinished, now=time.monotonic()
             )
 
-    def check(self, request: FrontRequest, *, num_unfinished: int) -> None:
+    def check(self, request: ParentRequest, *, num_unfinished: int) -> None:
         """Raises Overloaded where a request is too many, or would be too late."""
         now = time.monotonic()
         with self._counting("queue"):
@@ -164,7 +164,7 @@ class AdmissionLimits:
             with self._counting("latency"):
                 self._latency.check(len(request.prompt_token_ids), len(request.samples), now)
 
-    def sent(self, request: FrontRequest) -> None:
+    def sent(self, request: ParentRequest) -> None:
         """Counts a request that was given to the core."""
         self._queue.sent(_size(request))
         if not _is_background(request):
@@ -185,10 +185,10 @@ class AdmissionLimits:
             raise
 
 
-def _size(request: FrontRequest) -> Size:
+def _size(request: ParentRequest) -> Size:
     return Size(len(request.samples), len(request.samples) * len(request.prompt_token_ids))
 
 
-def _is_background(request: FrontRequest) -> bool:
+def _is_background(request: ParentRequest) -> bool:
     """Tells whether a request goes behind all others, and so delays none."""
     return request.origin.priority == BACKGROUND_PRIORITY

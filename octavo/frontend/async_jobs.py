@@ -13,8 +13,8 @@ from functools import partial
 from typing import Protocol
 
 from octavo.frontend.arguments import PoolingPrompt
-from octavo.frontend.frontend import Front
-from octavo.frontend.input_processor import FrontRequest, Origin
+from octavo.frontend.frontend import Frontend
+from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob
 from octavo.frontend.streams import RequestStream
 from octavo.frontend.transcription import Listening, SoundWindow, SpeechOptions, next_windows
@@ -22,23 +22,23 @@ from octavo.outputs import RequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.transcription import Transcription
 
-Compute = Callable[[Sequence[FrontRequest]], Awaitable[list[RequestOutput]]]
+Compute = Callable[[Sequence[ParentRequest]], Awaitable[list[RequestOutput]]]
 """Runs requests together and returns their final outputs, in their order."""
-Prepare = Callable[[str, PoolingPrompt, PoolingParams], Awaitable[FrontRequest]]
+Prepare = Callable[[str, PoolingPrompt, PoolingParams], Awaitable[ParentRequest]]
 """Checks and tokenizes the prompt of a request id."""
 
 
 class Submit(Protocol):
     """Starts a prepared request."""
 
-    def __call__(self, request: FrontRequest, *, deltas: bool) -> RequestStream: ...
+    def __call__(self, request: ParentRequest, *, deltas: bool) -> RequestStream: ...
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncJobs:
     """Runs the requests of a call together; cancelling a call aborts them."""
 
-    front: Front
+    front: Frontend
     next_id: Callable[[], str]
     prepare: Prepare
     submit: Submit
@@ -50,7 +50,7 @@ class AsyncJobs:
         ]
         return job.read(await self.all(prepared))
 
-    async def all(self, requests: Sequence[FrontRequest]) -> list[RequestOutput]:
+    async def all(self, requests: Sequence[ParentRequest]) -> list[RequestOutput]:
         """Computes requests together and returns their outputs, in their order."""
         streams: list[RequestStream] = []
         try:
@@ -62,7 +62,11 @@ class AsyncJobs:
                 stream.abandon()
 
     async def transcribe(
-        self, data: bytes, options: SpeechOptions, origin: Origin, compute: Compute | None = None
+        self,
+        data: bytes,
+        options: SpeechOptions,
+        origin: RequestContext,
+        compute: Compute | None = None,
     ) -> Transcription:
         """Returns the text of a sound file; `compute` runs its windows, or else `all`."""
         hearing, compute = self.front.hearing, compute or self.all
@@ -81,7 +85,7 @@ class AsyncJobs:
         return listening.result()
 
     def _sound_requests(
-        self, windows: Sequence[SoundWindow], options: SpeechOptions, origin: Origin
-    ) -> list[FrontRequest]:
+        self, windows: Sequence[SoundWindow], options: SpeechOptions, origin: RequestContext
+    ) -> list[ParentRequest]:
         hearing = self.front.hearing
         return [hearing.request(self.next_id(), one, options, origin) for one in windows]

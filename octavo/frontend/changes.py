@@ -1,6 +1,6 @@
 """Changes and forks of requests that run or have just finished: what a user passes in, checked.
 
-Makes FrontRequests out of FrontRequests; raises InvalidRequest with what was got and what is
+Makes ParentRequests out of ParentRequests; raises InvalidRequest with what was got and what is
 allowed. Applies nothing: the core does, between two steps.
 """
 
@@ -15,7 +15,12 @@ import msgspec
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.errors import InvalidRequest, shown
 from octavo.frontend.arguments import as_list
-from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, InputProcessor, Origin
+from octavo.frontend.input_processor import (
+    DEFAULT_CONTEXT,
+    InputProcessor,
+    ParentRequest,
+    RequestContext,
+)
 from octavo.frontend.output_processor import RequestState
 from octavo.frontend.params_resolver import need_tokenizer
 from octavo.sampling_params import SamplingParams, whole_number
@@ -44,13 +49,13 @@ class Fork:
     """Tokens, or a text, that come after these."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams in which it differs from its parent."""
-    origin: Origin = DEFAULT_ORIGIN
+    origin: RequestContext = DEFAULT_CONTEXT
 
 
 # -- changes ---------------------------------------------------------------------------------------
 
 
-def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) -> FrontRequest:
+def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) -> ParentRequest:
     """Returns the request with new values; InvalidRequest where they are out of their range."""
     request, params = state.request, state.request.sampling_params
     fields: dict[str, Any] = {}
@@ -77,7 +82,7 @@ def changed(inputs: InputProcessor, state: RequestState, update: RequestUpdate) 
     return replace(request, params=params, origin=origin, samples=samples)
 
 
-def _with_priority(inputs: InputProcessor, origin: Origin, priority: int) -> Origin:
+def _with_priority(inputs: InputProcessor, origin: RequestContext, priority: int) -> RequestContext:
     """Returns the origin with another priority; background requests and others stay what they are,
     since policies account for the two apart.
     """
@@ -108,7 +113,7 @@ def _max_tokens(inputs: InputProcessor, state: RequestState, value: int) -> int:
 # -- forks -----------------------------------------------------------------------------------------
 
 
-def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequest:
+def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> ParentRequest:
     """Returns a request that goes on from a point of another one, whose blocks it shares.
 
     Its params are the parent's with its changes; without a seed among these it draws its own. What
@@ -151,8 +156,8 @@ def forked(inputs: InputProcessor, state: RequestState, fork: Fork) -> FrontRequ
 
 def _continue_grammar(
     inputs: InputProcessor,
-    parent: FrontRequest,
-    made: FrontRequest,
+    parent: ParentRequest,
+    made: ParentRequest,
     added: Sequence[int],
     fork: Fork,
 ) -> None:

@@ -23,7 +23,12 @@ from octavo.errors import InvalidRequest, RequestNotFound, Unavailable
 from octavo.frontend.adapter_names import AdapterNames
 from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt
 from octavo.frontend.changes import Fork, RequestUpdate, changed, forked
-from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, InputProcessor, Origin
+from octavo.frontend.input_processor import (
+    DEFAULT_CONTEXT,
+    InputProcessor,
+    ParentRequest,
+    RequestContext,
+)
 from octavo.frontend.live_requests import LiveRequest, live_request, views_by_id
 from octavo.frontend.output_processor import LostRequest, OutputProcessor, RequestState
 from octavo.frontend.pins import COMPUTE, check_pin, pin_of
@@ -54,7 +59,7 @@ class EventPublisher(Protocol):
 
 
 @dataclass(slots=True)
-class Front:
+class Frontend:
     """One engine as its users see it: prompts and params go in, texts come out."""
 
     config: EngineConfig
@@ -148,10 +153,10 @@ class Front:
         request_id: str,
         prompt: PoolingPrompt,
         params: RequestParams,
-        origin: Origin = DEFAULT_ORIGIN,
+        origin: RequestContext = DEFAULT_CONTEXT,
         *,
         adapter: AdapterRef | None = None,
-    ) -> FrontRequest:
+    ) -> ParentRequest:
         """Checks and tokenizes a request; raises the error of what is wrong with it. Nothing is
         registered and nothing runs.
         """
@@ -228,7 +233,7 @@ class Front:
                 param="model",
             )
 
-    def submit(self, request: FrontRequest) -> None:
+    def submit(self, request: ParentRequest) -> None:
         """Gives a prepared request to the core. Where the client cannot send it, the error is
         raised and nothing of the request remains.
         """
@@ -325,7 +330,7 @@ class Front:
             ]
         )
 
-    def fork(self, parent_id: str, fork: Fork) -> FrontRequest:
+    def fork(self, parent_id: str, fork: Fork) -> ParentRequest:
         """Prepares a request that goes on from a point of one that runs or has just finished."""
         return forked(self.inputs, self._find(parent_id), fork)
 

@@ -52,7 +52,7 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RequestContext:
     """Tenant that a request comes from, and its priority: lower ones go first, and a fair policy
     shares among tenants. BACKGROUND_PRIORITY goes behind all others under every policy.
     """
@@ -64,11 +64,11 @@ class Origin:
     """
 
 
-DEFAULT_ORIGIN = Origin()
+DEFAULT_CONTEXT = RequestContext()
 
 
 @dataclass(slots=True)
-class FrontRequest:
+class ParentRequest:
     """A user's request, ready to be sent: its prompt and params, and one EngineRequest for each of
     its samples.
     """
@@ -79,7 +79,7 @@ class FrontRequest:
     params: RequestParams
     samples: list[EngineRequest]
     arrival_time: float
-    origin: Origin = DEFAULT_ORIGIN
+    origin: RequestContext = DEFAULT_CONTEXT
     lora_request: LoRARequest | None = None
     """Adapter as its user named it, which its output repeats."""
 
@@ -108,7 +108,7 @@ class ReadInput:
 
 
 class InputProcessor:
-    """Turns prompts and params into FrontRequests; InvalidRequest or ContextTooLong says what is
+    """Turns prompts and params into ParentRequests; InvalidRequest or ContextTooLong says what is
     wrong with them.
     """
 
@@ -153,10 +153,10 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
-        origin: Origin = DEFAULT_ORIGIN,
+        origin: RequestContext = DEFAULT_CONTEXT,
         *,
         adapter: AdapterRef | None = None,
-    ) -> FrontRequest:
+    ) -> ParentRequest:
         """Checks a request and tokenizes its prompt."""
         if self.encoder is None:
             read = self._read_text(prompt)
@@ -169,10 +169,10 @@ class InputProcessor:
         request_id: str,
         read: ReadInput,
         params: SamplingParams,
-        origin: Origin = DEFAULT_ORIGIN,
+        origin: RequestContext = DEFAULT_CONTEXT,
         *,
         adapter: AdapterRef | None = None,
-    ) -> FrontRequest:
+    ) -> ParentRequest:
         """Checks a request whose prompt is read."""
         origin = self.checked_origin(origin)
         token_ids = read.decoder_ids
@@ -200,7 +200,7 @@ class InputProcessor:
             pixels=[] if read.images is None else read.images.pixels,
             encoder_input=read.encoder_input,
         )
-        return FrontRequest(
+        return ParentRequest(
             request_id=request_id,
             prompt=read.text,
             prompt_token_ids=read.token_ids,
@@ -313,7 +313,7 @@ class InputProcessor:
 
     # -- who asks, and seeds -----------------------------------------------------------------------
 
-    def checked_origin(self, origin: Origin) -> Origin:
+    def checked_origin(self, origin: RequestContext) -> RequestContext:
         priority = whole_number(origin.priority)
         is_background = priority == BACKGROUND_PRIORITY
         if priority is None or (abs(priority) >= 1 << 31 and not is_background):

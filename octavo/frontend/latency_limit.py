@@ -17,7 +17,7 @@ from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.errors import Overloaded
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 
 WEIGHT = 0.1
 """Weight of the newest request in the running mean of what an answer takes."""
@@ -78,7 +78,7 @@ class LatencyLimit:
         self._costs = UNMEASURED
         self._stats = EngineStats()
 
-    def sent(self, request: FrontRequest, now: float) -> None:
+    def sent(self, request: ParentRequest, now: float) -> None:
         """Counts a request that was given to the engine; its samples' prompt is computed once."""
         if not self._num_waiting:
             self._moved_s = now

@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.errors import InvalidRequest
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.recent_requests import RecentRequests
 from octavo.outputs import (
     CompletionOutput,
@@ -89,7 +89,7 @@ class Sample:
 class RequestState:
     """A request between its arrival and its final output."""
 
-    request: FrontRequest
+    request: ParentRequest
     samples: list[Sample]
     num_unfinished: int
     metrics: RequestMetrics
@@ -168,7 +168,7 @@ class OutputProcessor:
         """Number of the core's requests that have not finished."""
         return len(self._samples)
 
-    def add(self, request: FrontRequest) -> None:
+    def add(self, request: ParentRequest) -> None:
         if request.request_id in self._states:
             raise InvalidRequest(
                 f"request_id: {request.request_id!r} is in use by an unfinished request",
@@ -221,7 +221,7 @@ class OutputProcessor:
         found = self._samples.get(core_id)
         return None if found is None else (found[0].request.request_id, found[1].index)
 
-    def change(self, request: FrontRequest) -> None:
+    def change(self, request: ParentRequest) -> None:
         """Puts a changed request in the place of the unfinished one of its id."""
         state = self._states[request.request_id]
         if request.params.stop_strings != state.request.params.stop_strings:
@@ -284,7 +284,7 @@ class OutputProcessor:
         for sample in state.request.samples if state is not None else ():
             self._samples.pop(sample.request_id, None)
 
-    def _make_detokenizer(self, request: FrontRequest) -> Detokenizer | None:
+    def _make_detokenizer(self, request: ParentRequest) -> Detokenizer | None:
         """Returns what makes text of a sample's tokens; None where none is wanted."""
         params = request.params
         if self._tokenizer is None or not isinstance(params, SamplingParams):
@@ -293,7 +293,7 @@ class OutputProcessor:
             return None
         return Detokenizer(self._tokenizer, params, request.samples[0].prompt_token_ids)
 
-    def _make_sample(self, request: FrontRequest, index: int) -> Sample:
+    def _make_sample(self, request: ParentRequest, index: int) -> Sample:
         params = request.params
         sample = Sample(index, self._make_detokenizer(request))
         if params.logprobs is not None:

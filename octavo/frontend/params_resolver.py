@@ -33,7 +33,7 @@ class ParamsResolver:
         self._max_logprobs = max_logprobs
         self._tokenizer = tokenizer
         self._processors = processors
-        self._breakers = Breakers(tokenizer, vocab_size)
+        self._breakers = DrySequenceBreakers(tokenizer, vocab_size)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """Checks the params against the model and returns a copy of them.
@@ -131,7 +131,7 @@ MAX_KEPT = 16
 """Lists of breakers whose tokens are kept."""
 
 
-class Breakers:
+class DrySequenceBreakers:
     """Finds the tokens of sequence breakers in one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:

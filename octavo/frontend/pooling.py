@@ -17,7 +17,12 @@ import msgspec
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.errors import InvalidRequest, shown
 from octavo.frontend.arguments import PoolingPrompt, Prompt, pooling_params_of, prompt_list
-from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, InputProcessor, Origin
+from octavo.frontend.input_processor import (
+    DEFAULT_CONTEXT,
+    InputProcessor,
+    ParentRequest,
+    RequestContext,
+)
 from octavo.frontend.params_resolver import need_tokenizer
 from octavo.outputs import RequestOutput
 from octavo.pooling_outputs import (
@@ -73,7 +78,7 @@ class ReadPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolingInputs:
-    """Turns texts and PoolingParams into FrontRequests."""
+    """Turns texts and PoolingParams into ParentRequests."""
 
     pools: Pools
     inputs: InputProcessor
@@ -83,8 +88,8 @@ class PoolingInputs:
         request_id: str,
         prompt: PoolingPrompt,
         params: PoolingParams,
-        origin: Origin = DEFAULT_ORIGIN,
-    ) -> FrontRequest:
+        origin: RequestContext = DEFAULT_CONTEXT,
+    ) -> ParentRequest:
         """Checks a request and tokenizes its prompt."""
         origin = self.inputs.checked_origin(origin)
         params = self._resolved(params)
@@ -106,7 +111,7 @@ class PoolingInputs:
             program=self.pools.program,
             second_start=read.second_start,
         )
-        return FrontRequest(
+        return ParentRequest(
             request_id=request_id,
             prompt=read.text,
             prompt_token_ids=token_ids,

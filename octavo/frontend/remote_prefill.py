@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from octavo.config.cache_options import TransferOptions
 from octavo.engine.protocol.block_hashes import BlockNaming, note_events
 from octavo.engine.step_costs import UNMEASURED, StepCosts
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.kv_messages import StoredBytes
 from octavo.routing.cached_names import CachedNames
 from octavo.sampling_params import SamplingParams
@@ -99,7 +99,7 @@ class PrefillPeers:
         self._replies = msgspec.msgpack.Decoder(FrontReplyMessage)
         self._cached = CachedNames()
         """Names of the blocks in this engine's own prefix cache."""
-        self.sending_point = SendingPoint(
+        self.sending_point = RemotePrefillThreshold(
             options.kv_transfer_min_tokens,
             token_bytes=facts.token_bytes,
             max_chunk=max_chunk,
@@ -147,7 +147,7 @@ class PrefillPeers:
             if peer.tokens.pop(request_id, None) is not None:
                 self._send(peer, Withdrawn(request_id))
 
-    def place(self, request: FrontRequest) -> None:
+    def place(self, request: ParentRequest) -> None:
         """Has a peer compute a request's prompt where enough of it is in no cache here and a peer
         is there: the one with the fewest tokens to compute.
         """
@@ -182,7 +182,7 @@ class PrefillPeers:
             ),
         )
 
-    def _num_uncached(self, request: FrontRequest) -> int:
+    def _num_uncached(self, request: ParentRequest) -> int:
         """Returns how many of a prompt's tokens this engine has no blocks of."""
         size = self._facts.block_size
         first = self._facts.original.first_position(len(request.prompt_token_ids))
@@ -296,7 +296,7 @@ WEIGHT = 0.2
 """Weight of the newest round trip in the running mean."""
 
 
-class SendingPoint:
+class RemotePrefillThreshold:
     """The rates of one engine and its link, and the number of tokens that follows from them."""
 
     def __init__(self, given: int | None, *, token_bytes: float, max_chunk: int) -> None:

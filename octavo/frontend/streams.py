@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.errors import EngineDead, InvalidRequest, OctavoError
-from octavo.frontend.frontend import Front
+from octavo.frontend.frontend import Frontend
 from octavo.frontend.output_processor import LostRequest
 from octavo.outputs import RequestOutput
 
@@ -28,7 +28,7 @@ class RequestStream:
     """
 
     def __init__(
-        self, front: Front, request_id: str, drop: Callable[[str], None], *, deltas: bool
+        self, front: Frontend, request_id: str, drop: Callable[[str], None], *, deltas: bool
     ) -> None:
         """`drop` ends the request when the stream is abandoned."""
         self.request_id = request_id
@@ -118,7 +118,7 @@ class StreamEvents:
 class RequestStreams:
     """Streams of one front's requests, woken by what the core sends."""
 
-    def __init__(self, front: Front, events: StreamEvents) -> None:
+    def __init__(self, front: Frontend, events: StreamEvents) -> None:
         self._front = front
         self._events = events
         self._streams: dict[str, RequestStream] = {}

@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple, Protocol
 
 from octavo.errors import InvalidRequest, did_you_mean, shown
 from octavo.frontend.input_processor import (
-    DEFAULT_ORIGIN,
-    FrontRequest,
+    DEFAULT_CONTEXT,
     InputProcessor,
-    Origin,
+    ParentRequest,
     ReadInput,
+    RequestContext,
 )
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -191,8 +191,8 @@ class Transcriptions:
         return options.language is None and bool(self.tokens.languages)
 
     def language_request(
-        self, request_id: str, window: SoundWindow, origin: Origin = DEFAULT_ORIGIN
-    ) -> FrontRequest:
+        self, request_id: str, window: SoundWindow, origin: RequestContext = DEFAULT_CONTEXT
+    ) -> ParentRequest:
         """Returns the request whose one token is the language of a window."""
         params = SamplingParams(
             temperature=0,
@@ -213,8 +213,8 @@ class Transcriptions:
         request_id: str,
         window: SoundWindow,
         options: SpeechOptions,
-        origin: Origin = DEFAULT_ORIGIN,
-    ) -> FrontRequest:
+        origin: RequestContext = DEFAULT_CONTEXT,
+    ) -> ParentRequest:
         """Returns the request of a window's text."""
         tokens = self.tokens
         prompt = [*self._before(window, options), tokens.start]
@@ -239,8 +239,8 @@ class Transcriptions:
         window: SoundWindow,
         prompt: list[int],
         params: SamplingParams,
-        origin: Origin,
-    ) -> FrontRequest:
+        origin: RequestContext,
+    ) -> ParentRequest:
         read = ReadInput(None, [], prompt, encoder_input=window.encoder_input())
         return self.inputs.prepare(request_id, read, params, origin)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from octavo.config.cache_options import TransferOptions
 from octavo.engine.step_costs import StepCosts
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.prefill_service import ComputePrompt, PrefillService
 from octavo.frontend.remote_prefill import ComputeHere, PrefillPeers
 from octavo.kv_messages import StoredBytes
@@ -54,7 +54,7 @@ class Transfers:
         """Addresses of the engines that compute prompts for this one now."""
         return [] if self._peers is None else self._peers.there
 
-    def place(self, request: FrontRequest) -> None:
+    def place(self, request: ParentRequest) -> None:
         """Has another engine compute a request's prompt, where that is to be."""
         if self._peers is not None:
             self._peers.place(request)

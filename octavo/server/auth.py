@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.errors import OctavoError, Overloaded, Unauthorized
-from octavo.frontend.input_processor import Origin
+from octavo.frontend.input_processor import RequestContext
 from octavo.server.error_forms import form_of
 from octavo.server.errors import error_response
 from octavo.server.key_file import ApiKey
@@ -117,11 +117,11 @@ def is_operator(request: Request) -> bool:
     return True
 
 
-def origin_of(request: Request, priority: int | None, user: str | None) -> Origin:
+def origin_of(request: Request, priority: int | None, user: str | None) -> RequestContext:
     """Returns where a request comes from, as the engine is told; a batch's line is background."""
     if request.scope.get(IS_BACKGROUND):
         priority = BACKGROUND_PRIORITY
-    return Origin(priority or 0, tenant_of(request, user), owner_of(request))
+    return RequestContext(priority or 0, tenant_of(request, user), owner_of(request))
 
 
 def _secret_of(headers: Headers) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.async_llm import AsyncLLM
 from octavo.errors import InvalidRequest, WorkerFailed
 from octavo.frontend.arguments import Prompt as EnginePrompt
-from octavo.frontend.input_processor import DEFAULT_ORIGIN, FrontRequest, Origin
+from octavo.frontend.input_processor import DEFAULT_CONTEXT, ParentRequest, RequestContext
 from octavo.frontend.prompt_inputs import Truncation
 from octavo.frontend.streams import RequestStream
 from octavo.outputs import RequestOutput
@@ -41,7 +41,7 @@ class Generation:
         params: RequestParams,
         name: str,
         *,
-        origin: Origin = DEFAULT_ORIGIN,
+        origin: RequestContext = DEFAULT_CONTEXT,
         deltas: bool = False,
         is_part: bool = False,
     ) -> None:
@@ -76,7 +76,7 @@ class Generation:
             raise
 
     @classmethod
-    def of_request(cls, model: ServedModel, request: FrontRequest, *, deltas: bool) -> Generation:
+    def of_request(cls, model: ServedModel, request: ParentRequest, *, deltas: bool) -> Generation:
         """Submits a request that is prepared."""
         name, params = request.request_id, request.sampling_params
         return cls.of_requests(model, [request], params, name, deltas=deltas)
@@ -85,7 +85,7 @@ class Generation:
     def of_requests(
         cls,
         model: ServedModel,
-        requests: Sequence[FrontRequest],
+        requests: Sequence[ParentRequest],
         params: RequestParams,
         name: str,
         *,
@@ -133,7 +133,7 @@ class Generation:
                 raise WorkerFailed(output.error)
         return output
 
-    def _admit(self, request: FrontRequest) -> None:
+    def _admit(self, request: ParentRequest) -> None:
         """Charges a prompt before it runs; raises where the key has not enough tokens left."""
         self._record.charge_prompt(len(request.prompt_token_ids))
 

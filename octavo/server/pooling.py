@@ -11,7 +11,7 @@ from typing import Generic
 
 from fastapi import Request
 
-from octavo.frontend.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.frontend.input_processor import DEFAULT_CONTEXT, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob
 from octavo.outputs import RequestOutput
 from octavo.server.connection import unless_gone
@@ -26,7 +26,7 @@ class PoolingCall(Generic[OutputT]):
 
     name: str
     job: PoolingJob[OutputT]
-    origin: Origin = DEFAULT_ORIGIN
+    origin: RequestContext = DEFAULT_CONTEXT
     words: Mapping[str, str] = field(default_factory=lambda: {"input": "prompt"})
     """Names that the API has for the arguments that errors are about."""
 

@@ -17,7 +17,7 @@ import msgspec
 from fastapi import Request, Response
 
 from octavo.frontend.arguments import Prompt
-from octavo.frontend.input_processor import DEFAULT_ORIGIN, Origin
+from octavo.frontend.input_processor import DEFAULT_CONTEXT, RequestContext
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, Timings
 from octavo.sampling_params import SamplingParams
 from octavo.server.connection import unless_gone
@@ -241,7 +241,7 @@ async def start_response(
     formatter: ResponseFormatter,
     *,
     parser: OutputParser = PLAIN,
-    origin: Origin = DEFAULT_ORIGIN,
+    origin: RequestContext = DEFAULT_CONTEXT,
     stream: bool,
 ) -> ResponseBuilder:
     """Checks and submits prompts; raises the error of an invalid request."""
@@ -257,7 +257,7 @@ async def start_chat(
     params: SamplingParams,
     formatter: ResponseFormatter,
     *,
-    origin: Origin,
+    origin: RequestContext,
     stream: bool,
 ) -> ResponseBuilder:
     """Renders, checks and submits a conversation; raises the error of an invalid request."""

@@ -35,7 +35,7 @@ from octavo.engine.requests.stop_strings import LazyStopTexts, MakeStopTexts
 from octavo.engine.scheduling.build import build_scheduler, prompt_limits
 from octavo.errors import ConfigError, EngineDead, OctavoError
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.frontend import EventPublisher, Front
+from octavo.frontend.frontend import EventPublisher, Frontend
 from octavo.frontend.input_processor import InputProcessor, ModelLimits
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.pooling import PoolingInputs
@@ -104,7 +104,7 @@ class BuiltCore:
 # -- fronts ----------------------------------------------------------------------------------------
 
 
-def build_in_process(config: EngineConfig, report: Report) -> Front:
+def build_in_process(config: EngineConfig, report: Report) -> Frontend:
     """Builds an engine whose core is in this process; several are processes of their own."""
     if config.fleet.data_parallel_size > 1:
         return build_with_process(config, report)
@@ -133,7 +133,7 @@ def build_in_process(config: EngineConfig, report: Report) -> Front:
 
 def build_with_process(
     config: EngineConfig, report: Report, when_started: WhenStarted = lambda end: None
-) -> Front:
+) -> Frontend:
     """Builds an engine whose core, or each of whose cores, is in a process of its own, which loads
     while this one reads the tokenizer.
     """
@@ -147,7 +147,9 @@ def build_with_process(
     return front
 
 
-def _build_with_process(config: EngineConfig, report: Report, when_started: WhenStarted) -> Front:
+def _build_with_process(
+    config: EngineConfig, report: Report, when_started: WhenStarted
+) -> Frontend:
     model = open_model(config)
     client = start_processes(model, report)
     try:
@@ -183,7 +185,7 @@ def _build_front(
     *,
     grammars: LazyGrammars,
     profiler: Profiler | None = None,
-) -> Front:
+) -> Frontend:
     options, pools = model.config.scheduler, model.pools()
     prompts = prompt_limits(
         options,
@@ -216,7 +218,7 @@ def _build_front(
     )
     if pools is None and sampling.values:
         report(sampling.describe())
-    return Front(
+    return Frontend(
         config=model.config,
         client=client,
         inputs=inputs,

@@ -10,7 +10,7 @@ from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.step_costs import CostPoint, StepCosts
 from octavo.errors import Overloaded
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.latency_limit import LatencyLimit
 from tests.support.engine_fakes import make_request
 
@@ -52,7 +52,7 @@ def limit_of(**options):
 
 def sent(limit, name, num_tokens, now=0.0):
     sample = make_request(name, list(range(num_tokens)))
-    request = FrontRequest(name, None, sample.prompt_token_ids, sample.params, [sample], now)
+    request = ParentRequest(name, None, sample.prompt_token_ids, sample.params, [sample], now)
     limit.sent(request, now)
 
 

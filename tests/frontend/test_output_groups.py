@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.outputs import RequestOutput, Timings
 from octavo.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ def answer(outputs: list[EngineOutput], params: SamplingParams) -> tuple[Request
     """
     processor = OutputProcessor(Letters())  # type: ignore[arg-type]
     request = EngineRequest("a", [1], params, seed=1)
-    processor.add(FrontRequest("a", None, [1], params, [request], 0.0))
+    processor.add(ParentRequest("a", None, [1], params, [request], 0.0))
     aborted = []
     for output in outputs:
         if processor.num_unfinished:

@@ -7,18 +7,18 @@ import math
 import pytest
 
 from octavo.engine.step_costs import CostPoint, StepCosts
-from octavo.frontend.remote_prefill import RATE_LIFE_S, UNMEASURED_TOKENS, SendingPoint
+from octavo.frontend.remote_prefill import RATE_LIFE_S, UNMEASURED_TOKENS, RemotePrefillThreshold
 from octavo.kv_messages import StoredBytes
 
 COSTS = StepCosts((CostPoint(1, 0, 0.002), CostPoint(1024, 0, 1.024)))
 """A millisecond a token, and two of a step with one."""
 
 
-def point(given: int | None = None) -> SendingPoint:
-    return SendingPoint(given, token_bytes=1000, max_chunk=1024)
+def point(given: int | None = None) -> RemotePrefillThreshold:
+    return RemotePrefillThreshold(given, token_bytes=1000, max_chunk=1024)
 
 
-def measured(rate: float, round_trip_s: float) -> SendingPoint:
+def measured(rate: float, round_trip_s: float) -> RemotePrefillThreshold:
     """Returns the point where both rates are known, that of the link in bytes a second."""
     found = point()
     found.note(COSTS, StoredBytes(link_bytes=round(rate), link_s=1.0), now=0.0)

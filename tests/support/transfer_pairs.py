@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo import AsyncLLM
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.transfers import Transfers
 from tests.support.free_ports import free_port
 from tests.support.llm_tools import (
@@ -99,7 +99,7 @@ def note_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """
     asked: list[str] = []
 
-    def place(transfers: Transfers, request: FrontRequest) -> None:
+    def place(transfers: Transfers, request: ParentRequest) -> None:
         original(transfers, request)
         if request.samples[0].kv_source:
             asked.append(request.request_id)

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from octavo.errors import InvalidRequest
-from octavo.frontend.params_resolver import Breakers
+from octavo.frontend.params_resolver import DrySequenceBreakers
 from octavo.sampling_params import SamplingParams
 from octavo.worker.dry import dry_matches
 from tests.support.llm_tools import make_llm, prompts_of
@@ -95,13 +95,13 @@ def test_breakers_are_the_tokens_that_hold_one_of_the_texts():
     """The front turns texts into the tokens whose bytes hold one; no text without a tokenizer."""
     texts = [b"a", b"\n", b"b:\n", b"", b'say "', "ü*".encode()]
     tokenizer = Mock(token_bytes=texts.__getitem__)
-    breakers = Breakers(tokenizer, len(texts))
+    breakers = DrySequenceBreakers(tokenizer, len(texts))
     assert breakers.ids(None) == [1, 2, 4, 5]
     assert breakers.ids(["ü", "a", "a"]) == [0, 4, 5]
     assert breakers.ids([]) == []
-    assert Breakers(None, 6).ids(None) == []
+    assert DrySequenceBreakers(None, 6).ids(None) == []
     with pytest.raises(InvalidRequest, match="dry_sequence_breakers: texts need a tokenizer"):
-        Breakers(None, 6).ids(["a"])
+        DrySequenceBreakers(None, 6).ids(["a"])
 
 
 def test_an_answer_does_not_go_on_with_a_repetition():

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from octavo.errors import InvalidRequest, ServerError, shown
-from octavo.frontend.input_processor import FrontRequest, Origin
+from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.transcription import SpeechOptions, SpeechTask
 from octavo.outputs import RequestOutput
 from octavo.server.auth import origin_of
@@ -98,12 +98,12 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
 
 
 async def _heard(
-    model: ServedModel, data: bytes, options: SpeechOptions, origin: Origin
+    model: ServedModel, data: bytes, options: SpeechOptions, origin: RequestContext
 ) -> Transcription:
     """Returns the text of a sound, whose windows count as one running request of their key."""
     name = f"trsc-{secrets.token_hex(12)}"
 
-    async def compute(requests: Sequence[FrontRequest]) -> list[RequestOutput]:
+    async def compute(requests: Sequence[ParentRequest]) -> list[RequestOutput]:
         params = requests[0].params
         return await Generation.of_requests(model, requests, params, name, is_part=True).results()
 

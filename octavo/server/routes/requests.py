@@ -18,7 +18,7 @@ from pydantic import Field
 
 from octavo.errors import EngineDead, InvalidRequest, RequestNotFound
 from octavo.frontend.changes import Fork
-from octavo.frontend.input_processor import FrontRequest
+from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.live_requests import STATES, LiveRequest
 from octavo.server.auth import is_operator, origin_of, owner_of, require_operator
 from octavo.server.body import Body, body_of
@@ -220,7 +220,7 @@ def _parser(parser: OutputParser, model: ServedModel, found: Found, body: ForkBo
 
 def _prepare(
     request: Request, found: Found, body: ForkBody, name: str, parser: OutputParser
-) -> FrontRequest:
+) -> ParentRequest:
     """Checks a fork against the request that it leaves."""
     if body.use_beam_search or body.beam_width is not None:
         raise InvalidRequest("use_beam_search: a fork draws its tokens", param="use_beam_search")
@@ -265,7 +265,7 @@ def _member(found: Found, index: int) -> tuple[LiveRequest, int]:
 
 
 def _formatter(
-    model: ServedModel, made: FrontRequest, body: ForkBody, *, is_completion: bool
+    model: ServedModel, made: ParentRequest, body: ForkBody, *, is_completion: bool
 ) -> ChatFormatter | CompletionFormatter:
     params = made.sampling_params
     if not is_completion:

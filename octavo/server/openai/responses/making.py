@@ -16,7 +16,7 @@ import msgspec
 from pydantic import BaseModel
 
 from octavo.errors import ContextTooLong, InvalidRequest, OctavoError
-from octavo.frontend.input_processor import Origin
+from octavo.frontend.input_processor import RequestContext
 from octavo.prompt_ports import Rendering
 from octavo.sampling_params import SamplingParams
 from octavo.server.conversation import Conversation
@@ -47,7 +47,7 @@ class Asked:
     id: str
     owner: str
     body: ResponseBody
-    origin: Origin
+    origin: RequestContext
     items: list[dict[str, Any]]
     """Items of its own input."""
     created_at: int
@@ -109,7 +109,9 @@ class Prepared:
         }
 
 
-async def new_asked(body: ResponseBody, owner: str, origin: Origin, store: Store | None) -> Asked:
+async def new_asked(
+    body: ResponseBody, owner: str, origin: RequestContext, store: Store | None
+) -> Asked:
     """Returns what a body asks for, under a new id; its draws have a seed from here on."""
     if body.seed is None:
         body.seed = secrets.randbits(63)

@@ -16,7 +16,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from octavo.errors import EngineDead, OctavoError, Overloaded, Unavailable
-from octavo.frontend.input_processor import Origin
+from octavo.frontend.input_processor import RequestContext
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import ENDED
@@ -286,7 +286,7 @@ def _asked_again(record: Record) -> Asked:
         record.id,
         record.owner,
         body,
-        Origin(**record.body["origin"]),
+        RequestContext(**record.body["origin"]),
         record.body["items"],
         record.created_at,
     )
