@@ -225,7 +225,7 @@ class StepPlan(msgspec.Struct):
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes, those of encoders included."""
-        return sum(row.num_tokens + row.num_encoded for row in self.rows)
+        return sum([row.num_tokens + row.num_encoded for row in self.rows])
 
 
 class TokenLogprobs(msgspec.Struct):

@@ -198,7 +198,8 @@ class SampleResult:
         part = SampleResult(self.token_ids[first:end], self.failed[first:end])
         for name in ROW_ARRAYS:
             array = getattr(self, name)
-            setattr(part, name, None if array is None else array[first:end])
+            if array is not None:
+                setattr(part, name, array[first:end])
         return part
 
     def take(self, other: SampleResult, rows: NDArray[np.int32]) -> None:

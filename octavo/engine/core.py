@@ -31,12 +31,12 @@ from octavo.engine.recording.recorder import (
     StepComputed,
     StepPlanned,
 )
+from octavo.engine.requests.token_row import Finish
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.errors import EngineDead
 from octavo.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
 from octavo.step import RowResult, StepPlan, StepResult
-from octavo.transfer.block_events import BlockEvent
 
 CLOSE_S = 2.0
 COSTS_INTERVAL_S = 0.5
@@ -107,6 +107,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self._log = log or NoLog()
+        self._is_logged = not isinstance(self._log, NoLog)
         self._clock = clock
         self._meter = StepCostMeter(costs)
         self._measured_until = 0.0
@@ -168,13 +169,13 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         self._end_decode()
         self._log.write(RequestAborted(request_id))
-        self.scheduler.abort(request_id)
+        self.scheduler.end(request_id, Finish("abort"))
 
     def fail(self, request_id: str, error: str) -> None:
         """Ends a request for a reason that is not the user's."""
         self._end_decode()
         self._log.write(RequestFailed(request_id, error))
-        self.scheduler.fail(request_id, error)
+        self.scheduler.end(request_id, Finish("error", error=error))
 
     def change(self, change: RequestChange) -> None:
         """Gives a request that waits or runs other params and another priority."""
@@ -218,17 +219,22 @@ class EngineCore:
         Where a plan holds several decode steps, each call takes in one of them.
         """
         outputs, self._early = self._early, []
-        if not self._decode_on() and self._may_plan:
-            began, plan = self._plan()
-            self._in_flight.append(StepInFlight(plan, self._launch(plan), began))
-            if len(self._in_flight) <= self.steps_ahead:
-                return CoreOutputs(outputs, self._stats(), block_events=self._block_events())
-        outputs += self._take_in(self._in_flight.popleft())
+        events = self.scheduler.blocks.events
+        step = None if self._decode is None else self._next_decode_step(self._decode)
+        if step is None:
+            if self._may_plan:
+                began, plan = self._plan()
+                self._in_flight.append(StepInFlight(plan, self._launch(plan), began))
+                if len(self._in_flight) <= self.steps_ahead:
+                    return CoreOutputs(outputs, self._stats(), block_events=events.take())
+            step = self._in_flight.popleft()
+        outputs += self._update(step)
         return CoreOutputs(
             outputs,
-            self._stats(),
-            self._view_if_due(),
-            self._block_events(),
+            # Between the decode steps of a plan, the counters are those before it.
+            self._told if self._decode is not None else self._stats(),
+            None if self._watch is None else self._view(self._watch),
+            events.take(),
             costs=self._costs_if_due(),
         )
 
@@ -238,9 +244,6 @@ class EngineCore:
             return None
         self._costs_told = now
         return self._meter.costs
-
-    def _block_events(self) -> list[BlockEvent]:
-        return list(self.scheduler.blocks.events.take())
 
     @property
     def _may_plan(self) -> bool:
@@ -273,42 +276,35 @@ class EngineCore:
         except Exception as error:
             return CompletedStep(error)
 
-    def _decode_on(self) -> bool:
-        """Computes the next step of a plan of several decode steps; returns False where none is
-        being carried out any more.
-        """
-        if self._decode is None:
-            return False
-        plan = self._decode.plan
+    def _next_decode_step(self, decode: Decode) -> StepInFlight | None:
+        """Computes the next step of a plan of several decode steps; None if there is none."""
         began = self._clock()
         try:
-            result: StepResult | Exception | None = next(self._decode.results, None)
+            result: StepResult | Exception | None = next(decode.results, None)
         except Exception as error:
             result = error
         if result is None:
             self._end_decode()
-            return False
+            return None
         self.scheduler.repeat()
-        self._in_flight.append(StepInFlight(plan, CompletedStep(result), began, is_first=False))
-        return True
+        return StepInFlight(decode.plan, CompletedStep(result), began, is_first=False)
 
     def _end_decode(self) -> None:
         """Ends a plan of several decode steps behind the last one that was taken in."""
         if self._decode is not None:
             self._decode.results.close()
             self.scheduler.end_decode()
-            self._meter.repeat(
-                self._decode.plan, self._decode.num_repeated, self._decode.repeated_s
-            )
+            plan, num_repeated = self._decode.plan, self._decode.num_repeated
+            self._meter.repeat(plan, num_repeated, self._decode.repeated_s)
+            self._kv_meter.repeat(plan, num_repeated)
             self._decode = None
 
-    def _take_in(self, step: StepInFlight) -> list[EngineOutput]:
+    def _update(self, step: StepInFlight) -> list[EngineOutput]:
+        """Waits for a step's result, and updates the scheduler and what is measured of steps."""
         plan = step.plan
         result = self._result(plan, step.launched)
         if step.is_first:
             self._kv_meter.observe(plan, result, self.scheduler)
-        else:
-            self._kv_meter.repeat(plan)
         if plan.rows:
             self._step_tokens.add(plan.num_tokens if step.is_first else len(plan.rows))
         self._holds_memory = bool(result.kv_bytes)
@@ -321,7 +317,7 @@ class EngineCore:
         elif self._decode is not None:
             self._decode.num_repeated += 1
             self._decode.repeated_s += elapsed_s
-        if self._decode is not None and not self.scheduler.decodes:
+        if self._decode is not None and self.scheduler.in_flight.decoding is None:
             self._end_decode()
         if self._watch is not None:
             self._watch.note(plan, elapsed_s)
@@ -331,25 +327,22 @@ class EngineCore:
         """Takes in all steps in flight; their outputs come with the next step."""
         self._end_decode()
         while self._in_flight:
-            self._early += self._take_in(self._in_flight.popleft())
+            self._early += self._update(self._in_flight.popleft())
 
-    def _view_if_due(self) -> EngineView | None:
-        if self._watch is None:
-            return None
+    def _view(self, watch: EngineWatch) -> EngineView | None:
+        """Returns a view if one is due."""
         began = self._clock()
-        view = self._watch.view(began, is_last=not self.has_work)
+        view = watch.view(began, is_last=not self.has_work)
         if view is not None:
             now = self._clock()
-            self._watch.spent(now, now - began)
+            watch.spent(now, now - began)
         return view
 
     def _stats(self) -> EngineStats:
-        """Returns the counters; between the decode steps of a plan those before it."""
-        if self._decode is None:
-            self._told = stats = self.scheduler.stats()
-            stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
-            stats.step_tokens = self._step_tokens + StepTokens()
-        return self._told
+        self._told = stats = self.scheduler.stats()
+        stats.kv, stats.kv_sums = self._kv_meter.now, self._kv_meter.sums
+        stats.step_tokens = self._step_tokens + StepTokens()
+        return stats
 
     def _result(self, plan: StepPlan, launched: Launched) -> StepResult:
         """Waits for a step's result. An exception fails the step's requests and no other: their
@@ -366,7 +359,8 @@ class EngineCore:
                 plan.step, [RowResult(row.request_id, failure=failure) for row in plan.rows]
             )
             self._log.write(StepComputed(result, failed=True))
-        else:
+            return result
+        if self._is_logged:
             self._log.write(StepComputed(result))
         return result
 
@@ -377,16 +371,16 @@ class EngineCore:
         is_busy = (
             plan.rows
             or self._in_flight
-            or self.scheduler.is_compiling  # the front has seen the grammar compile
+            or self.scheduler.grammars.is_compiling  # the front has seen the grammar compile
             or self.scheduler.pause_s(now)
         )
-        first = None if is_busy else self.scheduler.next_to_run
+        first = None if is_busy else self.scheduler.queues.first_idle
         if first is None or self._moved is None:
             self._moved = now
         elif 0 < self._stall_timeout_s <= now - self._moved:
             reason = self.scheduler.waits_for or "the reason is not known"
             self.fail(
-                first,
+                first.request_id,
                 f"no step could start it for {self._stall_timeout_s:g} s (stall_timeout): {reason}",
             )
             self._moved = now

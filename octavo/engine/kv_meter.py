@@ -36,7 +36,7 @@ class KvMeter:
         if not plan.rows or not self._block_bytes:
             return
         blocks = scheduler.blocks
-        running = [row for request in scheduler.running for row in request.rows]
+        running = [row for request in scheduler.queues.running for row in request.rows]
         num_computed = sum(row.num_computed_tokens for row in running) + plan.num_tokens
         tables = [blocks.tables[row.request_id] for row in running]
         used = reserved = whole = growing = 0.0
@@ -59,10 +59,14 @@ class KvMeter:
         self.now = KvBytes(used, reserved if result.kv_bytes is None else result.kv_bytes, whole)
         self.sums += self.now
 
-    def repeat(self, plan: StepPlan) -> None:
-        """Measures a further decode step of the last plan: each row fills one more token."""
-        if self._block_bytes:
-            now = self.now
-            used = now.used + len(plan.rows) * self._token_bytes
-            self.now = KvBytes(used, now.reserved, now.whole_contexts)
-            self.sums += self.now
+    def repeat(self, plan: StepPlan, num_steps: int) -> None:
+        """Measures the decode steps of a plan after its first: each row fills a token in each."""
+        if not self._block_bytes:
+            return
+        now, step_bytes = self.now, len(plan.rows) * self._token_bytes
+        self.sums += KvBytes(
+            num_steps * (now.used + (num_steps + 1) / 2 * step_bytes),
+            num_steps * now.reserved,
+            num_steps * now.whole_contexts,
+        )
+        self.now = KvBytes(now.used + num_steps * step_bytes, now.reserved, now.whole_contexts)

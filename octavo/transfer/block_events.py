@@ -58,7 +58,7 @@ class BlockEventLog:
     def cleared(self) -> None:
         self._events = [BlocksCleared()]
 
-    def take(self) -> Sequence[BlockEvent]:
+    def take(self) -> list[BlockEvent]:
         """Returns the events in their order, and forgets them."""
         events, self._events = self._events, []
         return events

@@ -50,7 +50,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         host = scheduler.blocks.host
         assert set(host.tables) == {
-            row.request_id for request in scheduler.swapped for row in request.rows
+            row.request_id for request in scheduler.queues.swapped for row in request.rows
         }
         assert set(host.tables).isdisjoint(scheduler.blocks.tables)
         for group, count in enumerate(host.num_blocks):
@@ -66,15 +66,15 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
     @invariant()
     def requests_stand_in_one_queue(self):
         scheduler = self.core.scheduler
-        queues = [scheduler.waiting, scheduler.running, scheduler.swapped]
+        queues = [scheduler.waiting, scheduler.queues.running, scheduler.queues.swapped]
         found = [request.request_id for queue in queues for request in queue]
         assert sorted(found) == sorted(scheduler.queues.by_id)
         assert (
             scheduler.queues.num_running_seqs
-            == sum(request.num_seqs for request in scheduler.running)
+            == sum(request.num_seqs for request in scheduler.queues.running)
             <= MAX_NUM_SEQS
         )
-        holders = [*scheduler.running, *scheduler.leaving]
+        holders = [*scheduler.queues.running, *scheduler.leaving]
         assert set(scheduler.blocks.tables) == {
             row.request_id for request in holders for row in request.rows
         }
@@ -99,7 +99,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
                 ]
                 assert row.num_tokens_in_flight == sum(share.num_tokens for share in in_flight)
                 assert row.num_planned_tokens <= row.num_tokens
-        for row in (row for request in scheduler.running for row in request.rows):
+        for row in (row for request in scheduler.queues.running for row in request.rows):
             assert (
                 len(scheduler.blocks.names.given(row.request_id)) * 16 <= row.num_computed_tokens
             ), "what has a name has come back"
@@ -112,7 +112,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         rows = {
             row.request_id: row
-            for request in (*scheduler.running, *scheduler.leaving)
+            for request in (*scheduler.queues.running, *scheduler.leaving)
             for row in request.rows
         }
         known = set(self.executor.rows)
@@ -134,7 +134,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
         if self.core.plans_in_flight:
             return
         ends = {end.request_id: end.num_blocks for end in scheduler.placement.table_ends}
-        for row in (row for request in scheduler.running for row in request.rows):
+        for row in (row for request in scheduler.queues.running for row in request.rows):
             tables = scheduler.blocks.tables[row.request_id]
             assert max(map(len, tables)) <= -(-row.num_tokens // 16)
             if row.is_on_worker:

@@ -203,7 +203,7 @@ class ControlPlaneMachine(ControlPlaneInvariants):
     @rule(connector=st.booleans())
     def reset(self, connector):
         self.core.settle()
-        holds = bool(self.core.scheduler.blocks.tables or self.core.scheduler.swapped)
+        holds = bool(self.core.scheduler.blocks.tables or self.core.scheduler.queues.swapped)
         assert self.core.reset_prefix_cache(reset_connector=connector) != holds
 
     @rule()

@@ -197,7 +197,7 @@ def test_blocks_behind_a_guess_that_failed_go_back_with_its_result(layout):
                     continue
                 found[index] = output
                 scheduler = core.scheduler
-                for row in (row for request in scheduler.running for row in request.rows):
+                for row in (row for request in scheduler.queues.running for row in request.rows):
                     (table,) = scheduler.blocks.tables[row.request_id]
                     assert len(table) <= -(-row.num_tokens // 16)
                 most_reserved = max(most_reserved, len(scheduler.placement.table_ends))

@@ -62,17 +62,18 @@ class InProcessClient:
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        if not (self.core.has_work and self._inbox.empty()):
-            self._await_commands(0 if self.core.has_work else timeout_s)
-        while not self._closed and self.core.has_work and (pause_s := self.core.pause_s()):
+        has_work = self.core.has_work
+        if not (has_work and self._inbox.empty()):
+            self._await_commands(0 if has_work else timeout_s)
+            has_work = self.core.has_work
+        while not self._closed and has_work and (pause_s := self.core.pause_s()):
             left_s = pause_s if end is None else end - time.monotonic()
             if left_s <= 0:
                 return None
             self._await_commands(min(pause_s, left_s))
+            has_work = self.core.has_work
         with self._lock:
-            if self._closed or not self.core.has_work:
-                return None
-            return self.core.step()
+            return self.core.step() if has_work and not self._closed else None
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         return bool(as_number(self._query(ResetPrefixCache(reset_connector))))

@@ -45,6 +45,8 @@ MAX_RATED = 1 << 16
 MAX_UNSAVED = 1 << 16
 """Most blocks that wait to be saved; further ones are not saved."""
 
+EMPTY_PLAN = ConnectorPlan()
+
 
 class Tiers(msgspec.Struct):
     """The sizes of the tiers; without slots there are none."""
@@ -128,7 +130,7 @@ class TierConnector:
     @property
     def has_work(self) -> bool:
         """Whether it wants a step though no request runs: to send a plan or to get a report."""
-        return bool(self._unsaved or self.keeping or self._completed or _is_any(self._plan))
+        return bool(self._unsaved or self.keeping or self._completed or self._plan != EMPTY_PLAN)
 
     # -- what is there -----------------------------------------------------------------------------
 
@@ -397,7 +399,7 @@ class TierConnector:
             self._completed = []
         plan, self._plan = self._plan, ConnectorPlan()
         self.under_way[-1].plan = plan
-        return plan if _is_any(plan) else None
+        return plan if plan != EMPTY_PLAN else None
 
     def step_done(self, report: ConnectorReport | None) -> None:
         """Takes in the result of the oldest step under way."""
@@ -475,7 +477,3 @@ class TierConnector:
 def no_connector(num_groups: int) -> TierConnector:
     """Returns a connector without slots, which keeps nothing."""
     return TierConnector(Tiers([0] * num_groups, 0))
-
-
-def _is_any(plan: ConnectorPlan) -> bool:
-    return any(getattr(plan, name) for name in plan.__struct_fields__)

@@ -28,6 +28,8 @@ from octavo.engine.protocol.view import (
     StepMark,
 )
 from octavo.engine.requests.request import Request, RequestStatus
+from octavo.engine.requests.timings import STEP_RUNNING
+from octavo.engine.scheduling.admission import NO_BLOCKS
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.step import StepPlan
 
@@ -101,17 +103,25 @@ def view_of(scheduler: Scheduler, now: float, *, with_blocks: bool) -> EngineVie
     )
 
 
+def _reason_to_wait(scheduler: Scheduler, request: Request) -> str:
+    """Returns why a request does not run; "" if it does."""
+    if request.status is RequestStatus.RUNNING:
+        return ""
+    if request.status is RequestStatus.SWAPPED:
+        return NO_BLOCKS.reason
+    return scheduler.waits_for or STEP_RUNNING
+
+
 def _request_view(
     scheduler: Scheduler, request: Request, now: float, *, with_waits: bool
 ) -> RequestView:
-    runs = request.status is RequestStatus.RUNNING
     tables = scheduler.blocks.tables
     return RequestView(
         request.request_id,
         request.status.value,
-        waits_for="" if runs else scheduler.reason_to_wait(request),
+        waits_for=_reason_to_wait(scheduler, request),
         waited_s=_waited_s(request, now),
-        waits=scheduler.times_of(request).waits if with_waits else {},
+        waits=scheduler.times.so_far(request.watch).waits if with_waits else {},
         num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=request.num_output_tokens,
         num_computed_tokens=max(row.num_computed_tokens for row in request.rows),

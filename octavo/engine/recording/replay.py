@@ -30,6 +30,7 @@ from octavo.engine.recording.recorder import (
     lean_rows,
 )
 from octavo.engine.requests.stop_strings import MakeStopTexts
+from octavo.engine.requests.token_row import Finish
 from octavo.engine.scheduling.build import build_scheduler
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.errors import ConfigError, InvalidRequest
@@ -98,11 +99,11 @@ class Replay:
             self.found.num_requests += 1
             self.scheduler.add(event.request)
         elif isinstance(event, RequestAborted):
-            self.scheduler.abort(event.request_id)
+            self.scheduler.end(event.request_id, Finish("abort"))
         elif isinstance(event, RequestChanged):
             self.scheduler.change(event.change)
         elif isinstance(event, RequestFailed):
-            self.scheduler.fail(event.request_id, event.error)
+            self.scheduler.end(event.request_id, Finish("error", error=event.error))
         elif isinstance(event, PrefixCacheReset):
             self.scheduler.blocks.reset_prefix_cache(reset_connector=event.reset_connector)
         elif isinstance(event, PrefixPinned):
@@ -168,7 +169,7 @@ class Replay:
     def _update(self, then: StepComputed) -> None:
         if self._computed is not None:
             plan, made = self._computed, self._execute_next()
-            if not self.scheduler.decodes:
+            if self.scheduler.in_flight.decoding is None:
                 raise _damaged(f"step {plan.step} has more results than steps")
             self.scheduler.repeat()
         elif self._in_flight:

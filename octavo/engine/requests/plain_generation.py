@@ -70,6 +70,8 @@ class PlainGeneration:
         # A processor is a user's function: it is called for no text that may never come.
         self.may_draft = not (rules.one_token or params.logits_processors)
         self.draws_in_turn = params.mirostat_mode > 0
+        self._may_end_anywhere = rules.one_token or rules.repetition is not None
+        """Whether a token may end it that is no end token, before its length does."""
         self._watched = rules.one_token or (has_grammar and params.min_tokens > 0)
         """Whether something has to be done for each of its tokens."""
 
@@ -91,14 +93,16 @@ class PlainGeneration:
 
     def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress:
         """Adds the drawn tokens to the row, up to the one that ends the request."""
-        known, drawn = row.token_ids, result.token_ids
+        known, drawn, rules = row.token_ids, result.token_ids, self._rules
         num_before = len(known)
         finish = None
         for token_id in drawn:
             known.append(token_id)
-            finish = self._rules.end_of(known)
-            if finish is not None:
-                break
+            may_end = token_id in rules.end_token_ids or len(known) >= rules.max_num_tokens
+            if may_end or self._may_end_anywhere:
+                finish = rules.end_of(known)
+                if finish is not None:
+                    break
         if result.mirostat_mu is not None:
             row.mirostat_mu = result.mirostat_mu
         num_taken = len(known) - num_before
@@ -106,7 +110,7 @@ class PlainGeneration:
             num_taken,
             drawn[:num_taken],
             result.logprobs and result.logprobs[:num_taken],
-            is_first=num_before == self._rules.num_prompt_tokens,
+            is_first=num_before == rules.num_prompt_tokens,
             finish=finish,
         )
 

@@ -9,8 +9,9 @@ request; it knows neither blocks nor steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from octavo.engine.protocol.outputs import BeamOutput
 from octavo.engine.requests.token_row import Finish, TokenRow
@@ -25,13 +26,12 @@ class Branch(NamedTuple):
     parent_id: str
 
 
-@dataclass(slots=True)
-class RequestProgress:
+class RequestProgress(msgspec.Struct):
     """New tokens, branches or the end of a request, once all of its rows have yielded."""
 
     num_tokens: int
     """Number of new tokens, as the counters and a fair policy count them."""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     """New tokens to hand out."""
     logprobs: list[TokenLogprobs] | None = None
     """One entry for each of `token_ids` where logprobs are wanted."""

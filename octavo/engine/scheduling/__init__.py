@@ -1,14 +1,15 @@
-"""Who is computed in each step, and what becomes of the results.
+"""Plans each step and updates requests by its result.
 
-Start at `scheduler.py`, the only file that the core calls. Then, in the order of a step:
+Start at `scheduler.py`: `Scheduler.schedule` and `Scheduler.update` contain the algorithm. The
+other files have one subject each:
 
 1. `request_queues.py`: the unfinished requests, waiting, running or swapped out.
-2. `step_planner.py`: one step, from the running requests to the waiting ones.
-3. `policy.py`, `admission.py`, `batching.py`: who goes first, who may start, how many at once.
-4. `placement.py`: KV blocks and worker rows for a request that starts, leaves or is preempted.
-5. `step_builder.py`, `multi_step.py`: the plan as it is composed, and how many decode steps it has.
-6. `steps_in_flight.py`: planning a step before the one before has come back.
-7. `result_intake.py`: results, ends, and the outputs of both.
+2. `step_builder.py`, `step_time.py`, `multi_step.py`: a step's budget of tokens and of time, and
+   how many decode steps a plan has.
+3. `admission_control.py`: which requests start, by `policy.py`, `batching.py`, `admission.py`.
+4. `preemption.py`, `preemption_policy.py`: which request loses its KV blocks, and how.
+5. `placement.py`: KV blocks and worker rows of a request that starts, leaves or is preempted.
+6. `steps_in_flight.py`: whether a step may be planned while the one before is computed.
 
 `build.py` puts them together from the options. The requests themselves are in `engine/requests/`,
 the blocks in `engine/kv/`.

@@ -21,6 +21,7 @@ class BackgroundLast:
 
     def __init__(self, ordinary: Policy) -> None:
         self.ordinary = ordinary
+        self.counts_tokens = ordinary.counts_tokens
         self._background = FirstComeFirstServed()
         self._num_background_running = 0
 

@@ -21,10 +21,11 @@ from octavo.engine.scheduling.admission import Admission
 from octavo.engine.scheduling.background import BackgroundLast
 from octavo.engine.scheduling.batching import build_batching
 from octavo.engine.scheduling.multi_step import MultiStepPolicy
-from octavo.engine.scheduling.placement import Placement, Preemption
+from octavo.engine.scheduling.placement import Placement
 from octavo.engine.scheduling.policy import Fair, FirstComeFirstServed, Policy, Priority
+from octavo.engine.scheduling.preemption_policy import PreemptionPolicy
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.scheduling.step_planner import StepLimits
+from octavo.engine.scheduling.step_builder import StepLimits
 from octavo.engine.speculation.speculation import Drafting
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.transfer.kv_wire import parse_events_config
@@ -92,7 +93,7 @@ def build_scheduler(
         placement=Placement(
             blocks,
             admission,
-            Preemption(blocks, options.preemption_mode),
+            PreemptionPolicy(blocks, options.preemption_mode),
             names_generated=names_generated,
         ),
         multi_step_policy=MultiStepPolicy(blocks, options.num_scheduler_steps or 1),

@@ -8,7 +8,6 @@ there is room, and what the request waits for where there is none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
@@ -20,47 +19,11 @@ from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import Branch
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduling.admission import NO_BLOCKS, NO_PROMPT, READING, Admission
+from octavo.engine.scheduling.preemption_policy import PreemptionPolicy
 from octavo.engine.scheduling.step_builder import StepBuilder
 from octavo.group_life import UNBOUNDED
 from octavo.kv_messages import BlockMove
 from octavo.step import TableEnd
-
-Mode = Literal["auto", "swap", "recompute"]
-
-
-class Preemption:
-    """Chooses how a request gives up its blocks. `auto` swaps while a cost is unknown: the first
-    swap measures it.
-    """
-
-    def __init__(self, blocks: BlockManager, mode: Mode) -> None:
-        self._blocks = blocks
-        self._mode = mode
-
-    def swap_out(self, request: Request, builder: StepBuilder) -> list[BlockMove] | None:
-        """Returns the moves that bring all blocks of the request to the host; None, with nothing
-        done, where it is to be computed again.
-        """
-        computed = {row.request_id: row.num_computed_tokens for row in request.rows}
-        num_tokens = sum(computed.values())
-        if (
-            num_tokens == 0
-            or self._mode == "recompute"
-            or (self._mode == "auto" and not self._is_swap_cheaper(num_tokens, builder))
-        ):
-            return None
-        return self._blocks.swap_out(computed)
-
-    def _is_swap_cheaper(self, num_tokens: int, builder: StepBuilder) -> bool:
-        """Compares blocks moved out and in again with a prefill that finds nothing in the prefix
-        cache. Blocks that beams share count twice in both.
-        """
-        swap_blocks_per_s = builder.costs.swap_blocks_per_s
-        prefill_s = builder.costs.prefill_s(num_tokens, builder.max_chunk)
-        if swap_blocks_per_s is None or prefill_s is None:
-            return True
-        num_blocks = len(self._blocks.pools) * -(-num_tokens // self._blocks.block_size)
-        return 2 * num_blocks / swap_blocks_per_s < prefill_s
 
 
 class Placement:
@@ -72,7 +35,7 @@ class Placement:
         self,
         blocks: BlockManager,
         admission: Admission,
-        preemption: Preemption,
+        preemption_policy: PreemptionPolicy,
         *,
         names_generated: bool = True,
     ) -> None:
@@ -82,7 +45,7 @@ class Placement:
         self._names_generated = names_generated
         self._blocks = blocks
         self._admission = admission
-        self._preemption = preemption
+        self._preemption_policy = preemption_policy
         self.freed_rows: list[str] = []
         """Rows that the worker frees with the next plan."""
         self.table_ends: list[TableEnd] = []
@@ -277,6 +240,10 @@ class Placement:
 
     # -- a request leaves, for good or for a while -------------------------------------------------
 
+    def num_swapped_blocks(self, request: Request) -> int:
+        """Returns how many blocks a swapped request has in host memory."""
+        return self._blocks.host.num_blocks_of(row.request_id for row in request.rows)
+
     def forget(self, request: Request) -> None:
         """Keeps what was computed of a request from being found again in the prefix cache."""
         for row in request.rows:
@@ -292,7 +259,7 @@ class Placement:
         """Returns the moves that bring a request to the host; None, with nothing done, where it is
         to be computed again.
         """
-        moves = self._preemption.swap_out(request, builder)
+        moves = self._preemption_policy.swap_out(request, builder)
         if moves is not None:
             self._leave_worker(request)
         return moves

@@ -26,6 +26,11 @@ KEPT_IDLE_TENANTS = 500
 class Policy(Protocol):
     """Is told of everything that happens to a request, and asked for an order."""
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether `took` counts."""
+        ...
+
     def __len__(self) -> int:
         """Returns how many requests wait."""
         ...
@@ -101,6 +106,8 @@ class WaitingQueues(Generic[KeyT]):
 
 class NoAccounting:
     """The part of a policy that keeps no account of what each request was given."""
+
+    counts_tokens = False
 
     def started(self, request: Request) -> None:
         """Does nothing."""
@@ -199,6 +206,8 @@ class Fair:
     idleness takes up the counter of those that are served now, so that idle time is not saved up.
     At most `max_running` requests of a tenant run.
     """
+
+    counts_tokens = True
 
     def __init__(self, *, weights: Mapping[str, float], max_running: int | None) -> None:
         self._waiting: WaitingQueues[str] = WaitingQueues()

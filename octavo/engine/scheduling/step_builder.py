@@ -11,10 +11,35 @@ from dataclasses import dataclass, field
 from octavo.engine.kv.block_tables import NO_LEAVES, Grant, LeafBlocks
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.scheduling.policy import Policy
 from octavo.engine.scheduling.step_time import StepTime
 from octavo.engine.step_costs import StepCosts
 from octavo.kv_messages import BlockMove
 from octavo.step import MediaItem, NewRow, ScheduledRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Upper bounds on what one step holds."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_chunk: int | None
+    """Most tokens of one request; None where prompts are not chunked."""
+    itl_target_s: float | None = None
+    """Longest time between two tokens that a step is to leave to the rows that generate."""
+    keeps_kv: bool = True
+    """False: every step computes all of a request's tokens again, for comparison."""
+    num_lanes: int = 1
+    """Steps in flight at once over which the requests that generate are shared out. A request's
+    next token is planned once the last one has come back.
+    """
+
+    def chunk(self, policy: Policy) -> int:
+        """Returns the most tokens of one request in the coming step."""
+        if self.max_chunk is None:
+            return self.max_num_batched_tokens
+        return policy.max_chunk(self.max_chunk)
 
 
 @dataclass(slots=True)

@@ -44,6 +44,10 @@ class StepsInFlight:
         """`draws_ahead`: a step may compute tokens that one in flight has not drawn yet."""
         self._draws_ahead = draws_ahead
         self._steps: deque[PlannedStep] = deque()
+        self.decoding: PlannedStep | None = None
+        """Last decode step of a plan that may have further ones."""
+        self._num_left = 0
+        """Most decode steps that the last plan still has."""
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -61,20 +65,35 @@ class StepsInFlight:
             )
         )
 
-    def repeat(self, step: PlannedStep) -> None:
-        """Adds one more decode step of the same rows."""
-        for _, row in step.owners:
+    def repeat(self) -> int:
+        """Adds the next decode step of the last plan; returns its number of rows."""
+        assert self.decoding is not None, "no plan of several decode steps has begun"
+        owners = self.decoding.owners
+        for _, row in owners:
             row.num_tokens_in_flight += 1
-        self._steps.append(PlannedStep(step.owners, [], [], is_short=False, is_first=False))
+        self._steps.append(PlannedStep(owners, [], [], is_short=False, is_first=False))
+        return len(owners)
+
+    def end_decode(self) -> list[tuple[Request, TokenRow]]:
+        """Ends a plan of several decode steps; returns its requests and rows, [] if there is
+        none.
+        """
+        step, self.decoding = self.decoding, None
+        return [] if step is None else step.owners
 
     @property
     def oldest(self) -> PlannedStep:
         """The step whose results come next."""
         return self._steps[0]
 
-    def take(self) -> PlannedStep:
-        """Removes and returns the oldest step, whose results have come."""
-        return self._steps.popleft()
+    def take(self, num_steps: int) -> PlannedStep:
+        """Removes and returns the oldest step, whose result has come; its plan has `num_steps`
+        decode steps.
+        """
+        step = self._steps.popleft()
+        self._num_left = (num_steps if step.is_first else self._num_left) - 1
+        self.decoding = step if self._num_left else None
+        return step
 
     def computes(self, request: Request) -> bool:
         """Returns whether a step in flight writes to the request's blocks and reads its row."""

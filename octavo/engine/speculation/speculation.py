@@ -87,6 +87,11 @@ holds no step up.
 class Speculating(Protocol):
     """Guesses, as the step planner and the result intake ask for them."""
 
+    is_active: bool
+    """Whether anything can be guessed: grammars alone leave no choice until a running request has
+    come to such a place.
+    """
+
     def add_drafts(self, builder: StepBuilder) -> bool:
         """Adds to a step the guesses that are worth verifying; returns whether the step must be
         one of its own.
@@ -110,6 +115,8 @@ class Speculating(Protocol):
 
 class NoSpeculation:
     """Guesses nothing. Implements `Speculating`."""
+
+    is_active = False
 
     def add_drafts(self, builder: StepBuilder) -> bool:
         return False
@@ -146,6 +153,7 @@ class Speculation:
         """Whether the worker is asked for guesses, a step before they are verified."""
         self._is_given = drafting.method == "grammar"
         """Whether all guesses come of forms, with the results of steps."""
+        self.is_active = not self._is_given
         self._earlier = EarlierAnswers(drafting.history_bytes) if drafting.history_bytes else None
         self._rows: dict[str, RowHistory] = {}
         self._acceptance = Acceptance()
@@ -161,7 +169,7 @@ class Speculation:
         """Adds to the step the guesses that are worth verifying, or asks the worker for some;
         returns whether there are any. Where a step is in flight, there are none.
         """
-        if builder.runs_ahead or self._is_idle:
+        if builder.runs_ahead or not self.is_active:
             return False
         self._plain = PlainStep.of(builder)
         drafts = self._proposed(builder)
@@ -319,13 +327,6 @@ class Speculation:
     def _may_draft(self, consumer: ResultConsumer) -> bool:
         return consumer.may_draft and (self._redraws or not consumer.draws_in_turn)
 
-    @property
-    def _is_idle(self) -> bool:
-        """Whether nothing can be guessed: forms alone leave no choice, and none of the running
-        requests has come to such a place.
-        """
-        return self._is_given and not self._rows
-
     def _history_of(self, row: TokenRow) -> RowHistory | None:
         """Returns what is known of a row; None where only the worker guesses, and has not yet."""
         found = self._rows.get(row.request_id)
@@ -385,7 +386,7 @@ class Speculation:
         """Notes what became of a row's guess, whose request took `num_taken` of the drawn tokens:
         the others lie behind its end. Returns how many of these were guessed.
         """
-        if self._is_idle and (scheduled.search_of or not result.draft_ids):
+        if not self.is_active and (scheduled.search_of or not result.draft_ids):
             return 0
         num_held = min(self._took(scheduled, result), num_taken)
         self._stats.num_accepted_tokens += num_held
@@ -397,6 +398,7 @@ class Speculation:
         num_known = scheduled.num_tokens - len(scheduled.draft_ids)
         if result.draft_ids and history is None and self._is_given and not scheduled.search_of:
             history = self._rows[scheduled.request_id] = RowHistory(None)
+            self.is_active = True
         if result.draft_ids and history is not None:
             num_tokens = scheduled.start + num_known + len(result.token_ids)
             history.given = GivenDraft(num_tokens, result.draft_ids, result.draft_parents)
@@ -436,6 +438,7 @@ class Speculation:
     def forget(self, request: Request) -> None:
         """Drops what is known of a request that has ended; its answer may help others."""
         self._rows.pop(request.request_id, None)
+        self.is_active = bool(self._rows) or not self._is_given
         self._acceptance.forget(request.request_id)
         if self._earlier is not None and request.consumer.may_draft:
             self._earlier.add(request.source, request.token_ids)

@@ -116,7 +116,7 @@ def test_a_beam_that_fails_fails_its_search_and_no_other():
     core.add(search("b", prompt_of(20), 3))
     for _ in range(3):
         core.step()
-    beams = [row.request_id for row in core.scheduler.running[0].rows]
+    beams = [row.request_id for row in core.scheduler.queues.running[0].rows]
     assert len(beams) == 3
     executor.fail_on = {beams[1]: "NaN"}
     outputs = run_all(core)
@@ -149,7 +149,7 @@ def test_a_step_that_raises_fails_the_search_once():
     core.add(search("a", prompt_of(20), 3))
     for _ in range(3):
         core.step()
-    executor.raise_on = {row.request_id for row in core.scheduler.running[0].rows}
+    executor.raise_on = {row.request_id for row in core.scheduler.queues.running[0].rows}
     (output,) = run_all(core)["a"]
     assert output.finish_reason == "error" and not core.scheduler.blocks.tables
 
@@ -163,7 +163,7 @@ def test_places_are_kept_for_all_beams():
         core.add(make_request(name, prompt_of(5), max_tokens=5))
     core.add(search("s", prompt_of(5), 4))
     core.step()
-    assert [request.request_id for request in core.scheduler.running] == [
+    assert [request.request_id for request in core.scheduler.queues.running] == [
         "a",
         "b",
         "c",

@@ -166,7 +166,7 @@ def test_a_command_ends_a_call(num_done, what):
     else:
         core.settle()
     num_blocks = len(core.scheduler.blocks.tables["a"][0])
-    assert num_blocks == -(-core.scheduler.running[0].num_tokens // 16)
+    assert num_blocks == -(-core.scheduler.queues.running[0].num_tokens // 16)
     outputs += run_all(core)["a"]
     assert tokens_of(outputs) == expected_tokens(PROMPT, 30)
     assert len([plan for plan in executor.plans if plan.num_steps > 1]) >= 3

@@ -63,10 +63,10 @@ def test_swapped_requests_compute_nothing_twice():
 def test_swapped_requests_return_before_waiting_ones_start():
     core = swapping_core()
     add_all(core)
-    while not core.scheduler.swapped:
+    while not core.scheduler.queues.swapped:
         core.step()
     core.add(make_request("late", [5], max_tokens=1))
-    while core.scheduler.swapped:
+    while core.scheduler.queues.swapped:
         assert [request.request_id for request in core.scheduler.waiting][-1] == "late"
         core.step()
     run_all(core)
@@ -75,9 +75,9 @@ def test_swapped_requests_return_before_waiting_ones_start():
 def test_a_swapped_request_can_be_aborted():
     core = swapping_core()
     add_all(core)
-    while not core.scheduler.swapped:
+    while not core.scheduler.queues.swapped:
         core.step()
-    name = core.scheduler.swapped[0].request_id
+    name = core.scheduler.queues.swapped[0].request_id
     assert core.scheduler.stats().num_host_blocks > 0
     core.abort(name)
     assert core.scheduler.stats().num_host_blocks == 0

@@ -117,7 +117,7 @@ def test_what_ends_with_a_stop_token_holds_its_blocks_until_the_step_in_flight_i
         output for _ in range(20) for output in core.step().outputs if output.finish_reason
     )
     assert output.finish_reason == "stop" and core.has_work
-    assert set(core.scheduler.blocks.tables) == {"a"} and not core.scheduler.running
+    assert set(core.scheduler.blocks.tables) == {"a"} and not core.scheduler.queues.running
     core.add(make_request("b", prompt, max_tokens=3))
     outputs = run_all(core)
     assert set(outputs) == {"b"}, "nothing comes after the final output"

@@ -81,7 +81,7 @@ def test_the_youngest_is_preempted_and_returns_first():
         if core.scheduler.stats().num_preemptions and not seen:
             seen = [
                 [request.request_id for request in core.scheduler.waiting],
-                [request.request_id for request in core.scheduler.running],
+                [request.request_id for request in core.scheduler.queues.running],
             ]
     assert seen[0][0] == "young" and seen[1] == ["old"]
 
