@@ -91,7 +91,7 @@ class EncoderInput(msgspec.Struct, frozen=True):
         return self.num_rows or len(self.token_ids)
 
 
-class NewRow(msgspec.Struct):
+class NewRequest(msgspec.Struct):
     """A row that the worker does not have: of a new request, or of one that returns after a
     preemption. It gets a permanent place.
     """
@@ -135,7 +135,7 @@ class TableEnd(msgspec.Struct):
     """Blocks that the table still has, for each cache group."""
 
 
-class ScheduledRow(msgspec.Struct):
+class ScheduledRequest(msgspec.Struct):
     """The share of one row in a step: `num_tokens` tokens from position `start` on are computed."""
 
     request_id: str
@@ -200,9 +200,9 @@ class StepPlan(msgspec.Struct):
 
     step: int
     freed_rows: list[str]
-    new_rows: list[NewRow]
+    new_rows: list[NewRequest]
     moves: list[BlockMove]
-    rows: list[ScheduledRow]
+    rows: list[ScheduledRequest]
     connector: ConnectorPlan | None = None
     num_steps: int = 1
     """Most decode steps of the plan, each row's drawn token being its next one. More than 1 only

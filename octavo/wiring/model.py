@@ -86,7 +86,7 @@ from octavo.worker.loaded_model import (
     LoadedModel,
     device_memory,
     host_bytes,
-    request_rows,
+    make_input_batch,
 )
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
@@ -231,7 +231,7 @@ def load_model(
     make_backend = partial(backend_with, config=config, ranks=None)
     footprint = with_tower(config, model.checkpoint, footprint, backend.options, make_backend)
     _check_cache(config, backend, footprint, whole)
-    rows = request_rows(config, backend.options, own, grammars)
+    rows = make_input_batch(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
     joined = reader if head is None else head.target_reader(reader, own)

@@ -33,7 +33,7 @@ from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName
 from octavo.routing.router import Router
 from octavo.routing.target import Target
 from octavo.sampling_params import SamplingParams
-from octavo.step import ScheduledRow
+from octavo.step import ScheduledRequest
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor, SimulatedPipeline
 
 MAX_IDLE_STEPS = 10_000
@@ -122,7 +122,7 @@ class MeasuredExecutor(SimulatedExecutor):
         self._measured = costs
         self._comes_computed = comes_computed
 
-    def compute_s(self, rows: list[ScheduledRow]) -> float:
+    def compute_s(self, rows: list[ScheduledRequest]) -> float:
         """Counts the last token alone of a prompt that another engine has computed."""
         num_tokens = num_keys = 0
         for row in rows:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.step import ScheduledRow
-from octavo.worker.request_rows import RequestRows
+from octavo.step import ScheduledRequest
+from octavo.worker.input_batch import InputBatch
 
 
 def checked_shares(
-    scheduled: Sequence[ScheduledRow], rows: RequestRows, most: int
-) -> list[Sequence[ScheduledRow]]:
+    scheduled: Sequence[ScheduledRequest], rows: InputBatch, most: int
+) -> list[Sequence[ScheduledRequest]]:
     """Returns the rows in parts: those that have to be checked by themselves, of at most `most`
     sampled rows each.
     """
@@ -29,7 +29,7 @@ def checked_shares(
     ]
     if not any(checked):
         return [scheduled]
-    parts: list[list[ScheduledRow]] = [[]]
+    parts: list[list[ScheduledRequest]] = [[]]
     for row, is_checked in zip(scheduled, checked, strict=True):
         if is_checked:
             if sum(map(_most_samples, parts[-1])) + _most_samples(row) > most:
@@ -39,7 +39,7 @@ def checked_shares(
     return [part for part in (others, *parts) if part]
 
 
-def _most_samples(row: ScheduledRow) -> int:
+def _most_samples(row: ScheduledRequest) -> int:
     """Returns the most sampled rows that a row of the plan comes to."""
     num_targets = 0 if row.num_prompt_logprobs is None else row.num_tokens
     return num_targets + (len(row.draft_ids) + 1 if row.wants == "draw" else 0)

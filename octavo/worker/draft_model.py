@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from octavo.backends.base import Runnable
 from octavo.backends.kv import BLOCK_SIZE, KvCache
-from octavo.step import RowResult, ScheduledRow
+from octavo.step import RowResult, ScheduledRequest
 from octavo.worker.draft_draws import DraftDraws, DraftIds
-from octavo.worker.request_rows import RequestRows
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.step_arrays import Spans, gather
 
 
@@ -56,7 +56,7 @@ class DraftModel:
         self,
         runnable: Runnable,
         kv: KvCache,
-        rows: RequestRows,
+        rows: InputBatch,
         *,
         ids: DraftIds,
         max_tokens: int,
@@ -76,7 +76,7 @@ class DraftModel:
         self._followed: dict[int, tuple[str, int]] = {}
         """Request of each permanent row, and how many of its tokens have their K and V."""
 
-    def follow(self, scheduled: Sequence[ScheduledRow], results: Sequence[RowResult]) -> None:
+    def follow(self, scheduled: Sequence[ScheduledRequest], results: Sequence[RowResult]) -> None:
         """Computes the blocks that a step has filled, and adds guesses to the results of the rows
         that are to propose some.
         """
@@ -95,7 +95,7 @@ class DraftModel:
             if not result.draft_ids:
                 result.draft_ids, result.draft_parents = share.guess()
 
-    def _share(self, planned: ScheduledRow, row: int, result: RowResult) -> RowToDraft:
+    def _share(self, planned: ScheduledRequest, row: int, result: RowResult) -> RowToDraft:
         """Returns what is computed of a row: the tokens whose K and V hold, where they fill a
         block, and the last known ones where it is guessed for.
         """
@@ -113,7 +113,7 @@ class DraftModel:
             share.end, share.most = num_known, min(planned.propose, room + 1)
         return share
 
-    def _first(self, planned: ScheduledRow, row: int) -> int:
+    def _first(self, planned: ScheduledRequest, row: int) -> int:
         """Returns the first token of a row that may lack its K and V: in full blocks none does,
         and of the last one nothing is known where the row began elsewhere, or was preempted.
         """

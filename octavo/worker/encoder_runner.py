@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.backends.batch import StepOutput
-from octavo.step import RowResult, ScheduledRow
+from octavo.step import RowResult, ScheduledRequest
 from octavo.worker.model_input import ModelInput, ProgramRunner
 from octavo.worker.step_arrays import gather_inputs
 
@@ -19,7 +19,9 @@ from octavo.worker.step_arrays import gather_inputs
 class EncoderRunner(ProgramRunner):
     """Runs one encoder Program over the inputs of the requests that have a row."""
 
-    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> list[ModelInput]:
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> list[ModelInput]:
         """Gathers the inputs that a step encodes; [] if there are none."""
         own = [row for row in scheduled if row.num_encoded]
         if not own:

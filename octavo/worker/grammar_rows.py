@@ -20,7 +20,7 @@ import numpy as np
 
 from octavo.backends.batch import Bits, mask_words
 from octavo.prompt_ports import Grammars, Matcher
-from octavo.step import NewRow
+from octavo.step import NewRequest
 from octavo.structured_outputs import GrammarSpec
 
 MAX_COMPILED_BYTES = 64 << 20
@@ -157,7 +157,7 @@ class GrammarRows:
         self._closings: dict[int, KnownClosing] = {}
         """Ways to complete rows' texts, as they were last found."""
 
-    def add(self, row: int, new: NewRow) -> None:
+    def add(self, row: int, new: NewRequest) -> None:
         """Gives a row the grammar that it comes with, at the place where its tokens are."""
         if new.grammar is None:
             return

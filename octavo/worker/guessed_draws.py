@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.draft_tree import ROOT, DraftTree
-from octavo.step import ScheduledRow
+from octavo.step import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StepRows:
     """First row of each of them, `[R+L+1]`."""
 
     @staticmethod
-    def of(scheduled: Sequence[ScheduledRow]) -> StepRows:
+    def of(scheduled: Sequence[ScheduledRequest]) -> StepRows:
         trees = [DraftTree(row.draft_parents) if row.leaf_blocks else None for row in scheduled]
         counts = [row.num_tokens for row in scheduled]
         leaves: list[LeafSpan] = []
@@ -103,7 +103,7 @@ class Draws(NamedTuple):
 
 
 def draws_of(
-    scheduled: Sequence[ScheduledRow], rows: StepRows, draws_once: Sequence[bool]
+    scheduled: Sequence[ScheduledRequest], rows: StepRows, draws_once: Sequence[bool]
 ) -> Draws:
     """Returns the draws of a step: of each request that draws one after its last known token, then
     one after each guess. A request that `draws_once` is drawn before its guesses alone.
@@ -138,7 +138,7 @@ class KeptDraws(NamedTuple):
 
 
 def kept_draws(
-    scheduled: Sequence[ScheduledRow],
+    scheduled: Sequence[ScheduledRequest],
     owners: Sequence[int],
     token_ids: Sequence[int],
     failed: Sequence[bool],

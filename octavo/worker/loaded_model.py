@@ -45,6 +45,7 @@ from octavo.worker.draft_draws import DraftIds
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.encoder_runner import EncoderRunner
 from octavo.worker.image_tower import ImageTower
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_layers import layer_streaming
 from octavo.worker.logits_processors import LogitsProcessors, load_processors
 from octavo.worker.machine import Machine
@@ -56,7 +57,6 @@ from octavo.worker.prefix_weigher import NUM_BLOCKS as WEIGHING_BLOCKS
 from octavo.worker.prefix_weigher import PrefixWeigher
 from octavo.worker.program_runners import ProgramRunners
 from octavo.worker.ranks.messages import DrawnTokens, RankSlots, TellReport
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.stages.stage_link import StageLink
 from octavo.worker.stages.stage_runner import StageRunner
 from octavo.worker.step_media import StepMedia
@@ -85,7 +85,7 @@ class LoadedModel:
     programs: Mapping[str, Program]
     """The model's Programs by name, the one that its requests run first."""
     backend: Backend
-    rows: RequestRows
+    rows: InputBatch
     """Arrays of the running requests, which the worker keeps."""
     runnables: Mapping[str, Runnable]
     """The prepared Programs by the same names. Each runs over batches of its own, all over one KV
@@ -298,16 +298,16 @@ def common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:
     return layouts
 
 
-def request_rows(
+def make_input_batch(
     config: EngineConfig, options: BackendOptions, program: Program, grammars: Grammars
-) -> RequestRows:
+) -> InputBatch:
     """Makes the arrays of as many requests as may run; ConfigError, before any weight is read,
     where they do not fit into memory.
     """
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "derive() has set it"
     try:
-        return RequestRows(
+        return InputBatch(
             max_rows=options.max_rows,
             max_model_len=max_model_len,
             num_groups=len(program.groups),

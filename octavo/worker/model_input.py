@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from octavo.backends.base import AsyncRunnable, Computing, JoiningRunnable, Runnable
 from octavo.backends.batch import StepBatch, StepOutput
 from octavo.backends.kv import KvCache
-from octavo.step import RowResult, ScheduledRow
+from octavo.step import RowResult, ScheduledRequest
 from octavo.worker.checked_draws import CheckedDraws
 from octavo.worker.guessed_draws import StepRows
-from octavo.worker.request_rows import RequestRows
+from octavo.worker.input_batch import InputBatch
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class ModelInput:
     """Arrays of one Program's rows in a step."""
 
     runner: ProgramRunner
-    scheduled: Sequence[ScheduledRow]
+    scheduled: Sequence[ScheduledRequest]
     batch: StepBatch
     rows: NDArray[np.intp]
     """Permanent row of each of `scheduled`."""
@@ -82,13 +82,15 @@ class ModelInput:
 class ProgramRunner(ABC):
     """Runs one Program's rows of a step over the KV of the requests that have a row."""
 
-    def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows) -> None:
+    def __init__(self, runnable: Runnable, kv: KvCache, rows: InputBatch) -> None:
         self.runnable = runnable
         self._kv = kv
         self._rows = rows
 
     @abstractmethod
-    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> list[ModelInput]:
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> list[ModelInput]:
         """Gathers the arrays of the first of `num_steps` steps, as several inputs if the backend
         cannot run all rows at once. A step may be prepared again.
         """

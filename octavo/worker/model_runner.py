@@ -24,13 +24,13 @@ from octavo.backends.batch import (
     sampling_records,
 )
 from octavo.backends.kv import KvCache
-from octavo.step import RowResult, ScheduledRow, TokenLogprobs
+from octavo.step import RowResult, ScheduledRequest, TokenLogprobs
 from octavo.worker.checked_draws import CheckedDraws, Texts
 from octavo.worker.checked_shares import checked_shares
 from octavo.worker.guessed_draws import StepRows, draws_of, kept_draws
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.logprobs_reader import LogprobsReader
 from octavo.worker.model_input import ModelInput, ProgramRunner, SampleLayout
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.sampling_rows import append_targets
 from octavo.worker.stages.hand_over import HiddenReceiver
 from octavo.worker.step_arrays import Spans, add_leaves, gather
@@ -44,7 +44,7 @@ class ModelRunner(ProgramRunner):
         self,
         runnable: Runnable,
         kv: KvCache,
-        rows: RequestRows,
+        rows: InputBatch,
         media: StepMedia | None = None,
         before: HiddenReceiver | None = None,
         *,
@@ -61,7 +61,9 @@ class ModelRunner(ProgramRunner):
         self._max_checked = 0 if self._checking is None else self._checking.max_checked
         self._in_one_part = in_one_part
 
-    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> list[ModelInput]:
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> list[ModelInput]:
         """Gathers the arrays of the first of `num_steps` steps. Writes draft tokens behind the
         rows' known tokens and changes nothing else of them.
 
@@ -130,7 +132,7 @@ class ModelRunner(ProgramRunner):
             if follows_tokens:
                 rows.sampling.follow(batch.sampling, layout.rows, rows.token_ids, layout.draw_ends)
 
-    def _prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int) -> ModelInput:
+    def _prepare(self, scheduled: Sequence[ScheduledRequest], num_steps: int) -> ModelInput:
         self._rows.grammars.take_back()
         layout = self._layout(scheduled)
         if layout.has_drafts:
@@ -142,7 +144,9 @@ class ModelRunner(ProgramRunner):
         batch = self._batch(scheduled, layout, checks, num_steps)
         return ModelInput(self, scheduled, batch, layout.rows, layout, checks)
 
-    def _layout(self, scheduled: Sequence[ScheduledRow], *, in_turn: bool = True) -> SampleLayout:
+    def _layout(
+        self, scheduled: Sequence[ScheduledRequest], *, in_turn: bool = True
+    ) -> SampleLayout:
         """Returns where a step's rows are sampled. Without `in_turn`, rows that can only be sampled
         in turn are sampled once, and none of their draft tokens is accepted.
         """
@@ -165,7 +169,7 @@ class ModelRunner(ProgramRunner):
         )
 
     def _checks(
-        self, scheduled: Sequence[ScheduledRow], layout: SampleLayout
+        self, scheduled: Sequence[ScheduledRequest], layout: SampleLayout
     ) -> CheckedDraws | None:
         """Returns the samples to verify once they are made, if the backend can verify so many."""
         sampling = self._rows.sampling
@@ -181,7 +185,7 @@ class ModelRunner(ProgramRunner):
 
     def _batch(
         self,
-        scheduled: Sequence[ScheduledRow],
+        scheduled: Sequence[ScheduledRequest],
         layout: SampleLayout,
         checks: CheckedDraws | None,
         num_steps: int,
@@ -202,7 +206,7 @@ class ModelRunner(ProgramRunner):
         return batch
 
     def _targets(
-        self, scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]
+        self, scheduled: Sequence[ScheduledRequest], rows: NDArray[np.intp]
     ) -> list[tuple[int, int, int]]:
         """Returns the tokens whose successor is in the prompt, for requests that want the prompt's
         logprobs.
@@ -225,7 +229,10 @@ class ModelRunner(ProgramRunner):
         return [(at, ids) for at, ids in found if ids is not None]
 
     def _sampling(
-        self, scheduled: Sequence[ScheduledRow], layout: SampleLayout, checks: CheckedDraws | None
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        layout: SampleLayout,
+        checks: CheckedDraws | None,
     ) -> tuple[NDArray[np.int32], SamplingBatch]:
         """Returns `sample_rows [S]` and how to draw: draws first, then as targets the prompt's own
         tokens, and those whose logprobs a draw wants.
@@ -249,7 +256,7 @@ class ModelRunner(ProgramRunner):
         return sample_rows, sampling
 
     def _add_prompt_targets(
-        self, scheduled: Sequence[ScheduledRow], layout: SampleLayout, sampling: SamplingBatch
+        self, scheduled: Sequence[ScheduledRequest], layout: SampleLayout, sampling: SamplingBatch
     ) -> NDArray[np.int32]:
         """Adds the prompt's own tokens as targets; returns their places in the step."""
         spans = [np.arange(first, last, dtype=np.int32) for _, first, last in layout.targets]

@@ -15,9 +15,9 @@ from octavo.backends.base import Runnable
 from octavo.backends.batch import StepBatch, StepOutput
 from octavo.backends.kv import KvCache
 from octavo.pooling_params import PoolingParams
-from octavo.step import RowResult, ScheduledRow
+from octavo.step import RowResult, ScheduledRequest
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_input import ModelInput, ProgramRunner
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.step_arrays import Spans, gather
 
 MIN_LENGTH = 1e-12
@@ -28,7 +28,7 @@ class PoolingRunner(ProgramRunner):
     """Runs steps of one Program that pools, over the KV of the requests that have a row."""
 
     def __init__(
-        self, runnable: Runnable, kv: KvCache, rows: RequestRows, *, num_position_axes: int = 1
+        self, runnable: Runnable, kv: KvCache, rows: InputBatch, *, num_position_axes: int = 1
     ) -> None:
         """Takes the number of position axes that the Program reads: the second one is the
         segments'.
@@ -36,7 +36,9 @@ class PoolingRunner(ProgramRunner):
         super().__init__(runnable, kv, rows)
         self._num_position_axes = num_position_axes
 
-    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> list[ModelInput]:
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> list[ModelInput]:
         """Gathers the arrays of a step; changes no row."""
         rows = self._rows.indices(scheduled)
         batch = gather(self._rows, Spans.of(scheduled, rows))
@@ -60,7 +62,9 @@ class PoolingRunner(ProgramRunner):
         counts = batch.query_starts[1:] - batch.query_starts[:-1]
         return (batch.places >= self._rows.second_starts[rows].repeat(counts)).astype(np.int32)
 
-    def _result(self, scheduled: ScheduledRow, params: PoolingParams, pooled: NDArray) -> RowResult:
+    def _result(
+        self, scheduled: ScheduledRequest, params: PoolingParams, pooled: NDArray
+    ) -> RowResult:
         result = RowResult(scheduled.request_id, num_kept=scheduled.num_tokens)
         if scheduled.wants == "pool":
             row = finished(pooled, params)

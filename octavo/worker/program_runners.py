@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from octavo.backends.base import Runnable, StreamingRunnable
-from octavo.step import ScheduledRow, WeightArrivals
+from octavo.step import ScheduledRequest, WeightArrivals
 from octavo.worker.encoder_runner import EncoderRunner
 from octavo.worker.model_input import ModelInput, ProgramRunner
 
@@ -37,7 +37,9 @@ class ProgramRunners:
         found = (each.arrivals for each in self._streaming)
         return sum((each for each in found if each is not None), start=WeightArrivals())
 
-    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> list[ModelInput]:
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> list[ModelInput]:
         """Gathers the arrays of the first of `num_steps` steps, in the order in which they are
         computed.
         """

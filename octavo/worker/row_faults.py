@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from octavo.step import RowResult, ScheduledRow
+from octavo.step import RowResult, ScheduledRequest
 from octavo.worker.model_input import ModelInput
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,10 @@ class RowFaults:
             self._failures.setdefault(request_id, failure)
 
     def prepare(
-        self, rows: Sequence[ScheduledRow], prepare: Callable[..., list[ModelInput]], num_steps: int
+        self,
+        rows: Sequence[ScheduledRequest],
+        prepare: Callable[..., list[ModelInput]],
+        num_steps: int,
     ) -> tuple[list[ModelInput], Failures]:
         """Prepares the rows that have no fault; returns their inputs and the failures of the rest.
 
@@ -64,9 +67,9 @@ class RowFaults:
 
     def compute_one_by_one(
         self,
-        rows: Sequence[ScheduledRow],
+        rows: Sequence[ScheduledRequest],
         error: Exception,
-        compute: Callable[[Sequence[ScheduledRow]], list[RowResult]],
+        compute: Callable[[Sequence[ScheduledRequest]], list[RowResult]],
     ) -> list[RowResult]:
         """Computes each row of a step that raised `error` by itself; one that raises again fails.
 

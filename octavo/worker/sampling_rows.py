@@ -21,7 +21,7 @@ from octavo.backends.batch import (
     sampling_records,
 )
 from octavo.sampling_params import SamplingParams
-from octavo.step import NewRow
+from octavo.step import NewRequest
 from octavo.worker.checked_draws import CheckedDraw, CheckedDraws, Texts
 from octavo.worker.csr import Csr
 from octavo.worker.draws_in_turn import DrawsInTurn, MirostatRule
@@ -78,7 +78,7 @@ class SamplingRows:
         """Tokens whose logprobs are wanted, by row."""
         self._masks: WeakValueDictionary[tuple[int, ...], Bits] = WeakValueDictionary()
 
-    def add(self, row: int, new: NewRow) -> None:
+    def add(self, row: int, new: NewRequest) -> None:
         """Fills a row from a request's parameters; position and mask are set with each step."""
         params = new.params
         assert isinstance(params, SamplingParams), "a row that draws has the params of its draws"
@@ -406,7 +406,7 @@ class SamplingRows:
             return legal if allowed is None else allowed
         return allowed & legal
 
-    def _make_extras(self, row: int, new: NewRow, params: SamplingParams) -> RowExtras | None:
+    def _make_extras(self, row: int, new: NewRequest, params: SamplingParams) -> RowExtras | None:
         penalised = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0

@@ -13,7 +13,14 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from octavo.draft_tree import DraftTree
-from octavo.step import AdapterLoaded, RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from octavo.step import (
+    AdapterLoaded,
+    RowResult,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 SMOLLM2_ON_2_CORES = (
     (1, 0.0084),
@@ -103,7 +110,7 @@ class SimulatedExecutor:
         """Constant: a step takes no time in which it could hang."""
         return 0
 
-    def compute_s(self, rows: list[ScheduledRow]) -> float:
+    def compute_s(self, rows: list[ScheduledRequest]) -> float:
         """Returns the seconds that a step of these rows takes."""
         if not rows:
             return 0.0
@@ -172,7 +179,7 @@ class SimulatedPipeline:
         """Does nothing: nothing is held."""
 
 
-def _result(row: ScheduledRow) -> RowResult:
+def _result(row: ScheduledRequest) -> RowResult:
     if row.wants != "draw":
         return RowResult(row.request_id, num_kept=row.num_tokens)
     logprobs = [LIKELY] if row.search_of else None

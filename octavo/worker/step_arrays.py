@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from octavo.backends.batch import KvCopies, StepBatch
 from octavo.backends.kv import BLOCK_SIZE
-from octavo.step import EncoderInput, ScheduledRow
+from octavo.step import EncoderInput, ScheduledRequest
 from octavo.worker.guessed_draws import LeafSpan, StepRows
-from octavo.worker.request_rows import RequestRows
+from octavo.worker.input_batch import InputBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Spans:
     """First token of each request within the step, `[R+1]`."""
 
     @staticmethod
-    def of(scheduled: Sequence[ScheduledRow], rows: NDArray[np.intp]) -> Spans:
+    def of(scheduled: Sequence[ScheduledRequest], rows: NDArray[np.intp]) -> Spans:
         """Returns the tokens of requests without draft trees, whose permanent rows are `rows`."""
         return Spans(
             rows,
@@ -40,7 +40,7 @@ class Spans:
         )
 
 
-def gather(rows: RequestRows, spans: Spans, num_steps: int = 1) -> StepBatch:
+def gather(rows: InputBatch, spans: Spans, num_steps: int = 1) -> StepBatch:
     """Returns the first of `num_steps` steps, without samples; its block tables reach to the
     last.
     """
@@ -93,7 +93,7 @@ def _close_holes(batch: StepBatch, unread: NDArray[np.int32]) -> None:
         batch.sparse_from = batch.sparse_from - num_tokens
 
 
-def add_leaves(batch: StepBatch, scheduled: Sequence[ScheduledRow], rows: StepRows) -> None:
+def add_leaves(batch: StepBatch, scheduled: Sequence[ScheduledRequest], rows: StepRows) -> None:
     """Gives a step's guesses that branch their tokens, and their further paths blocks of their own,
     to which the K and V of what they share with others are written too.
     """
@@ -128,7 +128,7 @@ def add_leaves(batch: StepBatch, scheduled: Sequence[ScheduledRow], rows: StepRo
     )
 
 
-def _shared_rows(rows: StepRows, leaf: LeafSpan, row: ScheduledRow) -> list[int]:
+def _shared_rows(rows: StepRows, leaf: LeafSpan, row: ScheduledRequest) -> list[int]:
     """Returns the rows of the step that compute what a leaf's path shares with paths before it: the
     row's own tokens, then guesses.
     """
@@ -143,7 +143,7 @@ def _shared_rows(rows: StepRows, leaf: LeafSpan, row: ScheduledRow) -> list[int]
     ]
 
 
-def gather_inputs(rows: RequestRows, owners: NDArray[np.intp]) -> StepBatch:
+def gather_inputs(rows: InputBatch, owners: NDArray[np.intp]) -> StepBatch:
     """Returns the step of an encoder over the whole inputs of the permanent rows `owners [R]`."""
     lens = rows.input_lens[owners]
     query_starts = np.zeros(len(owners) + 1, np.int32)

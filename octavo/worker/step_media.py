@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from octavo.backends.batch import StepBatch
 from octavo.step import MediaItem, MediaPixels, StepPlan
 from octavo.worker.image_tower import ImageTower
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.patches import Rows
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.step_arrays import Spans
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class StepMedia:
     """Rows of images, and their places in steps. `num_axes`: axes of the decoder's positions."""
 
-    def __init__(self, tower: ImageTower, rows: RequestRows, *, num_axes: int) -> None:
+    def __init__(self, tower: ImageTower, rows: InputBatch, *, num_axes: int) -> None:
         self._tower = tower
         self._rows = rows
         self._num_axes = num_axes

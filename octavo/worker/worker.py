@@ -20,14 +20,14 @@ from octavo.backends.base import Computing
 from octavo.errors import EngineDead
 from octavo.kv_messages import BlockMove
 from octavo.outputs import Profile
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import RowResult, ScheduledRequest, StepPlan, StepResult
 from octavo.worker.adapter_store import AdapterStore
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.draft_model import DraftModel
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_layers import LayerStreaming
 from octavo.worker.model_input import ModelInput
 from octavo.worker.program_runners import ProgramRunners
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.row_faults import Failures, RowFaults
 from octavo.worker.step_media import StepMedia
 
@@ -65,7 +65,7 @@ class Worker:
         self,
         runners: ProgramRunners,
         cache_engine: CacheEngine,
-        rows: RequestRows,
+        rows: InputBatch,
         *,
         close: Callable[[], None],
         is_alone: bool = True,
@@ -179,7 +179,7 @@ class Worker:
             self._runners.join()
         return began, StepResult(plan.step, [], moved_s=moved_s, not_encoded=not_encoded)
 
-    def _run(self, rows: Sequence[ScheduledRow], *, again: bool = False) -> list[RowResult]:
+    def _run(self, rows: Sequence[ScheduledRequest], *, again: bool = False) -> list[RowResult]:
         """Computes rows together or, if that raises, one by one. `again`: the last tokens on an
         asynchronous device may be those of a step that failed.
         """
@@ -195,7 +195,7 @@ class Worker:
             return self._faults.compute_one_by_one(rows, error, partial(self._run, again=again))
         return _in_order(rows, results, failures) if failures or len(inputs) > 1 else results
 
-    def _prepare(self, rows: Sequence[ScheduledRow]) -> tuple[list[ModelInput], Failures]:
+    def _prepare(self, rows: Sequence[ScheduledRequest]) -> tuple[list[ModelInput], Failures]:
         inputs, failures = self._faults.prepare(rows, self._runners.prepare, 1)
         if self._shares_steps and rows and not inputs:
             self._runners.join()
@@ -323,7 +323,7 @@ class Worker:
 
 
 def _in_order(
-    rows: Sequence[ScheduledRow], results: Sequence[RowResult], failures: Failures
+    rows: Sequence[ScheduledRequest], results: Sequence[RowResult], failures: Failures
 ) -> list[RowResult]:
     """Returns one result for each row, in order: its failure, or the first of `results`, in which
     the failures of an encoder precede the decoder's rows.

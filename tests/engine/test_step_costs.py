@@ -6,7 +6,7 @@ import pytest
 
 from octavo.engine.step_costs import UNMEASURED, CostPoint, StepCostMeter, StepCosts
 from octavo.kv_messages import BlockMove
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import RowResult, ScheduledRequest, StepPlan, StepResult
 from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import make_core, make_request, run_all
 
@@ -15,7 +15,7 @@ KEY_S = 2e-6
 
 def plan_of(*rows: tuple[int, int], moves: tuple[BlockMove, ...] = ()) -> StepPlan:
     """Returns a plan of rows given as (first token, tokens)."""
-    scheduled = [ScheduledRow(str(i), start, num, []) for i, (start, num) in enumerate(rows)]
+    scheduled = [ScheduledRequest(str(i), start, num, []) for i, (start, num) in enumerate(rows)]
     return StepPlan(0, [], [], list(moves), scheduled)
 
 
@@ -153,7 +153,7 @@ def test_the_core_measures_the_wall_clock():
 def verify(meter: StepCostMeter, elapsed_s: float, *guesses: int) -> None:
     """Has the meter see a step of rows that verify guesses, `guesses` numbers of them."""
     rows = [
-        ScheduledRow(str(i), 9, 1 + num, [], wants="draw", draft_ids=[7] * num)
+        ScheduledRequest(str(i), 9, 1 + num, [], wants="draw", draft_ids=[7] * num)
         for i, num in enumerate(guesses)
     ]
     plan = StepPlan(0, [], [], [], rows)
@@ -180,8 +180,8 @@ def test_a_prompts_chunk_does_not_tell_what_verifying_takes():
 def test_a_step_that_verifies_beside_a_prompt_is_no_verifying_step():
     meter = StepCostMeter()
     rows = [
-        ScheduledRow("a", 9, 4, [], wants="draw", draft_ids=[7] * 3),
-        ScheduledRow("b", 0, 36, [], wants="draw"),
+        ScheduledRequest("a", 9, 4, [], wants="draw", draft_ids=[7] * 3),
+        ScheduledRequest("b", 0, 36, [], wants="draw"),
     ]
     plan = StepPlan(0, [], [], [], rows)
     meter.observe(plan, result_of(plan), 0.03)

@@ -15,7 +15,7 @@ from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.errors import ConfigError
-from octavo.worker.request_rows import RequestRows
+from octavo.worker.input_batch import InputBatch
 from tests.equivalence.test_speculation import PARAMS, PROMPTS
 from tests.support.drafters import (
     guess_counts,
@@ -37,13 +37,13 @@ TREES = {"spec_method": "ngram", "spec_tree_width": 4}
 def kept_paths(monkeypatch):
     """Lists which path of each guess that branches held."""
     kept: list[int] = []
-    keep_path = RequestRows.keep_path
+    keep_path = InputBatch.keep_path
 
     def noting(self, scheduled, path):
         kept.append(path)
         keep_path(self, scheduled, path)
 
-    monkeypatch.setattr(RequestRows, "keep_path", noting)
+    monkeypatch.setattr(InputBatch, "keep_path", noting)
     return kept
 
 

@@ -16,7 +16,7 @@ from octavo.engine.recording.replay import Replay
 from octavo.engine.scheduling import multi_step
 from octavo.engine.speculation.speculation import Speculation
 from octavo.errors import ConfigError
-from octavo.worker.request_rows import RequestRows
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.worker import Worker
 from tests.support.drafters import (
     all_verified,
@@ -250,8 +250,8 @@ def test_the_worker_knows_tables_as_they_are(model, options, monkeypatch):
     guess = seldom_right(sequences(plain, prompts), 5)
     options = {"spec_method": "ngram", "spec_tokens": 40, "max_num_seqs": 6} | options
     with all_verified(guess), make_llm(model, backend="native", **options) as llm:
-        core, computed, updated = core_of(llm), Worker.execute, RequestRows.update_tables
-        monkeypatch.setattr(RequestRows, "update_tables", update_tables)
+        core, computed, updated = core_of(llm), Worker.execute, InputBatch.update_tables
+        monkeypatch.setattr(InputBatch, "update_tables", update_tables)
         monkeypatch.setattr(Worker, "execute", execute)
         found = llm.generate(prompts, params)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))

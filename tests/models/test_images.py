@@ -19,13 +19,13 @@ from octavo.config.engine_config import EngineConfig
 from octavo.frontend.images import ImageInputs, PlacedImages
 from octavo.program.ops import num_position_axes
 from octavo.sampling_params import SamplingParams
-from octavo.step import NewRow, ScheduledRow, StepPlan
+from octavo.step import NewRequest, ScheduledRequest, StepPlan
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.images import reader_of
 from octavo.wiring.model import build_tokenizer, load_model, open_model
 from octavo.worker.block_places import PagedPlaces
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.patches import patches_of
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.step_arrays import Spans, gather
 from octavo.worker.step_media import StepMedia, positions_of
 from tests.support.tiny_images import FAMILIES, IMAGE_ID, picture, processor_of, seeing_model
@@ -80,7 +80,7 @@ class SeeingRunner:
         for index, request in enumerate(requests):
             name = str(index)
             rows.add(
-                NewRow(name, request.token_ids, len(request.token_ids), SamplingParams(), 0,
+                NewRequest(name, request.token_ids, len(request.token_ids), SamplingParams(), 0,
                        media=request.media)
             )  # fmt: skip
             blocks = np.arange(index * MAX_BLOCKS, (index + 1) * MAX_BLOCKS)
@@ -110,9 +110,9 @@ class SeeingRunner:
         return [np.concatenate(parts) for parts in found]
 
 
-def row_of(rows: RequestRows, index: int) -> int:
+def row_of(rows: InputBatch, index: int) -> int:
     """Returns the permanent row of a request by its index."""
-    (row,) = rows.indices([ScheduledRow(str(index), 0, 0, [])])
+    (row,) = rows.indices([ScheduledRequest(str(index), 0, 0, [])])
     return int(row)
 
 

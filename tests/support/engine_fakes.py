@@ -23,7 +23,7 @@ from octavo.group_life import life_of_window
 from octavo.kv_messages import BlockMove
 from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from octavo.step import RowResult, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from tests.support.fake_tiers import FakeTiers, tiers_of
 
 VOCAB = 1000
@@ -139,7 +139,7 @@ class FakeExecutor:
             if any(map(self._ends, result.rows)):
                 return
             further = [
-                ScheduledRow(name, start + num_done, 1, [], wants="draw")
+                ScheduledRequest(name, start + num_done, 1, [], wants="draw")
                 for name, start in starts.items()
             ]
             result = StepResult(plan.step, list(map(self.run_row, further)), busy_s=self.step_s)

@@ -13,9 +13,9 @@ from octavo.backends.batch import SampleResult, StepBatch, StepOutput
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.worker.block_places import RangeShape, VirtualPlaces
 from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program_runners import ProgramRunners
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 from tests.support.engine_fakes import VOCAB, pseudo_token
 
@@ -110,7 +110,7 @@ def make_worker(
     virtual: bool = False,
     is_alone: bool = True,
 ) -> Worker:
-    rows = RequestRows(
+    rows = InputBatch(
         max_rows=max_rows, max_model_len=max_model_len, num_groups=num_groups, vocab_size=VOCAB
     )
     kv, places = FakeKv(num_groups, num_blocks), None

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.backends.batch import sampling_records
 from octavo.backends.sampling import gumbel, noise_words, noise_words_of, philox, sample
-from octavo.step import ScheduledRow
+from octavo.step import ScheduledRequest
 from octavo.worker.draft_draws import DraftDraws, DraftIds
 from octavo.worker.guessed_draws import StepRows, draws_of, kept_draws
 
@@ -145,7 +145,7 @@ def test_texts_with_guesses_have_their_probabilities(error):
     for _ in range(LENGTH):
         plain.append(drawn(tables, plain))
     for text in range(TEXTS):
-        row = ScheduledRow(
+        row = ScheduledRequest(
             "r", 0, 3, [], wants="draw", draft_ids=[int(guessed[0][text]), int(guessed[1][text])]
         )
         draws = draws_of([row], StepRows.of([row]), [False]).owners

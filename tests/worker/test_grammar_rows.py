@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from octavo.sampling_params import SamplingParams
-from octavo.step import NewRow
+from octavo.step import NewRequest
 from octavo.structured_outputs import GrammarSpec
 from octavo.worker.grammar_rows import CompiledGrammars, GrammarRows
 
@@ -79,7 +79,7 @@ def spec(text="a", **fields):
 
 
 def new_row(token_ids, num_prompt, grammar):
-    return NewRow("r", token_ids, num_prompt, SamplingParams(), seed=1, grammar=grammar)
+    return NewRequest("r", token_ids, num_prompt, SamplingParams(), seed=1, grammar=grammar)
 
 
 def test_compiling_takes_no_time_of_the_caller():

@@ -8,12 +8,12 @@ from octavo.backends.batch import StepBatch, StepOutput
 from octavo.backends.kv import BLOCK_SIZE, KvCache
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
-from octavo.step import NewRow, ScheduledRow, StepPlan
+from octavo.step import NewRequest, ScheduledRequest, StepPlan
 from octavo.worker.cache_engine import CacheEngine, HostShape
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PoolingRunner, finished
 from octavo.worker.program_runners import ProgramRunners
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.worker import Worker
 from tests.support.engine_fakes import VOCAB
 from tests.support.worker_fakes import FakeKv, FakeRunnable
@@ -36,7 +36,7 @@ class FakeEncoder(FakeRunnable):
 
 
 def make_worker() -> Worker:
-    rows = RequestRows(max_rows=8, max_model_len=64, num_groups=1, vocab_size=VOCAB)
+    rows = InputBatch(max_rows=8, max_model_len=64, num_groups=1, vocab_size=VOCAB)
     kv = FakeKv(1, 32)
     pooling = PoolingRunner(FakeEncoder(), kv, rows, num_position_axes=2)
     runners = ProgramRunners({"decoder": ModelRunner(FakeRunnable(), kv, rows), "encoder": pooling})
@@ -44,14 +44,14 @@ def make_worker() -> Worker:
     return Worker(runners, cache_engine, rows, close=lambda: None)
 
 
-def pooled_row(name: str, ids: list[int], second_start: int | None = None) -> NewRow:
+def pooled_row(name: str, ids: list[int], second_start: int | None = None) -> NewRequest:
     params = PoolingParams(normalize=False)
-    return NewRow(name, ids, len(ids), params, seed=0, second_start=second_start)
+    return NewRequest(name, ids, len(ids), params, seed=0, second_start=second_start)
 
 
-def plan_of(new_rows: list[NewRow]) -> StepPlan:
+def plan_of(new_rows: list[NewRequest]) -> StepPlan:
     rows = [
-        ScheduledRow(
+        ScheduledRequest(
             new.request_id,
             0,
             len(new.token_ids),
@@ -65,7 +65,7 @@ def plan_of(new_rows: list[NewRow]) -> StepPlan:
 
 
 def test_a_step_of_two_programs_gives_each_row_its_own() -> None:
-    drawn = NewRow("draws", [5, 6], 2, SamplingParams(temperature=0), seed=0)
+    drawn = NewRequest("draws", [5, 6], 2, SamplingParams(temperature=0), seed=0)
     plan = plan_of([pooled_row("a", [1, 2]), drawn, pooled_row("b", [3, 4, 5], second_start=1)])
     first, second, third = make_worker().execute(plan).rows
     assert first.pooled is not None and third.pooled is not None

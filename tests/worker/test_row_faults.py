@@ -11,8 +11,8 @@ import pytest
 from octavo import SamplingParams
 from octavo.outputs import RequestOutput
 from octavo.ports import Executor
-from octavo.step import NewRow, RowResult, ScheduledRow, StepPlan, StepResult
-from octavo.worker.request_rows import RequestRows
+from octavo.step import NewRequest, RowResult, ScheduledRequest, StepPlan, StepResult
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.sampling_rows import SamplingRows
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
@@ -54,17 +54,17 @@ class PoisoningExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         rows = [
             poisoned(row, self._field, self._value)
-            if self._kind is ScheduledRow and row.request_id == "bad"
+            if self._kind is ScheduledRequest and row.request_id == "bad"
             else row
             for row in plan.rows
         ]
         new_rows = [self._new_row(new) for new in plan.new_rows]
         return self._executor.execute(msgspec.structs.replace(plan, new_rows=new_rows, rows=rows))
 
-    def _new_row(self, new: NewRow) -> NewRow:
-        if new.request_id != "bad" or self._kind is ScheduledRow:
+    def _new_row(self, new: NewRequest) -> NewRequest:
+        if new.request_id != "bad" or self._kind is ScheduledRequest:
             return new
-        if self._kind is NewRow:
+        if self._kind is NewRequest:
             return poisoned(new, self._field, self._value)
         return poisoned(new, "params", poisoned(new.params, self._field, self._value))
 
@@ -99,7 +99,7 @@ def run_beside(kind: type, field: str, value: object, **options: Any) -> tuple[A
 
 
 READ = {
-    NewRow: {
+    NewRequest: {
         "token_ids",
         "num_prompt_tokens",
         "first_position",
@@ -138,7 +138,7 @@ READ = {
         "bad_words_token_ids",
         "logits_processors",
     },
-    ScheduledRow: {
+    ScheduledRequest: {
         "search_of",
         "program",
         "wants",
@@ -156,9 +156,9 @@ READ = {
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
-        *fields_of(NewRow, "request_id"),
+        *fields_of(NewRequest, "request_id"),
         *fields_of(SamplingParams),
-        *fields_of(ScheduledRow, "request_id", "new_block_ids", "replaced_blocks"),
+        *fields_of(ScheduledRequest, "request_id", "new_block_ids", "replaced_blocks"),
     ],
 )
 def test_a_fault_at_any_field_of_a_row_fails_that_row_alone(kind, field, is_alone):
@@ -174,7 +174,7 @@ def test_a_fault_at_any_field_of_a_row_fails_that_row_alone(kind, field, is_alon
     ("field", "value"), [("new_block_ids", [[Poison()]]), ("replaced_blocks", [Poison()])]
 )
 def test_a_fault_in_a_rows_block_table_fails_that_row_alone(field, value, virtual):
-    bad, _ = run_beside(ScheduledRow, field, value, virtual=virtual)
+    bad, _ = run_beside(ScheduledRequest, field, value, virtual=virtual)
     assert bad[-1].finish_reason == "error"
 
 
@@ -193,22 +193,22 @@ def test_an_id_whose_row_failed_can_be_used_again():
 def test_memory_that_one_of_several_ranks_lacks_ends_the_step(monkeypatch):
     """The other ranks may have it, and would compute the row."""
 
-    def add(rows: RequestRows, new: NewRow) -> None:
+    def add(rows: InputBatch, new: NewRequest) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(RequestRows, "add", add)
-    plan = StepPlan(0, [], [NewRow("a", GOOD, 3, SamplingParams(), 0)], [], [])
+    monkeypatch.setattr(InputBatch, "add", add)
+    plan = StepPlan(0, [], [NewRequest("a", GOOD, 3, SamplingParams(), 0)], [], [])
     with pytest.raises(MemoryError):
         make_worker(FakeRunnable(), is_alone=False).execute(plan)
     alone = make_worker(FakeRunnable())
-    plan.rows = [ScheduledRow("a", 0, 3, [[0]], wants="draw")]
+    plan.rows = [ScheduledRequest("a", 0, 3, [[0]], wants="draw")]
     assert alone.execute(plan).rows == [RowResult("a", failure="the step ran out of memory")]
 
 
 def raise_when_added(monkeypatch: pytest.MonkeyPatch) -> None:
     own = SamplingRows.add
 
-    def add(rows: SamplingRows, row: int, new: NewRow) -> None:
+    def add(rows: SamplingRows, row: int, new: NewRequest) -> None:
         if new.seed == BAD_SEED:
             raise RuntimeError("poison")
         own(rows, row, new)
@@ -218,21 +218,21 @@ def raise_when_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def raise_when_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises while a step's arrays are gathered, from the bad request's second token on."""
-    own, bad = RequestRows.indices, set()
-    add = RequestRows.add
+    own, bad = InputBatch.indices, set()
+    add = InputBatch.add
 
-    def note(rows: RequestRows, new: NewRow) -> None:
+    def note(rows: InputBatch, new: NewRequest) -> None:
         add(rows, new)
         if new.seed == BAD_SEED:
             bad.add(new.request_id)
 
-    def indices(rows: RequestRows, scheduled: Sequence[ScheduledRow]) -> Any:
+    def indices(rows: InputBatch, scheduled: Sequence[ScheduledRequest]) -> Any:
         if any(row.request_id in bad and row.start >= 20 for row in scheduled):
             raise RuntimeError("poison")
         return own(rows, scheduled)
 
-    monkeypatch.setattr(RequestRows, "add", note)
-    monkeypatch.setattr(RequestRows, "indices", indices)
+    monkeypatch.setattr(InputBatch, "add", note)
+    monkeypatch.setattr(InputBatch, "indices", indices)
 
 
 @pytest.mark.parametrize("inject", [raise_when_added, raise_when_indexed])

@@ -48,7 +48,7 @@ from octavo.engine.speculation.speculation import (
 from octavo.engine.step_costs import UNMEASURED, StepCosts
 from octavo.group_life import UNBOUNDED
 from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, ScheduledRow, StepPlan, StepResult
+from octavo.step import RowResult, ScheduledRequest, StepPlan, StepResult
 
 
 class Scheduler:
@@ -236,7 +236,7 @@ class Scheduler:
         return outputs
 
     def _update_row(
-        self, request: Request, row: TokenRow, scheduled: ScheduledRow, result: RowResult
+        self, request: Request, row: TokenRow, scheduled: ScheduledRequest, result: RowResult
     ) -> EngineOutput | None:
         """Advances a row by its result; returns None if its request has no output yet."""
         if result.failure is not None:

@@ -15,7 +15,7 @@ from octavo.engine.scheduling.policy import Policy
 from octavo.engine.scheduling.step_time import StepTime
 from octavo.engine.step_costs import StepCosts
 from octavo.kv_messages import BlockMove
-from octavo.step import MediaItem, NewRow, ScheduledRow
+from octavo.step import MediaItem, NewRequest, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class StepBuilder:
     """Most tokens of one row."""
     time: StepTime | None = None
     """Predicted time of the step, where it has a target."""
-    rows: list[ScheduledRow] = field(default_factory=list)
+    rows: list[ScheduledRequest] = field(default_factory=list)
     owners: list[tuple[Request, TokenRow]] = field(default_factory=list)
     """Request and row of each of `rows`."""
-    new_rows: list[NewRow] = field(default_factory=list)
+    new_rows: list[NewRequest] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
     swapped_out: list[Request] = field(default_factory=list)
     preempted: bool = False
@@ -118,7 +118,7 @@ class StepBuilder:
         search_of = request.request_id if request.consumer.reads_logprobs else ""
         self.owners.append((request, row))
         self.rows.append(
-            ScheduledRow(
+            ScheduledRequest(
                 row.request_id,
                 start,
                 num_tokens=end - start,
@@ -166,7 +166,7 @@ class StepBuilder:
         source = request.source
         row.is_on_worker = True
         self.new_rows.append(
-            NewRow(
+            NewRequest(
                 row.request_id,
                 token_ids=list(row.token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,

@@ -36,7 +36,7 @@ from octavo.engine.speculation.policy import NO_STEP, PlainStep, RowDraft, Specu
 from octavo.engine.speculation.row_history import RowHistory
 from octavo.engine.speculation.suffix import SuffixDrafter
 from octavo.engine.speculation.throughput import LIKELY, ThroughputPolicy
-from octavo.step import RowResult, ScheduledRow
+from octavo.step import RowResult, ScheduledRequest
 
 SpecMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "auto"]
 """Ways to guess. Once options are derived, "auto" is "suffix" together with "mtp"."""
@@ -102,7 +102,7 @@ class Speculating(Protocol):
         """Returns whether a plan of several decode steps should end behind the last one."""
         ...
 
-    def took(self, scheduled: ScheduledRow, result: RowResult, num_taken: int) -> int:
+    def took(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
         """Notes what became of a row's guess, whose request took `num_taken` of the drawn tokens;
         returns how many of these were guessed.
         """
@@ -124,7 +124,7 @@ class NoSpeculation:
     def is_tempted(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
         return False
 
-    def took(self, scheduled: ScheduledRow, result: RowResult, num_taken: int) -> int:
+    def took(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
         return 0
 
     def forget(self, request: Request) -> None:
@@ -382,7 +382,7 @@ class Speculation:
         self._has_ended_call = bool(drafts) and self._policy.promises(drafts, self._plain)
         return self._has_ended_call
 
-    def took(self, scheduled: ScheduledRow, result: RowResult, num_taken: int) -> int:
+    def took(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
         """Notes what became of a row's guess, whose request took `num_taken` of the drawn tokens:
         the others lie behind its end. Returns how many of these were guessed.
         """
@@ -393,7 +393,7 @@ class Speculation:
         self._policy.took(len(result.token_ids), num_held, self._plain)
         return num_held
 
-    def _took(self, scheduled: ScheduledRow, result: RowResult) -> int:
+    def _took(self, scheduled: ScheduledRequest, result: RowResult) -> int:
         history = self._rows.get(scheduled.request_id)
         num_known = scheduled.num_tokens - len(scheduled.draft_ids)
         if result.draft_ids and history is None and self._is_given and not scheduled.search_of:
@@ -413,7 +413,9 @@ class Speculation:
             )
         return num_held
 
-    def _took_tree(self, scheduled: ScheduledRow, drawn: Sequence[int], num_matched: int) -> None:
+    def _took_tree(
+        self, scheduled: ScheduledRequest, drawn: Sequence[int], num_matched: int
+    ) -> None:
         """Notes what became of a guess that branches: of its first path as of a chain, and of the
         tokens beside others where none of these was drawn.
         """
@@ -450,7 +452,7 @@ def _drafter_maker(method: SpecMethod, num_paths: int) -> Callable[[], Drafter] 
     return partial(SuffixDrafter, num_paths=num_paths) if make is SuffixDrafter else make
 
 
-def _goes_on(scheduled: ScheduledRow, request: Request) -> bool:
+def _goes_on(scheduled: ScheduledRequest, request: Request) -> bool:
     """Returns whether a row draws after tokens that it has generated: the last one, or a few that
     its grammar left no choice of.
     """

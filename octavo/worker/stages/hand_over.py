@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import EngineDead
-from octavo.step import ScheduledRow
+from octavo.step import ScheduledRequest
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -45,7 +45,7 @@ class HiddenSender:
         self._thread = threading.Thread(target=self._write, name="octavo-hidden", daemon=True)
         self._thread.start()
 
-    def send(self, rows: Sequence[ScheduledRow], hidden: NDArray) -> None:
+    def send(self, rows: Sequence[ScheduledRequest], hidden: NDArray) -> None:
         """Hands on the hidden states `[T, W]` of a step's rows, which nothing may change later."""
         header = HiddenHeader(
             [row.request_id for row in rows],
@@ -103,7 +103,7 @@ class HiddenReceiver:
             for request_id, count, end in zip(header.request_ids, header.counts, ends, strict=True)
         }
 
-    def of(self, rows: Sequence[ScheduledRow]) -> NDArray:
+    def of(self, rows: Sequence[ScheduledRequest]) -> NDArray:
         """Returns the hidden states `[T, W]` of some of the step's rows, in their order."""
         if len(rows) == 1:
             return self._held[rows[0].request_id]

@@ -1,7 +1,7 @@
 """Runs steps of a Program that makes hidden states for another stage, and hands them on.
 
 Knows rows and arrays; draws nothing. The tokens that the last stage draws come back through
-`RequestRows.learn`.
+`InputBatch.learn`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from octavo.backends.base import Runnable
 from octavo.backends.batch import StepOutput
 from octavo.backends.kv import KvCache
-from octavo.step import RowResult, ScheduledRow
+from octavo.step import RowResult, ScheduledRequest
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_input import ModelInput, ProgramRunner
-from octavo.worker.request_rows import RequestRows
 from octavo.worker.stages.stage_link import StageLink
 from octavo.worker.step_arrays import Spans, gather
 
@@ -21,11 +21,13 @@ from octavo.worker.step_arrays import Spans, gather
 class StageRunner(ProgramRunner):
     """Runs steps of one stage but the last, over the KV of its own layers."""
 
-    def __init__(self, runnable: Runnable, kv: KvCache, rows: RequestRows, link: StageLink) -> None:
+    def __init__(self, runnable: Runnable, kv: KvCache, rows: InputBatch, link: StageLink) -> None:
         super().__init__(runnable, kv, rows)
         self._link = link
 
-    def prepare(self, scheduled: Sequence[ScheduledRow], num_steps: int = 1) -> list[ModelInput]:
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> list[ModelInput]:
         """Gathers the arrays of a step; changes no row."""
         rows = self._rows.indices(scheduled)
         batch = gather(self._rows, Spans.of(scheduled, rows))

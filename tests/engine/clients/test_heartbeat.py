@@ -12,7 +12,7 @@ from octavo.engine.clients.heartbeat import (
     HeartbeatThread,
     MonitoredExecutor,
 )
-from octavo.step import ScheduledRow, StepPlan, StepResult
+from octavo.step import ScheduledRequest, StepPlan, StepResult
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def test_the_page_names_the_requests_of_the_step_that_runs(page):
     executor = ReadingExecutor(page)
     monitored = MonitoredExecutor(executor, HeartbeatPage(page))
     rows = [
-        ScheduledRow("a", 0, 1, []),
-        ScheduledRow("b/1", 0, 1, [], search_of="b"),
-        ScheduledRow("b/2", 0, 1, [], search_of="b"),
+        ScheduledRequest("a", 0, 1, []),
+        ScheduledRequest("b/1", 0, 1, [], search_of="b"),
+        ScheduledRequest("b/2", 0, 1, [], search_of="b"),
     ]
     before = executor.outside.beats
     monitored.execute(plan_of(0, *rows))

@@ -171,7 +171,7 @@ def test_differences_are_named(tmp_path):
     step = events[index].plan.step
     events[index].plan.rows.reverse()
     (text,) = Replay(header).run(events).differences
-    assert text.startswith(f"step {step}: rows was [ScheduledRow(") and ", now it is [" in text
+    assert text.startswith(f"step {step}: rows was [ScheduledRequest(") and ", now it is [" in text
     events[index].plan.rows.reverse()
     result = next(
         event.result

@@ -1,7 +1,7 @@
 """One permanent row per running request: its tokens, its block tables, its sampling state.
 
 A step's arrays are gathers from these rows, so that Python's work does not grow with the length of
-a request. A row comes with a NewRow and goes when the request finishes or is preempted; the
+a request. A row comes with a NewRequest and goes when the request finishes or is preempted; the
 scheduler decides which request has one, and what it may compute.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from octavo.backends.kv import BLOCK_SIZE
 from octavo.pooling_params import PoolingParams
 from octavo.prompt_ports import Grammars
-from octavo.step import EncoderInput, MediaItem, NewRow, ScheduledRow, TableEnd
+from octavo.step import EncoderInput, MediaItem, NewRequest, ScheduledRequest, TableEnd
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.grammar_rows import GrammarRows
 from octavo.worker.logits_processors import LogitsProcessors
@@ -30,7 +30,7 @@ NO_SECOND = np.iinfo(np.int32).max
 """Start of the second text of a row that is one text."""
 
 
-class RequestRows:
+class InputBatch:
     """The rows of up to `N` requests of `context` tokens in `G` cache groups."""
 
     def __init__(
@@ -115,7 +115,7 @@ class RequestRows:
         self.inputs.pop(row, None)
         self._free.append(row)
 
-    def add(self, new: NewRow) -> None:
+    def add(self, new: NewRequest) -> None:
         """Gives a request a row; where that raises, the row is still its own, and can be freed."""
         row = self._free.pop()
         self._row_of[new.request_id] = row
@@ -139,7 +139,7 @@ class RequestRows:
         self.grammars.add(row, new)
         self.sampling.add(row, new)
 
-    def update_tables(self, scheduled: ScheduledRow, places: BlockPlaces) -> None:
+    def update_tables(self, scheduled: ScheduledRequest, places: BlockPlaces) -> None:
         """Takes in the blocks that a plan adds to a row or replaces, by their places."""
         row = self._row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
@@ -165,7 +165,7 @@ class RequestRows:
                 self._num_blocks[group][row] = num_blocks
                 places.shorten(group, row, num_blocks)
 
-    def keep_path(self, scheduled: ScheduledRow, path: int) -> None:
+    def keep_path(self, scheduled: ScheduledRequest, path: int) -> None:
         """Puts the blocks of one path of a row's guess in its tables; 0 leaves them as they are.
         A block's id is its place where guesses branch.
         """
@@ -177,7 +177,7 @@ class RequestRows:
         """Returns how many tokens of a row its blocks have places for, in every group."""
         return BLOCK_SIZE * min(num_blocks[row] for num_blocks in self._num_blocks)
 
-    def indices(self, scheduled: Sequence[ScheduledRow]) -> NDArray[np.intp]:
+    def indices(self, scheduled: Sequence[ScheduledRequest]) -> NDArray[np.intp]:
         """Returns the rows of a step's requests, `[R]`."""
         row_of = self._row_of
         return np.array([row_of[entry.request_id] for entry in scheduled], np.intp)
