@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from moe_2b import finish, q4_0, write_vocabulary
 
 
@@ -77,6 +77,7 @@ def write_header(writer: GGUFWriter, s: DenseShape) -> None:
     writer.add_value_length(s.head_dim)
     writer.add_rope_freq_base(1e6)
     writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_file_type(LlamaFileType.GUESSED)
     write_vocabulary(writer, s.vocabulary)
 
 

@@ -3,8 +3,8 @@
 
     python benchmarks/home_models.py DIR --results FILE.jsonl --shapes 1.7b \\
         --engine 'octavo|{format}|{file}|{options}' \\
-        --engine 'xllamacpp|{format}|{file}|{}|PYTHON_WITH_XLLAMACPP' \\
-        --engine 'openvino|{format}|DIRECTORY_OF_IR/{shape}-{format}|{}|PYTHON_WITH_OPENVINO'
+        --engine 'llamacpp|{format}|{file}|{"binary": "PATH_OF_LLAMA_BATCHED_BENCH"}' \\
+        --engine 'openvino|{format}|{file}|{}|PYTHON_WITH_OPENVINO'
 
 DIR keeps the files, of 1 to 17 GB each. An engine is given as in compare.py, with {shape},
 {format}, {file} and {options} where they belong; {options} are Octavo's. An engine that reads no

@@ -1,5 +1,6 @@
 """OpenVINO GenAI's continuous batching on the CPU on the standard work. MODEL is a directory of
-OpenVINO IR; options: JSON of plugin properties, e.g. {"INFERENCE_PRECISION_HINT": "bf16"}."""
+OpenVINO IR, or a GGUF file with `general.file_type`; options: JSON of plugin properties, e.g.
+{"INFERENCE_PRECISION_HINT": "bf16"}."""
 
 import json
 
