@@ -16,8 +16,9 @@ import httpx2
 import msgspec
 
 from octavo.cluster.instance import InstanceSpec, InstanceState
-from octavo.cluster.placing import ClusterPlacer, check_machines, check_total
+from octavo.cluster.placing import check_machines, check_total
 from octavo.cluster.plan import ClusterPlan, InstanceGroup, RouterPart, flag_names
+from octavo.cluster.ray_placer import RayPlacer
 from octavo.cluster.router_admin import RouterAdmin
 from octavo.progress import Report
 
@@ -71,7 +72,7 @@ class Cluster:
     """The instances and the router of one plan."""
 
     plan: ClusterPlan
-    placer: ClusterPlacer
+    placer: RayPlacer
     make_admin: MakeAdmin
     keys: ClusterKeys
     report: Report

@@ -1,12 +1,10 @@
-"""The port through which a cluster has its instances placed: by Ray, or in tests by nothing."""
+"""The machines of a cluster, and whether a plan fits on them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from octavo.cluster.instance import InstanceSpec, InstanceState
 from octavo.errors import ConfigError
 
 
@@ -19,40 +17,6 @@ class ClusterMachine:
 
     def has(self, needs: Mapping[str, float]) -> bool:
         return all(self.resources.get(name, 0.0) >= amount for name, amount in needs.items())
-
-
-class ClusterPlacer(Protocol):
-    """Places instances on machines, watches them and starts those again that end."""
-
-    def machines(self) -> Sequence[ClusterMachine]:
-        """Returns the machines that are there now."""
-        ...
-
-    def reserve(self, name: str, needs: Sequence[Mapping[str, float]], *, spread: bool) -> Any:
-        """Returns a place for each of some instances, or of their ranks; raises ConfigError where
-        there is none.
-        """
-        ...
-
-    def start(self, place: Any, index: int, spec: InstanceSpec) -> Any:
-        """Starts an instance at place `index` of a reservation, and its other ranks at the places
-        behind it; returns its handle at once.
-        """
-        ...
-
-    def state_of(self, handle: Any) -> InstanceState | None:
-        """Returns what an instance says; None while it is away or is started again."""
-        ...
-
-    def stop(self, handle: Any, patience_s: float) -> None:
-        """Ends an instance for good."""
-        ...
-
-    def give_back(self, place: Any) -> None:
-        """Ends a reservation."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def check_machines(

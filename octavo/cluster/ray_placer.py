@@ -43,7 +43,7 @@ class ActorHandle:
 
 
 class RayPlacer:
-    """Implements `placing.ClusterPlacer`."""
+    """Places instances on machines, watches them and starts those again that end."""
 
     def __init__(self, address: str | None) -> None:
         """Joins the Ray cluster at `address`, or starts one on this machine without it."""
@@ -87,6 +87,9 @@ class RayPlacer:
         return group
 
     def start(self, place: Any, index: int, spec: InstanceSpec) -> ActorHandle:
+        """Starts an instance at place `index` of a reservation, and its other ranks at the places
+        behind it; returns at once.
+        """
         first = self._actor(ActorBody, place, index).remote(spec)
         ranks = [
             self._actor(RankBody, place, index + rank).remote(spec, rank, first)
@@ -112,7 +115,10 @@ class RayPlacer:
         )
 
     def state_of(self, handle: ActorHandle) -> InstanceState | None:
-        """Asks the other ranks as well, so that an actor ends whose process has ended."""
+        """Returns an instance's state; None while it is away or is started again.
+
+        Asks the other ranks as well, so that an actor ends whose process has ended.
+        """
         asked = [actor.state.remote() for actor in handle.actors]
         try:
             found: InstanceState = self._ray.get(asked[0], timeout=ANSWER_S)

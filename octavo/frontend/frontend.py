@@ -11,10 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.clients.client import EngineClient, EngineInfo
+from octavo.engine.clients.client import (
+    EngineClient,
+    EngineInfo,
+    ResetPrefixCache,
+    ViewEngine,
+    as_number,
+    as_view,
+)
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import RequestChange
 from octavo.engine.protocol.stats import EngineStats
@@ -44,18 +51,12 @@ from octavo.ports import Profiler
 from octavo.prompt_ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.sampling_params import SamplingParams
 from octavo.step import AdapterRef
-from octavo.transfer.block_events import BlockEvent
+
+if TYPE_CHECKING:
+    from octavo.transfer.kv_publisher import KVEventPublisher
 
 TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "classify texts"}
 """The tasks in words."""
-
-
-class EventPublisher(Protocol):
-    """Tells others of an engine's block events."""
-
-    def publish(self, events: Sequence[BlockEvent]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class Frontend:
     """Adapters that requests may name; None where the engine takes none."""
     profiler: Profiler | None = None
     """Profiler of a core in this process; None for one in a process of its own."""
-    publishers: Sequence[EventPublisher] = ()
+    publishers: Sequence[KVEventPublisher] = ()
     """Publishers of each engine's block events; () where none are published."""
     stats: EngineStats = field(default_factory=EngineStats)
     """Gauges and counters after the last step."""
@@ -291,7 +292,7 @@ class Frontend:
 
     def view(self, *, with_blocks: bool = False) -> EngineView | None:
         """Returns the core as it is now; None while one is replaced. Any thread may call it."""
-        return None if self.client.trouble else self.client.view(with_blocks=with_blocks)
+        return None if self.client.trouble else as_view(self.client.query(ViewEngine(with_blocks)))
 
     def requests(self, view: EngineView | None) -> list[LiveRequest]:
         """Returns the requests that wait or run, the oldest first."""
@@ -375,7 +376,7 @@ class Frontend:
         """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
         returns False, and does nothing, while requests run.
         """
-        return self.client.reset_prefix_cache(reset_connector=reset_connector)
+        return bool(self.client.query(ResetPrefixCache(reset_connector)))
 
     def pin_params(self, ttl_s: float | None) -> SamplingParams:
         """Returns the params under which a prompt is computed in order to be pinned; InvalidRequest
@@ -388,7 +389,7 @@ class Frontend:
         """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: for good) and
         returns how many of its tokens they hold.
         """
-        return self.client.pin_prefix(pin_of(computed, prompt, ttl_s))
+        return as_number(self.client.query(pin_of(computed, prompt, ttl_s)))
 
     def close(self) -> None:
         """Ends the core and gives back its threads and memory."""

@@ -35,7 +35,7 @@ from octavo.engine.requests.stop_strings import LazyStopTexts, MakeStopTexts
 from octavo.engine.scheduling.build import build_scheduler, prompt_limits
 from octavo.errors import ConfigError, EngineDead, OctavoError
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.frontend import EventPublisher, Frontend
+from octavo.frontend.frontend import Frontend
 from octavo.frontend.input_processor import InputProcessor, ModelLimits
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.pooling import PoolingInputs
@@ -44,6 +44,7 @@ from octavo.program.ops import original_context
 from octavo.progress import Report
 from octavo.prompt_ports import Tokenizer
 from octavo.text.grammar.lazy import LazyGrammars
+from octavo.transfer.kv_publisher import KVEventPublisher
 from octavo.transfer.kv_wire import logged_only
 from octavo.version import __version__
 from octavo.wiring.adapters import adapter_names
@@ -171,7 +172,7 @@ def encoder_inputs(model: Model) -> EncoderInputs | None:
     return EncoderInputs(info.decoder_prompt, max_tokens, info.banned_token_ids, hears(model))
 
 
-def _close(publishers: Iterable[EventPublisher]) -> None:
+def _close(publishers: Iterable[KVEventPublisher]) -> None:
     for publisher in publishers:
         publisher.close()
 

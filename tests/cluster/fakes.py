@@ -25,7 +25,7 @@ class FakeInstance:
 
 @dataclass
 class FakePlacer:
-    """Implements `placing.ClusterPlacer`."""
+    """A stand-in for `ray_placer.RayPlacer`."""
 
     there: list[ClusterMachine]
     instances: list[FakeInstance] = field(default_factory=list)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.worker.connectors.shared_store import StoreValue
+from octavo.worker.connectors.mooncake_pool import StoreValue
 
 
 class FakeStore:
-    """Implements `shared_store.SharedStore` over values that outlive it."""
+    """A stand-in for `mooncake_pool.MooncakePool`, over values that outlive it."""
 
     def __init__(self, values: dict[str, bytes] | None = None) -> None:
         self.values = {} if values is None else values

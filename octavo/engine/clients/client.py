@@ -50,6 +50,25 @@ class EngineInfo(msgspec.Struct):
     """Context of the model before its longer angles."""
 
 
+class ViewEngine(msgspec.Struct, tag=True):
+    """Query: what the core holds now."""
+
+    with_blocks: bool
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Query: forget cached blocks on the device; the answer is 1, or 0 while requests hold blocks,
+    which are kept then.
+    """
+
+    reset_connector: bool = False
+    """Whether those in host memory and on disk are forgotten too."""
+
+
+Query = ResetPrefixCache | Pin | ViewEngine
+QueryAnswer = int | EngineView
+
+
 class EngineClient(Protocol):
     """A front's way to one engine core. One thread calls `receive`, any thread the other methods.
 
@@ -84,10 +103,6 @@ class EngineClient(Protocol):
         """
         ...
 
-    def view(self, *, with_blocks: bool) -> EngineView:
-        """Returns what the core holds now."""
-        ...
-
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         """Returns the outputs of the next step; blocks, without using the CPU, if there is no work.
 
@@ -95,15 +110,8 @@ class EngineClient(Protocol):
         """
         ...
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forgets cached blocks on the device, and with `reset_connector` off it as well.
-
-        Returns False, and does nothing, while requests hold blocks.
-        """
-        ...
-
-    def pin_prefix(self, pin: Pin) -> int:
-        """Returns how many tokens of the prompt stay pinned; raises InvalidRequest if none can."""
+    def query(self, query: Query) -> QueryAnswer:
+        """Returns the core's answer; raises InvalidRequest if the sender is at fault."""
         ...
 
     def close(self) -> None:
@@ -134,22 +142,6 @@ class WatchEngine(msgspec.Struct, tag=True):
 
     period_s: float
     """Least seconds between two of them; 0 for none."""
-
-
-class ViewEngine(msgspec.Struct, tag=True):
-    """Query: the engine as it is now."""
-
-    with_blocks: bool
-
-
-class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Query: forget what earlier prompts computed; the answer is 0 or 1."""
-
-    reset_connector: bool = False
-
-
-Query = ResetPrefixCache | Pin | ViewEngine
-QueryAnswer = int | EngineView
 
 
 class RunQuery(msgspec.Struct, tag=True):

@@ -14,7 +14,15 @@ from hashlib import blake2b
 
 import msgspec
 
-from octavo.engine.clients.client import EngineInfo
+from octavo.engine.clients.client import (
+    EngineInfo,
+    Query,
+    QueryAnswer,
+    ResetPrefixCache,
+    ViewEngine,
+    as_number,
+    as_view,
+)
 from octavo.engine.clients.supervised import SupervisedClient
 from octavo.engine.protocol.block_hashes import BlockNaming, note_events
 from octavo.engine.protocol.outputs import CoreOutputs
@@ -143,32 +151,39 @@ class FleetClient:
         for client in self._clients:
             client.watch(period_s)
 
-    def view(self, *, with_blocks: bool) -> EngineView:
+    def query(self, query: Query) -> QueryAnswer:
+        if isinstance(query, ViewEngine):
+            return self._joined_view(query)
+        if isinstance(query, Pin):
+            return self._most_pinned(query)
+        return self._reset_all(query)
+
+    def _joined_view(self, query: ViewEngine) -> EngineView:
         views = {}
         for index, client in enumerate(self._clients):
             if not client.trouble:
-                views[index] = client.view(with_blocks=with_blocks)
+                views[index] = as_view(client.query(query))
         if not views:
             raise Unavailable(self.trouble or "the engines are being replaced")
         with self._lock:
             return self._view.joined(views)
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+    def _reset_all(self, query: ResetPrefixCache) -> int:
         with self._lock:
             if self._owners:
-                return False
-        done = [one.reset_prefix_cache(reset_connector=reset_connector) for one in self._clients]
+                return 0
+        done = [client.query(query) for client in self._clients]
         with self._lock:
             for target in self._router.targets:
                 target.cached.clear()
-        return all(done)
+        return int(all(done))
 
-    def pin_prefix(self, pin: Pin) -> int:
+    def _most_pinned(self, pin: Pin) -> int:
         """Pins the prompt in every core that holds it; returns the most tokens that one pinned."""
         pinned, refusals = [], []
         for client in self._clients:
             try:
-                pinned.append(client.pin_prefix(pin))
+                pinned.append(as_number(client.query(pin)))
             except InvalidRequest as error:
                 refusals.append(error)
         if not pinned:

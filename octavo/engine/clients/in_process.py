@@ -19,16 +19,12 @@ from octavo.engine.clients.client import (
     EngineInfo,
     Query,
     QueryAnswer,
-    ResetPrefixCache,
     ViewEngine,
     WatchEngine,
-    as_number,
-    as_view,
 )
 from octavo.engine.core import EngineCore
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
-from octavo.engine.protocol.view import EngineView
 
 
 class InProcessClient:
@@ -75,14 +71,12 @@ class InProcessClient:
         with self._lock:
             return self.core.step() if has_work and not self._closed else None
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        return bool(as_number(self._query(ResetPrefixCache(reset_connector))))
-
-    def pin_prefix(self, pin: Pin) -> int:
-        return as_number(self._query(pin))
-
-    def view(self, *, with_blocks: bool) -> EngineView:
-        return as_view(self._query(ViewEngine(with_blocks)))
+    def query(self, query: Query) -> QueryAnswer:
+        with self._lock:
+            self._apply_commands()
+            answer = run_query(self.core, query)
+        self._arrival.set()  # the core may have something to tell now
+        return answer
 
     def close(self) -> None:
         """Ends a `receive` that waits, then the core."""
@@ -95,13 +89,6 @@ class InProcessClient:
     def _send(self, command: Command) -> None:
         self._inbox.put(command)
         self._arrival.set()
-
-    def _query(self, query: Query) -> QueryAnswer:
-        with self._lock:
-            self._apply_commands()
-            answer = run_query(self.core, query)
-        self._arrival.set()  # the core may have something to tell now
-        return answer
 
     def _await_commands(self, timeout_s: float | None) -> None:
         """Waits for a command, at most the time that is given, and applies all that have come."""

@@ -30,12 +30,8 @@ from octavo.engine.clients.client import (
     EngineInfo,
     Query,
     QueryAnswer,
-    ResetPrefixCache,
     RunQuery,
-    ViewEngine,
     WatchEngine,
-    as_number,
-    as_view,
 )
 from octavo.engine.clients.heartbeat import PAGE_BYTES, HeartbeatPage
 from octavo.engine.clients.messages import (
@@ -49,8 +45,7 @@ from octavo.engine.clients.messages import (
     encode_requests,
 )
 from octavo.engine.protocol.outputs import CoreOutputs
-from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
-from octavo.engine.protocol.view import EngineView
+from octavo.engine.protocol.requests import EngineRequest, RequestChange
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
 from octavo.progress import Report
 
@@ -168,17 +163,15 @@ class ProcessClient:
             elif reply is None:
                 return None
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+    def query(self, query: Query) -> QueryAnswer:
         """Does what the protocol says; another thread must be in `receive`."""
-        return bool(as_number(self._query(ResetPrefixCache(reset_connector))))
-
-    def pin_prefix(self, pin: Pin) -> int:
-        """Does what the protocol says; another thread must be in `receive`."""
-        return as_number(self._query(pin))
-
-    def view(self, *, with_blocks: bool) -> EngineView:
-        """Does what the protocol says; another thread must be in `receive`."""
-        return as_view(self._query(ViewEngine(with_blocks)))
+        with self._querying:
+            self._num_queries += 1
+            self._command(RunQuery(self._num_queries, query))
+            result = self._await_result(self._num_queries)
+        if result.refusal is not None:
+            raise InvalidRequest(result.refusal, hint=result.hint)
+        return result.value
 
     def kill(self) -> list[CoreOutputs]:
         """Ends a process that hangs or has died, and the client; returns its last outputs."""
@@ -226,15 +219,6 @@ class ProcessClient:
         with self._sending:
             if not self._closing:
                 self._commands.send(message)
-
-    def _query(self, query: Query) -> QueryAnswer:
-        with self._querying:
-            self._num_queries += 1
-            self._command(RunQuery(self._num_queries, query))
-            result = self._await_result(self._num_queries)
-        if result.refusal is not None:
-            raise InvalidRequest(result.refusal, hint=result.hint)
-        return result.value
 
     def _await_result(self, number: int) -> QueryResult:
         """Returns the answer to this query, passing over answers to queries that timed out."""

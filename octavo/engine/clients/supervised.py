@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.engine.clients.client import EngineInfo
+from octavo.engine.clients.client import EngineInfo, Query, QueryAnswer
 from octavo.engine.clients.ledger import RequestLedger, UnfinishedRequest
 from octavo.engine.clients.messages import encode_requests
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.suspects import Suspects
 from octavo.engine.clients.watchdog import RestartBackoff, Watchdog
 from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
-from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.requests import EngineRequest, RequestChange
 from octavo.engine.protocol.stats import EngineStats
-from octavo.engine.protocol.view import EngineView
 from octavo.errors import OctavoError, PeerEngineDead
 from octavo.outputs import FinishReason
 from octavo.progress import Report
@@ -140,9 +139,6 @@ class SupervisedClient:
             if self._restart_at is None:
                 self._core.watch(period_s)
 
-    def view(self, *, with_blocks: bool) -> EngineView:
-        return self._core.view(with_blocks=with_blocks)
-
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closing:
@@ -156,11 +152,8 @@ class SupervisedClient:
                 return None
         return None
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        return self._core.reset_prefix_cache(reset_connector=reset_connector)
-
-    def pin_prefix(self, pin: Pin) -> int:
-        return self._core.pin_prefix(pin)
+    def query(self, query: Query) -> QueryAnswer:
+        return self._core.query(query)
 
     def hand_over(self) -> list[EngineRequest]:
         """Gives up the unfinished requests that another client may take; returns them.

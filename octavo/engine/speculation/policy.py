@@ -6,9 +6,7 @@ takes and never what it yields, so any answer is allowed. Reads no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from octavo.draft_tree import DraftTree
 from octavo.engine.scheduling.step_builder import StepBuilder
@@ -70,21 +68,3 @@ class PlainStep:
 
 
 NO_STEP = PlainStep(StepPrice(UNMEASURED, 1, 0), 1)
-
-
-class SpeculationPolicy(Protocol):
-    """Decides for each step which guesses it verifies."""
-
-    def num_drafts(self, drafts: Sequence[RowDraft], step: PlainStep, most: int) -> list[int]:
-        """Returns how many tokens of each guess a step verifies, at most `most` in all."""
-        ...
-
-    def promises(self, drafts: Sequence[RowDraft], step: PlainStep) -> bool:
-        """Returns whether a step like this one, with some of these guesses, would be worth more
-        than without; decides nothing.
-        """
-        ...
-
-    def took(self, num_drawn: int, num_held: int, step: PlainStep) -> None:
-        """Notes that one row of a step drew `num_drawn` tokens, `num_held` of them guessed."""
-        ...

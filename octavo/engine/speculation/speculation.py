@@ -32,7 +32,7 @@ from octavo.engine.speculation.drafter import (
 from octavo.engine.speculation.earlier import EarlierAnswers
 from octavo.engine.speculation.guess import row_draft_of
 from octavo.engine.speculation.ngram import NgramDrafter
-from octavo.engine.speculation.policy import NO_STEP, PlainStep, RowDraft, SpeculationPolicy
+from octavo.engine.speculation.policy import NO_STEP, PlainStep, RowDraft
 from octavo.engine.speculation.row_history import RowHistory
 from octavo.engine.speculation.suffix import SuffixDrafter
 from octavo.engine.speculation.throughput import LIKELY, ThroughputPolicy
@@ -139,12 +139,12 @@ class Speculation:
         blocks: BlockManager,
         stats: EngineStats,
         drafting: Drafting,
-        policy: SpeculationPolicy | None = None,
+        policy: ThroughputPolicy | None = None,
     ) -> None:
         """Takes the policy that chooses among guesses; None: the one for most tokens a second."""
         self._blocks = blocks
         self._stats = stats
-        self._policy: SpeculationPolicy = policy or ThroughputPolicy()
+        self._policy = policy or ThroughputPolicy()
         self._max_tokens = drafting.max_tokens
         self._redraws = drafting.redraws
         self._num_paths = drafting.tree_width if blocks.can_branch else 1

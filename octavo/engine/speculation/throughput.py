@@ -3,7 +3,7 @@ survive while each raises them, and none where no number of them promises clearl
 step.
 
 Chances and prices may be wrong: what guesses may lose is bounded (`credit.py`), and where a gain is
-in doubt the other kind of step is measured now and then. Implements `SpeculationPolicy`.
+in doubt the other kind of step is measured now and then.
 """
 
 from __future__ import annotations

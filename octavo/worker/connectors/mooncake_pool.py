@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from octavo.errors import BackendUnavailable, ConfigError
 from octavo.transfer.address import parse_address
-from octavo.worker.connectors.shared_store import StoreValue
 
 SCHEME = "mooncake://"
 CONNECT_S = 5.0
@@ -26,8 +26,18 @@ BUFFER_BYTES = 16 << 20
 INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 
 
+@dataclass(frozen=True, slots=True)
+class StoreValue:
+    """A key, and the registered bytes that go there or come from there."""
+
+    key: str
+    data: NDArray[np.uint8]
+    is_pinned: bool = False
+    """Whether the store is asked to evict it late."""
+
+
 class MooncakePool:
-    """Implements `shared_store.SharedStore`."""
+    """Values by their keys. Any method may raise, which to its callers is a miss."""
 
     def __init__(self, master: str, *, lends_bytes: int, num_replicas: int) -> None:
         """`master` is HOST:PORT; this engine lends memory to the pool where it is to."""
@@ -45,10 +55,12 @@ class MooncakePool:
             )
 
     def register(self, memory: NDArray[np.uint8]) -> None:
+        """Makes memory known before values lie in it; it must outlive the store."""
         if self._store.register_buffer(memory.ctypes.data, memory.nbytes) != 0:
             raise BackendUnavailable(f"kv_pool: {memory.nbytes:,} bytes cannot be registered")
 
     def put(self, values: Sequence[StoreValue]) -> list[bool]:
+        """Stores values; returns which of them are there afterwards."""
         stored: dict[str, bool] = {}
         for is_pinned in (False, True):
             some = [value for value in values if value.is_pinned is is_pinned]
@@ -60,6 +72,7 @@ class MooncakePool:
         return [stored[value.key] for value in values]
 
     def get(self, values: Sequence[StoreValue]) -> list[bool]:
+        """Reads values of exactly the given sizes; returns which of them have come."""
         if not values:
             return []
         found = self._store.batch_get_into(*_arguments(values))
@@ -71,6 +84,7 @@ class MooncakePool:
         self._store.remove(key)
 
     def remove_all(self, prefix: str) -> None:
+        """Removes all keys that begin alike."""
         self._store.remove_by_regex(f"^{re.escape(prefix)}")
 
     def close(self) -> None:

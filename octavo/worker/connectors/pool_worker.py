@@ -1,5 +1,5 @@
 """The worker half of a prefix cache that several engines share: blocks in slots of host memory, and
-behind them a `SharedStore`.
+behind them a `MooncakePool`.
 
 Owns the slots' bytes and two threads: one reads from the store, one writes to it, several blocks at
 a time. A value is a block as `block_file.py` lays it out, checked in all its parts when it comes.
@@ -24,7 +24,7 @@ from octavo.kv_messages import BlockName, ConnectorPlan, ConnectorReport, SlotBl
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.connectors.block_file import header_of
 from octavo.worker.connectors.checksum import CHECKSUM, checksum_of
-from octavo.worker.connectors.shared_store import SharedStore, StoreValue
+from octavo.worker.connectors.mooncake_pool import MooncakePool, StoreValue
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,9 @@ EMPTY = ConnectorReport()
 class PoolWorker:
     """Implements `ports.ConnectorWorker`."""
 
-    def __init__(self, shapes: Sequence[HostShape], store: SharedStore, fingerprint: bytes) -> None:
+    def __init__(
+        self, shapes: Sequence[HostShape], store: MooncakePool, fingerprint: bytes
+    ) -> None:
         self._slots = [
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]

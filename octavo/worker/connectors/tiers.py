@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,24 +35,9 @@ from octavo.worker.connectors.block_directory import (
     DirectoryChanges,
     DirectoryFull,
 )
+from octavo.worker.prefix_weigher import PrefixWeigher
 
 logger = logging.getLogger(__name__)
-
-
-class Weigher(Protocol):
-    """Answers to probes, made in two parts: `worker/prefix_weigher.py`."""
-
-    def queries(self, asked: PrefixProbe) -> NDArray[np.float32] | None:
-        """Computes the queries of a probe, as a part of the step; None where that fails."""
-        ...
-
-    def masses(
-        self, asked: PrefixProbe, queries: NDArray[np.float32], keys: NDArray[np.uint8]
-    ) -> list[float]:
-        """Returns the attention that falls on each block of `keys [B, block_bytes]`, beside steps;
-        [] where that fails.
-        """
-        ...
 
 
 LATE_S = 5.0
@@ -82,8 +67,8 @@ class TierWorker:
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]
         self._directory = directory
-        self.weigher: Weigher | None = None
-        """Weigher for probes; set once the model is there, None where nothing is asked."""
+        self.weigher: PrefixWeigher | None = None
+        """Answers probes; set once the model is there, None where nothing is asked."""
         self._report = ConnectorReport()
         self._changed = threading.Condition()
         """Guards the report; notified when something is added."""
@@ -161,7 +146,7 @@ class TierWorker:
 
     def _weigh(
         self,
-        weigher: Weigher,
+        weigher: PrefixWeigher,
         probe: PrefixProbe,
         queries: NDArray[np.float32] | None,
         since: float,

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from octavo.engine.clients.client import ResetPrefixCache, ViewEngine
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.protocol.requests import Pin
@@ -76,14 +77,14 @@ def test_queries_are_answered_or_refused(kind):
     client.add([make_request("a", prompt)])
     collect(client, 1)
     with receiving(client):
-        assert client.pin_prefix(Pin(prompt[:100], "", until=20, now=10)) == 96
-        assert client.pin_prefix(Pin([7] * 100, "", until=20, now=10)) == 0, "it was never computed"
+        assert client.query(Pin(prompt[:100], "", until=20, now=10)) == 96
+        assert client.query(Pin([7] * 100, "", until=20, now=10)) == 0, "it was never computed"
         with pytest.raises(
             InvalidRequest, match=r"the prompt's blocks have .* bytes, and 0 are pinned"
         ) as refused:
-            client.pin_prefix(Pin(prompt, "", until=20, now=10))
+            client.query(Pin(prompt, "", until=20, now=10))
         assert refused.value.hint == "raise prefix_cache_size, or unpin something"
-        assert client.reset_prefix_cache(reset_connector=True) is True
+        assert client.query(ResetPrefixCache(reset_connector=True)) == 1
     client.close()
 
 
@@ -93,9 +94,9 @@ def test_a_query_to_a_dead_core_is_refused_at_once():
     with receiving(client):
         threading.Timer(0.2, os.kill, (client.pid, signal.SIGKILL)).start()
         with pytest.raises(Unavailable, match="the engine ended before it answered"):
-            client.reset_prefix_cache()
+            client.query(ResetPrefixCache())
         with pytest.raises(Unavailable, match="the engine ended before it answered"):
-            client.reset_prefix_cache()
+            client.query(ResetPrefixCache())
     client.close()
 
 
@@ -108,10 +109,10 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(monkeypatch
             pytest.raises(Unavailable, match=r"has not answered for 0.1 s"),
         ):
             patch.setattr("octavo.engine.clients.process.ANSWER_S", 0.1)
-            client.reset_prefix_cache()
+            client.query(ResetPrefixCache())
         os.kill(client.pid, signal.SIGCONT)
-        assert client.pin_prefix(Pin([7] * 100, "", until=20, now=10)) == 0
-        assert client.reset_prefix_cache() is True
+        assert client.query(Pin([7] * 100, "", until=20, now=10)) == 0
+        assert client.query(ResetPrefixCache()) == 1
     client.close()
 
 
@@ -154,7 +155,7 @@ def test_a_query_that_takes_a_command_first_does_not_keep_the_core_asleep():
     thread.start()
     for number in range(50):
         client.add([make_request(str(number), [1, 2, 3])])
-        client.view(with_blocks=False)
+        client.query(ViewEngine(with_blocks=False))
         assert ended.get(timeout=10) == {str(number): "length"}
     thread.join()
     client.close()

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from octavo.engine.clients.client import ResetPrefixCache, ViewEngine
 from octavo.engine.clients.fleet import FleetClient
 from octavo.engine.protocol.stats import EngineStats, GroupBlocks, KvBytes, total_stats
 from octavo.routing.policies import ROUTING_POLICIES
@@ -141,10 +142,10 @@ def test_views_and_resets_are_of_all_cores(fleet):
     client, _ = fleet()
     send(client)
     client.receive(timeout_s=10)
-    assert client.view(with_blocks=False).num_requests == len(PROMPTS)
-    assert not client.reset_prefix_cache(), "requests hold blocks"
+    assert client.query(ViewEngine(with_blocks=False)).num_requests == len(PROMPTS)
+    assert not client.query(ResetPrefixCache()), "requests hold blocks"
     collect(client, len(PROMPTS))
-    assert client.reset_prefix_cache()
+    assert client.query(ResetPrefixCache())
     client.close()
     assert client.receive() is None and client.receive(timeout_s=1) is None
 
