@@ -1,22 +1,16 @@
 """Reads `tokenizer.model`, SentencePiece's own file, into a vocabulary.
 
 Llama 2, Mistral, Gemma and ChatGLM are published with it, some of them with nothing else. The file
-is a protobuf message of which a dozen fields matter; they are read here, so that no protobuf
-package is needed. Source of the numbers of fields: sentencepiece's `sentencepiece_model.proto`.
+is a protobuf message, which sentencepiece's own class parses; it is imported when a file is read.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from octavo.checkpoint_ports import CONTROL, NORMAL, UNUSED, USER_DEFINED, Vocabulary
+from octavo.checkpoint_ports import CONTROL, UNUSED, USER_DEFINED, Vocabulary
 from octavo.errors import UnsupportedModel, WeightMismatch
-
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-"""Wire types of protobuf."""
 
 BPE = 2
 """Number of byte-pair encoding among the trainer's model types."""
@@ -41,18 +35,23 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
     """Returns the pieces of the file, and behind them the tokens that are added to that many.
     UnsupportedModel names a kind other than BPE, WeightMismatch a damaged file.
     """
+    from google.protobuf.message import DecodeError
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    message = ModelProto()
     try:
-        data = path.read_bytes()
-        message = _message(data)
-        pieces = [_piece(part) for part in message.get(1, [])]
-        trainer = _message(message[2][0]) if 2 in message else {}
-        normalizer = _message(message[3][0]) if 3 in message else {}
-    except (OSError, ValueError, struct.error) as error:
+        message.ParseFromString(path.read_bytes())
+        pieces = [(one.piece.encode(), one.score, one.type) for one in message.pieces]
+    except AttributeError as error:  # protobuf gives bytes for a text that is not UTF-8
+        raise WeightMismatch(
+            f"{path}: a piece is not UTF-8", hint="download the file again"
+        ) from error
+    except (OSError, DecodeError) as error:
         raise WeightMismatch(
             f"{path}: not a SentencePiece model that can be read: {error}",
             hint="download the file again",
         ) from error
-    kind = trainer.get(3, [1])[0]
+    kind = message.trainer_spec.model_type
     if kind != BPE:
         raise UnsupportedModel(
             f"{path}: a SentencePiece model of kind {MODEL_TYPES.get(kind, kind)!r}, supported is"
@@ -60,7 +59,8 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
             hint="save the tokenizer with transformers, which writes tokenizer.json",
         )
     # Both change texts: a table of characters, and the removal of double spaces (the default).
-    if normalizer.get(2, [b""])[0] or normalizer.get(4, [1])[0]:
+    normalizer = message.normalizer_spec
+    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         raise UnsupportedModel(
             f"{path}: a SentencePiece model that normalises texts, supported is none",
             hint="save the tokenizer with transformers, which writes tokenizer.json",
@@ -72,7 +72,7 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
         tokens=[text for text, _, _ in pieces],
         types=[kind for _, _, kind in pieces],
         scores=[score for _, score, _ in pieces],
-        add_space_prefix=bool(normalizer.get(3, [1])[0]),
+        add_space_prefix=normalizer.add_dummy_prefix,
     )
 
 
@@ -93,53 +93,3 @@ def _added_pieces(path: Path, first: int, added: AddedTokens) -> list[tuple[byte
         kind = UNUSED if is_special is None else CONTROL if is_special else USER_DEFINED
         pieces.append((text.encode(), 0.0, kind))
     return pieces
-
-
-def _piece(data: bytes) -> tuple[bytes, float, int]:
-    """Returns a piece's text, score and type."""
-    fields = _message(data)
-    (score,) = struct.unpack("<f", fields.get(2, [bytes(4)])[0])
-    return fields.get(1, [b""])[0], score, fields.get(3, [NORMAL])[0]
-
-
-def _message(data: bytes) -> dict[int, list[Any]]:
-    """Returns the values of a message's fields by number, in order: ints, or bytes."""
-    fields: dict[int, list[Any]] = {}
-    for number, value in _fields(data):
-        fields.setdefault(number, []).append(value)
-    return fields
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields (number, value) of each field; ValueError where the data end within one."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == VARINT:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if wire == BYTES:
-            size, at = _varint(data, at)
-        elif wire in (FIXED32, FIXED64):
-            size = 4 if wire == FIXED32 else 8
-        else:
-            raise ValueError(f"a field of wire type {wire}")
-        if at + size > len(data):
-            raise ValueError(f"a field of {size} bytes ends behind the file")
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns the number at an offset, and the offset behind it."""
-    value = shift = 0
-    while at < len(data) and shift < 64:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    raise ValueError("a number without an end")
