@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.clients.client import EngineInfo
+from octavo.engine.clients.client import EngineInfo, ViewEngine, as_view
 from octavo.engine.live.feed import EngineFeed, FeedReader
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.stats import EngineStats
@@ -371,11 +371,11 @@ class AsyncLLM:
         self.start()
         self._feed.begin()
         try:
-            view = await asyncio.to_thread(self._front.client.view, with_blocks=True)
+            view = await asyncio.to_thread(self._front.client.query, ViewEngine(with_blocks=True))
         except BaseException:
             self._feed.end_if_unread()
             raise
-        return self._feed.join(view, self._front.stats)
+        return self._feed.join(as_view(view), self._front.stats)
 
     # -- the engine as a whole ---------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
     UnsupportedModel names a kind other than BPE, WeightMismatch a damaged file.
     """
     from google.protobuf.message import DecodeError
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     message = ModelProto()
     try:

@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 
+from octavo.engine.clients.client import ViewEngine
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.protocol.requests import RequestChange
@@ -289,7 +290,9 @@ def test_views_come_while_the_engine_is_watched_and_on_request(client):
     assert views[-1].requests == [], "the last step's view is sent in any case"
     client.watch(0.0)
     answers = []
-    thread = threading.Thread(target=lambda: answers.append(client.view(with_blocks=True)))
+    thread = threading.Thread(
+        target=lambda: answers.append(client.query(ViewEngine(with_blocks=True)))
+    )
     thread.start()
     while thread.is_alive():
         client.receive(timeout_s=0.1)
