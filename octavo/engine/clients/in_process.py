@@ -14,7 +14,6 @@ from octavo.engine.clients.client import (
     AbortRequests,
     AddRequests,
     ChangeRequests,
-    CloseCore,
     Command,
     EngineInfo,
     Query,
@@ -58,18 +57,18 @@ class InProcessClient:
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        has_work = self.core.has_work
-        if not (has_work and self._inbox.empty()):
-            self._await_commands(0 if has_work else timeout_s)
-            has_work = self.core.has_work
-        while not self._closed and has_work and (pause_s := self.core.pause_s()):
-            left_s = pause_s if end is None else end - time.monotonic()
-            if left_s <= 0:
+        if not self._inbox.empty():
+            self._await_commands(0)
+        while not self._closed:
+            pause_s = self.core.pause_s() if self.core.has_work else None
+            if pause_s is not None and pause_s <= 0:
+                break
+            left_s = None if end is None else end - time.monotonic()
+            if left_s is not None and left_s <= 0:
                 return None
-            self._await_commands(min(pause_s, left_s))
-            has_work = self.core.has_work
+            self._await_commands(min((s for s in (pause_s, left_s) if s is not None), default=None))
         with self._lock:
-            return self.core.step() if has_work and not self._closed else None
+            return None if self._closed else self.core.step()
 
     def query(self, query: Query) -> QueryAnswer:
         with self._lock:
@@ -79,12 +78,12 @@ class InProcessClient:
         return answer
 
     def close(self) -> None:
-        """Ends a `receive` that waits, then the core."""
-        self._send(CloseCore())
+        """Closes the core, and ends a `receive` that waits."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self.core.close()
+        self._arrival.set()
 
     def _send(self, command: Command) -> None:
         self._inbox.put(command)
