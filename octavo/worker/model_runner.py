@@ -309,6 +309,8 @@ class ModelRunner(ProgramRunner):
             kept = self._accept(model_input, results, token_ids, failed)
         for entry in kept:
             results[draws[entry]].token_ids.append(token_ids[entry])
+        if True in failed:  # before grammars take the tokens in
+            self._add_failures(model_input, results, kept, failed)
         self._append_tokens(layout, kept, samples)
         if samples.surprises is not None:
             surprises = samples.surprises.tolist()
@@ -320,8 +322,6 @@ class ModelRunner(ProgramRunner):
             assert model_input.batch.sampling is not None
             num_logprobs = model_input.batch.sampling.records["num_logprobs"]
             _add_logprobs(results, layout, kept, LogprobsReader(num_logprobs, samples))
-        if True in failed:
-            self._add_failures(model_input, results, kept, failed)
         return results
 
     def _append_tokens(
