@@ -44,7 +44,6 @@ from octavo.program.ops import original_context
 from octavo.progress import Report
 from octavo.prompt_ports import Tokenizer
 from octavo.text.grammar.lazy import LazyGrammars
-from octavo.transfer.kv_publisher import KVEventPublisher
 from octavo.transfer.kv_wire import logged_only
 from octavo.version import __version__
 from octavo.wiring.adapters import adapter_names
@@ -70,6 +69,7 @@ from octavo.worker.ranks.start import common_budget, common_worker, end_ranks
 from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
+    from octavo.transfer.kv_publisher import KVEventPublisher
     from octavo.wiring.engine_meetings import EnginePlace
     from octavo.worker.engine_links import EngineLinks
     from octavo.worker.joined_executor import JoinedExecutor
