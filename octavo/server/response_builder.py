@@ -195,18 +195,18 @@ class ResponseBuilder:
             return None
         calls = choice.has_calls and new.finish_reason == "stop"
         delta = ChoiceDelta(
-            choice.index,
-            output,
-            new.text,
-            choice.num_chars,
-            self._complete(parts),
-            new.token_ids,
-            new.logprobs,
-            "tool_calls" if calls else new.finish_reason,
-            new.stop_reason,
-            choice.has_calls,
-            not choice.has_started,
-            new.score,
+            index=choice.index,
+            output=output,
+            text=new.text,
+            start=choice.num_chars,
+            parts=self._complete(parts),
+            token_ids=new.token_ids,
+            logprobs=new.logprobs,
+            finish_reason="tool_calls" if calls else new.finish_reason,
+            stop_reason=new.stop_reason,
+            has_calls=choice.has_calls,
+            is_first=not choice.has_started,
+            score=new.score,
         )
         choice.has_started = True
         choice.num_chars += len(new.text)

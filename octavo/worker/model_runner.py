@@ -171,7 +171,9 @@ class ModelRunner(ProgramRunner):
     def _checks(
         self, scheduled: Sequence[ScheduledRequest], layout: SampleLayout
     ) -> CheckedDraws | None:
-        """Returns the samples to verify once they are made, if the backend can verify so many."""
+        """Returns the samples to verify once they are made, unless there are more than the backend
+        can verify.
+        """
         sampling = self._rows.sampling
         if not sampling.may_check or layout.num_samples > self._max_checked:
             return None

@@ -168,6 +168,7 @@ def test_a_full_queue_asks_for_patience(start):
         with first.stream("POST", "/v1/completions", json=running) as stream:
             next(stream.iter_lines())
             with second.stream("POST", "/v1/completions", json=waiting):
+                assert until(lambda: server.metric("num_requests_waiting") == 64)
                 refused = third.post("/v1/completions", json=GOOD)
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 10
         assert refused.json()["error"]["type"] == "RateLimitError"
