@@ -166,7 +166,8 @@ def test_a_full_queue_asks_for_patience(start):
     waiting = LONG | {"n": 64, "stream": True}
     with server.http() as first, server.http() as second, server.http() as third:
         with first.stream("POST", "/v1/completions", json=running) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # dropping it would close the connection
+            next(lines)
             with second.stream("POST", "/v1/completions", json=waiting):
                 assert until(lambda: server.metric("num_requests_waiting") == 64)
                 refused = third.post("/v1/completions", json=GOOD)
