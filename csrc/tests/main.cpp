@@ -29,7 +29,7 @@ void test_without_kernels(const std::string& directory) {
 const KernelTable& load_unchecked(const std::string& directory, const std::string& level) {
     void* library = dlopen((directory + "/liboctavo_" + level + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
     CHECK(library, "%s", dlerror());
-    const auto get = static_cast<const KernelTable* (*)()>(dlsym(library, "octavo_kernel_table"));
+    const auto get = reinterpret_cast<const KernelTable* (*)()>(dlsym(library, "octavo_kernel_table"));
     CHECK(get);
     return *get();
 }
