@@ -303,7 +303,7 @@ void test_columns(const KernelTable& kernels, ThreadPool& pool) {
                                 Example(2600, 96, 8, 96, 0, false, true, false, false),
                                 Example(155, 1120, 4, 32, 8, true, false, false, false),
                                 Example(32, 64, 4, 32, 0, true, false, true, false),
-                                Example(2600, 96, 4, 32, 8, false, false, true, false)};
+                                Example(2600, 96, 4, 32, 0, false, false, true, false)};
     for (const Example& e : examples) {
         QuantisedSource by_columns = e.source();
         by_columns.by_columns = true;
@@ -503,9 +503,9 @@ Example other_codes(Example e) {
 // Two weights whose tiles lie in turns give the same products as apart; nothing is moved where they are not
 // laid out alike, or are not the last two.
 void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
-    const Example gate(40, 96, 4, 32, 8, true, false, true, false);
+    const Example gate(40, 96, 4, 32, 0, true, false, true, false);
     const Example up = other_codes(gate);
-    const Example shorter(24, 96, 4, 32, 8, true, false, true, false),
+    const Example shorter(24, 96, 4, 32, 0, true, false, true, false),
         other(40, 96, 8, 32, 0, false, true, false, false);
     WeightMemory memory;
     Packer packer(memory);
@@ -533,7 +533,7 @@ void test_interleaved(const KernelTable& kernels, ThreadPool& pool) {
 
 // Both weights move to the next piece of memory where one ends between them.
 void test_interleaved_in_two_pieces(const KernelTable& kernels, ThreadPool& pool) {
-    const Example gate(40, 96, 4, 32, 8, true, false, true, false);
+    const Example gate(40, 96, 4, 32, 0, true, false, true, false);
     const Example up = other_codes(gate);
     WeightMemory memory;
     Packer packer(memory);
@@ -569,7 +569,7 @@ void test_packing(const KernelTable& kernels) {
         Example(1, 64, 8, 32, 0, false, true, false, true),
         with_table(Example(37, 128, 4, 32, 0, true, false, false, false)),
         with_table(Example(20, 96, 4, 16, 0, false, false, false, true)),
-        Example(21, 96, 4, 16, 8, false, false, true, false),
+        Example(21, 96, 4, 16, 0, false, false, true, false),
         // one scale an output
         Example(37, 100, 8, 100, 0, false, true, false, false),
         Example(16, 192, 8, 192, 0, false, true, false, false),
