@@ -32,7 +32,7 @@ DEFAULT_FORMATS = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "I8", "BF16")
 def measure(
     device: Any, tiles: TileFormat, width: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    rounds = stream_rounds(device, tiles, width, args.megabytes << 20, args.rounds)
+    rounds = stream_rounds(device, tiles, width, round(args.megabytes * 2**20), args.rounds)
     reads, products = zip(*rounds, strict=True)
     return {
         "read_gb_per_s": round(statistics.median(reads) / 1e9, 2),
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--levels", nargs="*", default=supported_levels()[-1:])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--megabytes", type=int, default=128)
+    parser.add_argument("--megabytes", type=float, default=128)
     args = parser.parse_args()
     for level in args.levels:
         native = native_module()

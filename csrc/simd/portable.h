@@ -6,22 +6,7 @@
 namespace octavo {
 namespace {
 
-using by_lane::interleave;
-using by_lane::keep_nonzero;
-using by_lane::kInterleaved;
-using by_lane::load_first;
-using by_lane::load_sums;
-using by_lane::max_lanes;
-using by_lane::max_lanes_i;
-using by_lane::pack_int8;
-using by_lane::reciprocal;
-using by_lane::store_bf16;
-using by_lane::store_bf16_pairs;
-using by_lane::store_first;
-using by_lane::store_int8;
-using by_lane::sum_lanes;
-using by_lane::sum_lanes_i;
-using by_lane::to_bf16;
+using namespace by_lane;
 
 // -- lanes --
 

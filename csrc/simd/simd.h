@@ -4,7 +4,31 @@
 // `vf` is 16 fp32 lanes, `vi` 16 int32 lanes (vectors.h). On AVX-512 each is one register, on AVX2 two, on
 // SSE2 or NEON four. Operators are those of the compiler's vectors; what they do not cover has one file for
 // each instruction set, all with the same functions, and operations without an instruction come from
-// by_lane.h.
+// by_lane.h:
+//
+//   load_first, store_first    the first n lanes; the others are loaded as 0, nothing behind the n-th is touched
+//   fma, max, min              of each lane; max and min return their second operand for a NaN
+//   to_float, round_to_int     round_to_int rounds to nearest even, for |v| < 2^22
+//   reciprocal                 1 / x to about 1 ulp, for x of at least 1
+//   sum_lanes, max_lanes, ..   always in the same order at one level; `_i` is of integers
+//   nonzero_lanes, any_lane    a bit for each lane that is not zero, the first lane's lowest; whether one is set
+//   held                       keeps the compiler from loading a register again for each use
+//   load_bf16, load_fp16, ..   sixteen numbers, widened; store_bf16 rounds to nearest even
+//   to_bf16, int8_to_bf16, ..  thirty-two numbers in pairs, in order
+//   store_bf16_pairs           the first n of 16 values in every second place; nothing between is written
+//   pack_int8                  sixty-four numbers of -128 .. 127 as bytes, v[0]'s sixteen first
+//   e4m3_to_bf16               of the codes in the low bytes of all 16 bits, whatever their high bytes hold
+//   dot4(acc, u, s)            adds four products of uint8 and int8 in each lane: exact, without saturation
+//   dot4_pairs, add_pairs, ..  the same in pairs of products with sums of 16 bits, without VNNI (dots.h)
+//   dot4_turned(acc, w, s)     dot4 with signed codes w of -127 .. 127, without VNNI
+//   dot2_int16, dot2_bf16      adds two products of pairs in each lane
+//   multiply_words             low half times low half, in 64 bits, of each wide lane
+//   interleave_words           words of `low` in the low halves, of `high` in the high ones
+//   in_turns                   wide lanes of a and b in turns: all even ones, then all odd ones
+//   interleave, load_sums      four columns at kInterleaved outputs as quads, and the sums that come of it
+//   keep_nonzero               places and terms of the lanes whose term is not zero (by_lane.h)
+//   Table16, Floats16          sixteen bytes or floats, and the one that each byte's or lane's low bits name
+//
 // Kernels are compiled with -ffp-contract=off: a product is fused into a sum where `fma` says so and nowhere
 // else, so that the same arithmetic comes out however many rows a template handles at once.
 #pragma once
