@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import LLM, SamplingParams
-from octavo.backends.native.extension import supported_levels
+from octavo.executor.native.extension import supported_levels
 
 QWEN = {
     "model_type": "qwen2",

@@ -18,8 +18,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from octavo.api.errors import Overloaded
 from octavo.config.scheduler_options import SchedulerOptions
-from octavo.errors import Overloaded
 from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.latency_limit import LatencyLimit
 from tests.support.simulation import Simulation, percentile, request_of, simulation

@@ -23,11 +23,11 @@ from typing import Any
 
 from compare import machine
 
-from octavo.cli.load import LoadTest, run_load
-from octavo.cli.own_server import own_server
-from octavo.cli.percentiles import percentiles
-from octavo.cli.serve_figures import Outcome
-from octavo.cli.traffic import TrafficRequest, synthetic
+from octavo.tools.bench.load import LoadTest, run_load
+from octavo.tools.bench.own_server import own_server
+from octavo.tools.bench.percentiles import percentiles
+from octavo.tools.bench.serve_figures import Outcome
+from octavo.tools.bench.traffic import TrafficRequest, synthetic
 
 CLIENTS = 64
 ENGINE_OPTIONS = {"enable_prefix_caching": False}

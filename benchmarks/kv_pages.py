@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.kv import KvCache
-from octavo.backends.native.backend import NativeBackend, layout_of
+from octavo.executor.base import BackendOptions
+from octavo.executor.kv import KvCache
+from octavo.executor.native.backend import NativeBackend, layout_of
 from octavo.program.program import CacheGroup
 
 GROUP = CacheGroup("full", "full", 30, 3, 64, 64)

@@ -18,13 +18,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.traffic import TrafficRequest, prompt_of, read_trace, set_apart
 from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.step_costs import CostPoint, StepCosts
-from octavo.wiring.layout_search import NUM_HALVINGS, Objective, goodput, layouts_of
-from octavo.wiring.simulated_fleet import (
+from octavo.engine.protocol.step_costs import CostPoint, StepCosts
+from octavo.tools.bench.traffic import TrafficRequest, prompt_of, read_trace, set_apart
+from octavo.tools.layout_search import NUM_HALVINGS, Objective, goodput, layouts_of
+from octavo.tools.simulated_fleet import (
     FleetOptionsSimulated,
     SimulatedEngine,
     SimulatedRequest,

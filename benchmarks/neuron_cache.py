@@ -27,8 +27,8 @@ import msgspec
 
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
+from octavo.engine.protocol.step import WeightArrivals
 from octavo.program.activation_curves import Calibration
-from octavo.step import WeightArrivals
 from octavo.wiring.calibrate import calibrate_model
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"

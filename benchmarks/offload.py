@@ -22,9 +22,9 @@ from pathlib import Path
 
 from memory_group import Ended, MemoryGroup
 
-from octavo.backends.native.disk import measure_file
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import parse_bytes
+from octavo.executor.native.disk import measure_file
 from octavo.wiring.plan import ModelPlan, plan_model
 
 ENGINES = Path(__file__).parent / "engines"

@@ -19,9 +19,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from octavo.backends.native.extension import native_module, supported_levels
-from octavo.backends.native.formats import FORMATS, TileFormat, has_tile_unit
-from octavo.backends.native.row_rates import stream_rounds
+from octavo.executor.native.extension import native_module, supported_levels
+from octavo.executor.native.formats import FORMATS, TileFormat, has_tile_unit
+from octavo.executor.native.row_rates import stream_rounds
 
 WIDTHS = {"1.7b": (2048, 6144), "4b": (2560, 9728), "8b": (4096, 12288)}
 """Inputs of the attention's and the feed-forward's products, of each Qwen3 shape."""

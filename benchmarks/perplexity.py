@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from octavo import LLM, SamplingParams
-from octavo.cli.perplexity import perplexity
+from octavo.tools.bench.perplexity import perplexity
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from octavo import LLM, SamplingParams
 from octavo.engine import core
-from octavo.worker.connectors import block_directory, tiers
+from octavo.worker.kv_connectors import block_directory, tiers
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"
 WRITTEN_S = 120.0

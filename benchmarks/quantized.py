@@ -22,7 +22,7 @@ from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.open import open_checkpoint
 from octavo.config.sizes import format_bytes
 from octavo.text.tokenizer import load_tokenizer
-from octavo.wiring.quantize import write_tokenizer
+from octavo.tools.quantize import write_tokenizer
 from tests.support.shuffled_model import write_shuffled
 
 BOOK = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"

@@ -19,7 +19,7 @@ from typing import Any
 
 import octavo
 from octavo import LLM, SamplingParams
-from octavo.engine.scheduling import multi_step
+from octavo.engine.scheduler import multi_step
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = 16

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.engine.protocol.block_hashes import BlockNaming
-from octavo.routing.cached_names import CachedNames
+from octavo.engine.protocol.cached_names import CachedNames
 from octavo.routing.job import RoutingJob
 from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName
 from octavo.routing.router import Router

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
+from octavo.api.errors import InvalidRequest
+from octavo.api.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.config.engine_config import EngineConfig
-from octavo.errors import InvalidRequest
-from octavo.prompt_ports import Matcher
-from octavo.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.text.grammar.compiler import GrammarError
 from octavo.text.grammar.lazy import LazyGrammars
+from octavo.text.ports import Matcher
 from octavo.text.tokenizer import TextTokenizer
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.model import build_tokenizer, open_model

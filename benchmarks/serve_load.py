@@ -34,10 +34,10 @@ from typing import Any
 from compare import machine
 from engines.servers import Needs, Server
 
-from octavo.cli.load import LoadTest, run_load
-from octavo.cli.serve_figures import figures
-from octavo.cli.traffic import Lengths, TrafficRequest, at_rate, mixed, read_trace
-from octavo.errors import OctavoError
+from octavo.api.errors import OctavoError
+from octavo.tools.bench.load import LoadTest, run_load
+from octavo.tools.bench.serve_figures import figures
+from octavo.tools.bench.traffic import Lengths, TrafficRequest, at_rate, mixed, read_trace
 
 GOOD = {"ttft": 1000.0, "itl": 100.0}
 BURSTINESS = {"poisson": 1.0, "bursty": 0.2}

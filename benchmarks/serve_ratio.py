@@ -29,11 +29,11 @@ from typing import Any
 from compare import machine
 
 from octavo import LLM, SamplingParams
-from octavo.cli.load import LoadTest, run_load
-from octavo.cli.own_server import own_server
-from octavo.cli.percentiles import percentiles
-from octavo.cli.serve_figures import Outcome, first_token_s
-from octavo.cli.traffic import prompt_of, synthetic
+from octavo.tools.bench.load import LoadTest, run_load
+from octavo.tools.bench.own_server import own_server
+from octavo.tools.bench.percentiles import percentiles
+from octavo.tools.bench.serve_figures import Outcome, first_token_s
+from octavo.tools.bench.traffic import prompt_of, synthetic
 
 ENGINE_OPTIONS = {"enable_prefix_caching": False}
 WARM_TOKENS = 8

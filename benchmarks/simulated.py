@@ -22,12 +22,12 @@ from fractions import Fraction
 from pathlib import Path
 
 from benchmarks.compare import machine
-from octavo.cli.load import LoadTest, run_load
-from octavo.cli.own_server import own_server
-from octavo.cli.serve_figures import first_token_s, per_token_s
-from octavo.cli.traffic import TrafficRequest, at_rate, prompt_of, read_trace
-from octavo.wiring.layout_search import engine_of
-from octavo.wiring.simulated_fleet import (
+from octavo.tools.bench.load import LoadTest, run_load
+from octavo.tools.bench.own_server import own_server
+from octavo.tools.bench.serve_figures import first_token_s, per_token_s
+from octavo.tools.bench.traffic import TrafficRequest, at_rate, prompt_of, read_trace
+from octavo.tools.layout_search import engine_of
+from octavo.tools.simulated_fleet import (
     FleetLayout,
     FleetOptionsSimulated,
     SimulatedEngine,

@@ -18,9 +18,9 @@ from functools import cache
 
 import numpy as np
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.batch import StepBatch
-from octavo.backends.native.backend import NativeBackend
+from octavo.executor.base import BackendOptions
+from octavo.executor.batch import StepBatch
+from octavo.executor.native.backend import NativeBackend
 from octavo.program.builder import Builder
 from octavo.program.passes.sparsify import Thresholds, sparsify
 from octavo.program.program import Program, Weight

@@ -25,14 +25,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from octavo.kv_messages import BlockKey, ConnectorPlan, SlotBlock
+from octavo.engine.protocol.kv_messages import BlockKey, ConnectorPlan, SlotBlock
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.connectors.mooncake_mover import MooncakeMover
-from octavo.worker.connectors.nixl_mover import NixlMover
-from octavo.worker.connectors.socket_mover import SocketMover
-from octavo.worker.connectors.transfer import TransferWorker
+from octavo.worker.kv_connectors.mooncake_mover import MooncakeMover
+from octavo.worker.kv_connectors.nixl_mover import NixlMover
+from octavo.worker.kv_connectors.socket_mover import SocketMover
+from octavo.worker.kv_connectors.transfer import TransferWorker
 
 HOST = "127.0.0.1"
 CHUNK = 1 << 20

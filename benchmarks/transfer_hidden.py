@@ -29,7 +29,7 @@ import httpx
 
 from benchmarks.compare import machine
 from benchmarks.engines.servers import END_S, is_healthy
-from octavo.child_process import end_process
+from octavo.utils.child_process import end_process
 from tests.support.two_machines import ADDRESSES, TwoMachines, two_machines
 
 SHAPE = {

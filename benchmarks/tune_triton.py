@@ -33,19 +33,19 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
 from benchmarks.on_gpu.timing import seconds_each  # noqa: E402
-from octavo.backends.batch import StepBatch, sampling_records  # noqa: E402
-from octavo.backends.kv import BLOCK_SIZE  # noqa: E402
-from octavo.backends.torch.attention.call import AttentionCall  # noqa: E402
-from octavo.backends.torch.attention.query_rows import query_rows_of  # noqa: E402
-from octavo.backends.torch.device_weight import DeviceLevels, DeviceWeight  # noqa: E402
-from octavo.backends.torch.draws import record_words  # noqa: E402
-from octavo.backends.torch.kv_cache import KvTensor  # noqa: E402
-from octavo.backends.torch.step import step_arrays  # noqa: E402
-from octavo.backends.torch.triton import attention_tiles, packed_linear, pick, tuning  # noqa: E402
-from octavo.backends.torch.triton.attention import TritonAttention  # noqa: E402
-from octavo.backends.torch.triton.device import device_name  # noqa: E402
-from octavo.backends.torch.triton.tuning import TunedLaunch  # noqa: E402
-from octavo.backends.torch.weights import Product  # noqa: E402
+from octavo.executor.batch import StepBatch, sampling_records  # noqa: E402
+from octavo.executor.kv import BLOCK_SIZE  # noqa: E402
+from octavo.executor.torch.attention.call import AttentionCall  # noqa: E402
+from octavo.executor.torch.attention.query_rows import query_rows_of  # noqa: E402
+from octavo.executor.torch.draws import record_words  # noqa: E402
+from octavo.executor.torch.kv_cache import KvTensor  # noqa: E402
+from octavo.executor.torch.step import step_arrays  # noqa: E402
+from octavo.executor.torch.triton import attention_tiles, packed_linear, pick, tuning  # noqa: E402
+from octavo.executor.torch.triton.attention import TritonAttention  # noqa: E402
+from octavo.executor.torch.triton.device import device_name  # noqa: E402
+from octavo.executor.torch.triton.tuning import TunedLaunch  # noqa: E402
+from octavo.executor.torch.weights.device_weight import DeviceLevels, DeviceWeight  # noqa: E402
+from octavo.executor.torch.weights.program_weights import Product  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {

@@ -1,5 +1,5 @@
 # A digest of the sources, which the extension keeps: by it Python tells a build that is older than the sources
-# beside it (octavo/backends/native/extension.py, which computes the same).
+# beside it (octavo/executor/native/extension.py, which computes the same).
 file(GLOB sources RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}/csrc" CONFIGURE_DEPENDS
   csrc/core/*.cpp csrc/core/*.h csrc/kernels/*.cpp csrc/kernels/*.h csrc/kernels/*.inl csrc/simd/*.h)
 list(SORT sources)

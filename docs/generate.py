@@ -21,21 +21,21 @@ from sampling_page import sampling
 from schema_page import json_schema
 from tables import table
 
-from octavo import errors
+from octavo.api import errors
 from octavo.cli.app import build_app
-from octavo.cli.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
-from octavo.cli.flags import flag_help
-from octavo.cli.foreign_flags import MODEL, ForeignFlag
-from octavo.cli.help import option_text
-from octavo.cli.translate_flags import ROWS
+from octavo.cli.common.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
+from octavo.cli.common.flags import flag_help
+from octavo.cli.common.help import option_text
+from octavo.cli.foreign.foreign_flags import MODEL, ForeignFlag
+from octavo.cli.foreign.translate_flags import ROWS
 from octavo.config.engine_config import option_fields
 from octavo.config.option import Group, OptionField, options_of
 from octavo.server.app import ROUTES, create_app
-from octavo.server.body import Body
-from octavo.server.errors import TABLE
 from octavo.server.fields import described
+from octavo.server.http.body import Body
+from octavo.server.http.errors import TABLE
+from octavo.server.http.openapi import bodies_of
 from octavo.server.openai.bodies import SamplingBody
-from octavo.server.openapi import bodies_of
 from octavo.server.router.metrics import COUNTERS as ROUTER_COUNTERS
 from octavo.server.router.metrics import GAUGES as ROUTER_GAUGES
 from octavo.server.router.metrics import LABELS as ROUTER_LABELS
@@ -245,8 +245,8 @@ def describe(path: str, command: Any) -> Iterator[str]:
 
 
 def is_made_of(spec: OptionField | None, text: str) -> bool:
-    """Returns whether a flag was made of this option (octavo/cli/flags.py) and is no command's own
-    flag.
+    """Returns whether `cli/common/flags.py` made a flag of this option, so that it is no command's
+    own flag.
     """
     return spec is not None and text == flag_help(spec)
 
@@ -283,9 +283,9 @@ def counterpart(row: ForeignFlag) -> str:
 
 def errors_page() -> str:
     intro = (
-        "Every error that a user can meet is one of these (`octavo/errors.py`). A message says what"
-        " was wrong, what was got and what is allowed; a `hint` says what to do. Over HTTP the body"
-        ' is `{"error": {"message", "type", "param", "code"}}`.'
+        "Every error that a user can meet is one of these (`octavo/api/errors.py`). A message says"
+        " what was wrong, what was got and what is allowed; a `hint` says what to do. Over HTTP the"
+        ' body is `{"error": {"message", "type", "param", "code"}}`.'
     )
     rows = [
         (

@@ -1,5 +1,5 @@
 """The reference's page on sampling: each field of SamplingParams with its range, in the order in
-which the steps of a draw follow one another (`octavo/backends/sampling.py`).
+which the steps of a draw follow one another (`octavo/executor/sampling.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from tables import table
 
-from octavo.backends import sampling as draw
-from octavo.sampling_limits import DRAWS_ONLY, NUMBERS, SEARCH_VALUES, WHOLE_NUMBERS
-from octavo.sampling_params import CUTS, MASKED_FILTERS, SamplingParams
+from octavo.api.sampling_limits import DRAWS_ONLY, NUMBERS, SEARCH_VALUES, WHOLE_NUMBERS
+from octavo.api.sampling_params import CUTS, MASKED_FILTERS, SamplingParams
+from octavo.executor import sampling as draw
 from octavo.server.fields import described
 from octavo.server.openai.bodies import ChatBody, CompletionBody
-from octavo.worker import dry
+from octavo.worker.sampling import dry
 
 STEPS = {
     "Logits are changed": (
@@ -111,10 +111,10 @@ def sampling() -> str:
         "The bias of step 3 below is the sum of what these give:",
         table(("field", "token", "added to its logit"), ADDED),
         "## DRY",
-        "As `octavo/worker/dry.py` says it.",
+        "As `octavo/worker/sampling/dry.py` says it.",
         _text(dry.__doc__),
         "## Formulas and sources",
-        "As `octavo/backends/sampling.py` says them; every backend follows this text. A row is one"
+        "As `octavo/executor/sampling.py` says them; every backend follows this text. A row is one"
         " draw; z are its V logits, one for each token of the vocabulary, and p the probabilities"
         " that softmax makes of z / T, with the temperature T. (z down, id up) is the order by"
         " falling logit, equal ones by rising token id.",

@@ -8,7 +8,7 @@ from typing import Any
 
 from tables import table
 
-from octavo.structured_outputs import StructuredOutputs
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.text.grammar.admission import fault_of, json_options
 from octavo.text.grammar.schema import OPTIONS as OPTIONS_KEY
 from octavo.text.grammar.schema import prepared

@@ -8,40 +8,40 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from octavo.version import __version__
+from octavo.utils.version import __version__
 
 if TYPE_CHECKING:
-    from octavo.async_llm import AsyncLLM
-    from octavo.beam_search_params import BeamSearchParams
-    from octavo.llm import LLM
-    from octavo.lora_request import LoRARequest
-    from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.pooling_outputs import (
+    from octavo.api.async_llm import AsyncLLM
+    from octavo.api.beam_search_params import BeamSearchParams
+    from octavo.api.llm import LLM
+    from octavo.api.lora_request import LoRARequest
+    from octavo.api.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.api.pooling_outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         ScoringRequestOutput,
     )
-    from octavo.pooling_params import PoolingParams, TextPair
-    from octavo.repetition_detection import RepetitionDetection
-    from octavo.sampling_params import SamplingParams
-    from octavo.structured_outputs import StructuredOutputs
+    from octavo.api.pooling_params import PoolingParams, TextPair
+    from octavo.api.repetition_detection import RepetitionDetection
+    from octavo.api.sampling_params import SamplingParams
+    from octavo.api.structured_outputs import StructuredOutputs
 
 _HOMES = {
-    "LLM": "octavo.llm",
-    "AsyncLLM": "octavo.async_llm",
-    "LoRARequest": "octavo.lora_request",
-    "PoolingParams": "octavo.pooling_params",
-    "TextPair": "octavo.pooling_params",
-    "ClassificationRequestOutput": "octavo.pooling_outputs",
-    "EmbeddingRequestOutput": "octavo.pooling_outputs",
-    "ScoringRequestOutput": "octavo.pooling_outputs",
-    "SamplingParams": "octavo.sampling_params",
-    "BeamSearchParams": "octavo.beam_search_params",
-    "RepetitionDetection": "octavo.repetition_detection",
-    "StructuredOutputs": "octavo.structured_outputs",
-    "RequestOutput": "octavo.outputs",
-    "CompletionOutput": "octavo.outputs",
-    "Logprob": "octavo.outputs",
+    "LLM": "octavo.api.llm",
+    "AsyncLLM": "octavo.api.async_llm",
+    "LoRARequest": "octavo.api.lora_request",
+    "PoolingParams": "octavo.api.pooling_params",
+    "TextPair": "octavo.api.pooling_params",
+    "ClassificationRequestOutput": "octavo.api.pooling_outputs",
+    "EmbeddingRequestOutput": "octavo.api.pooling_outputs",
+    "ScoringRequestOutput": "octavo.api.pooling_outputs",
+    "SamplingParams": "octavo.api.sampling_params",
+    "BeamSearchParams": "octavo.api.beam_search_params",
+    "RepetitionDetection": "octavo.api.repetition_detection",
+    "StructuredOutputs": "octavo.api.structured_outputs",
+    "RequestOutput": "octavo.api.outputs",
+    "CompletionOutput": "octavo.api.outputs",
+    "Logprob": "octavo.api.outputs",
 }
 
 __all__ = [

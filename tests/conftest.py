@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from octavo.backends.devices import has_nvidia_driver
+from octavo.executor.devices import has_nvidia_driver
 from tests.support import tiers
 from tests.support.backend_choice import BACKENDS, VARIABLE
 from tests.support.progress_log import ProgressLog

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.child_process import end_process
-from octavo.cli.own_server import own_server
+from octavo.tools.bench.own_server import own_server
+from octavo.utils.child_process import end_process
 
 READY_S = 300.0
 END_S = 20.0

@@ -72,7 +72,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": platform.processor() or platform.machine(),
     }
     if device.type == "cuda":
-        from octavo.backends.devices import driver_version
+        from octavo.executor.devices import driver_version
 
         properties = torch.cuda.get_device_properties(device)
         found |= {

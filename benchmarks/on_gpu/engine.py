@@ -22,7 +22,7 @@ from benchmarks.on_gpu.settings import Emit, Settings, attempt
 from benchmarks.on_gpu.shapes import Shape, model_of, shape_of
 from benchmarks.on_gpu.watch import Look, Steady, Watch, program_of
 from octavo import LLM, SamplingParams
-from octavo.backends.torch.program import TorchProgram
+from octavo.executor.torch.program import TorchProgram
 from octavo.program.ops import Embedding
 
 Quantization = Literal["int4"] | None

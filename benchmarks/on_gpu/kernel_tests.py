@@ -21,17 +21,17 @@ from benchmarks.on_gpu.report import checked
 from benchmarks.on_gpu.settings import ROOT, Emit, Settings, attempt, python_path
 
 FILES = (
-    "tests/backends/torch/triton/test_rows.py",
-    "tests/backends/torch/triton/test_products.py",
-    "tests/backends/torch/triton/test_attention.py",
-    "tests/backends/torch/triton/test_shared_prefix.py",
-    "tests/backends/torch/triton/test_pick.py",
-    "tests/backends/torch/triton/test_rope_write.py",
-    "tests/backends/torch/triton/test_block_copies.py",
-    "tests/backends/torch/triton/test_fixed_tiles.py",
-    "tests/backends/torch/test_graphs.py",
+    "tests/executor/torch/triton/test_rows.py",
+    "tests/executor/torch/triton/test_products.py",
+    "tests/executor/torch/triton/test_attention.py",
+    "tests/executor/torch/triton/test_shared_prefix.py",
+    "tests/executor/torch/triton/test_pick.py",
+    "tests/executor/torch/triton/test_rope_write.py",
+    "tests/executor/torch/triton/test_block_copies.py",
+    "tests/executor/torch/triton/test_fixed_tiles.py",
+    "tests/executor/torch/test_graphs.py",
 )
-TINY_FILES = ("tests/backends/torch/triton/test_kernels.py",)
+TINY_FILES = ("tests/executor/torch/triton/test_kernels.py",)
 AT_ONCE = 6
 MOST_NAMED = 5
 

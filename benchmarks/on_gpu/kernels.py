@@ -19,16 +19,16 @@ from benchmarks.on_gpu.settings import Emit, Settings, attempt
 from benchmarks.on_gpu.shapes import Shape, attention_operations, shape_of
 from benchmarks.on_gpu.timing import seconds, seconds_each
 from benchmarks.tune_triton import call_of
-from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.torch.attention.call import AttentionCall
-from octavo.backends.torch.device_weight import DeviceWeight
-from octavo.backends.torch.kernels import Kernels
-from octavo.backends.torch.plain import PlainKernels
-from octavo.backends.torch.sampling import GREEDY, draw
-from octavo.backends.torch.triton.attention import TritonAttention
-from octavo.backends.torch.triton.kernels import TritonKernels
-from octavo.backends.torch.weights import Product
 from octavo.checkpoint.dummy import DummyWeights
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.torch.attention.call import AttentionCall
+from octavo.executor.torch.kernels import Kernels
+from octavo.executor.torch.plain import PlainKernels
+from octavo.executor.torch.sampling import GREEDY, draw
+from octavo.executor.torch.triton.attention import TritonAttention
+from octavo.executor.torch.triton.kernels import TritonKernels
+from octavo.executor.torch.weights.device_weight import DeviceWeight
+from octavo.executor.torch.weights.program_weights import Product
 from octavo.program.program import Weight
 
 CACHE_BYTES = 256 << 20

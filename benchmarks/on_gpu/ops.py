@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.on_gpu.report import checked
 from benchmarks.on_gpu.settings import Emit, Settings, attempt
-from octavo.backends.base import BackendOptions
-from octavo.backends.reference.backend import ReferenceBackend
-from octavo.backends.torch.backend import TorchBackend
+from octavo.executor.base import BackendOptions
+from octavo.executor.reference.backend import ReferenceBackend
+from octavo.executor.torch.backend import TorchBackend
 
 Error = Callable[[np.ndarray, np.ndarray], float]
 
@@ -50,7 +50,7 @@ def _random_programs(settings: Settings, emit: Emit) -> None:
     from hypothesis import settings as examples
     from hypothesis import strategies as st
 
-    from tests.backends.native.test_programs import batch_of, logits_of
+    from tests.executor.native.test_programs import batch_of, logits_of
     from tests.support.random_programs import NUM_ROWS, random_programs
 
     worst = 0.0

@@ -20,10 +20,10 @@ import torch
 
 from benchmarks.on_gpu.timing import Mark
 from octavo import LLM
-from octavo.backends.base import Computing
-from octavo.backends.batch import StepBatch, StepOutput
-from octavo.backends.kv import KvCache
-from octavo.backends.torch.program import TorchProgram
+from octavo.executor.base import Computing
+from octavo.executor.batch import StepBatch, StepOutput
+from octavo.executor.kv import KvCache
+from octavo.executor.torch.program import TorchProgram
 
 
 @dataclass

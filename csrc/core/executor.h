@@ -1,6 +1,6 @@
 // The native executor: a Program as an array of stages that the thread pool walks, one call a step.
 //
-// The lowering (octavo/backends/native/lower.py) decides the stages: row-local ops that follow one
+// The lowering (octavo/executor/native/lower.py) decides the stages: row-local ops that follow one
 // another (norms, rope, KV writes, a product's conversion of its rows) share one, which takes each row
 // through all of them; a product, an attention, a draw is a stage of its own. A barrier stands between stages
 // and nowhere else. The stages are grouped in ranges: with many rows there is no barrier within a range

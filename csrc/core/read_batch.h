@@ -1,4 +1,4 @@
-// Reads a step out of the data classes of backends/batch.py, attribute by attribute.
+// Reads a step out of the data classes of executor/batch.py, attribute by attribute.
 //
 // What it returns points into the objects' NumPy arrays, and is valid for as long as the objects live.
 #pragma once

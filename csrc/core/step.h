@@ -1,5 +1,5 @@
 // One step as the executor sees it: the batch's arrays, and the KV blocks. Shapes are those of StepBatch in
-// backends/batch.py.
+// executor/batch.py.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Drawing one token from a row of logits. The rules, and their order, are those of backends/sampling.py,
+// Drawing one token from a row of logits. The rules, and their order, are those of executor/sampling.py,
 // which tests hold this to: bias, bans and penalties; at temperature 0 the best; else the filters (filters.inl
 // and cuts.inl), then the largest sum of (logit - best logit) / temperature and the token's noise. Logprobs
 // are of the raw logits.

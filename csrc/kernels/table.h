@@ -515,7 +515,7 @@ inline size_t attention_scratch_floats(int k_width, int v_padded) {
 
 // -- sampling
 
-// How one row is drawn: SAMPLING_RECORD of backends/batch.py, which says what each field means. Python checks
+// How one row is drawn: SAMPLING_RECORD of executor/batch.py, which says what each field means. Python checks
 // the offsets when it loads the library.
 struct SamplingRecord {
     uint64_t seed;
@@ -548,7 +548,7 @@ constexpr int kMostCandidates = 8;
 // Most tokens that show that the cuts keep a draw, itself among them.
 constexpr int kMostWitnesses = 16;
 
-// SamplingBatch and SampleResult of backends/batch.py; the rules are in backends/sampling.py.
+// SamplingBatch and SampleResult of executor/batch.py; the rules are in executor/sampling.py.
 struct SampleArgs {
     const float* logits;  // [rows of this chunk][V]
     int64_t stride;

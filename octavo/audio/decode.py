@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from soundfile import SoundFile

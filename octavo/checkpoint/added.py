@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint_ports import Checkpoint, ModelHeader, StoredTensor, TokenizerSource
+from octavo.checkpoint.ports import Checkpoint, ModelHeader, StoredTensor, TokenizerSource
 from octavo.quant.packed import PackedWeight
 
 FORMATS = {np.dtype(np.float16): "F16", np.dtype(np.float32): "F32"}

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.api.errors import DownloadFailed, NotOnHub, OctavoError
 from octavo.checkpoint.model_file import ModelFile, WheelMember
 from octavo.config.model_reference import LATEST, HubReference, parse_hub_reference
 from octavo.config.paths import cache_dir, is_there, user_path
-from octavo.errors import DownloadFailed, NotOnHub, OctavoError
-from octavo.progress import Report, Watch, quiet, unwatched
+from octavo.utils.progress import Report, Watch, quiet, unwatched
 
 if TYPE_CHECKING:
     from octavo.checkpoint.hub_download import HubModel

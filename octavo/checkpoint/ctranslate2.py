@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 
 VERSION, SPEC = 6, "WhisperSpec"
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)

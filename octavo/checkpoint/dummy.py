@@ -18,9 +18,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import UnsupportedModel
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
-from octavo.checkpoint_ports import ModelHeader, StoredTensor, TokenizerSource
-from octavo.errors import UnsupportedModel
+from octavo.checkpoint.ports import ModelHeader, StoredTensor, TokenizerSource
 from octavo.program.program import Weight
 from octavo.quant.online import E4M3_TOP, GROUP
 from octavo.quant.packed import Code, Levels, PackedWeight

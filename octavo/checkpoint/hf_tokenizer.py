@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.json_file import read_json_if_there
 from octavo.checkpoint.placeholder import refuse_placeholder
+from octavo.checkpoint.ports import TokenizerSource, Vocabulary
 from octavo.checkpoint.sentencepiece_model import (
     CHATGLM_PREFIX,
     chatglm_tokens,
     read_vocabulary,
 )
-from octavo.checkpoint_ports import TokenizerSource, Vocabulary
-from octavo.errors import WeightMismatch
 
 SPECIAL_NAMES = (
     "bos_token",

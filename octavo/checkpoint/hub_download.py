@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urlsplit
 
-from octavo.checkpoint.gguf import header_bytes
+from octavo.api.errors import DownloadFailed, OctavoError
+from octavo.checkpoint.gguf.gguf_file import header_bytes
 from octavo.checkpoint.hub_files import ChosenFiles, choose_files, gguf_models, has_safetensors
 from octavo.config.model_reference import HubReference
 from octavo.config.paths import cache_dir
-from octavo.errors import DownloadFailed, OctavoError
-from octavo.progress import FileProgress, Report, Watch, unwatched
+from octavo.utils.progress import FileProgress, Report, Watch, unwatched
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import BlobLfsInfo

@@ -11,8 +11,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from octavo.api.errors import DISK_FULL_CODES, DiskFull, DownloadFailed, GatedModel, NotOnHub
 from octavo.config.model_reference import HubReference
-from octavo.errors import DISK_FULL_CODES, DiskFull, DownloadFailed, GatedModel, NotOnHub
 
 REFUSED = (401, 403)
 

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from octavo.api.errors import NotOnHub
 from octavo.checkpoint.model_file import PART_NAME
 from octavo.config.model_reference import HubReference
-from octavo.errors import NotOnHub
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
 HUB_DUPLICATES = ["original/*", "onnx/*", "openvino/*", "consolidated*"]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import WeightMismatch
+from octavo.api.errors import WeightMismatch
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.config_file import ConfigFile
-from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.model_file import PART_NAME
 from octavo.checkpoint.pickled import PICKLE, find_pickled_files, no_weights
+from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.safetensors import SafetensorsCheckpoint
-from octavo.checkpoint_ports import Checkpoint, ModelHeader
-from octavo.errors import UnsupportedModel, WeightMismatch
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -20,9 +20,9 @@ import numpy as np
 import re2
 from numpy.typing import NDArray
 
+from octavo.api.errors import UnsupportedModel, WeightMismatch, shown
 from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.safetensors import read_tensors
-from octavo.errors import UnsupportedModel, WeightMismatch, shown
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

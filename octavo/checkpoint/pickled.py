@@ -13,8 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.json_file import read_json
-from octavo.errors import UnsupportedModel, WeightMismatch
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.errors import WeightMismatch
+from octavo.api.errors import WeightMismatch
 
 LFS_POINTER = b"version https://git-lfs"
 PAGES = (b"<!doctype html", b"<html")

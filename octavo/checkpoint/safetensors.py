@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.formats.format import Described, QuantizedFormat, naming
 from octavo.checkpoint.formats.table import quantized_format, with_quantization
 from octavo.checkpoint.fused_experts import FusedPart, fused_parts, newer_names
@@ -30,10 +31,9 @@ from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.pickled import PICKLE_INDEX, find_pickled_files, no_weights, read_pickled
 from octavo.checkpoint.placeholder import refuse_placeholder
+from octavo.checkpoint.ports import StoredTensor, TokenizerSource
 from octavo.checkpoint.sentence_modules import with_pooling
 from octavo.checkpoint.tied_head import OWN_HEAD, has_own_head, other_names
-from octavo.checkpoint_ports import StoredTensor, TokenizerSource
-from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.fp8 import FP8
 from octavo.quant.packed import PackedWeight
 

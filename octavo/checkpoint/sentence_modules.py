@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from octavo.api.errors import WeightMismatch, shown
 from octavo.checkpoint.json_file import read_json, read_json_if_there, read_json_objects
-from octavo.errors import WeightMismatch, shown
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from octavo.checkpoint_ports import CONTROL, UNUSED, USER_DEFINED, Vocabulary
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.ports import CONTROL, UNUSED, USER_DEFINED, Vocabulary
 
 BPE = 2
 """Number of byte-pair encoding among the trainer's model types."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from octavo.checkpoint_ports import Checkpoint
-from octavo.errors import WeightMismatch
+from octavo.api.errors import WeightMismatch
+from octavo.checkpoint.ports import Checkpoint
 from octavo.program.program import Program, Weight
 
 LEFT_OUT = re.compile(

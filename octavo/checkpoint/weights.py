@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint_ports import Checkpoint, ModelHeader
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import (
     Act,

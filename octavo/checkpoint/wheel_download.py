@@ -21,9 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from octavo.api.errors import DISK_FULL_CODES, DiskFull, DownloadFailed
 from octavo.checkpoint.model_file import ModelFile
-from octavo.errors import DISK_FULL_CODES, DiskFull, DownloadFailed
-from octavo.progress import FileProgress, Report, Watch, quiet, unwatched
+from octavo.utils.progress import FileProgress, Report, Watch, quiet, unwatched
 
 CHUNK_BYTES = 1 << 20
 PIP_TIMEOUT_S = 15

@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli.command import Command, Group
-from octavo.cli.errors import exit_code_of
-from octavo.version import __version__
+from octavo.cli.common.command import Command, Group
+from octavo.cli.common.errors import exit_code_of
+from octavo.utils.version import __version__
 
 COMMANDS = (
     "run",

@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli import bench_quant, bench_serve, bench_startup, roofline
-from octavo.cli.command import Command, Group
-from octavo.cli.flags import with_engine_flags
-from octavo.cli.kv_use import KvUse
-from octavo.cli.model import fetched
-from octavo.cli.percentiles import percentiles
-from octavo.errors import ConfigError, WorkerFailed
-from octavo.progress import quiet
+from octavo.api.errors import ConfigError, WorkerFailed
+from octavo.cli import bench_quant, bench_serve, bench_startup
+from octavo.cli.common.command import Command, Group
+from octavo.cli.common.flags import with_engine_flags
+from octavo.cli.common.model import fetched
+from octavo.tools.bench import roofline
+from octavo.tools.bench.kv_use import KvUse
+from octavo.tools.bench.percentiles import percentiles
+from octavo.utils.progress import quiet
 
 if TYPE_CHECKING:
-    from octavo.llm import LLM
-    from octavo.outputs import Profile, RequestOutput
+    from octavo.api.llm import LLM
+    from octavo.api.outputs import Profile, RequestOutput
 
 NumPrompts = Annotated[int, typer.Option(help="Send N requests in a round", min=1)]
 InputLen = Annotated[int, typer.Option(help="Make prompts of N tokens", min=1)]
@@ -167,7 +168,7 @@ class Round:
 
 
 def _bench(work: Workload, options: dict[str, Any], *, picture: Path | None, json: bool) -> None:
-    from octavo.llm import LLM
+    from octavo.api.llm import LLM
 
     started = time.monotonic()
     with LLM(**fetched(options)) as llm:
@@ -207,7 +208,7 @@ def _warm_up(llm: LLM, work: Workload, draw: random.Random) -> None:
 
 def _single_steps(work: Workload, options: dict[str, Any]) -> list[Round]:
     """Runs the same rounds on an engine that computes one decode step a call."""
-    from octavo.llm import LLM
+    from octavo.api.llm import LLM
 
     print("the same with one decode step a call", file=sys.stderr)
     with LLM(**fetched(options | {"num_scheduler_steps": 1}), report=quiet) as llm:
@@ -260,7 +261,7 @@ def _run(
     llm: LLM, work: Workload, prompts: Prompts, output_lens: Sequence[int]
 ) -> list[RequestOutput]:
     """Returns the outputs; raises WorkerFailed if one has not exactly the given length."""
-    from octavo.sampling_params import SamplingParams
+    from octavo.api.sampling_params import SamplingParams
 
     params = [
         SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from octavo.cli.flags import with_engine_flags
-from octavo.cli.model import fetched
-from octavo.cli.perplexity import perplexity
+from octavo.api.errors import ConfigError
+from octavo.cli.common.flags import with_engine_flags
+from octavo.cli.common.model import fetched
 from octavo.cli.quantize import recipe_of
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
-from octavo.progress import quiet, to_stderr
+from octavo.tools.bench.perplexity import perplexity
+from octavo.utils.progress import quiet, to_stderr
 
 if TYPE_CHECKING:
-    from octavo.llm import LLM
-    from octavo.wiring.quantize import CalibrationText
+    from octavo.api.llm import LLM
+    from octavo.tools.quantize import CalibrationText
 
 FIGURES = "figures.jsonl"
 """File of a directory of quantised models that has the rows measured, one a line."""
@@ -237,7 +237,7 @@ def _folder(made: Path | None) -> Iterator[Path]:
 def _texts(
     calibration: Path | None, num_texts: int, length: int, tokenizer: str | None
 ) -> CalibrationText | None:
-    from octavo.wiring.quantize import CalibrationText
+    from octavo.tools.quantize import CalibrationText
 
     if calibration is None:
         return None
@@ -252,7 +252,7 @@ def _make(
     texts: CalibrationText | None,
 ) -> None:
     """Quantises the model unless an earlier run has done so."""
-    from octavo.wiring.quantize import quantize_model
+    from octavo.tools.quantize import quantize_model
 
     read = None if texts is None else replace(texts, text=texts.text.resolve())
     _note(target, _digest(Path(path).resolve(), sorted(made.items()), group, read))
@@ -285,7 +285,7 @@ def _note(target: Path, digest: str) -> None:
 
 
 def _measured(name: str, options: dict[str, Any], work: QuantWork) -> QuantRow:
-    from octavo.llm import LLM
+    from octavo.api.llm import LLM
     from octavo.wiring.weight_size import weight_bytes
 
     size = weight_bytes(options)
@@ -300,7 +300,7 @@ def _rate(llm: LLM, work: QuantWork) -> float:
     import random
     import time
 
-    from octavo.sampling_params import SamplingParams
+    from octavo.api.sampling_params import SamplingParams
 
     draw = random.Random(0)
     size = llm.info.vocab_size

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.flags import with_engine_flags
-from octavo.cli.model import fetched
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
+from octavo.cli.common.flags import with_engine_flags
+from octavo.cli.common.model import fetched
 
 if TYPE_CHECKING:
-    from octavo.cli.serve_figures import Outcome
-    from octavo.cli.traffic import TrafficRequest
+    from octavo.tools.bench.serve_figures import Outcome
+    from octavo.tools.bench.traffic import TrafficRequest
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 DEFAULT_NUM_REQUESTS = 100
@@ -122,9 +122,9 @@ def serve(
     """Measure a server: requests over HTTP at their times, answers as streams. Reports latencies,
     throughput, prefix hits and goodput.
     """
-    from octavo.cli.load import LoadTest, run_load
-    from octavo.cli.own_server import own_server
-    from octavo.cli.serve_figures import figures, parse_goodput
+    from octavo.tools.bench.load import LoadTest, run_load
+    from octavo.tools.bench.own_server import own_server
+    from octavo.tools.bench.serve_figures import figures, parse_goodput
 
     if more_goodput and not goodput:
         raise ConfigError(
@@ -182,7 +182,13 @@ class TrafficOptions:
 
     def requests(self) -> list[TrafficRequest]:
         """Returns the requests; raises ConfigError for an option that is wrong."""
-        from octavo.cli.traffic import at_rate, mixed, parse_lengths, parse_scale, read_trace
+        from octavo.tools.bench.traffic import (
+            at_rate,
+            mixed,
+            parse_lengths,
+            parse_scale,
+            read_trace,
+        )
 
         self._check()
         burstiness = self.burstiness or 1.0
@@ -225,7 +231,7 @@ class TrafficOptions:
             )
 
     def _check_burstiness(self) -> None:
-        from octavo.cli.traffic import BURSTINESS
+        from octavo.tools.bench.traffic import BURSTINESS
 
         low, high = BURSTINESS
         if self.burstiness is None:
@@ -254,9 +260,9 @@ def _check_plot(plot: str | None, *, json: bool) -> None:
 
 
 def _draw(plot: str, outcomes: Sequence[Outcome], limits: dict[str, float]) -> None:
-    from octavo.cli.serve_plot import plot_of
-    from octavo.cli.serve_plot_svg import picture
-    from octavo.cli.serve_plot_text import lines
+    from octavo.tools.bench.serve_plot import plot_of
+    from octavo.tools.bench.serve_plot_svg import picture
+    from octavo.tools.bench.serve_plot_text import lines
 
     drawn = plot_of(outcomes, limits)
     if plot == "-":
@@ -279,8 +285,8 @@ def _print(
     *,
     json: bool,
 ) -> None:
-    from octavo.cli.serve_figures import table
-    from octavo.cli.traffic import shared_share
+    from octavo.tools.bench.serve_figures import table
+    from octavo.tools.bench.traffic import shared_share
 
     has_blocks = any(request.block_ids for request in requests)
     shared = shared_share(requests) if has_blocks else None

@@ -21,9 +21,9 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.flags import with_engine_flags
-from octavo.cli.model import fetched
-from octavo.errors import BackendUnavailable, WorkerFailed
+from octavo.api.errors import BackendUnavailable, WorkerFailed
+from octavo.cli.common.flags import with_engine_flags
+from octavo.cli.common.model import fetched
 
 PROMPT = "What is the capital of France?"
 
@@ -126,7 +126,7 @@ def _run(options: dict[str, Any], prompt: str) -> StartupSample:
 
     The process is stopped when its first text comes, so that its memory is that of this moment.
     """
-    from octavo.cli.own_server import shell_flags, start_command
+    from octavo.tools.bench.own_server import shell_flags, start_command
 
     flags = [flag for name, value in options.items() for flag in shell_flags(name, value)]
     started = time.perf_counter()
@@ -150,8 +150,8 @@ def _serve(options: dict[str, Any], prompt: str) -> StartupSample:
 
     import msgspec
 
-    from octavo.cli.own_server import own_server
-    from octavo.cli.stream_client import StreamClient
+    from octavo.tools.bench.own_server import own_server
+    from octavo.tools.bench.stream_client import StreamClient
 
     body = {
         "model": options["served_model_name"],

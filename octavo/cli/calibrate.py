@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.flags import with_engine_flags
+from octavo.cli.common.flags import with_engine_flags
 from octavo.config.backend_options import SparsityOptions
 from octavo.config.option import options_of
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.answers import (
+from octavo.api.repetition_detection import LOOP
+from octavo.cli.common.answers import (
     DEFAULT_MAX_TOKENS,
     RepetitionFlag,
     check_answers,
@@ -17,10 +18,9 @@ from octavo.cli.answers import (
     new_seed,
     sampling_for,
 )
-from octavo.cli.flags import with_engine_flags
-from octavo.cli.model import fetched
+from octavo.cli.common.flags import with_engine_flags
+from octavo.cli.common.model import fetched
 from octavo.config.paths import state_home
-from octavo.repetition_detection import LOOP
 
 FLAGS = ("temperature", "top_p", "max_tokens", "seed")
 """Sampling values that have a flag."""
@@ -77,7 +77,7 @@ def chat(
     if url is not None:
         _with_server(url, api_key or os.environ.get(KEY_VARIABLE), sampling, system, options)
     elif api_key is not None:
-        from octavo.errors import ConfigError
+        from octavo.api.errors import ConfigError
 
         raise ConfigError("api_key: allowed only with --url: a model here needs none")
     else:
@@ -89,7 +89,7 @@ def _named(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
     if name is None:
         return {}
     if "model" in options:
-        from octavo.errors import ConfigError
+        from octavo.api.errors import ConfigError
 
         raise ConfigError(f"model: got {name!r} and --model {options['model']}, allowed is one")
     return {"model": name}
@@ -97,8 +97,8 @@ def _named(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
 
 def chat_with_engine(sampling: dict[str, Any], system: str | None, options: dict[str, Any]) -> None:
     """Loads a model and talks with it until the user ends the conversation."""
-    from octavo.cli.chat_models import LocalModel
-    from octavo.llm import LLM
+    from octavo.api.llm import LLM
+    from octavo.cli.conversation.chat_models import LocalModel
 
     with LLM(**fetched({"max_num_seqs": 1, "seed": new_seed(), **options})) as llm:
         check_answers(llm)
@@ -110,9 +110,9 @@ def chat_with_engine(sampling: dict[str, Any], system: str | None, options: dict
 def _with_server(
     url: str, key: str | None, sampling: dict[str, Any], system: str | None, options: dict[str, Any]
 ) -> None:
-    from octavo.cli.chat_models import RemoteModel
-    from octavo.cli.http_client import HttpClient
-    from octavo.errors import ConfigError
+    from octavo.api.errors import ConfigError
+    from octavo.cli.conversation.chat_models import RemoteModel
+    from octavo.utils.http_client import HttpClient
 
     others = [name for name in options if name != "model"]
     if others:
@@ -124,8 +124,8 @@ def _with_server(
 
 
 def _talk(model: Any, sampling: dict[str, Any], system: str | None) -> None:
-    from octavo.cli.chat_input import ChatInput
-    from octavo.cli.chat_session import ChatSession
+    from octavo.cli.conversation.chat_input import ChatInput
+    from octavo.cli.conversation.chat_session import ChatSession
 
     print(GREETING, file=sys.stderr)
     said = ChatInput(state_home() / "chat_history")

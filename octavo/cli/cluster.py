@@ -43,10 +43,10 @@ def cluster(
     """Run servers on several machines behind a router. Follows changes of the plan's file:
     instances join, drain and leave. Stops on SIGTERM or Ctrl-C.
     """
+    from octavo.api.errors import ConfigError
     from octavo.cluster.controller import Cluster, ClusterKeys
     from octavo.cluster.ray_placer import RayPlacer
     from octavo.cluster.router_admin import RouterAdmin
-    from octavo.errors import ConfigError
 
     path = Path(plan)
     wanted = _read(path)
@@ -70,7 +70,7 @@ def cluster(
 
 def _keep(running: Cluster, path: Path) -> None:
     """Keeps the cluster as its file says until the process is told to stop."""
-    from octavo.errors import OctavoError
+    from octavo.api.errors import OctavoError
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

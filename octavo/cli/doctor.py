@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.api.errors import BackendUnavailable
 from octavo.config.sizes import format_bytes
-from octavo.errors import BackendUnavailable
-from octavo.version import __version__
+from octavo.utils.version import __version__
 
 WIDTH = 12
 """Columns of the names."""
@@ -55,7 +55,7 @@ def doctor(
 
 def findings() -> Iterator[Finding]:
     """Looks at everything, one finding after another."""
-    from octavo.backends.devices import default_backend
+    from octavo.executor.devices import default_backend
 
     yield Finding(
         "octavo",
@@ -85,7 +85,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _native() -> Finding:
-    from octavo.backends.native.extension import supported_levels
+    from octavo.executor.native.extension import supported_levels
 
     try:
         levels = supported_levels()
@@ -96,7 +96,7 @@ def _native() -> Finding:
 
 def _torch() -> Iterator[Finding]:
     """Looks for PyTorch and what belongs to it: Triton, FlashInfer, the driver, the devices."""
-    from octavo.backends import devices
+    from octavo.executor import devices
 
     try:
         torch = devices.require_torch()
@@ -128,7 +128,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _mooncake() -> Finding:
-    from octavo.worker.connectors.mooncake_mover import require_mooncake
+    from octavo.worker.kv_connectors.mooncake_mover import require_mooncake
 
     version = _version("mooncake-transfer-engine-non-cuda") or _version("mooncake-transfer-engine")
     if version is None:
@@ -141,7 +141,7 @@ def _mooncake() -> Finding:
 
 
 def _nixl() -> Finding:
-    from octavo.worker.connectors.nixl_mover import require_nixl
+    from octavo.worker.kv_connectors.nixl_mover import require_nixl
 
     version = _version("nixl") or _version("nixl-cu12")
     if version is None:
@@ -166,7 +166,7 @@ def _absent(name: str, need: str, extra: str) -> Finding:
 
 
 def _cuda(torch: Any) -> Iterator[Finding]:
-    from octavo.backends import devices
+    from octavo.executor import devices
 
     cuda = torch.cuda
     if not cuda.is_available():

@@ -20,7 +20,7 @@ def list(
     import msgspec
 
     from octavo.checkpoint.local_models import list_local_models
-    from octavo.cli.columns import format_columns
+    from octavo.cli.common.columns import format_columns
 
     found = list_local_models()
     if json:
@@ -47,6 +47,6 @@ def list(
     ]
     print(format_columns(("NAME", "SIZE", "QUANTIZATION", "MODIFIED"), rows))
     if not found:
-        from octavo.progress import to_stderr
+        from octavo.utils.progress import to_stderr
 
         to_stderr("no models yet: `octavo pull smollm2` fetches the default one")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from octavo.cli.exit_codes import INTERRUPTED
+from octavo.cli.common.exit_codes import INTERRUPTED
 
 
 def main() -> None:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.flags import with_engine_flags
-from octavo.cli.suggested_flags import TYPICAL_CONTEXT, suggested_flags
+from octavo.api.errors import ConfigError
+from octavo.cli.common.flags import with_engine_flags
+from octavo.cli.common.suggested_flags import TYPICAL_CONTEXT, suggested_flags
 from octavo.config.sizes import format_bytes, parse_bytes, parse_rate
-from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.backends.base import Ceilings
-    from octavo.backends.native.disk import DiskRates
+    from octavo.executor.base import Ceilings
+    from octavo.executor.native.disk import DiskRates
     from octavo.wiring.plan import ModelPlan
     from octavo.worker.memory_split import MemorySplit
 
@@ -371,7 +371,7 @@ def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Cei
     """Returns the machine's limits: as given, else measured. Rates of products of one row are this
     machine's, so they are left out if the bandwidth was given.
     """
-    from octavo.backends.base import Ceilings
+    from octavo.executor.base import Ceilings
     from octavo.wiring.backend import build_backend
 
     given: dict[str, Any] = {}
@@ -395,8 +395,8 @@ def _disk(found: ModelPlan, given: str | None) -> DiskRates | None:
     """Returns the rates of the disk that weights are streamed from: as given, else measured; None
     where none are streamed, or the disk cannot be measured.
     """
-    from octavo.backends.native.disk import DiskRates, measure_disk
     from octavo.config.paths import user_path
+    from octavo.executor.native.disk import DiskRates, measure_disk
 
     if not found.footprint.streamed_bytes:
         return None

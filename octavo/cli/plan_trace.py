@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.api.errors import ConfigError
 from octavo.config.sizes import parse_rate
-from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.cli.traffic import TrafficRequest
-    from octavo.wiring.simulated_fleet import SimulatedEngine
+    from octavo.tools.bench.traffic import TrafficRequest
+    from octavo.tools.simulated_fleet import SimulatedEngine
 
 SEED = 0
 
@@ -37,9 +37,9 @@ class TracePlan:
 
     def run(self, *, json: bool) -> None:
         """Prints the layouts, the best first."""
-        from octavo.cli.traffic import parse_scale, prompt_of, read_trace, set_apart
-        from octavo.wiring.layout_search import Objective, engine_of, rate_layouts
-        from octavo.wiring.simulated_fleet import FleetOptionsSimulated, SimulatedRequest
+        from octavo.tools.bench.traffic import parse_scale, prompt_of, read_trace, set_apart
+        from octavo.tools.layout_search import Objective, engine_of, rate_layouts
+        from octavo.tools.simulated_fleet import FleetOptionsSimulated, SimulatedRequest
 
         if not self.recordings:
             raise ConfigError(
@@ -99,7 +99,7 @@ class TracePlan:
         """Says how many requests an engine does not take at all, which count as bad ones; refuses
         a trace with which no rate could be found for that reason.
         """
-        from octavo.wiring.layout_search import GOOD_SHARE
+        from octavo.tools.layout_search import GOOD_SHARE
 
         for name, engine in engines.items():
             num_long = sum(row.input_len >= engine.max_model_len for row in rows)

@@ -28,10 +28,10 @@ def ps(
     """List the models that a running server has loaded."""
     import msgspec
 
-    from octavo.cli.columns import format_columns
-    from octavo.cli.http_client import HttpClient, describe_refusal, parse_json
-    from octavo.errors import WorkerFailed
-    from octavo.progress import to_stderr
+    from octavo.api.errors import WorkerFailed
+    from octavo.cli.common.columns import format_columns
+    from octavo.utils.http_client import HttpClient, describe_refusal, parse_json
+    from octavo.utils.progress import to_stderr
 
     key = api_key or next(filter(None, map(os.environ.get, reversed(KEY_VARIABLES))), None)
     client = HttpClient(url, key)

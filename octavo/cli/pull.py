@@ -17,6 +17,6 @@ def pull(
 ) -> None:
     """Fetch a model into the cache, check it, and print its path."""
     from octavo.checkpoint.catalogue import resolve
-    from octavo.progress import to_stderr
+    from octavo.utils.progress import to_stderr
 
     print(resolve(name, progress=True, verify=True, report=to_stderr))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.quant.making.recipe import Recipe
-    from octavo.wiring.quantize import Quantized
+    from octavo.tools.quantize import Quantized
 
 SHOWN_NAMES = 8
 
@@ -89,8 +89,8 @@ def quantize(
     ] = None,
 ) -> None:
     """Quantize a model, layer by layer. An interrupted run continues where it stopped."""
-    from octavo.progress import to_stderr
-    from octavo.wiring.quantize import CalibrationText, quantize_model
+    from octavo.tools.quantize import CalibrationText, quantize_model
+    from octavo.utils.progress import to_stderr
 
     if method is None:
         method = "rtn" if calibration is None else "gptq"

@@ -21,8 +21,8 @@ def rank(
     --rank-address`), loads this one's part of the model, and computes until the first one ends. The
     secret comes from OCTAVO_RANK_SECRET.
     """
+    from octavo.api.errors import EngineDead
     from octavo.config.rank_address import check_rank_secret, parse_rank_address
-    from octavo.errors import EngineDead
     from octavo.worker.ranks.joining import join_first
     from octavo.worker.ranks.process import run_joined
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 
 MAX_DIFFERENCES = 10
 HOST = "127.0.0.1"

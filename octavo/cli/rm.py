@@ -30,9 +30,9 @@ def _find(name: str) -> CachedModel:
     """Returns a cached model; raises ModelNotFound if there is none of that name."""
     import difflib
 
+    from octavo.api.errors import ModelNotFound
     from octavo.checkpoint.local_models import find_local_model, list_local_models
     from octavo.config.paths import is_there, user_path
-    from octavo.errors import ModelNotFound
 
     model = find_local_model(name)
     if model is not None:

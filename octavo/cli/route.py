@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.flags import with_flags
+from octavo.cli.common.flags import with_flags
 from octavo.config.option import options_of
 from octavo.server.router.settings import RouterSettings
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.answers import (
+from octavo.api.repetition_detection import LOOP
+from octavo.cli.common.answers import (
     DEFAULT_MAX_TOKENS,
     RepetitionFlag,
     Statistics,
@@ -22,14 +23,13 @@ from octavo.cli.answers import (
     new_seed,
     sampling_for,
 )
-from octavo.cli.flags import with_engine_flags
-from octavo.cli.model import fetched, split_words
-from octavo.repetition_detection import LOOP
+from octavo.cli.common.flags import with_engine_flags
+from octavo.cli.common.model import fetched, split_words
 
 if TYPE_CHECKING:
-    from octavo.llm import LLM
-    from octavo.outputs import RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.api.llm import LLM
+    from octavo.api.outputs import RequestOutput
+    from octavo.api.sampling_params import SamplingParams
 
 
 PATIENCE_S = 2.0
@@ -81,9 +81,9 @@ def run(
     options: dict[str, Any],
 ) -> None:
     """Ask a model and print its answer as it comes."""
-    from octavo.errors import InvalidRequest
-    from octavo.llm import LLM
-    from octavo.progress import to_stderr
+    from octavo.api.errors import InvalidRequest
+    from octavo.api.llm import LLM
+    from octavo.utils.progress import to_stderr
 
     model, prompt = split_words(words or [], options.get("model"))
     options = options | ({} if model is None else {"model": model})
@@ -125,7 +125,7 @@ def _read_prompt(argument: str, *, raw: bool) -> str:
     """Returns the prompt, from standard input for "-", or with the text of a pipe or file that
     standard input is put before it; refuses one that is empty or not text.
     """
-    from octavo.errors import InvalidRequest
+    from octavo.api.errors import InvalidRequest
     from octavo.text.unicode import check_unicode
 
     text = argument
@@ -163,7 +163,7 @@ def _prompt(llm: LLM, text: str, system: str | None, *, raw: bool) -> Any:
 
     A model without a chat template completes the text, and stderr says so.
     """
-    from octavo.errors import ConfigError
+    from octavo.api.errors import ConfigError
 
     if raw or not llm.get_tokenizer().has_chat_template:
         if system is not None:
@@ -190,7 +190,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, *, quiet: bool) -> Re
 
 
 def _report(output: RequestOutput, statistics: Statistics, seed: int | None, *, json: bool) -> None:
-    from octavo.errors import WorkerFailed
+    from octavo.api.errors import WorkerFailed
 
     if output.error is not None:
         raise WorkerFailed(output.error)

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.flags import with_engine_flags, with_flags
-from octavo.cli.serve_config import ServeConfig, read_config
+from octavo.cli.common.flags import with_engine_flags, with_flags
+from octavo.cli.common.serve_config import ServeConfig, read_config
 from octavo.config.option import options_of
 from octavo.server.settings import ServerSettings
 

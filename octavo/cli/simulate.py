@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.calibrate import LEFT_OUT
-from octavo.cli.command import Command, Group
-from octavo.cli.flags import with_engine_flags
+from octavo.cli.common.command import Command, Group
+from octavo.cli.common.flags import with_engine_flags
 
 SKEWS = (0.0, 0.25, 0.5)
 """Shares of the active neurons that are the same few ones in every token."""

@@ -31,8 +31,8 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one view and exit")] = False,
 ) -> None:
     """Show what a server is doing: queues, KV blocks, tokens/s and requests, by model."""
-    from octavo.cli.http_client import HttpClient
     from octavo.cli.top_reading import ServerReader
+    from octavo.utils.http_client import HttpClient
 
     key = api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
     reader = ServerReader(HttpClient(url, key))
@@ -58,8 +58,8 @@ def _show_live(reader: ServerReader, interval: float) -> None:
     """Shows the view until Ctrl-C; a server that has gone is waited for."""
     from rich.live import Live
 
+    from octavo.api.errors import Unavailable
     from octavo.cli.top_view import view_of
-    from octavo.errors import Unavailable
 
     before = reader.read()
     with Live(view_of(before, before), screen=True, auto_refresh=False) as live:

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.cli.http_client import HttpClient, describe_refusal, parse_json
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
+from octavo.utils.http_client import HttpClient, describe_refusal, parse_json
 
 PREFIX = "octavo:"
 SHARES = {"kv_cache_usage_perc", "kv_cache_utilisation"}

@@ -20,7 +20,7 @@ from octavo.cluster.placing import check_machines, check_total
 from octavo.cluster.plan import ClusterPlan, InstanceGroup, RouterPart, flag_names
 from octavo.cluster.ray_placer import RayPlacer
 from octavo.cluster.router_admin import RouterAdmin
-from octavo.progress import Report
+from octavo.utils.progress import Report
 
 STOP_S = 40.0
 """Seconds in which an instance that is told to stop must have finished its requests."""

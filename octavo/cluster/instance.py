@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx2
 import msgspec
 
-from octavo.child_process import end_process, start_bound
+from octavo.utils.child_process import end_process, start_bound
 
-MAIN = "octavo.cli.bound:main"
+MAIN = "octavo.cli.common.bound:main"
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that instances have, below those that systems give out by themselves."""
 PORTS_EACH = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

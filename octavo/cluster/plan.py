@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.api.errors import ConfigError, did_you_mean
 from octavo.config.data_file import DataFile, read_data_file
 from octavo.config.option import OptionField, convert
-from octavo.errors import ConfigError, did_you_mean
 
 MAX_FILE_BYTES = 1 << 20
 MAX_AMOUNT = 1 << 20

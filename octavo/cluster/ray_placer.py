@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.cluster.instance import Instance, InstanceSpec, InstanceState, rank_spec
 from octavo.cluster.placing import ClusterMachine
-from octavo.errors import BackendUnavailable, ConfigError
 
 INSTALL = "pip install 'octavo[ray]'"
 PLACE_S = 5.0

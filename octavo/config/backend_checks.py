@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.api.errors import ConfigError
 from octavo.config.backend_options import (
     BackendChoice,
     FleetOptions,
@@ -12,7 +13,6 @@ from octavo.config.cache_options import TransferOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import check_rank_secret, parse_rank_address
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
 
 MAX_ENGINES = 64
 """Most engines behind one front."""

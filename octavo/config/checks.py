@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from octavo.api.errors import ConfigError
 from octavo.config.backend_checks import check_backend
 from octavo.config.cache_options import CacheOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import PROGRAM_METHODS, ObserveOptions, SchedulerOptions
-from octavo.errors import ConfigError
 
 MIN_STALL_S = 1.0
 """Least stall_timeout, in seconds: every step reports progress several times in it."""

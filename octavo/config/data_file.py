@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 
 T = TypeVar("T")
 Place = tuple[int, int]

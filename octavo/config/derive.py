@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from octavo.api.errors import ConfigError
 from octavo.config.cache_options import CacheOptions
 from octavo.config.checks import check
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import public_name
-from octavo.errors import ConfigError
 
 BackendName = Literal["native", "torch", "reference"]
 

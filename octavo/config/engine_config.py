@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
+from octavo.api.errors import ConfigError, did_you_mean
 from octavo.config.backend_options import (
     BackendChoice,
     FleetOptions,
@@ -22,7 +23,6 @@ from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.model_options import DrawOptions, LoraOptions, MediaOptions, ModelOptions
 from octavo.config.option import OptionField, convert, options_of
 from octavo.config.scheduler_options import ObserveOptions, SchedulerOptions
-from octavo.errors import ConfigError, did_you_mean
 
 OPTIONS_PAGE = "docs/reference/options.md"
 """Page that lists every option."""

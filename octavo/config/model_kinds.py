@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import PROGRAM_METHODS
-from octavo.errors import ConfigError
 
 
 def for_whole_texts(config: EngineConfig) -> EngineConfig:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_size, parse_bytes, parse_count, read_seconds
-from octavo.errors import ConfigError
 
 MAX_COUNT = (1 << 31) - 1
 """Most requests, tokens or threads that an option may name: arrays of them have 32-bit indices."""

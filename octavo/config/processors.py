@@ -1,7 +1,7 @@
 """The option `logits_processors`: which functions requests may name, and where they are found.
 
-Reads texts and imports nothing; the worker loads the functions (`worker/logits_processors.py`).
-"""
+Reads texts and imports nothing; the worker loads the functions
+(`worker/sampling/logits_processors.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 
 MAKER = re.compile(r"(?P<attribute>[\w.]+)\((?P<numbers>(-?\d+(,-?\d+)*)?)\)")
 """A class or function that makes a processor, and the whole numbers that it is given."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from octavo.api.errors import ConfigError
 from octavo.config.hosts import is_local
-from octavo.errors import ConfigError
 
 
 def parse_rank_address(text: str) -> tuple[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 
 DEFAULT_PORT = 8000
 """Port of an address without a scheme and a port, which is the default of `octavo serve`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 
 MAX_SIZE = 1 << 60
 """Largest number of bytes, or count, that is read."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from octavo.step import AdapterLoad, AdapterLoaded, AdapterRef
+from octavo.engine.protocol.step import AdapterLoad, AdapterLoaded, AdapterRef
 
 NO_SLOT = -1
 

@@ -13,11 +13,15 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import cast
 
+from octavo.api.errors import EngineDead
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.live.watch import EngineWatch, view_of
 from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
+from octavo.engine.protocol.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
 from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
 from octavo.engine.protocol.stats import EngineStats, StepTokens
+from octavo.engine.protocol.step import RowResult, StepPlan, StepResult
+from octavo.engine.protocol.step_costs import UNMEASURED, StepCostMeter, StepCosts
 from octavo.engine.protocol.view import EngineView
 from octavo.engine.recording.recorder import (
     Log,
@@ -32,11 +36,7 @@ from octavo.engine.recording.recorder import (
     StepPlanned,
 )
 from octavo.engine.requests.token_row import Finish
-from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.step_costs import UNMEASURED, StepCostMeter, StepCosts
-from octavo.errors import EngineDead
-from octavo.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
-from octavo.step import RowResult, StepPlan, StepResult
+from octavo.engine.scheduler.scheduler import Scheduler
 
 CLOSE_S = 2.0
 COSTS_INTERVAL_S = 0.5

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.engine.protocol.stats import KvBytes
-from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.step import StepPlan, StepResult
+from octavo.engine.protocol.step import StepPlan, StepResult
+from octavo.engine.scheduler.scheduler import Scheduler
 
 
 class KvMeter:

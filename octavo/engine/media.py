@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.step import MediaItem, MediaPixels
+from octavo.engine.protocol.step import MediaItem, MediaPixels
 
 
 class MediaPlaces:

@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+from octavo.api.errors import InvalidRequest, SetupError
+from octavo.api.lora_request import LoRARequest
 from octavo.config.paths import user_path
-from octavo.errors import InvalidRequest, SetupError
-from octavo.lora_request import LoRARequest
-from octavo.step import AdapterRef
+from octavo.engine.protocol.step import AdapterRef
 
 MAX_KNOWN = 100_000
 """Folders whose digests are remembered."""

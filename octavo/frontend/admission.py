@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from octavo.api.errors import InvalidRequest, Overloaded
 from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.engine.protocol.stats import EngineStats
-from octavo.errors import InvalidRequest, Overloaded
 from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.latency_limit import LatencyLimit
 

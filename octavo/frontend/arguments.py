@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from octavo.errors import InvalidRequest, shown
-from octavo.lora_request import LoRARequest
-from octavo.pooling_params import PoolingParams, TextPair
-from octavo.sampling_params import SamplingParams, whole_number
+from octavo.api.errors import InvalidRequest, shown
+from octavo.api.lora_request import LoRARequest
+from octavo.api.pooling_params import PoolingParams, TextPair
+from octavo.api.sampling_params import SamplingParams, whole_number
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished.

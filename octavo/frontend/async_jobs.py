@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from octavo.api.outputs import RequestOutput
+from octavo.api.pooling_params import PoolingParams
+from octavo.api.transcription import Transcription
 from octavo.frontend.arguments import PoolingPrompt
 from octavo.frontend.frontend import Frontend
 from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob
 from octavo.frontend.streams import RequestStream
 from octavo.frontend.transcription import Listening, SoundWindow, SpeechOptions, next_windows
-from octavo.outputs import RequestOutput
-from octavo.pooling_params import PoolingParams
-from octavo.transcription import Transcription
 
 Compute = Callable[[Sequence[ParentRequest]], Awaitable[list[RequestOutput]]]
 """Runs requests together and returns their final outputs, in their order."""

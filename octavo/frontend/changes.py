@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from octavo.api.errors import InvalidRequest, shown
+from octavo.api.sampling_params import SamplingParams, whole_number
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
-from octavo.errors import InvalidRequest, shown
 from octavo.frontend.arguments import as_list
 from octavo.frontend.input_processor import (
     DEFAULT_CONTEXT,
@@ -23,7 +24,6 @@ from octavo.frontend.input_processor import (
 )
 from octavo.frontend.output_processor import RequestState
 from octavo.frontend.params_resolver import need_tokenizer
-from octavo.sampling_params import SamplingParams, whole_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from octavo.errors import ContextTooLong, InvalidRequest
-from octavo.step import EncoderInput
+from octavo.api.errors import ContextTooLong, InvalidRequest
+from octavo.engine.protocol.step import EncoderInput
 
 DIGEST_BYTES = 16
 

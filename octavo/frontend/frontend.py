@@ -13,6 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from octavo.api.errors import InvalidRequest, RequestNotFound, Unavailable
+from octavo.api.lora_request import LoRARequest
+from octavo.api.outputs import RequestOutput
+from octavo.api.pooling_params import PoolingParams, PoolingTask, RequestParams, TextPair
+from octavo.api.sampling_params import SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import (
     EngineClient,
@@ -23,10 +28,11 @@ from octavo.engine.clients.client import (
     as_view,
 )
 from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.ports import Profiler
 from octavo.engine.protocol.requests import RequestChange
 from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.step import AdapterRef
 from octavo.engine.protocol.view import EngineView
-from octavo.errors import InvalidRequest, RequestNotFound, Unavailable
 from octavo.frontend.adapter_names import AdapterNames
 from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt
 from octavo.frontend.changes import Fork, RequestUpdate, changed, forked
@@ -44,13 +50,7 @@ from octavo.frontend.prompt_inputs import Truncation
 from octavo.frontend.recent_requests import KEPT_S
 from octavo.frontend.sampling_defaults import SamplingDefaults
 from octavo.frontend.transcription import Transcriptions
-from octavo.lora_request import LoRARequest
-from octavo.outputs import RequestOutput
-from octavo.pooling_params import PoolingParams, PoolingTask, RequestParams, TextPair
-from octavo.ports import Profiler
-from octavo.prompt_ports import DEFAULT_RENDERING, Rendering, Tokenizer
-from octavo.sampling_params import SamplingParams
-from octavo.step import AdapterRef
+from octavo.text.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 
 if TYPE_CHECKING:
     from octavo.transfer.kv_publisher import KVEventPublisher

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from octavo.errors import InvalidRequest, shown
+from octavo.api.errors import InvalidRequest, shown
+from octavo.engine.protocol.step import MediaItem, MediaPixels
 from octavo.frontend.arguments import Messages
-from octavo.prompt_ports import ImageReader, ReadImage
-from octavo.step import MediaItem, MediaPixels
+from octavo.text.ports import ImageReader, ReadImage
 
 KEY = "multi_modal_data"
 """Key of a prompt's dict that holds its images, under "image"."""

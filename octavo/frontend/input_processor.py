@@ -17,22 +17,22 @@ from typing import Any
 
 import msgspec
 
+from octavo.api.errors import InvalidRequest, shown
+from octavo.api.lora_request import LoRARequest
+from octavo.api.pooling_params import RequestParams
+from octavo.api.sampling_limits import MAX_BIAS
+from octavo.api.sampling_params import SamplingParams, whole_number
+from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.protocol.prompt_limits import PromptLimits, Verdict
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, EngineRequest
-from octavo.errors import InvalidRequest, shown
+from octavo.engine.protocol.step import AdapterRef, EncoderInput
 from octavo.frontend.arguments import Prompt, as_list
 from octavo.frontend.encoder_inputs import EncoderInputs
 from octavo.frontend.images import ImageInputs, PlacedImages, images_of
 from octavo.frontend.params_resolver import ParamsResolver, need_tokenizer
 from octavo.frontend.prompt_inputs import PromptInputs, refuse_never, whole_ids
-from octavo.lora_request import LoRARequest
-from octavo.pooling_params import RequestParams
-from octavo.prompt_ports import ImageReader, Tokenizer
-from octavo.sampling_limits import MAX_BIAS
-from octavo.sampling_params import SamplingParams, whole_number
-from octavo.step import AdapterRef, EncoderInput
-from octavo.structured_outputs import GrammarSpec
 from octavo.text.grammar.lazy import LazyGrammars
+from octavo.text.ports import ImageReader, Tokenizer
 from octavo.text.unicode import check_unicode
 
 DECODER_KEYS = ("decoder_prompt", "decoder_prompt_token_ids")

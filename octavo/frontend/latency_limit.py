@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from octavo.api.errors import Overloaded
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.stats import EngineStats
-from octavo.engine.step_costs import UNMEASURED, StepCosts
-from octavo.errors import Overloaded
+from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
 from octavo.frontend.input_processor import ParentRequest
 
 WEIGHT = 0.1

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import msgspec
 
+from octavo.api.outputs import FinishReason
+from octavo.api.pooling_params import RequestParams
 from octavo.engine.protocol.requests import ON_ITS_WAY
 from octavo.engine.protocol.view import EngineView, RequestView
 from octavo.frontend.output_processor import RequestState, Sample
-from octavo.outputs import FinishReason
-from octavo.pooling_params import RequestParams
 
 
 class LiveSample(msgspec.Struct):

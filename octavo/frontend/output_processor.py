@@ -12,11 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from octavo.engine.protocol.outputs import EngineOutput
-from octavo.errors import InvalidRequest
-from octavo.frontend.input_processor import ParentRequest
-from octavo.frontend.recent_requests import RecentRequests
-from octavo.outputs import (
+from octavo.api.errors import InvalidRequest
+from octavo.api.outputs import (
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -24,11 +21,14 @@ from octavo.outputs import (
     RequestOutput,
     Timings,
 )
-from octavo.pooling_params import RequestParams
-from octavo.prompt_ports import Tokenizer
-from octavo.sampling_params import SamplingParams
-from octavo.step import TokenLogprobs
+from octavo.api.pooling_params import RequestParams
+from octavo.api.sampling_params import SamplingParams
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.step import TokenLogprobs
+from octavo.frontend.input_processor import ParentRequest
+from octavo.frontend.recent_requests import RecentRequests
 from octavo.text.detokenizer import Detokenizer
+from octavo.text.ports import Tokenizer
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 import msgspec
 
-from octavo.errors import InvalidRequest, shown
-from octavo.prompt_ports import Tokenizer
-from octavo.sampling_params import SamplingParams
+from octavo.api.errors import InvalidRequest, shown
+from octavo.api.sampling_params import SamplingParams
+from octavo.text.ports import Tokenizer
 from octavo.text.unicode import check_unicode
 
 

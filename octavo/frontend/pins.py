@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.api.errors import InvalidRequest, WorkerFailed
+from octavo.api.outputs import RequestOutput
+from octavo.api.sampling_params import SamplingParams
 from octavo.config.cache_options import CacheOptions
 from octavo.engine.protocol.requests import Pin
-from octavo.errors import InvalidRequest, WorkerFailed
-from octavo.outputs import RequestOutput
-from octavo.sampling_params import SamplingParams
 
 FOR_GOOD_S = 100 * 365 * 86400.0
 """Time to live of a pin without an end, in seconds."""

@@ -14,8 +14,21 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from octavo.api.errors import InvalidRequest, shown
+from octavo.api.outputs import RequestOutput
+from octavo.api.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+)
+from octavo.api.pooling_params import (
+    MODEL_LIMIT,
+    PoolingActivation,
+    PoolingParams,
+    PoolingTask,
+    TextPair,
+)
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.errors import InvalidRequest, shown
 from octavo.frontend.arguments import PoolingPrompt, Prompt, pooling_params_of, prompt_list
 from octavo.frontend.input_processor import (
     DEFAULT_CONTEXT,
@@ -24,19 +37,6 @@ from octavo.frontend.input_processor import (
     RequestContext,
 )
 from octavo.frontend.params_resolver import need_tokenizer
-from octavo.outputs import RequestOutput
-from octavo.pooling_outputs import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    ScoringRequestOutput,
-)
-from octavo.pooling_params import (
-    MODEL_LIMIT,
-    PoolingActivation,
-    PoolingParams,
-    PoolingTask,
-    TextPair,
-)
 
 
 @dataclass(frozen=True, slots=True)

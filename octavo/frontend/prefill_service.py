@@ -15,9 +15,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from octavo.api.errors import ConfigError, OctavoError
+from octavo.api.outputs import RequestOutput
 from octavo.config.cache_options import TransferOptions
-from octavo.errors import ConfigError, OctavoError
-from octavo.outputs import RequestOutput
 from octavo.transfer.address import endpoint, parse_address
 from octavo.transfer.messages import (
     UNREADABLE,

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from octavo.api.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
+from octavo.api.sampling_params import whole_number
 from octavo.engine.protocol.prompt_limits import AdmissionDecision, PromptLimits, Verdict
-from octavo.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
 from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
 from octavo.frontend.encoder_inputs import EncoderInputs
 from octavo.frontend.images import KEY, ImageInputs, images_of, taken_out
 from octavo.frontend.params_resolver import need_tokenizer
-from octavo.prompt_ports import Rendering, Tokenizer
-from octavo.sampling_params import whole_number
+from octavo.text.ports import Rendering, Tokenizer
 from octavo.text.unicode import check_unicode, is_long
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", KEY)

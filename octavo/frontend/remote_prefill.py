@@ -22,15 +22,15 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.config.cache_options import TransferOptions
+from octavo.engine.protocol.block_events import BlockEvent
 from octavo.engine.protocol.block_hashes import BlockNaming, note_events
-from octavo.engine.step_costs import UNMEASURED, StepCosts
+from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.kv_messages import StoredBytes
+from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
 from octavo.frontend.input_processor import ParentRequest
-from octavo.kv_messages import StoredBytes
-from octavo.routing.cached_names import CachedNames
-from octavo.sampling_params import SamplingParams
 from octavo.transfer.address import endpoint, parse_address, split_endpoints
-from octavo.transfer.block_events import BlockEvent
 from octavo.transfer.messages import (
     UNREADABLE,
     Accepted,

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import ConfigError, InvalidRequest
-from octavo.sampling_limits import DRAWS_ONLY
-from octavo.sampling_params import SamplingParams
+from octavo.api.errors import ConfigError, InvalidRequest
+from octavo.api.sampling_limits import DRAWS_ONLY
+from octavo.api.sampling_params import SamplingParams
 
 SAMPLED = {"temperature": 0.7, "top_p": 0.95}
 """Values of a request that needs chance and sets no temperature, if the default is greedy: those

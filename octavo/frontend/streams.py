@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from octavo.api.errors import EngineDead, InvalidRequest, OctavoError
+from octavo.api.outputs import RequestOutput
 from octavo.engine.protocol.outputs import CoreOutputs
-from octavo.errors import EngineDead, InvalidRequest, OctavoError
 from octavo.frontend.frontend import Frontend
 from octavo.frontend.output_processor import LostRequest
-from octavo.outputs import RequestOutput
 
 
 class RequestStream:

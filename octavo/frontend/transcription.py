@@ -14,7 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from octavo.errors import InvalidRequest, did_you_mean, shown
+from octavo.api.errors import InvalidRequest, did_you_mean, shown
+from octavo.api.outputs import RequestOutput
+from octavo.api.sampling_params import SamplingParams
+from octavo.api.transcription import Segment, Transcription
+from octavo.engine.protocol.step import EncoderInput
 from octavo.frontend.input_processor import (
     DEFAULT_CONTEXT,
     InputProcessor,
@@ -22,10 +26,6 @@ from octavo.frontend.input_processor import (
     ReadInput,
     RequestContext,
 )
-from octavo.outputs import RequestOutput
-from octavo.sampling_params import SamplingParams
-from octavo.step import EncoderInput
-from octavo.transcription import Segment, Transcription
 
 SpeechTask = Literal["transcribe", "translate"]
 

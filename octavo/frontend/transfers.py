@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterable
 
 from octavo.config.cache_options import TransferOptions
-from octavo.engine.step_costs import StepCosts
+from octavo.engine.protocol.block_events import BlockEvent
+from octavo.engine.protocol.kv_messages import StoredBytes
+from octavo.engine.protocol.step_costs import StepCosts
 from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.prefill_service import ComputePrompt, PrefillService
 from octavo.frontend.remote_prefill import ComputeHere, PrefillPeers
-from octavo.kv_messages import StoredBytes
-from octavo.transfer.block_events import BlockEvent
 from octavo.transfer.messages import TransferFacts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 
 MAX_SIDE = 1 << 16
 """Most pixels of an image's side, whatever its area: no format that is read has more."""

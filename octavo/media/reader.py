@@ -9,13 +9,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
+from octavo.engine.protocol.step import MediaPixels
 from octavo.media.decode import as_image, decoded, need_pillow
 from octavo.media.limits import ImageLimits
 from octavo.media.rules import ImageRules
 from octavo.media.sources import read_file, read_source
-from octavo.prompt_ports import ReadImage
-from octavo.step import MediaPixels
+from octavo.text.ports import ReadImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image

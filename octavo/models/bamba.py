@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import (
     DecoderShape,
     Frame,

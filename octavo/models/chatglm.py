@@ -5,7 +5,7 @@ al. 2023. The first ChatGLM, with two-dimensional positions, is refused.
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import (
     DecoderShape,
     Frame,

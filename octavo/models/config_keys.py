@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 
 
 def _names(text: str) -> frozenset[str]:

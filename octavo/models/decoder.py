@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooled_row import pooled_row

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
 from octavo.models.decoder import DecoderShape, LayerCache, PredictionLayer
 from octavo.models.hf_config import HfConfig

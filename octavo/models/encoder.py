@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooling import is_classifier, num_labels, pooling_mode

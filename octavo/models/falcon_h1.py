@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import DecoderShape, Frame, NormNames, Sublayer, build_decoder
 from octavo.models.hf_config import HfConfig
 from octavo.models.hybrid import LayerPlan, mamba2_mixer, mamba2_sizes, self_attention

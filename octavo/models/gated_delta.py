@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import DecoderShape, LayerCache
 from octavo.models.hf_config import HfConfig
 from octavo.models.hybrid import LayerPlan, layers_by_type

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.gemma3_text import build_gemma3
 from octavo.models.hf_config import HfConfig
 from octavo.models.vision import (

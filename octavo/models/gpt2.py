@@ -5,7 +5,7 @@ Its checkpoints keep matrices as `[in, out]` and q, k, v side by side in one ten
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooled_row import pooled_row

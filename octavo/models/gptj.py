@@ -4,7 +4,7 @@ neighbouring pairs. Wang and Komatsuzaki 2021.
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import (
     DecoderShape,
     Frame,

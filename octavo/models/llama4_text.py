@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import DecoderShape, build_decoder, plan_cache, query_growth
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_experts, gated_mlp

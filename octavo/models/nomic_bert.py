@@ -4,7 +4,7 @@ Nussbaum et al. 2024.
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.encoder import (
     EncoderNames,
     EncoderShape,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
+from octavo.api.pooling_params import PoolingActivation
 from octavo.models.hf_config import HfConfig
-from octavo.pooling_params import PoolingActivation
 
 PoolingMode = Literal["cls", "mean", "last"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_mlp
 from octavo.models.qwen2_vl import (

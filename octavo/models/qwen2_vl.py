@@ -6,7 +6,7 @@ Wang et al. 2024. Videos are not read.
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import DecoderShape, Frame
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama

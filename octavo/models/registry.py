@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
 from octavo.models.hf_config import HfConfig
 from octavo.models.pooling import pooled_head, score_tokens

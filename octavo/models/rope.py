@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import ROPE, refuse_unread
 from octavo.models.hf_config import HfConfig
 from octavo.program.ops import LongAngles, RopeTable

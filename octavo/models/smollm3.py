@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import DecoderShape
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
 from octavo.program.build_mixers import selective_scan, short_conv

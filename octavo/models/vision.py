@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
 from octavo.models.hf_config import HfConfig
 from octavo.program.builder import Builder

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program.neuron_predictors import NeuronPredictor
 from octavo.program.passes.sparsify import Thresholds
 

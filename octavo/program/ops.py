@@ -5,7 +5,7 @@ ranks in `rank_ops.py`, and those of a single family in `family_ops.py`.
 Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E`
 experts, `k` experts a token, `V` vocabulary. Attributes are plain numbers and strings, so that
 passes and backends can compare and hash ops. Places, positions, slots and block tables are not
-Values: every op that needs them reads the step's batch (`backends/batch.py`). A row's place is its
+Values: every op that needs them reads the step's batch (`executor/batch.py`). A row's place is its
 index among its request's keys, by which attention masks and biases; its positions are what rope and
 learned embeddings read, and nothing else does.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.original_context import ONE_CONTEXT, OriginalContext
+from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.program.key_selection import KeySelection
 from octavo.program.program import Op, Program, Value, Weight
 
@@ -25,8 +25,9 @@ MaskKind = Literal["causal", "full", "window", "chunk", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class LongAngles:
-    """Angles of requests that are longer than the original context, whose positions begin at
-    `start` (`octavo/original_context.py`): a token at position p is turned as if it were p - start.
+    """Angles of requests that are longer than the original context and that begin at `start`
+    (`octavo/engine/protocol/original_context.py`): a token at position p is rotated by the angle
+    of p - start.
     """
 
     start: int

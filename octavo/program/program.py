@@ -1,7 +1,7 @@
 """A model as data: Values with row axes, KV cache groups, weights, and a flat list of ops.
 
 Knows nothing of devices, files or requests. `models/` builds Programs, `passes/` rewrite them,
-`backends/` run them. The kinds of op stand in `ops.py`. Source: the project's own design; the
+`executor/` run them. The kinds of op stand in `ops.py`. Source: the project's own design; the
 closest relatives are the graph of ggml and TVM's Relax.
 """
 

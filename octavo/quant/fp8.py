@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.packed import ActivationScheme, Levels, PackedWeight
 
 FP8 = "F8_E4M3"

@@ -1,9 +1,8 @@
 """GGUF's tensor types: the places of codes, scales and mins in a block of each, lossless.
 
 Owns the byte layout of each block type; knows nothing of files, names or models
-(`checkpoint/gguf.py`). Source of the layouts: ggml's `ggml-common.h` (block structs); the oracle of
-the tests is gguf-py's `dequantize`.
-"""
+(`checkpoint/gguf/gguf_file.py`). Source of the layouts: ggml's `ggml-common.h` (block structs); the
+oracle of the tests is gguf-py's `dequantize`."""
 
 from __future__ import annotations
 

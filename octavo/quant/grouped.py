@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.quant.packed import Levels, PackedWeight
 
 SCALE_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.quant.packed import Code, Levels, PackedWeight
 
 GROUP = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.routing.cached_names import CachedNames
+from octavo.engine.protocol.cached_names import CachedNames
 
 KEPT_SHARE = 0.9
 """Share of what was measured before that counts beside the newest measurement."""

@@ -11,12 +11,17 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
-from octavo.async_llm import AsyncLLM
+from octavo.api.async_llm import AsyncLLM
 from octavo.server.anthropic import messages
-from octavo.server.auth import ApiKeys
 from octavo.server.cohere import chat as cohere_chat
-from octavo.server.errors import add_error_handlers
-from octavo.server.head_requests import HeadAsGet
+from octavo.server.http.auth import ApiKeys
+from octavo.server.http.errors import add_error_handlers
+from octavo.server.http.head_requests import HeadAsGet
+from octavo.server.http.openapi import describe
+from octavo.server.http.request_log import Reader, RequestLog, SlowLog, log_access
+from octavo.server.http.same_origin import LOCAL_ORIGIN, SameOrigin
+from octavo.server.http.time_limit import TimeLimit
+from octavo.server.http.tracing import Tracer
 from octavo.server.ignored import IgnoredHeader
 from octavo.server.known_models import KnownModels
 from octavo.server.loader import ModelLoader
@@ -27,9 +32,7 @@ from octavo.server.ollama import pulling as ollama_pulling
 from octavo.server.ollama import refusals as ollama_refusals
 from octavo.server.openai import audio, batches, chat, completions, embeddings, files, models
 from octavo.server.openai.responses import routes as responses
-from octavo.server.openapi import describe
 from octavo.server.pulls import Pulls
-from octavo.server.request_log import Reader, RequestLog, SlowLog, log_access
 from octavo.server.residency import Residency
 from octavo.server.routes import (
     adapters,
@@ -44,7 +47,6 @@ from octavo.server.routes import (
     requests,
     tokenize,
 )
-from octavo.server.same_origin import LOCAL_ORIGIN, SameOrigin
 from octavo.server.scoring import classify, rerank, score
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
@@ -56,9 +58,7 @@ from octavo.server.state.service import Service
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store
 from octavo.server.stored_work import StoredWork
-from octavo.server.time_limit import TimeLimit
-from octavo.server.tracing import Tracer
-from octavo.version import __version__
+from octavo.utils.version import __version__
 
 ROUTES = (
     admin,

@@ -14,8 +14,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from octavo.async_llm import AsyncLLM
-from octavo.errors import OctavoError
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import OctavoError
 from octavo.server.state.service import Service
 
 SHARE_BESIDE_OTHERS = 8

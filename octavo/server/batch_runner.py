@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import OctavoError, Overloaded
+from octavo.api.errors import OctavoError, Overloaded
 from octavo.server.batch_gate import BatchGate, PutBack
 from octavo.server.batch_input import (
     BatchLine,

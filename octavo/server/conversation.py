@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.frontend.prompt_inputs import Truncation
-from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
 from octavo.server.generation import chat_prompt_of
 from octavo.server.output_parser import OutputParser, build_parser, continued_text
 from octavo.server.roles import move_tool_images
 from octavo.server.state.served_model import ServedModel
 from octavo.server.taught_tools import plain_history, taught_messages
 from octavo.server.tool_use import ToolUse, rename_functions
+from octavo.text.ports import DEFAULT_RENDERING, Rendering
 
 
 @dataclass(frozen=True, slots=True)

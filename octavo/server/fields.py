@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from octavo.errors import InvalidRequest
-from octavo.sampling_limits import NUMBERS, WHOLE_NUMBERS
+from octavo.api.errors import InvalidRequest
+from octavo.api.sampling_limits import NUMBERS, WHOLE_NUMBERS
 from octavo.server.ignored import IgnoredFields
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]

@@ -9,18 +9,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from octavo.async_llm import AsyncLLM
-from octavo.errors import InvalidRequest, WorkerFailed
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import InvalidRequest, WorkerFailed
+from octavo.api.outputs import RequestOutput
+from octavo.api.pooling_params import RequestParams
 from octavo.frontend.arguments import Prompt as EnginePrompt
 from octavo.frontend.input_processor import DEFAULT_CONTEXT, ParentRequest, RequestContext
 from octavo.frontend.prompt_inputs import Truncation
 from octavo.frontend.streams import RequestStream
-from octavo.outputs import RequestOutput
-from octavo.pooling_params import RequestParams
-from octavo.prompt_ports import DEFAULT_RENDERING, Rendering
 from octavo.server.images import has_images
 from octavo.server.roles import fit_roles
 from octavo.server.state.served_model import ServedModel
+from octavo.text.ports import DEFAULT_RENDERING, Rendering
 from octavo.text.unicode import LONG_TEXT_CHARACTERS
 
 Prompt = str | list[int]

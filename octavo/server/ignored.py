@@ -16,7 +16,7 @@ from functools import reduce
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.text.grammar.schema import pointer_keys
 
 HEADER = "X-Octavo-Ignored"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.errors import InvalidRequest, shown
+from octavo.api.errors import InvalidRequest, shown
 
 Content = str | list[dict[str, Any]]
 """Content of a plain message: a text, or parts where there are images among the texts."""

@@ -14,8 +14,8 @@ from fastapi import APIRouter, FastAPI
 from starlette.datastructures import Headers
 from starlette.types import Message
 
-from octavo.server.auth import IS_BACKGROUND, KEY_NAME
-from octavo.server.errors import add_error_handlers
+from octavo.server.http.auth import IS_BACKGROUND, KEY_NAME
+from octavo.server.http.errors import add_error_handlers
 from octavo.server.state.request_record import SCOPE_KEY
 from octavo.server.state.service import Service
 

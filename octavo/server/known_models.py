@@ -11,6 +11,7 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 
+from octavo.api.errors import InvalidRequest, ModelNotFound, OctavoError, shown
 from octavo.checkpoint.catalogue import short_name
 from octavo.checkpoint.local_models import (
     CachedModel,
@@ -19,7 +20,6 @@ from octavo.checkpoint.local_models import (
     remove_local_model,
 )
 from octavo.config.paths import is_there, user_path
-from octavo.errors import InvalidRequest, ModelNotFound, OctavoError, shown
 from octavo.server.loader import ModelLoader
 from octavo.server.settings import ServerSettings
 from octavo.server.state.adapters import NAME, NAME_RULE

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from octavo.async_llm import AsyncLLM
-from octavo.backends.devices import default_backend
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import ConfigError, InsufficientMemory
 from octavo.checkpoint.catalogue import resolve
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError, InsufficientMemory
-from octavo.progress import Report, quiet
+from octavo.executor.devices import default_backend
 from octavo.server.state.adapters import LoraModule, ServedAdapter
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.slot import EngineSlot
+from octavo.utils.progress import Report, quiet
 from octavo.wiring.budget import describe_shares, share_memory
 from octavo.wiring.plan import plan_model
 from octavo.worker.capacity import Capacity

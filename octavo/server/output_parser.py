@@ -13,12 +13,11 @@ from typing import Any
 
 import msgspec
 
-from octavo.answer_marks import AnswerMarks
-from octavo.prompt_ports import Rendering, Tokenizer
-from octavo.sampling_params import SamplingParams
+from octavo.api.sampling_params import SamplingParams
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.tool_use import ToolUse
-from octavo.structured_outputs import StructuredOutputs
+from octavo.text.answer_marks import AnswerMarks
 from octavo.text.detokenizer import decode_whole_characters
 from octavo.text.parsers.call_forms import (
     NO_REASONING,
@@ -35,6 +34,7 @@ from octavo.text.parsers.formats import (
     named_tool_format,
 )
 from octavo.text.parsers.reader import MessageForm, PartReader, make_reader
+from octavo.text.ports import Rendering, Tokenizer
 
 TAIL_TOKENS = 32
 """Last tokens of a prompt, among which the tags that open or close the reasoning stand."""

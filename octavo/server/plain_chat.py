@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from octavo.errors import InvalidRequest, shown
+from octavo.api.errors import InvalidRequest, shown
+from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.sampling_defaults import params_over
-from octavo.prompt_ports import Rendering
-from octavo.sampling_params import SamplingParams
-from octavo.server.body import Body
-from octavo.server.body_part import BodyPart
-from octavo.server.errors import use_api_names
+from octavo.server.http.body import Body
+from octavo.server.http.body_part import BodyPart
+from octavo.server.http.errors import use_api_names
 from octavo.server.state.served_model import ServedModel
+from octavo.text.ports import Rendering
 
 ASSISTANT = "assistant"
 

@@ -11,12 +11,12 @@ from typing import Generic
 
 from fastapi import Request
 
+from octavo.api.outputs import RequestOutput
 from octavo.frontend.input_processor import DEFAULT_CONTEXT, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob
-from octavo.outputs import RequestOutput
-from octavo.server.connection import unless_gone
-from octavo.server.errors import use_api_names
 from octavo.server.generation import Generation, member_name
+from octavo.server.http.connection import unless_gone
+from octavo.server.http.errors import use_api_names
 from octavo.server.state.served_model import ServedModel
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.server.body import Body
 from octavo.server.fields import Whole, field, user_name
+from octavo.server.http.body import Body
 
 
 class PoolingBody(Body):

@@ -12,9 +12,9 @@ import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from octavo.api.errors import DownloadFailed, OctavoError
 from octavo.checkpoint.catalogue import resolve
-from octavo.errors import DownloadFailed, OctavoError
-from octavo.progress import FileProgress
+from octavo.utils.progress import FileProgress
 
 TELL_EVERY_S = 0.1
 """Shortest time between two reports to a request, in seconds."""

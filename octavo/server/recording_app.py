@@ -9,12 +9,12 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.server.errors import add_error_handlers
-from octavo.server.head_requests import HeadAsGet
-from octavo.server.listener import take_port
+from octavo.server.http.errors import add_error_handlers
+from octavo.server.http.head_requests import HeadAsGet
+from octavo.server.http.listener import take_port
 from octavo.server.routes import page, recording
 from octavo.server.state.shown_recording import ShownRecording
-from octavo.version import __version__
+from octavo.utils.version import __version__
 
 QUERY = b"recording"
 """Query by which the page knows that it shows a recording."""

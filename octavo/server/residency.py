@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import NoReturn
 
-from octavo.errors import (
+from octavo.api.errors import (
     DownloadFailed,
     InsufficientMemory,
     ModelNotFound,

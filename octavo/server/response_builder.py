@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
+from octavo.api.outputs import CompletionOutput, Logprob, RequestOutput, Timings
+from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.arguments import Prompt
 from octavo.frontend.input_processor import DEFAULT_CONTEXT, RequestContext
-from octavo.outputs import CompletionOutput, Logprob, RequestOutput, Timings
-from octavo.sampling_params import SamplingParams
-from octavo.server.connection import unless_gone
 from octavo.server.conversation import Conversation
 from octavo.server.generation import Generation
+from octavo.server.http.connection import unless_gone
+from octavo.server.http.sse import NO_HEADERS, EventStream
 from octavo.server.output_parser import PLAIN, OutputParser
-from octavo.server.sse import NO_HEADERS, EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.text.parsers.parts import MessageText, Part, PartKind
 from octavo.text.parsers.reader import PartReader

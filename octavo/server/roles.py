@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.prompt_ports import RoleRules
 from octavo.server.images import Content, text_part
+from octavo.text.ports import RoleRules
 
 SYSTEM_ROLES = ("system", "developer")
 UNREAD_IMAGE = "[an image, which this model cannot read]"

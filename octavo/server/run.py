@@ -21,12 +21,12 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from octavo.errors import ConfigError, OctavoError
+from octavo.api.errors import ConfigError, OctavoError
 from octavo.server.app import create_app
 from octavo.server.http.limited_protocol import LimitedHttpProtocol
-from octavo.server.listener import leave_path, listen
+from octavo.server.http.listener import leave_path, listen
+from octavo.server.http.log_format import NOTICES, configure_logging
 from octavo.server.loader import ModelLoader
-from octavo.server.log_format import NOTICES, configure_logging
 from octavo.server.residency import Residency
 from octavo.server.settings import ServerSettings
 from octavo.server.state.adapters import LoraModule

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from octavo.api.errors import ConfigError
 from octavo.config.hosts import is_local
 from octavo.config.option import option
 from octavo.config.paths import state_home
-from octavo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

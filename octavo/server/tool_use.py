@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from octavo.errors import InvalidRequest, did_you_mean, shown
+from octavo.api.errors import InvalidRequest, did_you_mean, shown
+from octavo.server.http.request_limits import RequestLimits
 from octavo.server.ignored import IgnoredFields, label_of
-from octavo.server.request_limits import RequestLimits
 from octavo.text.grammar.enforceable import enforceable
 from octavo.text.grammar.schema import SchemaError
 from octavo.text.parsers.formats import ChannelFormat, ToolFormat

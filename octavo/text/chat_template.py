@@ -14,8 +14,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import InvalidRequest
-from octavo.prompt_ports import RoleRules
+from octavo.api.errors import InvalidRequest
+from octavo.text.ports import RoleRules
 from octavo.text.role_rules import find_role_rules
 from octavo.text.template_bounds import bound_filters, bounded_environment, render
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from octavo.prompt_ports import Tokenizer
-from octavo.sampling_params import SamplingParams
+from octavo.api.sampling_params import SamplingParams
+from octavo.text.ports import Tokenizer
 from octavo.text.reasoning_watch import ReasoningWatch
 from octavo.text.stop_search import StopSearch
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import tokenizers
 
-from octavo.checkpoint_ports import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
-from octavo.errors import OctavoError, UnsupportedModel
+from octavo.api.errors import OctavoError, UnsupportedModel
+from octavo.checkpoint.ports import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 from octavo.text.pre_tokenization import PRE_TOKENIZATIONS
 from octavo.text.vocabulary import build_tokenizer
 

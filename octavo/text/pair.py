@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from octavo.pooling_params import PairIds, TextPair
+from octavo.api.pooling_params import PairIds, TextPair
 from octavo.text.encoding import encode_with_offsets
 from octavo.text.unicode import is_long
 

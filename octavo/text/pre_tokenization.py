@@ -18,7 +18,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ Sees each token's text once and keeps the last few characters.
 
 from __future__ import annotations
 
-from octavo.answer_marks import AnswerMarks
+from octavo.text.answer_marks import AnswerMarks
 
 
 class ReasoningWatch:

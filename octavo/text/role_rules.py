@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.errors import InvalidRequest
-from octavo.prompt_ports import RoleRules
+from octavo.api.errors import InvalidRequest
+from octavo.text.ports import RoleRules
 
 CALL_ID = "a1b2c3d4e"
 """Id of a call, in the only form that Mistral's templates take."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from octavo.sampling_params import SamplingParams
-from octavo.stop_patterns import StopPattern
+from octavo.api.sampling_params import SamplingParams
+from octavo.api.stop_patterns import StopPattern
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from octavo.child_process import start_python
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.template_bounds import MAX_SECONDS
+from octavo.utils.child_process import start_python
 
 MAX_BYTES = 512 << 20
 """Most memory of a rendering, its interpreter's included, in bytes."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.text.pre_tokenization import SPACE
 
 Spelling = Literal["byte_level", "sentencepiece"]

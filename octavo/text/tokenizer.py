@@ -14,17 +14,17 @@ from typing import Any
 
 import tokenizers
 
-from octavo.checkpoint_ports import TokenizerSource
+from octavo.api.errors import ConfigError, InvalidRequest, WeightMismatch
+from octavo.api.pooling_params import PairIds, TextPair
+from octavo.checkpoint.ports import TokenizerSource
 from octavo.config.paths import is_there, user_path
-from octavo.end_tokens import find_end_tokens
-from octavo.errors import ConfigError, InvalidRequest, WeightMismatch
-from octavo.pooling_params import PairIds, TextPair
-from octavo.prompt_ports import DEFAULT_RENDERING, Rendering, RoleRules
 from octavo.text.chat_template import ChatTemplate, ChatTemplates
 from octavo.text.encoding import encode_text, make_special, without_special_tokens
+from octavo.text.end_tokens import find_end_tokens
 from octavo.text.infill import InfillFormat, infill_format_of
 from octavo.text.length_bound import LengthBound
 from octavo.text.pair import cut_pair, cut_second, encode_texts, pair_messages, reads_pairs
+from octavo.text.ports import DEFAULT_RENDERING, Rendering, RoleRules
 from octavo.text.special_text import Guard, SpecialText
 from octavo.text.template_process import render_apart
 from octavo.text.token_bytes import TokenBytes, format_token

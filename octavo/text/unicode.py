@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 
 LONG_TEXT_CHARACTERS = 20_000
 """Length from which a text is long: at 1 to 2 MB/s, shorter ones are tokenized in some 10 ms."""

@@ -28,9 +28,9 @@ from tokenizers import (
 from tokenizers.decoders import Decoder
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from octavo.checkpoint_ports import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
-from octavo.end_tokens import correct_token_types
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.ports import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
+from octavo.text.end_tokens import correct_token_types
 from octavo.text.pre_tokenization import (
     SPACE,
     build_pre_tokenizer,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.api.errors import ConfigError
 from octavo.config.hosts import is_local
-from octavo.errors import ConfigError
 
 MAX_PORT = 65535
 

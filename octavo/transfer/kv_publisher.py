@@ -18,8 +18,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.errors import ConfigError
-from octavo.transfer.block_events import BlockEvent, BlockEventLog, BlocksCleared, BlocksStored
+from octavo.api.errors import ConfigError
+from octavo.engine.protocol.block_events import (
+    BlockEvent,
+    BlockEventLog,
+    BlocksCleared,
+    BlocksStored,
+)
 from octavo.transfer.kv_wire import KVEventBatch, KVEventsConfig, offset_endpoint, wire_event
 from octavo.transfer.sockets import lock_server
 

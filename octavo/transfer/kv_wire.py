@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
+from octavo.api.errors import ConfigError
 from octavo.config.hosts import is_local
-from octavo.errors import ConfigError
-from octavo.transfer.block_events import BlockEvent, BlocksRemoved, BlocksStored
+from octavo.engine.protocol.block_events import BlockEvent, BlocksRemoved, BlocksStored
 
 MEDIUM = "GPU"
 """Medium of blocks on the device, by the name that consumers know."""

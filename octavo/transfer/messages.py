@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.kv_messages import BlockKey, BlockName
-from octavo.original_context import ONE_CONTEXT, OriginalContext
+from octavo.engine.protocol.kv_messages import BlockKey, BlockName
+from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 
 UNREADABLE = (ValueError, RecursionError)
 """Exceptions with which msgspec refuses bytes from outside: its own errors are ValueErrors, as is

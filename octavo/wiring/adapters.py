@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import AdapterRunnable, Runnable
+from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
-from octavo.errors import BackendUnavailable, ConfigError
+from octavo.executor.base import AdapterRunnable, Runnable
 from octavo.frontend.adapter_names import AdapterNames
 from octavo.program.passes.adapters import with_sites
 from octavo.program.program import Program, Weight
 from octavo.quant.blocks import StoredWeight
-from octavo.worker.adapter_reader import AdapterReader
-from octavo.worker.adapter_store import AdapterStore
+from octavo.worker.lora.adapter_reader import AdapterReader
+from octavo.worker.lora.adapter_store import AdapterStore
 
 
 def for_adapters(config: EngineConfig, program: Program, whole: Program) -> Program:

@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from octavo.backends.base import (
+from octavo.config.backend_options import BackendChoice
+from octavo.config.cache_options import CacheOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.config.paths import user_path
+from octavo.executor.base import (
     Backend,
     BackendOptions,
     KvOffDevice,
     NeuronCacheOptions,
     WeightsOffDevice,
 )
-from octavo.backends.devices import choose_device
-from octavo.backends.ranks import Ranks
-from octavo.config.backend_options import BackendChoice
-from octavo.config.cache_options import CacheOptions
-from octavo.config.engine_config import EngineConfig
-from octavo.config.paths import user_path
+from octavo.executor.devices import choose_device
+from octavo.executor.ranks import Ranks
 
 if TYPE_CHECKING:
-    from octavo.backends.native.ranks import EngineRanks, SharedMemoryRanks
-    from octavo.backends.torch.ranks import TorchRanks
+    from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
+    from octavo.executor.torch.ranks import TorchRanks
 
 
 def build_backend(
@@ -50,12 +50,12 @@ def backend_with(
 ) -> Backend:
     """Makes the backend that the config names, with these options."""
     if config.backend.backend == "reference":
-        from octavo.backends.reference.backend import ReferenceBackend
+        from octavo.executor.reference.backend import ReferenceBackend
 
         return ReferenceBackend(options)
     if config.backend.backend == "torch":
         return _torch_backend(options, config.backend, cast("TorchRanks | None", ranks))
-    from octavo.backends.native.backend import NativeBackend
+    from octavo.executor.native.backend import NativeBackend
 
     level = config.backend.cpu_level
     return NativeBackend(
@@ -121,6 +121,6 @@ def _torch_backend(
     before.
     """
     device = choose_device(choice.device)
-    from octavo.backends.torch.backend import TorchBackend
+    from octavo.executor.torch.backend import TorchBackend
 
     return TorchBackend(options, device if ranks is None else str(ranks.device), ranks)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from octavo.api.errors import InsufficientMemory
 from octavo.config.sizes import format_bytes
-from octavo.errors import InsufficientMemory
 from octavo.worker.capacity import Capacity
 from octavo.worker.memory import SAFE_SHARE, plan_kv
 

@@ -13,19 +13,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import ObservedInputs, ObservingBackend, Runnable
-from octavo.backends.kv import KvCache
+from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.backend_options import SparsityOptions
 from octavo.config.engine_config import EngineConfig
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.executor.base import ObservedInputs, ObservingBackend, Runnable
+from octavo.executor.kv import KvCache
 from octavo.program.activation_curves import VERSION, Calibration
 from octavo.program.neuron_predictors import SHARES, WANTED_SHARE
 from octavo.program.ops import original_context
 from octavo.program.program import Program, Weight
-from octavo.progress import Report
 from octavo.quant.blocks import StoredWeight
+from octavo.utils.progress import Report
 from octavo.wiring.backend import build_backend
 from octavo.wiring.model import (
     Model,

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from octavo.backends.base import AsyncBackend, Backend
-from octavo.backends.kv import BLOCK_SIZE
+from octavo.api.errors import ConfigError, EngineDead, OctavoError
 from octavo.config.checks import against_async_scheduling
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
@@ -23,6 +22,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import Tiers
 from octavo.engine.kv_meter import KvMeter
+from octavo.engine.protocol.ports import Executor, Profiler
 from octavo.engine.recording.recorder import (
     FORMAT,
     Log,
@@ -32,20 +32,20 @@ from octavo.engine.recording.recorder import (
     check_writable,
 )
 from octavo.engine.requests.stop_strings import LazyStopTexts, MakeStopTexts
-from octavo.engine.scheduling.build import build_scheduler, prompt_limits
-from octavo.errors import ConfigError, EngineDead, OctavoError
+from octavo.engine.scheduler.build import build_scheduler, prompt_limits
+from octavo.executor.base import AsyncBackend, Backend
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.frontend.encoder_inputs import EncoderInputs
 from octavo.frontend.frontend import Frontend
 from octavo.frontend.input_processor import InputProcessor, ModelLimits
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.pooling import PoolingInputs
-from octavo.ports import Executor, Profiler
 from octavo.program.ops import original_context
-from octavo.progress import Report
-from octavo.prompt_ports import Tokenizer
 from octavo.text.grammar.lazy import LazyGrammars
+from octavo.text.ports import Tokenizer
 from octavo.transfer.kv_wire import logged_only
-from octavo.version import __version__
+from octavo.utils.progress import Report
+from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_names
 from octavo.wiring.events import open_publishers
 from octavo.wiring.grammars import end_token_ids, lazy_grammars

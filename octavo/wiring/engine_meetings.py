@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 
-from octavo.backends.native.ranks import SharedMemory
+from octavo.executor.native.ranks import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)

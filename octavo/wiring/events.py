@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.backends.kv import BLOCK_SIZE
+from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.block_hashes import BlockNaming
-from octavo.errors import ConfigError
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.transfer.kv_wire import parse_events_config
 
 if TYPE_CHECKING:

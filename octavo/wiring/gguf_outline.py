@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
+from octavo.api.errors import UnsupportedModel
+from octavo.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.ports import Checkpoint, TokenizerSource, Vocabulary
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.writing.gguf_keys import KeyValue
 from octavo.checkpoint.writing.gguf_outline import SPECIAL_KEYS, GgufOutline
-from octavo.checkpoint_ports import Checkpoint, TokenizerSource, Vocabulary
-from octavo.errors import UnsupportedModel
 from octavo.models.registry import build_programs
 from octavo.program.program import Program
 from octavo.text.json_vocabulary import json_vocabulary

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.models.hf_config import ModelInfo
-from octavo.prompt_ports import Tokenizer
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
+from octavo.text.ports import Tokenizer
 from octavo.wiring.model import Model
 
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from octavo.audio.hearing import Ear, HeardWindow
 from octavo.audio.log_mel import RATE, LogMel
+from octavo.engine.protocol.step import EncoderInput
 from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.transcription import HeardSound, Hearing, SoundWindow, Transcriptions
 from octavo.models.hf_config import HfConfig
 from octavo.program.ops import ScatterRows
-from octavo.step import EncoderInput
 from octavo.wiring.model import Model
 from octavo.wiring.speech_tokens import speech_tokens
 

@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from octavo.backends.base import Backend, BackendOptions, Footprint
-from octavo.backends.kv import BLOCK_SIZE
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.dummy import DummyWeights
 from octavo.checkpoint.json_file import read_json
+from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.weights import WeightReader, loaded_formats
-from octavo.checkpoint_ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import is_there, user_path
-from octavo.errors import ConfigError
+from octavo.executor.base import Backend, BackendOptions, Footprint
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.media.limits import ImageLimits
 from octavo.media.reader import PillowReader
 from octavo.media.rules import ImageRules, image_rules, rules_file
 from octavo.models.registry import build_programs, image_layout
 from octavo.models.vision import TOWER, ImageLayout
 from octavo.program.program import Program
-from octavo.prompt_ports import ImageReader, Tokenizer
-from octavo.wiring.draft import footprint_of_both
-from octavo.worker.image_tower import ImageTower
-from octavo.worker.patches import PixelScale
+from octavo.text.ports import ImageReader, Tokenizer
+from octavo.wiring.speculation.draft import footprint_of_both
+from octavo.worker.media.image_tower import ImageTower
+from octavo.worker.media.patches import PixelScale
 
 
 def layout_of(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | None:

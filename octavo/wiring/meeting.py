@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.backends.devices import Device, choose_device
-from octavo.backends.rank_grid import RankGrid
-from octavo.backends.ranks import Ranks
 from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import parse_rank_address
+from octavo.executor.devices import Device, choose_device
+from octavo.executor.rank_grid import RankGrid
+from octavo.executor.ranks import Ranks
 from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.worker.stages.stage_link import StagePipes, joined
 
 if TYPE_CHECKING:
-    from octavo.backends.native.ranks import SharedMemory
-    from octavo.backends.torch.ranks import Rendezvous
+    from octavo.executor.native.ranks import SharedMemory
+    from octavo.executor.torch.ranks import Rendezvous
     from octavo.wiring.engine_meetings import EnginePlace
 
 LOOPBACK = "127.0.0.1"
@@ -121,7 +121,7 @@ def among_engines(config: EngineConfig, place: RankPlace, engine: int, room: int
     """Returns the place of a rank that meets those of other engines as well, number `engine` of
     them, in the memory whose descriptor is `room`.
     """
-    from octavo.backends.native.ranks import EngineRanks, SharedMemoryRanks
+    from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
 
     grid = grid_among_engines(config, place.rank, engine)
     ranks = SharedMemoryRanks(grid, room)
@@ -130,11 +130,11 @@ def among_engines(config: EngineConfig, place: RankPlace, engine: int, room: int
 
 def _room_of(config: EngineConfig) -> SharedMemory | Rendezvous:
     if config.backend.backend == "native":
-        from octavo.backends.native.ranks import SharedMemory
+        from octavo.executor.native.ranks import SharedMemory
 
         return SharedMemory()
     _device_of(config)
-    from octavo.backends.torch.ranks import Rendezvous
+    from octavo.executor.torch.ranks import Rendezvous
 
     return Rendezvous(config.backend.num_stage_ranks, _host_of(config))
 
@@ -157,7 +157,7 @@ def _joined_ranks(
 ) -> Ranks[Any]:
     if config.backend.backend == "native":
         return _joining_ranks(config, grid, room.address)()
-    from octavo.backends.torch.ranks import Rendezvous, TorchRanks
+    from octavo.executor.torch.ranks import Rendezvous, TorchRanks
 
     assert isinstance(room, Rendezvous)
     return TorchRanks(grid, _device_of(config), room, room.host)
@@ -165,10 +165,10 @@ def _joined_ranks(
 
 def _joining_ranks(config: EngineConfig, grid: RankGrid, address: int) -> Callable[[], Ranks[Any]]:
     if config.backend.backend == "native":
-        from octavo.backends.native.ranks import SharedMemoryRanks
+        from octavo.executor.native.ranks import SharedMemoryRanks
 
         return lambda: SharedMemoryRanks(grid, address)
     device, host = _device_of(config), _host_of(config)
-    from octavo.backends.torch.ranks import TorchRanks
+    from octavo.executor.torch.ranks import TorchRanks
 
     return lambda: TorchRanks(grid, device, address, host)

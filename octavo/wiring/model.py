@@ -14,7 +14,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from octavo.backends.base import (
+from octavo.api.errors import ConfigError
+from octavo.checkpoint.catalogue import resolve, resolve_header
+from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
+from octavo.checkpoint.local_models import get_quantization
+from octavo.checkpoint.open import open_checkpoint, open_header
+from octavo.checkpoint.ports import Checkpoint, ModelHeader
+from octavo.checkpoint.tensor_check import check_tensors
+from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
+from octavo.config.derive import derive
+from octavo.config.engine_config import EngineConfig
+from octavo.config.model_kinds import check_states, for_encoder, for_whole_texts
+from octavo.config.paths import open_state_home
+from octavo.config.sizes import format_bytes
+from octavo.engine.clients.client import ModelFacts
+from octavo.executor.base import (
     Backend,
     Footprint,
     FormatOf,
@@ -22,21 +36,7 @@ from octavo.backends.base import (
     ProbingBackend,
     Runnable,
 )
-from octavo.backends.devices import default_backend
-from octavo.checkpoint.catalogue import resolve, resolve_header
-from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
-from octavo.checkpoint.local_models import get_quantization
-from octavo.checkpoint.open import open_checkpoint, open_header
-from octavo.checkpoint.tensor_check import check_tensors
-from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
-from octavo.checkpoint_ports import Checkpoint, ModelHeader
-from octavo.config.derive import derive
-from octavo.config.engine_config import EngineConfig
-from octavo.config.model_kinds import check_states, for_encoder, for_whole_texts
-from octavo.config.paths import open_state_home
-from octavo.config.sizes import format_bytes
-from octavo.engine.clients.client import ModelFacts
-from octavo.errors import ConfigError
+from octavo.executor.devices import default_backend
 from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
@@ -47,19 +47,11 @@ from octavo.program.passes.probe_prefixes import probing_part
 from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
 from octavo.program.program import Program, Weight
-from octavo.progress import Report
-from octavo.prompt_ports import Grammars, Tokenizer
-from octavo.version import __version__
+from octavo.text.ports import Grammars, Tokenizer
+from octavo.utils.progress import Report
+from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_store, for_adapters
-from octavo.wiring.auto_speculation import with_forced_guesses, with_spec_method
 from octavo.wiring.backend import backend_with, build_backend
-from octavo.wiring.draft import (
-    check_draft_program,
-    check_same_tokens,
-    draft_config,
-    footprint_of_both,
-)
-from octavo.wiring.draft_head import OpenedHead, Reader, describe_unread, open_head
 from octavo.wiring.images import load_tower, tower_programs, with_tower
 from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
@@ -72,14 +64,20 @@ from octavo.wiring.sparsity import (
     hot_neurons,
     with_selection,
 )
+from octavo.wiring.speculation.auto_speculation import with_forced_guesses, with_spec_method
+from octavo.wiring.speculation.draft import (
+    check_draft_program,
+    check_same_tokens,
+    draft_config,
+    footprint_of_both,
+)
+from octavo.wiring.speculation.draft_head import OpenedHead, Reader, describe_unread, open_head
 from octavo.wiring.speech_tokens import with_timestamps
 from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
-from octavo.worker.adapter_numbers import describe_lora_dtype
 from octavo.worker.capacity import capacity_of
-from octavo.worker.connectors.fingerprint import fingerprint
-from octavo.worker.connectors.held_heads import HeldHeads
-from octavo.worker.draft_draws import DraftIds
+from octavo.worker.kv_connectors.fingerprint import fingerprint
+from octavo.worker.kv_connectors.held_heads import HeldHeads
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.loaded_model import (
     LoadedDraft,
@@ -88,9 +86,11 @@ from octavo.worker.loaded_model import (
     host_bytes,
     make_input_batch,
 )
+from octavo.worker.lora.adapter_numbers import describe_lora_dtype
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
 from octavo.worker.prefix_weigher import MAX_TOKENS as MAX_PROBED_TOKENS
+from octavo.worker.sampling.draft_draws import DraftIds
 from octavo.worker.stages.stage_link import stage_of
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.api.pooling_params import PoolingTask
+from octavo.api.sampling_params import SamplingParams
 from octavo.checkpoint.json_file import read_json
-from octavo.checkpoint_ports import TokenizerSource
+from octavo.checkpoint.ports import TokenizerSource
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import ModelFacts
-from octavo.pooling_params import PoolingTask
-from octavo.sampling_params import SamplingParams
 from octavo.text.infill import infill_format_of
 from octavo.text.parsers.choice import formats_of
 from octavo.wiring.hearing import hears

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.backends.rank_grid import RankGrid
-from octavo.backends.ranks import Ranks
 from octavo.config.engine_config import EngineConfig
+from octavo.executor.rank_grid import RankGrid
+from octavo.executor.ranks import Ranks
 from octavo.worker.stages.stage_link import StageLink
 
 if TYPE_CHECKING:
-    from octavo.backends.native.ranks import EngineRanks
+    from octavo.executor.native.ranks import EngineRanks
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,14 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from octavo.backends.base import Footprint
 from octavo.checkpoint.catalogue import resolve_header
 from octavo.checkpoint.open import open_header
 from octavo.config.engine_config import EngineConfig
+from octavo.executor.base import Footprint
 from octavo.models.hf_config import ModelInfo
 from octavo.program.passes.gather_early import gather_early
 from octavo.program.work import Work, work_of
 from octavo.wiring.backend import backend_with, build_backend
-from octavo.wiring.draft import footprint_of_both
 from octavo.wiring.images import tower_programs, with_tower
 from octavo.wiring.model import (
     derive_from,
@@ -27,6 +26,7 @@ from octavo.wiring.model import (
 from octavo.wiring.predictors import predictors_of_file
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.sparsity import as_if_calibrated, with_selection
+from octavo.wiring.speculation.draft import footprint_of_both
 from octavo.worker.capacity import Capacity, capacity_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import HfConfig
 from octavo.models.pooling import activation_of, is_classifier, labels_of, pair_template_of

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.added import CheckpointWith, HeaderWith
-from octavo.checkpoint_ports import Checkpoint, ModelHeader
+from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import user_path
-from octavo.errors import ConfigError
 from octavo.program.activation_curves import Calibration, read_calibration
 from octavo.program.neuron_predictors import NeuronPredictor
 from octavo.program.passes.predict import PredictorShape, predict

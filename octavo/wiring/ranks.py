@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import parse_rank_address
-from octavo.progress import quiet
+from octavo.utils.progress import quiet
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.meeting import ModelMeeting, joining
 from octavo.wiring.model import (

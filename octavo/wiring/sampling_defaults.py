@@ -12,12 +12,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.catalogue import recommended_sampling
 from octavo.checkpoint.json_file import read_json
-from octavo.checkpoint_ports import Checkpoint
+from octavo.checkpoint.ports import Checkpoint
 from octavo.config.model_options import ModelOptions
 from octavo.config.paths import user_path
-from octavo.errors import ConfigError
 from octavo.frontend.sampling_defaults import NAMES, SAMPLED, SamplingDefaults
 
 CHAT = {**SAMPLED, "repetition_penalty": 1.05}

@@ -6,9 +6,9 @@ The loader finds the same in modules.json, where sentence-transformers has saved
 
 from __future__ import annotations
 
-from octavo.checkpoint_ports import Checkpoint, ModelHeader
+from octavo.api.errors import ConfigError
+from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.model_options import ModelOptions
-from octavo.errors import ConfigError
 from octavo.models.hf_config import HfConfig
 from octavo.wiring.tokenizer_files import tokenizer_source_of
 

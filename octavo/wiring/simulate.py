@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.api.errors import UnsupportedModel
 from octavo.config.engine_config import EngineConfig
-from octavo.errors import UnsupportedModel
 from octavo.program.ops import ActMul
-from octavo.progress import Report
+from octavo.utils.progress import Report
 from octavo.wiring.calibrate import WINDOW, measure_text
 
 

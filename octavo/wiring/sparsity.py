@@ -5,19 +5,19 @@ Binds the file to the weights that it was made of; `calibrate.py` makes it.
 
 from __future__ import annotations
 
-from octavo.checkpoint_ports import Checkpoint
+from octavo.api.errors import ConfigError
+from octavo.checkpoint.ports import Checkpoint
 from octavo.config.backend_options import SparsityOptions
 from octavo.config.cache_options import CacheOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import open_state_home, user_path
-from octavo.errors import ConfigError
 from octavo.program.activation_curves import read_calibration, thresholds_of
 from octavo.program.ops import ActMul
 from octavo.program.passes.probe_prefixes import probe_prefixes
 from octavo.program.passes.select_keys import select_keys
 from octavo.program.passes.sparsify import Thresholds, gate_of, sparsify
 from octavo.program.program import Program
-from octavo.worker.connectors.fingerprint import fingerprint
+from octavo.worker.kv_connectors.fingerprint import fingerprint
 
 
 def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program) -> Program:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from octavo.checkpoint_ports import ModelHeader
+from octavo.checkpoint.ports import ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.frontend.transcription import TIMESTAMPS, SpeechTokens
 from octavo.models.hf_config import HfConfig
@@ -58,6 +58,6 @@ def with_timestamps(config: EngineConfig, header: ModelHeader) -> EngineConfig:
         -1 if most is None else most,
         *(token for token in given.integers("suppress_tokens") if token >= 0),
     )
-    place = f"octavo.worker.timestamps:TimestampRules({','.join(map(str, numbers))})"
+    place = f"octavo.worker.sampling.timestamps:TimestampRules({','.join(map(str, numbers))})"
     processors = (*config.draws.logits_processors, f"{TIMESTAMPS}={place}")
     return replace(config, draws=replace(config.draws, logits_processors=processors))

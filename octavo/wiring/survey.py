@@ -11,15 +11,15 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from octavo.api.errors import BackendUnavailable, ConfigError, OctavoError
 from octavo.checkpoint.catalogue import CATALOGUE, fetched, name_at, resolve_header
-from octavo.checkpoint.gguf_checkpoint import GgufCheckpoint
-from octavo.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
+from octavo.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.gguf.gguf_families import FAMILIES as GGUF_FAMILIES
 from octavo.checkpoint.open import open_header
+from octavo.checkpoint.ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.checkpoint.safetensors import DTYPES
 from octavo.checkpoint.tensor_check import check_tensors
-from octavo.checkpoint_ports import Checkpoint, ModelHeader, TokenizerSource
 from octavo.config.engine_config import EngineConfig
-from octavo.errors import BackendUnavailable, ConfigError, OctavoError
 from octavo.frontend.sampling_defaults import SamplingDefaults
 from octavo.models.hf_config import ModelInfo
 from octavo.models.registry import FAMILIES, ModelFamily

@@ -13,20 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.backends.kv import BLOCK_SIZE, SPLIT_KEYS
-from octavo.checkpoint_ports import Checkpoint
+from octavo.api.errors import ConfigError
+from octavo.checkpoint.ports import Checkpoint
 from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.hosts import LOOPBACK, is_local
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers
 from octavo.engine.kv.tier_slots import Weighing
-from octavo.errors import ConfigError
-from octavo.ports import ConnectorWorker
+from octavo.engine.protocol.ports import ConnectorWorker
+from octavo.executor.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.program.ops import original_context
 from octavo.program.passes.probe_prefixes import probe_of
 from octavo.program.program import CacheGroup
-from octavo.progress import Report
 from octavo.transfer.address import (
     TransferEnds,
     check_address,
@@ -37,21 +36,22 @@ from octavo.transfer.address import (
 )
 from octavo.transfer.block_transport import BlockTransport
 from octavo.transfer.messages import TransferFacts
-from octavo.version import __version__
+from octavo.utils.progress import Report
+from octavo.utils.version import __version__
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.connectors.block_directory import BlockDirectory, check_size, open_root
-from octavo.worker.connectors.block_file import VERSION
-from octavo.worker.connectors.fingerprint import fingerprint
-from octavo.worker.connectors.held_heads import HeldHeads
-from octavo.worker.connectors.report_box import ReportBox, Reports, SentReports
-from octavo.worker.connectors.tiers import TierWorker
+from octavo.worker.kv_connectors.block_directory import BlockDirectory, check_size, open_root
+from octavo.worker.kv_connectors.block_file import VERSION
+from octavo.worker.kv_connectors.fingerprint import fingerprint
+from octavo.worker.kv_connectors.held_heads import HeldHeads
+from octavo.worker.kv_connectors.report_box import ReportBox, Reports, SentReports
+from octavo.worker.kv_connectors.tiers import TierWorker
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.machine import Machine
 from octavo.worker.ranks.messages import RankSlots, TellReport
 from octavo.worker.ranks.start import SharedSlots
 
 if TYPE_CHECKING:
-    from octavo.worker.connectors.transfer import TransferWorker
+    from octavo.worker.kv_connectors.transfer import TransferWorker
 
 SHOWN = 64
 """Most characters of a fact that is shown as it is."""
@@ -124,15 +124,15 @@ def check_tiers(
     has_more = transfer.kv_transfer is not None or cache.kv_pool is not None
     _num_slots(cache, sum(block_bytes), has_more=has_more)
     if cache.kv_pool is not None:
-        from octavo.worker.connectors.mooncake_pool import check_pool
+        from octavo.worker.kv_connectors.mooncake_pool import check_pool
 
         check_pool(cache.kv_pool)
     if transfer.kv_transfer == "mooncake":
-        from octavo.worker.connectors.mooncake_mover import require_mooncake
+        from octavo.worker.kv_connectors.mooncake_mover import require_mooncake
 
         require_mooncake()
     if transfer.kv_transfer == "nixl":
-        from octavo.worker.connectors.nixl_mover import require_nixl
+        from octavo.worker.kv_connectors.nixl_mover import require_nixl
 
         require_nixl()
     _check_addresses(transfer, num_ranks)
@@ -225,8 +225,8 @@ def _parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:
 
 def _shared_pool(checkpoint: Checkpoint, loaded: LoadedModel, num_slots: int) -> BuiltTiers:
     """Builds the tier that several engines share."""
-    from octavo.worker.connectors.mooncake_pool import MooncakePool, check_pool
-    from octavo.worker.connectors.pool_worker import PoolWorker
+    from octavo.worker.kv_connectors.mooncake_pool import MooncakePool, check_pool
+    from octavo.worker.kv_connectors.pool_worker import PoolWorker
 
     cache = loaded.config.cache
     assert cache.kv_pool is not None
@@ -301,7 +301,7 @@ def rank_connector(
 def _transfer_worker(
     loaded: LoadedModel, heads: HeldHeads, slots: RankSlots, reports: Reports
 ) -> TransferWorker:
-    from octavo.worker.connectors.transfer import TransferWorker  # which loads ZeroMQ
+    from octavo.worker.kv_connectors.transfer import TransferWorker  # which loads ZeroMQ
 
     options = loaded.config.transfer
     own_bytes = [layout.block_bytes for layout in loaded.layouts]
@@ -344,16 +344,16 @@ def _mover(options: TransferOptions) -> BlockTransport | None:
     """
     host, _ = parse_address(options.kv_transfer_address, name="kv_transfer_address")
     if options.kv_transfer == "nixl":
-        from octavo.worker.connectors.nixl_mover import NixlMover
+        from octavo.worker.kv_connectors.nixl_mover import NixlMover
 
         return NixlMover()
     if options.kv_transfer == "mooncake":
-        from octavo.worker.connectors.mooncake_mover import MooncakeMover
+        from octavo.worker.kv_connectors.mooncake_mover import MooncakeMover
 
         return MooncakeMover(host)
     if options.kv_transfer_secret:
         return None
-    from octavo.worker.connectors.socket_mover import SocketMover
+    from octavo.worker.kv_connectors.socket_mover import SocketMover
 
     return SocketMover(host if options.computes_for_others else None)
 

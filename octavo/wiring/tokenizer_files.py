@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
-from octavo.checkpoint_ports import Checkpoint, TokenizerSource
+from octavo.checkpoint.ports import Checkpoint, TokenizerSource
 from octavo.config.model_options import ModelOptions
 from octavo.config.paths import is_there, user_path
-from octavo.errors import ConfigError
 
 
 def tokenizer_source_of(options: ModelOptions, checkpoint: Checkpoint) -> TokenizerSource:

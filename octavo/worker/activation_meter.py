@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import ObservedInputs
-from octavo.backends.reference.ops import gated
+from octavo.executor.base import ObservedInputs
+from octavo.executor.reference.ops import gated
 from octavo.program.activation_curves import LEVELS, USED_SHARE, ActivationCurve, NeuronUse
 from octavo.program.ops import Act, ActMul, Linear
 from octavo.program.passes.skip_zeros import ZEROING

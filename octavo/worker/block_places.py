@@ -20,9 +20,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.kv import BLOCK_SIZE, OnDemandKvCache
+from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
+from octavo.executor.kv import BLOCK_SIZE, OnDemandKvCache
 
 NOWHERE = -1
 """Place of a hole, and of a block id that has no memory."""

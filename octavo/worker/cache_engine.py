@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.kv import BatchedKvCache, BlockMover, KvCache, SpilledCounts, SpillingKvCache
-from octavo.kv_messages import BlockMove
-from octavo.ports import ConnectorWorker
-from octavo.step import KvArrivals
+from octavo.engine.protocol.kv_messages import BlockMove
+from octavo.engine.protocol.ports import ConnectorWorker
+from octavo.engine.protocol.step import KvArrivals
+from octavo.executor.kv import BatchedKvCache, BlockMover, KvCache, SpilledCounts, SpillingKvCache
 from octavo.worker.block_places import BlockPlaces, PagedPlaces
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.backends.base import Footprint
-from octavo.backends.kv import BLOCK_SIZE
+from octavo.api.errors import InsufficientMemory
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.errors import InsufficientMemory
-from octavo.group_life import KvDemand
+from octavo.engine.protocol.group_life import KvDemand
+from octavo.executor.base import Footprint
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.worker.memory import (
     SAFE_SHARE,
     GroupSize,

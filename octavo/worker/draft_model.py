@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import Runnable
-from octavo.backends.kv import BLOCK_SIZE, KvCache
-from octavo.step import RowResult, ScheduledRequest
-from octavo.worker.draft_draws import DraftDraws, DraftIds
+from octavo.engine.protocol.step import RowResult, ScheduledRequest
+from octavo.executor.base import Runnable
+from octavo.executor.kv import BLOCK_SIZE, KvCache
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.sampling.draft_draws import DraftDraws, DraftIds
 from octavo.worker.step_arrays import Spans, gather
 
 

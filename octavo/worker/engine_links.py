@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from octavo.errors import OctavoError, PeerEngineDead
+from octavo.api.errors import OctavoError, PeerEngineDead
 
 NOTICE_S = 1.0
 """Time within which the end of another engine is noticed once an exchange with it has broken, in

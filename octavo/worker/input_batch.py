@@ -12,14 +12,20 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.kv import BLOCK_SIZE
-from octavo.pooling_params import PoolingParams
-from octavo.prompt_ports import Grammars
-from octavo.step import EncoderInput, MediaItem, NewRequest, ScheduledRequest, TableEnd
+from octavo.api.pooling_params import PoolingParams
+from octavo.engine.protocol.step import (
+    EncoderInput,
+    MediaItem,
+    NewRequest,
+    ScheduledRequest,
+    TableEnd,
+)
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.text.ports import Grammars
 from octavo.worker.block_places import BlockPlaces
-from octavo.worker.grammar_rows import GrammarRows
-from octavo.worker.logits_processors import LogitsProcessors
-from octavo.worker.sampling_rows import SamplingRows
+from octavo.worker.sampling.grammar_rows import GrammarRows
+from octavo.worker.sampling.logits_processors import LogitsProcessors
+from octavo.worker.sampling.sampling_rows import SamplingRows
 
 NO_TOKENS = np.zeros(0, np.int32)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.errors import EngineDead, OctavoError
-from octavo.outputs import Profile
-from octavo.ports import Launched
-from octavo.step import StepPlan, StepResult
+from octavo.api.errors import EngineDead, OctavoError
+from octavo.api.outputs import Profile
+from octavo.engine.protocol.ports import Launched
+from octavo.engine.protocol.step import StepPlan, StepResult
 from octavo.worker.engine_links import EngineLinks
 from octavo.worker.ranks.ranked_worker import RankedWorker
 from octavo.worker.stages.pipelined_worker import PipelinedWorker

@@ -14,9 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import LayeredRunnable
-from octavo.backends.kv import KvLayout, LayeredKvCache
-from octavo.kv_messages import ConnectorPlan, StreamedBlock
+from octavo.engine.protocol.kv_messages import ConnectorPlan, StreamedBlock
+from octavo.executor.base import LayeredRunnable
+from octavo.executor.kv import KvLayout, LayeredKvCache
 from octavo.worker.block_places import BlockPlaces
 from octavo.worker.model_input import ModelInput
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Self
 
-from octavo.backends.base import LoadWeight
+from octavo.executor.base import LoadWeight
 from octavo.program.program import Weight
-from octavo.progress import Bar
 from octavo.quant.blocks import StoredWeight
+from octavo.utils.progress import Bar
 
 PATIENCE_S = 0.5
 """Seconds before the bar appears; a load that is over sooner shows nothing."""

@@ -8,7 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from octavo.backends.base import (
+from octavo.api.errors import ConfigError
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.protocol.ports import ConnectorWorker
+from octavo.engine.protocol.step import StepPlan
+from octavo.executor.base import (
     Backend,
     BackendOptions,
     CheckingRunnable,
@@ -20,17 +24,12 @@ from octavo.backends.base import (
     Runnable,
     SpillingBackend,
 )
-from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
-from octavo.config.engine_config import EngineConfig
-from octavo.errors import ConfigError
-from octavo.ports import ConnectorWorker
+from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.program.ops import num_position_axes
 from octavo.program.passes.probe_prefixes import probe_of
 from octavo.program.program import Program
-from octavo.progress import Report
-from octavo.prompt_ports import Grammars
-from octavo.step import StepPlan
-from octavo.worker.adapter_store import AdapterStore
+from octavo.text.ports import Grammars
+from octavo.utils.progress import Report
 from octavo.worker.block_places import (
     BlockPlaces,
     PagedPlaces,
@@ -40,15 +39,15 @@ from octavo.worker.block_places import (
     describe_ranges,
 )
 from octavo.worker.cache_engine import CacheEngine, HostShape
-from octavo.worker.connectors.tiers import TierWorker
-from octavo.worker.draft_draws import DraftIds
 from octavo.worker.draft_model import DraftModel
-from octavo.worker.encoder_runner import EncoderRunner
-from octavo.worker.image_tower import ImageTower
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.kv_connectors.tiers import TierWorker
 from octavo.worker.kv_layers import layer_streaming
-from octavo.worker.logits_processors import LogitsProcessors, load_processors
+from octavo.worker.lora.adapter_store import AdapterStore
 from octavo.worker.machine import Machine
+from octavo.worker.media.encoder_runner import EncoderRunner
+from octavo.worker.media.image_tower import ImageTower
+from octavo.worker.media.step_media import StepMedia
 from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, plan_kv
 from octavo.worker.model_input import ProgramRunner
 from octavo.worker.model_runner import ModelRunner
@@ -57,9 +56,10 @@ from octavo.worker.prefix_weigher import NUM_BLOCKS as WEIGHING_BLOCKS
 from octavo.worker.prefix_weigher import PrefixWeigher
 from octavo.worker.program_runners import ProgramRunners
 from octavo.worker.ranks.messages import DrawnTokens, RankSlots, TellReport
+from octavo.worker.sampling.draft_draws import DraftIds
+from octavo.worker.sampling.logits_processors import LogitsProcessors, load_processors
 from octavo.worker.stages.stage_link import StageLink
 from octavo.worker.stages.stage_runner import StageRunner
-from octavo.worker.step_media import StepMedia
 from octavo.worker.worker import Worker
 
 

@@ -9,12 +9,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.backends.base import DeviceMemory
-from octavo.backends.kv import BLOCK_SIZE, KvLayout
+from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
-from octavo.group_life import (
+from octavo.engine.protocol.group_life import (
     GROWING,
     AnyLife,
     EncodeLife,
@@ -25,6 +23,8 @@ from octavo.group_life import (
     blocks_for,
     life_of_window,
 )
+from octavo.executor.base import DeviceMemory
+from octavo.executor.kv import BLOCK_SIZE, KvLayout
 from octavo.program.program import CacheGroup
 
 SAFE_SHARE = 0.5

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import AsyncRunnable, Computing, JoiningRunnable, Runnable
-from octavo.backends.batch import StepBatch, StepOutput
-from octavo.backends.kv import KvCache
-from octavo.step import RowResult, ScheduledRequest
-from octavo.worker.checked_draws import CheckedDraws
-from octavo.worker.guessed_draws import StepRows
+from octavo.engine.protocol.step import RowResult, ScheduledRequest
+from octavo.executor.base import AsyncRunnable, Computing, JoiningRunnable, Runnable
+from octavo.executor.batch import StepBatch, StepOutput
+from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.sampling.checked_draws import CheckedDraws
+from octavo.worker.sampling.guessed_draws import StepRows
 
 
 @dataclass(slots=True)

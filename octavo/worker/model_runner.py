@@ -13,8 +13,9 @@ from operator import add
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import CheckingRunnable, Computing, DecodingRunnable, Runnable
-from octavo.backends.batch import (
+from octavo.engine.protocol.step import RowResult, ScheduledRequest, TokenLogprobs
+from octavo.executor.base import CheckingRunnable, Computing, DecodingRunnable, Runnable
+from octavo.executor.batch import (
     DecodeSteps,
     LastTokens,
     SampleResult,
@@ -23,18 +24,17 @@ from octavo.backends.batch import (
     StepOutput,
     sampling_records,
 )
-from octavo.backends.kv import KvCache
-from octavo.step import RowResult, ScheduledRequest, TokenLogprobs
-from octavo.worker.checked_draws import CheckedDraws, Texts
-from octavo.worker.checked_shares import checked_shares
-from octavo.worker.guessed_draws import StepRows, draws_of, kept_draws
+from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.logprobs_reader import LogprobsReader
+from octavo.worker.media.step_media import StepMedia
 from octavo.worker.model_input import ModelInput, ProgramRunner, SampleLayout
-from octavo.worker.sampling_rows import append_targets
+from octavo.worker.sampling.checked_draws import CheckedDraws, Texts
+from octavo.worker.sampling.checked_shares import checked_shares
+from octavo.worker.sampling.guessed_draws import StepRows, draws_of, kept_draws
+from octavo.worker.sampling.logprobs_reader import LogprobsReader
+from octavo.worker.sampling.sampling_rows import append_targets
 from octavo.worker.stages.hand_over import HiddenReceiver
 from octavo.worker.step_arrays import Spans, add_leaves, gather
-from octavo.worker.step_media import StepMedia
 
 
 class ModelRunner(ProgramRunner):

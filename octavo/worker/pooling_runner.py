@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import Runnable
-from octavo.backends.batch import StepBatch, StepOutput
-from octavo.backends.kv import KvCache
-from octavo.pooling_params import PoolingParams
-from octavo.step import RowResult, ScheduledRequest
+from octavo.api.pooling_params import PoolingParams
+from octavo.engine.protocol.step import RowResult, ScheduledRequest
+from octavo.executor.base import Runnable
+from octavo.executor.batch import StepBatch, StepOutput
+from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_input import ModelInput, ProgramRunner
 from octavo.worker.step_arrays import Spans, gather

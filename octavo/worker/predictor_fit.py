@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.program.neuron_predictors import SHARES, WANTED_SHARE, NeuronPredictor
 from octavo.program.ops import Attention, Linear, MlaAttention
 from octavo.program.program import Program, Weight

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import ProbingBackend, Runnable
-from octavo.backends.batch import StepBatch
-from octavo.backends.kv import BLOCK_SIZE, KvCache, KvLayout
-from octavo.kv_messages import PrefixProbe
+from octavo.engine.protocol.kv_messages import PrefixProbe
+from octavo.executor.base import ProbingBackend, Runnable
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.program.passes.probe_prefixes import Probe
 
 MAX_TOKENS = 128

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from octavo.backends.base import Runnable, StreamingRunnable
-from octavo.step import ScheduledRequest, WeightArrivals
-from octavo.worker.encoder_runner import EncoderRunner
+from octavo.engine.protocol.step import ScheduledRequest, WeightArrivals
+from octavo.executor.base import Runnable, StreamingRunnable
+from octavo.worker.media.encoder_runner import EncoderRunner
 from octavo.worker.model_input import ModelInput, ProgramRunner
 
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from octavo.step import RowResult, ScheduledRequest
+from octavo.engine.protocol.step import RowResult, ScheduledRequest
 from octavo.worker.model_input import ModelInput
 
 logger = logging.getLogger(__name__)

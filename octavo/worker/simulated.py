@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from octavo.draft_tree import DraftTree
-from octavo.step import (
+from octavo.engine.protocol.draft_tree import DraftTree
+from octavo.engine.protocol.step import (
     AdapterLoaded,
     RowResult,
     ScheduledRequest,

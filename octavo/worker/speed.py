@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from octavo.backends.base import Ceilings, Footprint
+from octavo.executor.base import Ceilings, Footprint
 from octavo.program.program import Weight
 from octavo.program.work import Work
 from octavo.worker.capacity import Capacity

@@ -12,11 +12,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.batch import KvCopies, StepBatch
-from octavo.backends.kv import BLOCK_SIZE
-from octavo.step import EncoderInput, ScheduledRequest
-from octavo.worker.guessed_draws import LeafSpan, StepRows
+from octavo.engine.protocol.step import EncoderInput, ScheduledRequest
+from octavo.executor.batch import KvCopies, StepBatch
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.sampling.guessed_draws import LeafSpan, StepRows
 
 
 @dataclass(frozen=True, slots=True)

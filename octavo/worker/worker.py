@@ -16,20 +16,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from octavo.backends.base import Computing
-from octavo.errors import EngineDead
-from octavo.kv_messages import BlockMove
-from octavo.outputs import Profile
-from octavo.step import RowResult, ScheduledRequest, StepPlan, StepResult
-from octavo.worker.adapter_store import AdapterStore
+from octavo.api.errors import EngineDead
+from octavo.api.outputs import Profile
+from octavo.engine.protocol.kv_messages import BlockMove
+from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
+from octavo.executor.base import Computing
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_layers import LayerStreaming
+from octavo.worker.lora.adapter_store import AdapterStore
+from octavo.worker.media.step_media import StepMedia
 from octavo.worker.model_input import ModelInput
 from octavo.worker.program_runners import ProgramRunners
 from octavo.worker.row_faults import Failures, RowFaults
-from octavo.worker.step_media import StepMedia
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "octavo"
-KERNELS = PACKAGE / "backends" / "torch" / "triton"
+KERNELS = PACKAGE / "executor" / "torch" / "triton"
 """Triton kernels, whose arguments have the order of their compiled signature."""
 EVERY_FILE = sorted(PACKAGE.rglob("*.py"))
 FILES = [path for path in EVERY_FILE if not path.is_relative_to(KERNELS)]

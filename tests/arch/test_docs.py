@@ -14,8 +14,8 @@ import pytest
 import typer
 
 from octavo.cli.app import build_app
-from octavo.cli.help import format_help
-from octavo.cli.translate_flags import FOREIGN_FLAGS
+from octavo.cli.common.help import format_help
+from octavo.cli.foreign.translate_flags import FOREIGN_FLAGS
 from octavo.server.app import create_app
 from octavo.server.state.slot import EngineSlot
 from tests.support.commands import every_command

@@ -12,10 +12,10 @@ import pytest
 import soundfile
 import transformers
 
+from octavo.api.errors import InvalidRequest
 from octavo.audio.decode import decode_sound
 from octavo.audio.hearing import convolved_rows
 from octavo.audio.log_mel import LogMel
-from octavo.errors import InvalidRequest
 
 SECOND = 60.0
 

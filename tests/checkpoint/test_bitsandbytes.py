@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.torch.backend import TorchBackend
+from octavo.api.errors import SetupError
 from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.formats.bitsandbytes import Bitsandbytes
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, loaded_formats
-from octavo.errors import SetupError
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import tiny_model

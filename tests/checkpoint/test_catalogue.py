@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.api.errors import DiskFull, DownloadFailed
 from octavo.checkpoint import catalogue, wheel_download
 from octavo.checkpoint.catalogue import (
     CATALOGUE,
@@ -25,8 +26,7 @@ from octavo.checkpoint.catalogue import (
     resolve,
     resolve_header,
 )
-from octavo.errors import DiskFull, DownloadFailed
-from octavo.progress import FileProgress
+from octavo.utils.progress import FileProgress
 
 PARTS = [b"first half, " * 1000, b"second half"]
 WHOLE = b"".join(PARTS)

@@ -18,13 +18,13 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.torch.backend import TorchBackend
+from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, loaded_formats
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import TinyModel, tiny_model

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo.api.errors import SetupError
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader
-from octavo.errors import SetupError
 from octavo.models.hf_config import model_info
 from octavo.models.registry import build_programs
-from octavo.progress import quiet
 from octavo.quant.making.recipe import Recipe
-from octavo.wiring.quantize import quantize_checkpoint
+from octavo.tools.quantize import quantize_checkpoint
+from octavo.utils.progress import quiet
 from tests.checkpoint import test_bitsandbytes, test_compressed_tensors, test_mxfp4
 from tests.support.fp8_checkpoints import in_fp8
 from tests.support.gguf_conversion import convert

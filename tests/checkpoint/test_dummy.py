@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from octavo import SamplingParams
-from octavo.backends.base import BackendOptions
-from octavo.backends.torch.backend import TorchBackend
+from octavo.api.errors import UnsupportedModel
 from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.dummy import FORMATS, DummyWeights
 from octavo.checkpoint.weights import loaded_formats
-from octavo.errors import UnsupportedModel
+from octavo.executor.base import BackendOptions
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from octavo.program.program import Weight
 from tests.support.llm_tools import make_llm, prompts_of

@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
+from octavo.api.errors import SetupError, UnsupportedModel, WeightMismatch
 from octavo.checkpoint.formats.awq import Awq
 from octavo.checkpoint.formats.compressed_tensors import CompressedTensors
 from octavo.checkpoint.formats.gptq import Gptq
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
-from octavo.errors import SetupError, UnsupportedModel, WeightMismatch
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
 from octavo.models.registry import build_programs
 from tests.support.paged_runner import PagedRunner
 from tests.support.quantized_checkpoints import gptq_tensors, grid_of, packed

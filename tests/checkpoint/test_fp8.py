@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.torch.backend import TorchBackend
+from octavo.api.errors import OctavoError, UnsupportedModel, WeightMismatch
 from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, loaded_formats
-from octavo.errors import OctavoError, UnsupportedModel, WeightMismatch
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from octavo.program.ops import Linear
 from tests.support.fp8_checkpoints import BY_BLOCK, SCHEMES, in_fp8

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader
-from octavo.errors import WeightMismatch
 from octavo.models.registry import build_programs
 from tests.support.tiny_models import tiny_model
 

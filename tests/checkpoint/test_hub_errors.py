@@ -8,10 +8,10 @@ import httpx2
 import pytest
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
+from octavo.api.errors import DiskFull, DownloadFailed, GatedModel, NotOnHub
 from octavo.checkpoint.hub_errors import describe_hub_error, get_error_kind
 from octavo.config.model_reference import parse_hub_reference
-from octavo.errors import DiskFull, DownloadFailed, GatedModel, NotOnHub
-from octavo.server.errors import fault_of
+from octavo.server.http.errors import fault_of
 
 
 def answer(status):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.api.errors import DownloadFailed
 from octavo.checkpoint.hub_files import ChosenFiles, choose_files, gguf_models
 from octavo.config.model_reference import parse_hub_reference
-from octavo.errors import DownloadFailed
 
 QUANTS = ("IQ4_XS", "Q2_K", "Q4_0", "Q4_K_M", "Q4_K_S", "Q6_K", "Q8_0")
 PLAIN = [f"Qwen3-4B-{quant}.gguf" for quant in QUANTS]

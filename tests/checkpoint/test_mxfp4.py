@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.torch.backend import TorchBackend
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.config_file import ConfigFile
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, loaded_formats
-from octavo.errors import WeightMismatch
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from tests.support.paged_runner import PagedRunner
 from tests.support.quantized_checkpoints import gptq, gptq_tensors, grid_of

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from octavo.api.errors import SetupError
 from octavo.checkpoint.peft import bare_name, read_peft
-from octavo.errors import SetupError
 from tests.support.peft_adapters import peft_scales, read_adapter, save_adapter
 from tests.support.tiny_models import tiny_model
 

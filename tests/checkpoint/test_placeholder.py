@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import WeightMismatch
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from octavo.api.errors import SetupError, UnsupportedModel, WeightMismatch
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import SetupError, UnsupportedModel, WeightMismatch
 from tests.support.tiers import examples
 from tests.support.tiny_gguf import tiny_model
 

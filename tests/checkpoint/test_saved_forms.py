@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo.api.errors import SetupError
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader
-from octavo.errors import SetupError
 from octavo.models.registry import FAMILIES, build_programs
 from tests.support.every_family import (
     EVERY_FAMILY,

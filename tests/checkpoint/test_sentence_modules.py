@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.open import open_checkpoint, open_header
-from octavo.errors import WeightMismatch
 
 PACKAGE = "sentence_transformers.models"
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from octavo import SamplingParams
+from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import UnsupportedModel, WeightMismatch
 from tests.support.llm_tools import make_llm
 from tests.support.tiny_models import tiny_model
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
-from octavo.errors import WeightMismatch
 from octavo.models.registry import build_programs
 from tests.support.tiny_encoders import ENCODERS, encoder
 from tests.support.tiny_models import FAMILIES, tiny_model

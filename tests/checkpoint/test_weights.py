@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.ports import StoredTensor
 from octavo.checkpoint.weights import Quantization, WeightReader, packing_plan
-from octavo.checkpoint_ports import StoredTensor
-from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
 from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import Embedding, Linear

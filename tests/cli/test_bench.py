@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octavo.cli.percentiles import percentiles
+from octavo.tools.bench.percentiles import percentiles
 
 SIZES = ("--num-prompts=3", "--input-len=10", "--output-len=7")
 

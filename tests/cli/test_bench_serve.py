@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from octavo.cli import load, own_server
-from octavo.cli.serve_figures import Outcome, figures, parse_goodput
-from octavo.cli.stream_client import StreamedAnswer, StreamUsage
-from octavo.cli.traffic import TrafficRequest
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
+from octavo.tools.bench import load, own_server
+from octavo.tools.bench.serve_figures import Outcome, figures, parse_goodput
+from octavo.tools.bench.stream_client import StreamedAnswer, StreamUsage
+from octavo.tools.bench.traffic import TrafficRequest
 from tests.support.live_server import LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 

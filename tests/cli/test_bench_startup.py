@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from octavo.child_process import start_python
 from octavo.cli.bench_startup import tree_bytes
+from octavo.utils.child_process import start_python
 
 MEBIBYTE = 1 << 20
 
@@ -27,7 +27,7 @@ def test_both_commands_are_started(octavo, tiny):
 
 def test_a_command_that_fails_says_why(octavo, tiny, monkeypatch):
     monkeypatch.setattr(
-        "octavo.cli.own_server.start_command",
+        "octavo.tools.bench.own_server.start_command",
         lambda *_, **options: start_python(
             ["-c", "raise SystemExit('no memory today')"], **options
         ),

@@ -97,7 +97,7 @@ def test_a_set_value_is_used(talk):
 
 
 def test_the_default_limit_of_an_answer_is_named(octavo, tiny, monkeypatch):
-    monkeypatch.setattr("octavo.cli.answers.DEFAULT_MAX_TOKENS", 7)
+    monkeypatch.setattr("octavo.cli.common.answers.DEFAULT_MAX_TOKENS", 7)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
     ended = octavo("chat", *tiny)
     assert "cut off after 7 tokens, the default of max_tokens: /set max_tokens N" in ended.err

@@ -66,4 +66,4 @@ def test_completion_imports_no_engine(bash):
     ended = bash("octavo", FLAGS="-Ximporttime", **line)
     imported = {entry.rpartition("|")[2].strip() for entry in ended.stderr.splitlines()}
     assert "run" in ended.stdout.split() and "octavo.cli.app" in imported
-    assert not {"numpy", "octavo.llm", "fastapi", "zmq", "rich"} & imported
+    assert not {"numpy", "octavo.api.llm", "fastapi", "zmq", "rich"} & imported

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octavo.backends import devices
-from octavo.backends.native.extension import supported_levels
+from octavo.executor import devices
+from octavo.executor.native.extension import supported_levels
 from octavo.worker.machine import Machine
 
 DRIVER = (

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import typer
 
+from octavo.api.errors import ConfigError
 from octavo.cli.app import build_app
-from octavo.cli.foreign_flags import MODEL, PROMPT
-from octavo.cli.translate_flags import (
+from octavo.cli.foreign.foreign_flags import MODEL, PROMPT
+from octavo.cli.foreign.translate_flags import (
     FOREIGN_FLAGS,
     OVERRIDE_NAMES,
     OVERRIDES,
@@ -16,7 +17,6 @@ from octavo.cli.translate_flags import (
     VALUES,
     translate,
 )
-from octavo.errors import ConfigError
 
 LISTS = json.loads((Path(__file__).parents[1] / "data" / "engine_flags.json").read_text())
 COMMANDS = ("run", "chat", "serve", "plan", "bench throughput")

@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
-from octavo.cli.command import OTHER_NAMES
-from octavo.cli.help import format_help
+from octavo.cli.common.command import OTHER_NAMES
+from octavo.cli.common.help import format_help
 from octavo.config.engine_config import option_fields
 from octavo.config.option import COMMON, Group, options_of
 from octavo.server.router.settings import RouterSettings
@@ -117,7 +117,7 @@ def test_colours_are_for_terminals_only(octavo):
 def test_help_imports_no_rich():
     """Its import would take longer than all of the help."""
     code = "import sys; from octavo.cli.app import run_command; run_command(['serve', '--help']);"
-    code += "sys.exit('rich' in sys.modules or 'octavo.cli.translate_flags' in sys.modules)"
+    code += "sys.exit('rich' in sys.modules or 'octavo.cli.foreign.translate_flags' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
         == 0

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from octavo.cli.errors import OUTPUT_CLOSED, exit_code_of
-from octavo.cli.exit_codes import INTERRUPTED
+from octavo.api.errors import EngineDead
+from octavo.cli.common.errors import OUTPUT_CLOSED, exit_code_of
+from octavo.cli.common.exit_codes import INTERRUPTED
 from octavo.config.engine_config import option_fields
 from octavo.config.option import options_of
-from octavo.errors import EngineDead
 from octavo.server.settings import ServerSettings
 from tests.cli.conftest import process, run_counting_imports
 
@@ -58,10 +58,10 @@ def test_help_imports_few_modules(command):
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("octavo.cli.main", {"typer", "octavo.errors", "octavo.cli.app"}),
-        ("octavo.cli.app", {"numpy", "fastapi", "octavo.llm", "rich", "zmq"}),
+        ("octavo.cli.main", {"typer", "octavo.api.errors", "octavo.cli.app"}),
+        ("octavo.cli.app", {"numpy", "fastapi", "octavo.api.llm", "rich", "zmq"}),
         (
-            "octavo.cli.app, octavo.llm, octavo.text.tokenizer",
+            "octavo.cli.app, octavo.api.llm, octavo.text.tokenizer",
             {"fastapi", "uvicorn", "huggingface_hub", "torch", "transformers", "rich"},
         ),
     ],

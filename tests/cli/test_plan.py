@@ -9,15 +9,15 @@ import pytest
 import typer
 from safetensors.numpy import load_file
 
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.native.disk import measure_disk
 from octavo.checkpoint.open import open_checkpoint
-from octavo.cli import suggested_flags as suggested_module
 from octavo.cli.app import build_app
-from octavo.cli.suggested_flags import suggested_flags
+from octavo.cli.common import suggested_flags as suggested_module
+from octavo.cli.common.suggested_flags import suggested_flags
 from octavo.config.engine_config import EngineConfig, option_fields
 from octavo.config.option import convert
 from octavo.config.sizes import format_bytes
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.native.disk import measure_disk
 from octavo.wiring.engine import build_in_process
 from octavo.worker.machine import Machine
 from tests.support.tiny_encoders import save_encoder

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.cli.answers import DEFAULT_MAX_TOKENS, sampling_for
-from octavo.cli.model import split_words
+from octavo.cli.common.answers import DEFAULT_MAX_TOKENS, sampling_for
+from octavo.cli.common.model import split_words
 from octavo.frontend.sampling_defaults import SamplingDefaults
 from tests.cli.conftest import SMALL, process, run_counting_imports
 from tests.support.tiny_encoders import save_classifier
@@ -54,7 +54,7 @@ NOT_NEEDED = {
         "octavo.server",
         "octavo.cli.bench",
         "octavo.cli.serve",
-        "octavo.backends.reference.backend",
+        "octavo.executor.reference.backend",
         "octavo.worker.calibration",
     ),
 }
@@ -68,7 +68,7 @@ def test_it_imports_nothing_that_it_does_not_need(tiny):
         for line in ended.stderr.splitlines()
         if line.startswith("import time:")
     }
-    assert "octavo.llm" in imported and not NOT_NEEDED & imported
+    assert "octavo.api.llm" in imported and not NOT_NEEDED & imported
 
 
 def test_a_system_message_comes_first(octavo, tiny):
@@ -122,7 +122,7 @@ def test_without_max_tokens_the_context_is_the_end(octavo, tiny):
 
 
 def test_an_answer_without_a_limit_has_a_default_cap_that_is_named(octavo, tiny, monkeypatch):
-    monkeypatch.setattr("octavo.cli.answers.DEFAULT_MAX_TOKENS", 7)
+    monkeypatch.setattr("octavo.cli.common.answers.DEFAULT_MAX_TOKENS", 7)
     said = "the answer was cut off after 7 tokens, the default of --max-tokens: give a larger one"
     ended = octavo("run", "--raw", "hello", *tiny)
     assert "7 new tokens" in ended.message[0] and ended.message[-1].startswith(said)

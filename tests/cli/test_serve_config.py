@@ -2,8 +2,8 @@
 
 import pytest
 
-from octavo.cli.serve_config import MAX_FILE_BYTES, ServeConfig, read_config
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
+from octavo.cli.common.serve_config import MAX_FILE_BYTES, ServeConfig, read_config
 from octavo.server.state.model_spec import name_and_model
 
 FILE = """

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import httpx2
 
+from octavo.api.errors import ConfigError
 from octavo.cluster.instance import InstanceSpec, InstanceState
 from octavo.cluster.placing import ClusterMachine
-from octavo.errors import ConfigError
 
 
 @dataclass

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from octavo.api.errors import ConfigError
 from octavo.cluster.plan import ClusterPlan, KnownOptions, plan_of, read_plan
 from octavo.config.data_file import DataFile
 from octavo.config.engine_config import option_fields
 from octavo.config.option import options_of
-from octavo.errors import ConfigError
 from octavo.server.router.settings import RouterSettings
 from octavo.server.settings import ServerSettings
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from octavo.api.errors import ConfigError
 from octavo.cluster.controller import LEAVE_S, Cluster, ClusterKeys
 from octavo.cluster.instance import InstanceSpec, free_ports, rank_spec
 from octavo.cluster.placing import ClusterMachine
 from octavo.cluster.plan import ClusterPlan, plan_of
 from octavo.config.data_file import DataFile
-from octavo.errors import ConfigError
 from tests.cluster.fakes import FakePlacer, FakeRouter
 
 APART: dict[str, Any] = {

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from octavo.api.errors import BackendUnavailable
 from octavo.cluster.ray_placer import require_ray
-from octavo.errors import BackendUnavailable
 from tests.support.free_ports import free_port
 from tests.support.tiny_models import tiny_model
 
@@ -152,6 +152,6 @@ def process_with(*some: str) -> int | None:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if "octavo.cli.bound" in " ".join(words) and set(some) <= set(words):
+        if "octavo.cli.common.bound" in " ".join(words) and set(some) <= set(words):
             return int(folder.name)
     return None

@@ -2,10 +2,10 @@
 
 import pytest
 
+from octavo.api.errors import ConfigError
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig, option_fields
 from octavo.config.sizes import format_bytes, parse_bytes, parse_count
-from octavo.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.cli.http_client import HttpClient
-from octavo.cli.stream_client import StreamClient
+from octavo.api.errors import ConfigError
 from octavo.config.server_url import parse_server_url
-from octavo.errors import ConfigError
 from octavo.server.router.upstream import UpstreamClient
+from octavo.tools.bench.stream_client import StreamClient
+from octavo.utils.http_client import HttpClient
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from octavo.api.errors import InvalidRequest
 from octavo.engine.protocol.prompt_limits import Verdict
 from octavo.engine.protocol.requests import Pin
-from octavo.errors import InvalidRequest
 from tests.engine.control_plane_invariants import (
     MAX_NUM_SEQS,
     NUM_BLOCKS,

@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.engine.clients.client import ViewEngine
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
@@ -16,7 +17,6 @@ from octavo.engine.protocol.requests import RequestChange
 from octavo.engine.protocol.view import CACHED, HELD, SHARED
 from octavo.engine.recording.recorder import RequestChanged, read_log
 from octavo.engine.recording.replay import Replay
-from octavo.sampling_params import SamplingParams
 from tests.engine.recording.test_replay import MovingClock, recorded_core
 from tests.support.core_builders import INFO, build
 from tests.support.engine_fakes import (

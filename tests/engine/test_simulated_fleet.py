@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.errors import ConfigError
-from octavo.wiring.layout_search import Objective, engine_of, goodput, layouts_of
-from octavo.wiring.simulated_fleet import (
+from octavo.api.errors import ConfigError
+from octavo.tools.layout_search import Objective, engine_of, goodput, layouts_of
+from octavo.tools.simulated_fleet import (
     FleetLayout,
     FleetOptionsSimulated,
     SimulatedFleet,

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from octavo.engine.step_costs import UNMEASURED, CostPoint, StepCostMeter, StepCosts
-from octavo.kv_messages import BlockMove
-from octavo.step import RowResult, ScheduledRequest, StepPlan, StepResult
+from octavo.engine.protocol.kv_messages import BlockMove
+from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
+from octavo.engine.protocol.step_costs import UNMEASURED, CostPoint, StepCostMeter, StepCosts
 from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import make_core, make_request, run_all
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, LoRARequest, SamplingParams
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from tests.equivalence.test_tensor_parallel import assert_same_tokens
 from tests.support.llm_tools import fingerprint, make_llm, prompts_of
 from tests.support.peft_adapters import save_adapter

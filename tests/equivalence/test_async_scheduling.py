@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.api.errors import ConfigError
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
+from octavo.engine.protocol.ports import Executor
+from octavo.engine.protocol.step import StepPlan, StepResult
 from octavo.engine.recording.recorder import StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
-from octavo.errors import ConfigError
-from octavo.ports import Executor
-from octavo.step import StepPlan, StepResult
 from octavo.wiring.engine import build_executor
 from tests.equivalence.test_llm_equivalence import Setup
 from tests.support.llm_tools import GREEDY, core_of, fingerprint, make_llm, prompts_of

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from tests.equivalence.test_llm_equivalence import Setup
 from tests.support.llm_tools import GREEDY, SAMPLED, make_llm, prompts_of
 from tests.support.tiny_models import tiny_model

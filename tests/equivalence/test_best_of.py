@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from octavo import SamplingParams
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from tests.support.llm_tools import make_llm, prompts_of
 
 MANY = SamplingParams(n=6, temperature=1.3, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)

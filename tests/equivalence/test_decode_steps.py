@@ -17,9 +17,9 @@ from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.recording.recorder import StepComputed, StepPlanned, read_log
 from octavo.engine.recording.replay import Replay
-from octavo.engine.scheduling import multi_step
-from octavo.worker.checked_draws import CheckedDraws
+from octavo.engine.scheduler import multi_step
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.sampling.checked_draws import CheckedDraws
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
 from tests.support.tiny_tokenizer import tiny_model_with_text
 

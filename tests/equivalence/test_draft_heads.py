@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from octavo.api.errors import ConfigError, UnsupportedModel, WeightMismatch
 from octavo.engine.speculation import throughput
-from octavo.errors import ConfigError, UnsupportedModel, WeightMismatch
 from octavo.worker.draft_model import DraftModel
 from tests.support.drafters import guess_counts, verified_at_any_cost
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of

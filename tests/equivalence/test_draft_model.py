@@ -11,10 +11,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from octavo import SamplingParams
+from octavo.api.errors import ConfigError
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
 from octavo.engine.speculation import throughput
-from octavo.errors import ConfigError
 from octavo.wiring.engine import build_executor
 from tests.support.drafters import guess_counts, verified_at_any_cost
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of

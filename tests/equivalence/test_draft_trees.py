@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import SamplingParams
+from octavo.api.errors import ConfigError
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
 from octavo.engine.speculation.acceptance import Acceptance
-from octavo.errors import ConfigError
 from octavo.worker.input_batch import InputBatch
 from tests.equivalence.test_speculation import PARAMS, PROMPTS
 from tests.support.drafters import (

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.api.errors import ConfigError, InvalidRequest
 from octavo.checkpoint.catalogue import resolve
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.protocol.stats import EngineStats
-from octavo.errors import ConfigError, InvalidRequest
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 
 

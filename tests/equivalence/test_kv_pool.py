@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.engine.protocol.stats import EngineStats
-from octavo.errors import BackendUnavailable, ConfigError
-from octavo.worker.connectors import mooncake_pool
+from octavo.worker.kv_connectors import mooncake_pool
 from tests.support.fake_store import FakeStore
 from tests.support.free_ports import free_port
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of

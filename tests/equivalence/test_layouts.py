@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from octavo import LLM
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from tests.support.llm_tools import SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.tiny_models import tiny_model
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams, StructuredOutputs
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.api.errors import ConfigError, UnsupportedModel
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizer import tiny_model_with_text

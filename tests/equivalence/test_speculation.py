@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import SamplingParams
+from octavo.api.errors import ConfigError
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
-from octavo.engine.scheduling import multi_step
+from octavo.engine.scheduler import multi_step
 from octavo.engine.speculation.speculation import Speculation
-from octavo.errors import ConfigError
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.worker import Worker
 from tests.support.drafters import (

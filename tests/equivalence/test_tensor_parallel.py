@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputs
-from octavo.backends.torch.kv_cache import layout_of
+from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import BackendUnavailable, ConfigError
+from octavo.executor.torch.kv_cache import layout_of
 from octavo.models.registry import build_programs
 from octavo.program.passes.shard import shard
 from tests.support.llm_tools import SAMPLED, fingerprint, make_llm, prompts_of

@@ -19,14 +19,14 @@ import pytest
 from msgspec.structs import replace
 
 from octavo import AsyncLLM, SamplingParams
+from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.config.engine_config import EngineConfig
-from octavo.errors import BackendUnavailable, ConfigError
+from octavo.engine.protocol.kv_messages import BlockName
 from octavo.frontend import remote_prefill as prefill_peers
-from octavo.kv_messages import BlockName
-from octavo.progress import quiet
+from octavo.utils.progress import quiet
 from octavo.wiring.engine import build_with_process
-from octavo.worker.connectors.block_sender import BlockSender
-from octavo.worker.connectors.outbox import Outbox
+from octavo.worker.kv_connectors.block_sender import BlockSender
+from octavo.worker.kv_connectors.outbox import Outbox
 from octavo.worker.model_runner import ModelRunner
 from tests.support.llm_tools import (
     GREEDY,

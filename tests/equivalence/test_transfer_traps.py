@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from octavo import AsyncLLM
-from octavo.kv_messages import BlockName
-from octavo.worker.connectors.block_sender import BlockSender
-from octavo.worker.connectors.outbox import Ask, BlockData
+from octavo.engine.protocol.kv_messages import BlockName
+from octavo.worker.kv_connectors.block_sender import BlockSender
+from octavo.worker.kv_connectors.outbox import Ask, BlockData
 from tests.support.llm_tools import (
     GREEDY,
     SAMPLED,

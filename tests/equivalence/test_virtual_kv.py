@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.worker.cache_engine import CacheEngine
 from octavo.worker.worker import Worker
 from tests.support.llm_tools import (

@@ -2,9 +2,9 @@
 
 import pytest
 
+from octavo.api.errors import InvalidRequest, Overloaded
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.protocol.stats import EngineStats
-from octavo.errors import InvalidRequest, Overloaded
 from octavo.frontend.admission import MAX_S, QueueLimit, Size
 
 

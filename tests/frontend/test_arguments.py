@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from octavo import SamplingParams
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.frontend.arguments import (
     conversation_list,
     params_for_each,

@@ -5,11 +5,11 @@ import math
 import pytest
 
 from benchmarks.early_rejection import arrivals, everything, limited, run
+from octavo.api.errors import Overloaded
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.stats import EngineStats
-from octavo.engine.step_costs import CostPoint, StepCosts
-from octavo.errors import Overloaded
+from octavo.engine.protocol.step_costs import CostPoint, StepCosts
 from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.latency_limit import LatencyLimit
 from tests.support.engine_fakes import make_request

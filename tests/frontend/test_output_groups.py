@@ -7,13 +7,13 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from octavo.api.outputs import RequestOutput, Timings
+from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
+from octavo.engine.protocol.step import TokenLogprobs
 from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.output_processor import OutputProcessor
-from octavo.outputs import RequestOutput, Timings
-from octavo.sampling_params import SamplingParams
-from octavo.step import TokenLogprobs
 
 TEXTS = [b"a", b"b", b"ab", b"c", "é".encode()[:1], "é".encode()[1:], b"", b"<end>"]
 END = len(TEXTS) - 1

@@ -9,11 +9,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from octavo.api.errors import InvalidRequest
+from octavo.api.outputs import RequestOutput
 from octavo.config.cache_options import TransferOptions
-from octavo.errors import InvalidRequest
 from octavo.frontend.prefill_service import PrefillService
 from octavo.frontend.remote_prefill import PrefillPeers
-from octavo.outputs import RequestOutput
 from octavo.transfer.messages import (
     Declined,
     FrontReplyMessage,

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from octavo.engine.step_costs import CostPoint, StepCosts
+from octavo.engine.protocol.kv_messages import StoredBytes
+from octavo.engine.protocol.step_costs import CostPoint, StepCosts
 from octavo.frontend.remote_prefill import RATE_LIFE_S, UNMEASURED_TOKENS, RemotePrefillThreshold
-from octavo.kv_messages import StoredBytes
 
 COSTS = StepCosts((CostPoint(1, 0, 0.002), CostPoint(1024, 0, 1.024)))
 """A millisecond a token, and two of a step with one."""

@@ -18,7 +18,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from octavo.errors import InvalidRequest, UnsupportedModel
+from octavo.api.errors import InvalidRequest, UnsupportedModel
 from octavo.media.limits import ImageLimits
 from octavo.media.reader import PillowReader
 from octavo.media.rules import image_rules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import model_info
 from octavo.models.registry import build_programs
 from tests.support.chatglm import chatglm_config, save_as_chatglm

@@ -3,7 +3,7 @@
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import INERT
 from octavo.models.registry import build_programs
 from tests.support.chatglm import chatglm_config

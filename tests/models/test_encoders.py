@@ -11,10 +11,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.native.extension import supported_levels
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.native.extension import supported_levels
 from octavo.models.registry import build_programs
 from tests.support.paged_runner import PagedRunner, backend_named
 from tests.support.tiny_encoders import ENCODERS, encoder, encoder_config, in_float64

@@ -2,8 +2,8 @@
 
 import pytest
 
+from octavo.api.errors import UnsupportedModel
 from octavo.checkpoint.open import open_header
-from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig, model_info
 from octavo.models.registry import FAMILIES, build_programs
 from octavo.program.expert_ops import GroupedLinear

@@ -14,20 +14,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from octavo.backends.kv import BLOCK_SIZE
+from octavo.api.sampling_params import SamplingParams
 from octavo.config.engine_config import EngineConfig
+from octavo.engine.protocol.step import NewRequest, ScheduledRequest, StepPlan
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.frontend.images import ImageInputs, PlacedImages
 from octavo.program.ops import num_position_axes
-from octavo.sampling_params import SamplingParams
-from octavo.step import NewRequest, ScheduledRequest, StepPlan
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.images import reader_of
 from octavo.wiring.model import build_tokenizer, load_model, open_model
 from octavo.worker.block_places import PagedPlaces
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.patches import patches_of
+from octavo.worker.media.patches import patches_of
+from octavo.worker.media.step_media import StepMedia, positions_of
 from octavo.worker.step_arrays import Spans, gather
-from octavo.worker.step_media import StepMedia, positions_of
 from tests.support.tiny_images import FAMILIES, IMAGE_ID, picture, processor_of, seeing_model
 from tests.support.tiny_models import double_precision, in_float64
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.reference.backend import ReferenceBackend
+from octavo.executor.base import BackendOptions
+from octavo.executor.reference.backend import ReferenceBackend
 from tests.support.paged_runner import PagedRunner, backend_named
 from tests.support.tiny_models import each_family, tiny_model
 

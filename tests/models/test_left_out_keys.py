@@ -14,7 +14,7 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.models.registry import build_programs
 from tests.support.dump_older_configs import MISTRAL
 from tests.support.tiny_details import DETAILS

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from octavo.api.errors import UnsupportedModel
 from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.tensor_check import check_tensors
-from octavo.errors import UnsupportedModel
 from octavo.models.hf_config import model_info
 from octavo.models.registry import build_programs, image_layout
 from tests.support.tiny_images import FAMILIES, seeing_model

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from octavo import SamplingParams
-from octavo.backends.base import BackendOptions
-from octavo.backends.reference.backend import ReferenceBackend
-from octavo.backends.torch.backend import TorchBackend
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.api.errors import ConfigError, UnsupportedModel
+from octavo.executor.base import BackendOptions
+from octavo.executor.reference.backend import ReferenceBackend
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from tests.support.llm_tools import fingerprint, make_llm, prompts_of
 from tests.support.paged_runner import PagedRunner, backend_named

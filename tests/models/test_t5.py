@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.reference.attention import t5_buckets
-from octavo.backends.reference.backend import ReferenceBackend
-from octavo.backends.torch.backend import TorchBackend
+from octavo.executor.base import BackendOptions
+from octavo.executor.reference.attention import t5_buckets
+from octavo.executor.reference.backend import ReferenceBackend
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from octavo.program.ops import T5Bias
 from octavo.program.program import Weight

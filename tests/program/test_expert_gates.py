@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from octavo.backends.reference.backend import ReferenceBackend
 from octavo.checkpoint.open import open_checkpoint
+from octavo.executor.reference.backend import ReferenceBackend
 from octavo.models.registry import build_programs
 from octavo.program import expert_ops, ops
 from octavo.program.passes.expert_gates import fold_expert_gates

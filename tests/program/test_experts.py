@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.backends.reference.backend import ReferenceBackend
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
-from octavo.errors import ConfigError
+from octavo.executor.reference.backend import ReferenceBackend
 from octavo.models.registry import build_programs
 from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.shard import shard

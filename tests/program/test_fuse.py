@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from octavo.backends.batch import StepBatch
-from octavo.backends.reference.backend import ReferenceBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
+from octavo.executor.batch import StepBatch
+from octavo.executor.reference.backend import ReferenceBackend
 from octavo.models.registry import build_programs
 from octavo.program import ops
 from octavo.program.passes.fuse import fuse

@@ -2,10 +2,10 @@
 
 import pytest
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
+from octavo.api.errors import BackendUnavailable
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import BackendUnavailable
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
 from octavo.models.registry import build_programs
 from octavo.program import ops
 from octavo.program.passes.latents import absorb_latents

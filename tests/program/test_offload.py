@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program.passes.offload import ALIGN, OffloadPlan, Schedule, Unit, plan_offload
 
 OTHER_BYTES = 5 * ALIGN

@@ -5,8 +5,8 @@ from itertools import combinations
 import torch
 from hypothesis import given, settings
 
-from octavo.backends.native.stages import body_first, plan_arena, stages_of
 from octavo.checkpoint.open import open_checkpoint
+from octavo.executor.native.stages import body_first, plan_arena, stages_of
 from octavo.models.registry import build_programs
 from octavo.program.ops import Linear
 from octavo.program.passes.fuse import fuse

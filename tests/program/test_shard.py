@@ -15,12 +15,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference.backend import ReferenceBackend
+from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
-from octavo.errors import BackendUnavailable, ConfigError
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.reference.backend import ReferenceBackend
 from octavo.models.registry import build_programs
 from octavo.program import ops, rank_ops
 from octavo.program.passes.fuse import fuse

@@ -7,11 +7,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.batch import StepBatch
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference.backend import ReferenceBackend
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
+from octavo.executor.base import BackendOptions
+from octavo.executor.batch import StepBatch
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.reference.backend import ReferenceBackend
 from octavo.program.activation_curves import LEVELS, ActivationCurve, greedy_shares
 from octavo.program.builder import Builder
 from octavo.program.passes.fuse import fuse

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import ConfigError
 from octavo.models.registry import build_programs
 from octavo.program import ops
 from octavo.program.passes.stages import stages

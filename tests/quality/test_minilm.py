@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from octavo import LLM
 from octavo.checkpoint.catalogue import resolve
-from octavo.progress import quiet
+from octavo.utils.progress import quiet
 from tests.support.tiers import tier
 
 pytestmark = pytest.mark.model

@@ -18,10 +18,10 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.cli.quantize import recipe_of
 from octavo.models.registry import build_programs
-from octavo.progress import quiet
 from octavo.quant.making.recipe import Recipe
 from octavo.text.tokenizer import load_tokenizer
-from octavo.wiring.quantize import CalibrationText, calibration_ids, quantize_checkpoint
+from octavo.tools.quantize import CalibrationText, calibration_ids, quantize_checkpoint
+from octavo.utils.progress import quiet
 from octavo.worker.quantizing.calibration_run import CalibrationRun
 from tests.quality.test_smollm2 import perplexity_script
 from tests.support.shuffled_model import write_shuffled

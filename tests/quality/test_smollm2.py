@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.backends.base import BackendOptions
-from octavo.backends.batch import StepBatch
-from octavo.backends.native.backend import NativeBackend
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
+from octavo.executor.base import BackendOptions
+from octavo.executor.batch import StepBatch
+from octavo.executor.native.backend import NativeBackend
 from octavo.models.registry import build_programs
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.paged_runner import PagedRunner

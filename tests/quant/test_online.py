@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.quant.online import pack_fp8, pack_int4, pack_int8, pack_int8_groups
 from octavo.quant.packed import Levels, PackedWeight
 from tests.support.tiers import examples

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.route import TRACE, read_trace, shared_hit_share, simulate
 from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
-from octavo.routing.cached_names import CachedNames
+from octavo.engine.protocol.cached_names import CachedNames
 from octavo.routing.job import RoutingJob
 from octavo.routing.policies import ROUTING_POLICIES
 from octavo.routing.router import Router

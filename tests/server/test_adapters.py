@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.server.state.adapters import LoraModule
 from tests.support.live_server import LiveServer
 from tests.support.peft_adapters import save_adapter

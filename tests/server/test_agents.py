@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from octavo.server.anthropic.bodies import CountTokensBody, MessagesBody
-from octavo.server.body import Body
-from octavo.server.body_part import BodyPart
 from octavo.server.cohere.bodies import CohereChatBody
+from octavo.server.http.body import Body
+from octavo.server.http.body_part import BodyPart
 from octavo.server.ignored import join_path, label_of
 from octavo.server.notes import build_note
 from octavo.server.ollama.bodies import OllamaChatBody

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.model_spec import ModelSpec

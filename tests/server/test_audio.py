@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from octavo import LLM
-from octavo.progress import quiet
-from octavo.transcription import Transcription
+from octavo.api.transcription import Transcription
+from octavo.utils.progress import quiet
 from tests.support.live_server import LiveServer, until
 from tests.support.tiny_whisper import noise, tiny_whisper
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from octavo.errors import Overloaded
-from octavo.server.key_file import KeyLimits
+from octavo.api.errors import Overloaded
+from octavo.server.http.key_file import KeyLimits
 from octavo.server.state.account import Account
 from octavo.server.state.request_record import RequestRecord
 from tests.server.test_batches import ENDED

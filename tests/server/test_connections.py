@@ -8,9 +8,9 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from octavo.errors import InvalidRequest
-from octavo.sampling_params import SamplingParams
-from octavo.server.request_limits import RequestLimits
+from octavo.api.errors import InvalidRequest
+from octavo.api.sampling_params import SamplingParams
+from octavo.server.http.request_limits import RequestLimits
 from octavo.server.settings import ServerSettings
 from tests.support.live_server import LiveServer, until
 from tests.support.tiny_tokenizer import tiny_model_with_text

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from octavo import LLM
-from octavo.progress import quiet
+from octavo.utils.progress import quiet
 from tests.support.live_server import LiveServer, until
 
 pytestmark = pytest.mark.model

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.progress import quiet
+from octavo.utils.progress import quiet
 from tests.support.live_server import LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.server.ignored import MAX_HEADER, IgnoredFields, join_path
 from octavo.server.openai.bodies import ChatBody
 

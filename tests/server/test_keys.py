@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.errors import ConfigError, InvalidRequest, Overloaded
-from octavo.server.key_file import KeyLimits, read_key_file
+from octavo.api.errors import ConfigError, InvalidRequest, Overloaded
+from octavo.server.http.key_file import KeyLimits, read_key_file
 from octavo.server.settings import ServerSettings
 from octavo.server.state.account import Account
 from octavo.server.state.key_ring import KeyRing

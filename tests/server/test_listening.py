@@ -7,8 +7,8 @@ import httpx
 import pytest
 import trustme
 
-from octavo.errors import ConfigError
-from octavo.server.listener import leave_path, take_path
+from octavo.api.errors import ConfigError
+from octavo.server.http.listener import leave_path, take_path
 from octavo.server.settings import ServerSettings
 from tests.support.live_server import LiveServer
 from tests.support.tiny_tokenizer import tiny_model_with_text

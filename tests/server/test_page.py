@@ -18,7 +18,7 @@ import tree_sitter_javascript
 from fastapi import FastAPI
 
 import octavo.server
-from octavo.repetition_detection import LOOP, RepetitionDetection
+from octavo.api.repetition_detection import LOOP, RepetitionDetection
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
 from octavo.server.state.slot import EngineSlot

@@ -9,13 +9,13 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from octavo.async_llm import AsyncLLM
+from octavo.api.async_llm import AsyncLLM
 from octavo.server.app import create_app
-from octavo.server.log_format import JsonFormatter
-from octavo.server.request_log import SlowLog, log_access
+from octavo.server.http.log_format import JsonFormatter
+from octavo.server.http.request_log import SlowLog, log_access
+from octavo.server.http.tracing import Tracer
 from octavo.server.settings import ServerSettings
 from octavo.server.state.slot import EngineSlot
-from octavo.server.tracing import Tracer
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

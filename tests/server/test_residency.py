@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.engine.clients.client import ModelFacts
-from octavo.errors import (
+from octavo.api.errors import (
     ConfigError,
     DownloadFailed,
     InsufficientMemory,
@@ -18,6 +17,7 @@ from octavo.errors import (
     Unavailable,
     WeightMismatch,
 )
+from octavo.engine.clients.client import ModelFacts
 from octavo.server import residency
 from octavo.server.known_models import KnownModels
 from octavo.server.residency import Residency

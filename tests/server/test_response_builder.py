@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.api.sampling_params import SamplingParams
 from octavo.server.output_parser import PLAIN, OutputParser
 from octavo.server.response_builder import (
     ChoiceDelta,

@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
-from octavo.prompt_ports import RoleRules
 from octavo.server.roles import fit_roles, move_tool_images
 from octavo.server.tool_use import parse_arguments
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.ports import RoleRules
 from tests.support.role_templates import NULL_CONTENT, TEMPLATES
 
 CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": {}}}

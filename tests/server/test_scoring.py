@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM, TextPair
-from octavo.progress import quiet
+from octavo.utils.progress import quiet
 from tests.support.live_server import LiveServer
 from tests.support.tiny_encoders import save_classifier, save_encoder, save_word_tokenizer
 

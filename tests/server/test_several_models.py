@@ -10,7 +10,7 @@ import signal
 import httpx
 import pytest
 
-from octavo.errors import ConfigError, InvalidRequest
+from octavo.api.errors import ConfigError, InvalidRequest
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from octavo.server import sse
+from octavo.server.http import sse
+from octavo.server.http.sse import EventStream, NamedEventStream
 from octavo.server.ollama.formatter import LineStream
-from octavo.server.sse import EventStream, NamedEventStream
 
 EVENT = {"type": "one"}
 

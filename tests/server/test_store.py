@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.server.state.store import (
     LineResult,
     Page,

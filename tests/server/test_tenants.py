@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from octavo.server.auth import ApiKeys, tenant_of
+from octavo.server.http.auth import ApiKeys, tenant_of
 from octavo.server.settings import ServerSettings
 from octavo.server.state.key_ring import KeyRing
 

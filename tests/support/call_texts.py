@@ -11,9 +11,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
-from octavo.prompt_ports import Tokenizer
-from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar import raw_values
 from octavo.text.grammar.admission import admit
 from octavo.text.grammar.arguments import PairLayout
@@ -22,6 +21,7 @@ from octavo.text.parsers.bodies import KeyValues
 from octavo.text.parsers.calls import FunctionTypes
 from octavo.text.parsers.formats import HARMONY, NAME_HERE, ChannelFormat, ToolFormat
 from octavo.text.parsers.pythonic import PythonCalls
+from octavo.text.ports import Tokenizer
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer
 

@@ -4,8 +4,8 @@ import os
 import signal
 import time
 
+from octavo.api.errors import ConfigError
 from octavo.engine.clients.client import EngineInfo
-from octavo.errors import ConfigError
 from tests.support.engine_fakes import VOCAB, FakeExecutor, FakeRow, make_core
 from tests.support.fake_tiers import Disk, FakeTiers
 

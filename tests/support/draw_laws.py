@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends import sampling
-from octavo.backends.batch import SamplingBatch
+from octavo.executor import sampling
+from octavo.executor.batch import SamplingBatch
 from tests.support.sampling_cases import Entries, Sample, batch_for, rng
 
 SHARES = np.array([0.05, 0.35, 0.08, 0.25, 0.1, 0.15, 0.02])

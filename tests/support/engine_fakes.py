@@ -10,20 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv_meter import KvMeter
+from octavo.engine.protocol.group_life import life_of_window
+from octavo.engine.protocol.kv_messages import BlockMove
+from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.engine.scheduling.build import build_scheduler
-from octavo.engine.step_costs import UNMEASURED, StepCosts
-from octavo.group_life import life_of_window
-from octavo.kv_messages import BlockMove
-from octavo.original_context import ONE_CONTEXT, OriginalContext
-from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
+from octavo.engine.protocol.step import (
+    RowResult,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
+from octavo.engine.scheduler.build import build_scheduler
 from tests.support.fake_tiers import FakeTiers, tiers_of
 
 VOCAB = 1000

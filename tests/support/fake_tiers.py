@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 from octavo.engine.kv.tier_connector import Tiers
-from octavo.kv_messages import (
+from octavo.engine.protocol.kv_messages import (
     BlockKey,
     BlockMove,
     BlockName,

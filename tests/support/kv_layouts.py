@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from octavo.backends.base import Backend
-from octavo.backends.kv import KvLayout
+from octavo.executor.base import Backend
+from octavo.executor.kv import KvLayout
 from octavo.program.builder import Builder
 from octavo.program.program import CacheGroup
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.backends.base import BackendOptions, Runnable
-from octavo.backends.batch import StepBatch
-from octavo.backends.kv import KvCache
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.native.extension import supported_levels
-from octavo.backends.reference.backend import ReferenceBackend, ReferenceRunnable
-from octavo.errors import BackendUnavailable
+from octavo.api.errors import BackendUnavailable
+from octavo.executor.base import BackendOptions, Runnable
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import KvCache
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.native.extension import supported_levels
+from octavo.executor.reference.backend import ReferenceBackend, ReferenceRunnable
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 from octavo.quant.packed import PackedWeight

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import Backend, BackendOptions, LoadWeight
-from octavo.backends.batch import StepBatch
-from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference.backend import ReferenceBackend
-from octavo.backends.torch.backend import TorchBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader, loaded_formats
+from octavo.executor.base import Backend, BackendOptions, LoadWeight
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.reference.backend import ReferenceBackend
+from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from octavo.program.ops import Embedding, original_context
 from octavo.program.program import Program

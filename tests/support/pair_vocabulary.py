@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import pre_tokenizers
 
-from octavo.checkpoint_ports import Vocabulary
+from octavo.checkpoint.ports import Vocabulary
 from octavo.text.pre_tokenization import PRE_TOKENIZATIONS, SPACE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

@@ -19,7 +19,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.models.registry import build_programs
 from octavo.program.passes.adapters import with_sites
-from octavo.worker.adapter_reader import Adapter, AdapterReader
+from octavo.worker.lora.adapter_reader import Adapter, AdapterReader
 from tests.support.tiny_models import TinyModel, double_precision, in_float64
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from numpy.typing import NDArray
 
-from octavo.backends.reference.backend import ReferenceBackend
-from octavo.backends.reference.ranks import RanksInThreads
+from octavo.executor.reference.backend import ReferenceBackend
+from octavo.executor.reference.ranks import RanksInThreads
 
 
 def in_threads(num_ranks: int, run: Callable[[int, ReferenceBackend], NDArray]) -> list[NDArray]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends import sampling
-from octavo.backends.batch import SampleResult, SamplingBatch, packed_masks, sampling_records
+from octavo.executor import sampling
+from octavo.executor.batch import SampleResult, SamplingBatch, packed_masks, sampling_records
 
 NUDGE = 1e-6
 """How far a backend that computes in fp32 may move the borders of a draw."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from octavo.repetition_detection import LOOP
+from octavo.api.repetition_detection import LOOP
 
 FACTS = {
     r"capital of France|octavo chat$": r"\bParis\b",

@@ -14,7 +14,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.recording.recorder import FORMAT, Recorder, RecordingHeader
-from octavo.engine.scheduling.build import build_scheduler
+from octavo.engine.scheduler.build import build_scheduler
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
 from tests.support.simulation import Simulation
 

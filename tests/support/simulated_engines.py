@@ -10,12 +10,12 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.protocol.group_life import life_of_window
+from octavo.engine.protocol.step_costs import CostPoint, StepCosts
 from octavo.engine.recording.recorder import FORMAT, Recorder, RecordingHeader
-from octavo.engine.scheduling.build import build_scheduler
-from octavo.engine.step_costs import CostPoint, StepCosts
-from octavo.group_life import life_of_window
-from octavo.version import __version__
-from octavo.wiring.simulated_fleet import SimulatedEngine
+from octavo.engine.scheduler.build import build_scheduler
+from octavo.tools.simulated_fleet import SimulatedEngine
+from octavo.utils.version import __version__
 from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.simulation import request_of
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.sampling_params import SamplingParams
 from octavo.worker.simulated import SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import make_core
 

@@ -13,7 +13,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from octavo.checkpoint_ports import TokenizerSource, Vocabulary
+from octavo.checkpoint.ports import TokenizerSource, Vocabulary
 
 TEXT = (Path(__file__).parents[1] / "data" / "opticks.txt").read_text(encoding="utf-8")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

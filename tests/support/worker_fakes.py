@@ -9,8 +9,8 @@ from mmap import PAGESIZE
 
 import numpy as np
 
-from octavo.backends.batch import SampleResult, StepBatch, StepOutput
-from octavo.backends.kv import BLOCK_SIZE
+from octavo.executor.batch import SampleResult, StepBatch, StepOutput
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.worker.block_places import RangeShape, VirtualPlaces
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.input_batch import InputBatch

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.checkpoint_ports import TokenizerSource
+from octavo.checkpoint.ports import TokenizerSource
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer

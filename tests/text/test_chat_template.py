@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from octavo.errors import ConfigError, InvalidRequest
-from octavo.prompt_ports import Rendering
+from octavo.api.errors import ConfigError, InvalidRequest
+from octavo.text.ports import Rendering
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiers import examples
 from tests.support.tiny_vocabularies import SPECIAL, bpe_source, sentencepiece_source

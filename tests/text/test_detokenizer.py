@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.sampling_params import SamplingParams
+from octavo.api.sampling_params import SamplingParams
 from octavo.text.detokenizer import Detokenizer, decode_whole_characters
 from octavo.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.support.tiers import examples

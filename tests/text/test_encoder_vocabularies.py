@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
-from octavo.checkpoint_ports import TokenizerSource, Vocabulary
-from octavo.errors import WeightMismatch
-from octavo.pooling_params import TextPair
+from octavo.api.errors import WeightMismatch
+from octavo.api.pooling_params import TextPair
+from octavo.checkpoint.ports import TokenizerSource, Vocabulary
 from octavo.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.support.tiers import examples
 from tests.support.tiny_encoders import header_words, save_word_tokenizer

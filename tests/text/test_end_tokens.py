@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from octavo import SamplingParams
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
-from octavo.end_tokens import END_TEXTS, INFILL_END_TEXTS, INFILL_TEXTS, MEDIA_TEXTS
+from octavo.text.end_tokens import END_TEXTS, INFILL_END_TEXTS, INFILL_TEXTS, MEDIA_TEXTS
 from octavo.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.support.llm_tools import make_llm
 from tests.support.tiny_gguf import tiny_model, write_tiny_gguf

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from octavo.errors import InvalidRequest
-from octavo.structured_outputs import GrammarSpec, StructuredOutputs
+from octavo.api.errors import InvalidRequest
+from octavo.api.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.text.grammar.compiler import GrammarCompiler, GrammarError
 from octavo.text.grammar.lazy import AdmittedForms, digest_of
 from tests.support.tiny_tokenizer import SPECIALS

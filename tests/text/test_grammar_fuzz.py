@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from octavo.checkpoint_ports import TokenizerSource
-from octavo.errors import InvalidRequest
-from octavo.prompt_ports import Matcher
-from octavo.structured_outputs import StructuredOutputs
+from octavo.api.errors import InvalidRequest
+from octavo.api.structured_outputs import StructuredOutputs
+from octavo.checkpoint.ports import TokenizerSource
 from octavo.text.grammar.admission import admit
 from octavo.text.grammar.compiler import LEAST_BYTES
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
+from octavo.text.ports import Matcher
 from octavo.text.tokenizer import load_tokenizer
-from octavo.worker.grammar_rows import CompiledGrammars
+from octavo.worker.sampling.grammar_rows import CompiledGrammars
 from tests.support.schemas import some_schema
 from tests.support.tiers import examples
 from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from octavo.structured_outputs import StructuredOutputs
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.text.grammar.lazy import GrammarSetup, LazyGrammars
 from octavo.text.grammar.strings import rewrite_pattern
 from tests.support.tiny_tokenizer import SPECIALS

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from octavo.checkpoint_ports import TokenizerSource
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
+from octavo.checkpoint.ports import TokenizerSource
 from octavo.text.infill import FORMATS
 from octavo.text.tokenizer import TextTokenizer
 from tests.support.tiers import examples

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.text.json_vocabulary import json_vocabulary
 from octavo.text.vocabulary import build_tokenizer
 from tests.support.many_scripts import lines

@@ -11,10 +11,10 @@ import gguf
 import pytest
 from transformers import AutoTokenizer
 
+from octavo.api.errors import ConfigError, WeightMismatch
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import ConfigError, WeightMismatch
-from octavo.prompt_ports import Rendering
+from octavo.text.ports import Rendering
 from octavo.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.support.tiny_gguf import tiny_model, write_tiny_gguf
 from tests.support.tiny_vocabularies import bpe_with_specials, save_tokenizer_json
@@ -146,7 +146,7 @@ def test_tokens_of_one_model_are_variables(tmp_path: Path) -> None:
 
 
 def test_a_copy_keeps_the_names(tmp_path: Path) -> None:
-    from octavo.wiring.quantize import write_tokenizer
+    from octavo.tools.quantize import write_tokenizer
 
     keys = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
     path = tmp_path / "m.gguf"

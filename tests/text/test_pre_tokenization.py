@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.text.pre_tokenization import PRE_TOKENIZATIONS, PreTokenization
 from octavo.text.vocabulary import build_tokenizer
 from tests.support.many_scripts import lines

@@ -2,9 +2,9 @@
 
 import pytest
 
-from octavo.answer_marks import AnswerMarks
+from octavo.api.sampling_params import SamplingParams
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
-from octavo.sampling_params import SamplingParams
+from octavo.text.answer_marks import AnswerMarks
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiny_tokenizer import SPECIALS, save_tiny_tokenizer

@@ -2,8 +2,8 @@
 
 import pytest
 
-from octavo.prompt_ports import RoleRules
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.ports import RoleRules
 from tests.support.role_templates import NULL_CONTENT, TEMPLATES
 
 EXPECTED = {

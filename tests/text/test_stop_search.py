@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from octavo.sampling_params import SamplingParams
+from octavo.api.sampling_params import SamplingParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.tokenizer import load_tokenizer
 from tests.support.tiers import examples

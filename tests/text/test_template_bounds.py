@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.text import template_bounds
 from octavo.text.chat_template import ChatTemplate
 

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.text.chat_template import ChatTemplate
 from tests.support.tiers import examples
 

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.template_process import render_apart
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
+from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.catalogue import resolve
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
 from octavo.checkpoint.open import open_checkpoint
-from octavo.checkpoint_ports import Vocabulary
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.ports import Vocabulary
 from octavo.text.encoding import added_runs, without_special_tokens
 from octavo.text.pre_tokenization import PRE_TOKENIZATIONS
 from octavo.text.token_bytes import format_token

@@ -9,9 +9,14 @@ import msgspec
 import pytest
 import zmq
 
+from octavo.api.errors import ConfigError
+from octavo.engine.protocol.block_events import (
+    BlockEventLog,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+)
 from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
-from octavo.errors import ConfigError
-from octavo.transfer.block_events import BlockEventLog, BlocksCleared, BlocksRemoved, BlocksStored
 from octavo.transfer.kv_publisher import END, SNAPSHOT, KVEventPublisher
 from octavo.transfer.kv_wire import hash_of, parse_events_config
 from tests.support.engine_fakes import make_core, make_request

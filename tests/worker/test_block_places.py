@@ -9,9 +9,9 @@ from mmap import PAGESIZE
 import numpy as np
 import pytest
 
+from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_bytes
 from octavo.engine.core import EngineCore
-from octavo.errors import ConfigError
 from octavo.worker.block_places import (
     NOWHERE,
     RangeShape,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from octavo.backends.base import Ceilings, Footprint
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.open import open_checkpoint
-from octavo.errors import ConfigError
-from octavo.group_life import KvDemand, WindowLife
+from octavo.engine.protocol.group_life import KvDemand, WindowLife
+from octavo.executor.base import Ceilings, Footprint
 from octavo.models.registry import build_programs
 from octavo.program.work import work_of
 from octavo.worker.capacity import PROCESS_BYTES, Capacity

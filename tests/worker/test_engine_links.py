@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.errors import EngineDead, PeerEngineDead
-from octavo.step import StepPlan, StepResult
+from octavo.api.errors import EngineDead, PeerEngineDead
+from octavo.engine.protocol.step import StepPlan, StepResult
 from octavo.wiring.engine_meetings import EngineMeetings, EnginePlace
 from octavo.worker.engine_links import EngineLinks
 from octavo.worker.joined_executor import JoinedExecutor

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from octavo.api.errors import ConfigError, EngineDead
 from octavo.config.checks import check
 from octavo.config.engine_config import EngineConfig
-from octavo.errors import ConfigError, EngineDead
 from octavo.worker.ranks import joining
 from octavo.worker.ranks.joining import JoiningRanks, join_first
 from octavo.worker.ranks.messages import RankSetup

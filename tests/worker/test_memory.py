@@ -2,8 +2,8 @@
 
 import pytest
 
-from octavo.errors import ConfigError
-from octavo.group_life import KvDemand, WindowLife
+from octavo.api.errors import ConfigError
+from octavo.engine.protocol.group_life import KvDemand, WindowLife
 from octavo.worker.memory import GroupSize, plan_kv
 
 MIB = 1 << 20

@@ -7,13 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from octavo.backends.batch import DecodedStep, SampleResult, StepOutput
+from octavo.api.sampling_params import SamplingParams
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.protocol.prompt_limits import PromptLimits
-from octavo.engine.scheduling import multi_step
+from octavo.engine.scheduler import multi_step
+from octavo.executor.batch import DecodedStep, SampleResult, StepOutput
 from octavo.frontend.input_processor import InputProcessor, ModelLimits
 from octavo.frontend.output_processor import OutputProcessor
-from octavo.sampling_params import SamplingParams
 from tests.support.core_builders import INFO
 from tests.support.engine_fakes import VOCAB, make_core
 from tests.support.slowness import slowness

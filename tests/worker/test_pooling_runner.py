@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.backends.batch import StepBatch, StepOutput
-from octavo.backends.kv import BLOCK_SIZE, KvCache
-from octavo.pooling_params import PoolingParams
-from octavo.sampling_params import SamplingParams
-from octavo.step import NewRequest, ScheduledRequest, StepPlan
+from octavo.api.pooling_params import PoolingParams
+from octavo.api.sampling_params import SamplingParams
+from octavo.engine.protocol.step import NewRequest, ScheduledRequest, StepPlan
+from octavo.executor.batch import StepBatch, StepOutput
+from octavo.executor.kv import BLOCK_SIZE, KvCache
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_runner import ModelRunner

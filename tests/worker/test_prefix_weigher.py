@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.backends.base import BackendOptions
-from octavo.backends.native.backend import NativeBackend
-from octavo.backends.reference.backend import ReferenceBackend
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
-from octavo.kv_messages import PrefixProbe
+from octavo.engine.protocol.kv_messages import PrefixProbe
+from octavo.executor.base import BackendOptions
+from octavo.executor.native.backend import NativeBackend
+from octavo.executor.reference.backend import ReferenceBackend
 from octavo.models.registry import build_programs
 from octavo.program.passes.probe_prefixes import probe_of, probe_prefixes, probing_part
 from octavo.program.program import Weight

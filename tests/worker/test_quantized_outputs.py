@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from octavo.checkpoint.gguf_families import FAMILIES
+from octavo.api.errors import ConfigError, WeightMismatch
+from octavo.checkpoint.gguf.gguf_families import FAMILIES
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.writing.class_names import CLASS_NAMES
 from octavo.cli.quantize import recipe_of
-from octavo.errors import ConfigError, WeightMismatch
 from octavo.quant.making.recipe import Recipe
-from octavo.wiring.quantize import (
+from octavo.tools.quantize import (
     CalibrationText,
     Quantized,
     calibration_ids,

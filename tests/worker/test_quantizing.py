@@ -13,14 +13,14 @@ import pytest
 from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
 
+from octavo.api.errors import ConfigError, SetupError, UnsupportedModel, WeightMismatch
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from octavo.checkpoint.writing.destination import HfDirectory
 from octavo.cli.quantize import recipe_of
-from octavo.errors import ConfigError, SetupError, UnsupportedModel, WeightMismatch
 from octavo.models.registry import build_programs
 from octavo.quant.making.recipe import Recipe
-from octavo.wiring.quantize import Quantized, quantize_checkpoint
+from octavo.tools.quantize import Quantized, quantize_checkpoint
 from octavo.worker.quantizing.calibration_run import CalibrationRun
 from octavo.worker.quantizing.targets import added_values
 from tests.support.paged_runner import PagedRunner

@@ -9,11 +9,17 @@ import msgspec
 import pytest
 
 from octavo import SamplingParams
-from octavo.outputs import RequestOutput
-from octavo.ports import Executor
-from octavo.step import NewRequest, RowResult, ScheduledRequest, StepPlan, StepResult
+from octavo.api.outputs import RequestOutput
+from octavo.engine.protocol.ports import Executor
+from octavo.engine.protocol.step import (
+    NewRequest,
+    RowResult,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+)
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.sampling_rows import SamplingRows
+from octavo.worker.sampling.sampling_rows import SamplingRows
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.worker_fakes import FakeRunnable, make_worker

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from octavo.backends.batch import unpacked_mask
+from octavo.executor.batch import unpacked_mask
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 from tests.support.worker_fakes import FakeRunnable, make_worker
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.formats.format import (
     FLOATS,
     WORDS,
@@ -36,7 +37,6 @@ from octavo.checkpoint.formats.options import (
     layout,
     refused,
 )
-from octavo.errors import WeightMismatch
 from octavo.quant.bitstream import unpack_bits
 from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
 from octavo.quant.packed import PackedWeight

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import WeightMismatch, shown
 from octavo.checkpoint.formats.format import (
     FLOATS,
     ByModule,
@@ -28,7 +29,6 @@ from octavo.checkpoint.formats.format import (
     needed,
 )
 from octavo.checkpoint.formats.options import choice, flag
-from octavo.errors import WeightMismatch, shown
 from octavo.quant.packed import Levels, PackedWeight
 
 STATE = "weight.quant_state.bitsandbytes__"

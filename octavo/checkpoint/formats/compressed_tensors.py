@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import WeightMismatch, shown
 from octavo.checkpoint.formats.e2m1 import describe_e2m1, e2m1_name, read_e2m1
 from octavo.checkpoint.formats.format import (
     FLOATS,
@@ -40,7 +41,6 @@ from octavo.checkpoint.formats.format import (
 from octavo.checkpoint.formats.fp8 import SCALES, block_of, describe_fp8, read_fp8
 from octavo.checkpoint.formats.gptq import by_group
 from octavo.checkpoint.formats.options import choice, flag, group_size, refused
-from octavo.errors import WeightMismatch, shown
 from octavo.quant.bitstream import num_words, unpack_bits
 from octavo.quant.fp8 import Fp8Scheme
 from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight

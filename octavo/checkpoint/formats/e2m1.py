@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.formats.format import (
     FLOATS,
     Described,
@@ -19,7 +20,6 @@ from octavo.checkpoint.formats.format import (
     check_type,
     needed,
 )
-from octavo.errors import WeightMismatch
 from octavo.quant.fp8 import e8m0
 from octavo.quant.packed import Levels, PackedWeight
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.packed import PackedWeight
 
 Tensors = Mapping[str, NDArray]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import WeightMismatch, shown
 from octavo.checkpoint.formats.format import (
     FLOATS,
     INDICES,
@@ -36,7 +37,6 @@ from octavo.checkpoint.formats.options import (
     layout,
     refused,
 )
-from octavo.errors import WeightMismatch, shown
 from octavo.quant.bitstream import num_words, unpack_bits
 from octavo.quant.grouped import GroupedCodes, common_zero, grouped_name, grouped_weight
 from octavo.quant.packed import PackedWeight

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from octavo.api.errors import WeightMismatch
 from octavo.checkpoint.formats.e2m1 import e2m1_name, e2m1_weight, half_of_e8m0
 from octavo.checkpoint.formats.format import Described, Tensors, check_shape, modules_with, needed
-from octavo.errors import WeightMismatch
 from octavo.quant.packed import PackedWeight
 
 GROUP = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from octavo.errors import UnsupportedModel, shown
+from octavo.api.errors import UnsupportedModel, shown
 
 MAX_GROUP = 1 << 20
 USUAL_GROUP = 128

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.api.errors import shown
 from octavo.checkpoint.formats.awq import Awq
 from octavo.checkpoint.formats.bitsandbytes import Bitsandbytes
 from octavo.checkpoint.formats.compressed_tensors import CompressedTensors
@@ -15,7 +16,6 @@ from octavo.checkpoint.formats.gptq import Gptq
 from octavo.checkpoint.formats.mxfp4 import Mxfp4
 from octavo.checkpoint.formats.options import refused
 from octavo.checkpoint.json_file import read_json
-from octavo.errors import shown
 
 READERS: dict[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "awq": Awq,

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from octavo.checkpoint.catalogue import recommended_sampling
 from octavo.checkpoint.formats.table import OLDER_FILES, OLDER_KEY
-from octavo.checkpoint.gguf_checkpoint import IGNORED_TENSORS, SAMPLING_KEYS, GgufCheckpoint
+from octavo.checkpoint.gguf.gguf_checkpoint import IGNORED_TENSORS, SAMPLING_KEYS, GgufCheckpoint
 from octavo.checkpoint.json_file import read_json
+from octavo.checkpoint.ports import Checkpoint
 from octavo.checkpoint.safetensors import DTYPES, INTEGERS
 from octavo.checkpoint.sentence_modules import module_folders
 from octavo.checkpoint.writing.encoders import Encoder, encoder_of
@@ -23,7 +24,6 @@ from octavo.checkpoint.writing.safetensors_file import (
     SafetensorsWriter,
     TensorSpec,
 )
-from octavo.checkpoint_ports import Checkpoint
 from octavo.quant.gguf import BlockType
 from octavo.quant.making.gguf_blocks import block_bytes, fit_blocks, type_for
 from octavo.quant.making.gptq import FitGrid, fitted, nearest

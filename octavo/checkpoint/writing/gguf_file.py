@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint.gguf import DEFAULT_ALIGNMENT, MAGIC, GgufFile
+from octavo.checkpoint.gguf.gguf_file import DEFAULT_ALIGNMENT, MAGIC, GgufFile
 from octavo.checkpoint.writing.gguf_keys import metadata_bytes
 from octavo.checkpoint.writing.safetensors_file import reserve, write_at
 from octavo.quant.gguf import BLOCK_TYPES, BlockType

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoint.gguf import DEFAULT_ALIGNMENT, MAGIC
-from octavo.checkpoint.gguf_families import FAMILIES
-from octavo.checkpoint.gguf_family import YARN_KEYS, Family
+from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.gguf.gguf_families import FAMILIES
+from octavo.checkpoint.gguf.gguf_family import YARN_KEYS, Family
+from octavo.checkpoint.gguf.gguf_file import DEFAULT_ALIGNMENT, MAGIC
+from octavo.checkpoint.ports import NORMAL, UNUSED, Checkpoint, Vocabulary
 from octavo.checkpoint.writing.gguf_file import TYPE_NUMBERS, tensor_entry
 from octavo.checkpoint.writing.gguf_keys import KeyValue, metadata_bytes
-from octavo.checkpoint_ports import NORMAL, UNUSED, Checkpoint, Vocabulary
-from octavo.errors import UnsupportedModel, WeightMismatch
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
 
 LLAMA_FAMILIES = {"mistral": "llama"}

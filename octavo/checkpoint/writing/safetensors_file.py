@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import ConfigError
 from octavo.checkpoint.safetensors import INDEX, PART_DTYPES
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
 
 SHARD_BYTES = 5 << 30
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in PART_DTYPES.items()}

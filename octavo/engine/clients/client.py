@@ -11,10 +11,10 @@ from typing import Protocol
 
 import msgspec
 
+from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
 from octavo.engine.protocol.view import EngineView
-from octavo.original_context import ONE_CONTEXT, OriginalContext
 from octavo.transfer.messages import TransferFacts
 
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from octavo.child_process import ChildFailed, bind_to_parent
+from octavo.api.errors import InvalidRequest, OctavoError
 from octavo.engine.clients.client import CloseCore, Command, EngineInfo, RunQuery
 from octavo.engine.clients.heartbeat import (
     HEARTBEAT_INTERVAL_S,
@@ -39,8 +39,8 @@ from octavo.engine.clients.messages import (
     Stepped,
 )
 from octavo.engine.core import EngineCore
-from octavo.errors import InvalidRequest, OctavoError
-from octavo.ports import Losable, StepSharer
+from octavo.engine.protocol.ports import Losable, StepSharer
+from octavo.utils.child_process import ChildFailed, bind_to_parent
 
 BuildCore: TypeAlias = Callable[..., tuple[EngineCore, EngineInfo]]
 """Builds an engine core from flat options, a Report and, where the setup has one, its place among

@@ -14,6 +14,13 @@ from hashlib import blake2b
 
 import msgspec
 
+from octavo.api.errors import (
+    EngineDead,
+    InvalidRequest,
+    OctavoError,
+    PeerEngineDead,
+    Unavailable,
+)
 from octavo.engine.clients.client import (
     EngineInfo,
     Query,
@@ -29,16 +36,9 @@ from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
 from octavo.engine.protocol.stats import EngineStats, total_stats
 from octavo.engine.protocol.view import EngineView
-from octavo.errors import (
-    EngineDead,
-    InvalidRequest,
-    OctavoError,
-    PeerEngineDead,
-    Unavailable,
-)
-from octavo.progress import Report
 from octavo.routing.job import RoutingJob
 from octavo.routing.router import Router
+from octavo.utils.progress import Report
 
 TROUBLE_INTERVAL_S = 0.25
 """Period at which requests of a core that is being replaced look for another one, in seconds."""

@@ -17,8 +17,8 @@ from typing import cast
 
 import msgspec
 
-from octavo.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
-from octavo.step import StepPlan, StepResult
+from octavo.engine.protocol.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
+from octavo.engine.protocol.step import StepPlan, StepResult
 
 PAGE_BYTES = 1 << 16
 NUMBER_BYTES = 8

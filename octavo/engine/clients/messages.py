@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from octavo.child_process import ChildFailed
+from octavo.api.errors import InvalidRequest
 from octavo.engine.clients.client import AddRequests, Command, EngineInfo, QueryAnswer
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.errors import InvalidRequest
+from octavo.utils.child_process import ChildFailed
 
 
 class CoreSetup(msgspec.Struct):

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.child_process import ChildFailed, describe_exit, end_process, start_bound
+from octavo.api.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
 from octavo.engine.clients.client import (
     AbortRequests,
     ChangeRequests,
@@ -46,8 +46,8 @@ from octavo.engine.clients.messages import (
 )
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, RequestChange
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Unavailable
-from octavo.progress import Report
+from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound
+from octavo.utils.progress import Report
 
 MAIN = "octavo.engine.clients.core_process:main"
 END_S = 5.0

@@ -6,5 +6,5 @@ blocks of one cache group), `block_tables.py` (which request holds which), `bloc
 `prefix_finder.py` (what is computed already), `swapping.py` (blocks of swapped requests in host
 memory), `prefix_loader.py`, `important_blocks.py`, `tier_connector.py` and `tier_slots.py` (blocks
 in host memory and on disk, found by name), `pin.py` (prefixes that are to stay there). How long
-blocks of a group live is `octavo/group_life.py`.
+blocks of a group live is `octavo/engine/protocol/group_life.py`.
 """

@@ -22,13 +22,13 @@ from octavo.engine.kv.prefix_loader import NOTHING_TO_FETCH, Prefetch, PrefixLoa
 from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.kv.tier_connector import no_connector
 from octavo.engine.kv.tier_slots import Weighing
+from octavo.engine.protocol.block_events import BlockEventLog
 from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
+from octavo.engine.protocol.group_life import UNBOUNDED, Extent
+from octavo.engine.protocol.kv_messages import BlockKey, BlockMove, BlockName
+from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
+from octavo.engine.protocol.ports import Connector
 from octavo.engine.protocol.requests import Pin
-from octavo.group_life import UNBOUNDED, Extent
-from octavo.kv_messages import BlockKey, BlockMove, BlockName
-from octavo.original_context import ONE_CONTEXT, OriginalContext
-from octavo.ports import Connector
-from octavo.transfer.block_events import BlockEventLog
 
 PLAIN = BlockNaming()
 

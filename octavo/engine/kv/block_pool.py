@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.engine.kv.prefix_cache import PrefixCache
+from octavo.engine.protocol.group_life import GROWING, AnyLife
 from octavo.engine.protocol.stats import GroupBlocks
-from octavo.group_life import GROWING, AnyLife
 
 HOLE = -1
 """Place of a block in a table that nothing reads any more, or that no step has written."""

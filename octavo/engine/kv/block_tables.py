@@ -1,9 +1,8 @@
 """Which request holds which blocks of the device, in the order of its tokens, in every cache group.
 
 Owns the block tables; each change is made in all groups or in none. How many blocks a table has,
-and which of them are released, is asked of the group's life (`octavo/group_life.py`). Knows neither
-names nor host memory.
-"""
+and which of them are released, is asked of the group's life
+(`octavo/engine/protocol/group_life.py`). Knows neither names nor host memory."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
-from octavo.group_life import Extent, blocks_for
-from octavo.kv_messages import BlockMove
+from octavo.engine.protocol.group_life import Extent, blocks_for
+from octavo.engine.protocol.kv_messages import BlockMove
 
 Kept = list[list[int | None]]
 """The beginning of a table in each group: blocks that are there already, holes, and None where one

@@ -18,8 +18,8 @@ from typing import Literal
 
 from octavo.engine.kv.prefix_finder import PrefixFinder
 from octavo.engine.kv.tier_slots import Weighing
-from octavo.kv_messages import BlockKey, PrefixProbe
-from octavo.ports import Connector
+from octavo.engine.protocol.kv_messages import BlockKey, PrefixProbe
+from octavo.engine.protocol.ports import Connector
 
 MAX_TOKENS = 128
 """Most tokens of a prompt that are computed to make queries: its first block and its last ones."""

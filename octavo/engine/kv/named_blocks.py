@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.engine.kv.block_tables import BlockTables
 from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
-from octavo.kv_messages import BlockKey, BlockName, StreamedBlock
-from octavo.ports import Connector
+from octavo.engine.protocol.kv_messages import BlockKey, BlockName, StreamedBlock
+from octavo.engine.protocol.ports import Connector
 
 
 class NamedBlocks:

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from octavo.kv_messages import BlockKey
-from octavo.transfer.block_events import BlockEventLog
+from octavo.engine.protocol.block_events import BlockEventLog
+from octavo.engine.protocol.kv_messages import BlockKey
 
 
 class PartialMatch(NamedTuple):

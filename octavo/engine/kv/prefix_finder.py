@@ -2,7 +2,7 @@
 one more.
 
 Looks, and changes nothing: the BlockManager takes the blocks and has them copied. Which blocks a
-group must have is asked of its life (`octavo/group_life.py`).
+group must have is asked of its life (`octavo/engine/protocol/group_life.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.engine.kv.block_tables import Kept
-from octavo.kv_messages import BlockKey, BlockName
-from octavo.ports import Connector
+from octavo.engine.protocol.kv_messages import BlockKey, BlockName
+from octavo.engine.protocol.ports import Connector
 
 ABSENT = -2
 """Place of a block that is nowhere."""

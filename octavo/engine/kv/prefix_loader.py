@@ -13,8 +13,8 @@ from functools import partial
 from octavo.engine.kv.block_pool import BlockPool
 from octavo.engine.kv.important_blocks import ImportantBlocks, PromptPart
 from octavo.engine.kv.prefix_finder import Hit, PrefixFinder
-from octavo.kv_messages import BlockKey, BlockMove
-from octavo.ports import Connector
+from octavo.engine.protocol.kv_messages import BlockKey, BlockMove
+from octavo.engine.protocol.ports import Connector
 
 
 @dataclass(frozen=True, slots=True)

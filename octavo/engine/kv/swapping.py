@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool
-from octavo.kv_messages import BlockKey, BlockMove
+from octavo.engine.protocol.kv_messages import BlockKey, BlockMove
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@ behind them.
 
 Knows names, slots and what is on its way; no byte, no file, no clock. What it decides leaves as
 moves and as a ConnectorPlan; what became of it comes back as a ConnectorReport. Implements
-`ports.Connector`; its worker half is `worker/connectors/tiers.py`.
+`ports.Connector`; its worker half is `worker/kv_connectors/tiers.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from itertools import chain
 
 import msgspec
 
+from octavo.api.errors import InvalidRequest
 from octavo.engine.kv.tier_slots import Slot, TierSlots, Weighing
-from octavo.errors import InvalidRequest
-from octavo.kv_messages import (
+from octavo.engine.protocol.kv_messages import (
     BlockKey,
     BlockMove,
     BlockName,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from octavo.kv_messages import BlockKey
+from octavo.engine.protocol.kv_messages import BlockKey
 
 CONSIDERED = 32
 """Slots, the least recently used, of which the one with the least important block is taken."""

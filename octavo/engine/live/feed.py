@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
+from octavo.api.errors import OctavoError
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.view import (
     MAX_STEPS,
@@ -24,7 +25,6 @@ from octavo.engine.protocol.view import (
     RequestView,
     StepMark,
 )
-from octavo.errors import OctavoError
 
 PERIOD_S = 0.1
 """Least seconds between two views of the core."""

@@ -11,6 +11,7 @@ from itertools import chain, groupby, islice
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import HOLE, BlockPool
+from octavo.engine.protocol.step import StepPlan
 from octavo.engine.protocol.view import (
     CACHED,
     FREE,
@@ -29,9 +30,8 @@ from octavo.engine.protocol.view import (
 )
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.timings import STEP_RUNNING
-from octavo.engine.scheduling.admission import NO_BLOCKS
-from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.step import StepPlan
+from octavo.engine.scheduler.admission import NO_BLOCKS
+from octavo.engine.scheduler.scheduler import Scheduler
 
 CACHED_CELL, FREE_CELL = (CACHED, ""), (FREE, "")
 MAX_SHARE = 0.03

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from octavo.group_life import UNBOUNDED
-from octavo.kv_messages import BlockKey
-from octavo.routing.cached_names import CachedNames
-from octavo.step import MediaItem
-from octavo.transfer.block_events import BlockEvent, BlocksRemoved, BlocksStored
+from octavo.engine.protocol.block_events import BlockEvent, BlocksRemoved, BlocksStored
+from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.group_life import UNBOUNDED
+from octavo.engine.protocol.kv_messages import BlockKey
+from octavo.engine.protocol.step import MediaItem
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = array("i").itemsize

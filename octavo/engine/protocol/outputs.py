@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.api.outputs import FinishReason, Timings
+from octavo.engine.protocol.block_events import BlockEvent
 from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.step import TokenLogprobs
+from octavo.engine.protocol.step_costs import StepCosts
 from octavo.engine.protocol.view import EngineView
-from octavo.engine.step_costs import StepCosts
-from octavo.outputs import FinishReason, Timings
-from octavo.step import TokenLogprobs
-from octavo.transfer.block_events import BlockEvent
 
 
 class BeamOutput(msgspec.Struct, omit_defaults=True):

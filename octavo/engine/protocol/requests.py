@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.pooling_params import RequestParams
-from octavo.step import AdapterRef, EncoderInput, MediaItem, MediaPixels
-from octavo.structured_outputs import GrammarSpec
+from octavo.api.pooling_params import RequestParams
+from octavo.api.structured_outputs import GrammarSpec
+from octavo.engine.protocol.step import AdapterRef, EncoderInput, MediaItem, MediaPixels
 
 ON_ITS_WAY = "on its way to the engine"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.kv_messages import ConnectorStats
-from octavo.step import KvArrivals, WeightArrivals
+from octavo.engine.protocol.kv_messages import ConnectorStats
+from octavo.engine.protocol.step import KvArrivals, WeightArrivals
 
 
 class KvBytes(msgspec.Struct, frozen=True, array_like=True):

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from octavo.api.errors import ConfigError
 from octavo.engine.live.feed import EngineFeed
 from octavo.engine.live.feed import Event as FeedEvent
 from octavo.engine.live.watch import mark_of, view_of
+from octavo.engine.protocol.step import StepPlan
 from octavo.engine.protocol.view import EngineView
 from octavo.engine.recording.recorder import Event, RecordingHeader, StepComputed, StepPlanned
 from octavo.engine.recording.replay import Replay
 from octavo.engine.requests.stop_strings import MakeStopTexts
-from octavo.errors import ConfigError
-from octavo.step import StepPlan
 
 
 class RecordedFrames:

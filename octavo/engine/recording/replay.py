@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from octavo.api.errors import ConfigError, InvalidRequest
 from octavo.config.engine_config import EngineConfig
+from octavo.engine.protocol.ports import DecodingExecutor, Executor
+from octavo.engine.protocol.step import RowResult, StepPlan, StepResult
 from octavo.engine.recording.recorder import (
     Event,
     PrefixCacheReset,
@@ -31,11 +34,8 @@ from octavo.engine.recording.recorder import (
 )
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.token_row import Finish
-from octavo.engine.scheduling.build import build_scheduler
-from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.errors import ConfigError, InvalidRequest
-from octavo.ports import DecodingExecutor, Executor
-from octavo.step import RowResult, StepPlan, StepResult
+from octavo.engine.scheduler.build import build_scheduler
+from octavo.engine.scheduler.scheduler import Scheduler
 
 MAX_STEPS_AHEAD = 1
 """Most steps in flight when a plan is made, of an engine with one lane."""

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.outputs import BeamOutput
+from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants
 from octavo.engine.requests.result_consumer import Branch, RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
-from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, TokenLogprobs, Wants
 
 
 class StopTexts(Protocol):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from octavo.api.repetition_detection import REPETITION_FOUND, RepetitionDetection
+from octavo.api.sampling_params import SamplingParams
+from octavo.engine.protocol.step import RowResult, Wants
 from octavo.engine.requests.result_consumer import RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
-from octavo.repetition_detection import REPETITION_FOUND, RepetitionDetection
-from octavo.sampling_params import SamplingParams
-from octavo.step import RowResult, Wants
 
 GRAMMAR = "a grammar: what may come next depends on the tokens before"
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.api.pooling_params import PoolingParams
+from octavo.engine.protocol.step import RowResult, Wants
 from octavo.engine.requests.result_consumer import RequestProgress
 from octavo.engine.requests.token_row import Finish, TokenRow
-from octavo.pooling_params import PoolingParams
-from octavo.step import RowResult, Wants
 
 
 class Pooling:

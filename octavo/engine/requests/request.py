@@ -10,22 +10,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
+from octavo.api.outputs import Timings
+from octavo.api.pooling_params import PoolingParams, RequestParams
+from octavo.engine.protocol.group_life import UNBOUNDED
+from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
+from octavo.engine.protocol.step import (
+    TokenLogprobs,
+    WeightArrivals,
+)
 from octavo.engine.requests.beam_search import BeamSearch, StopTexts
 from octavo.engine.requests.plain_generation import EndRules, PlainGeneration
 from octavo.engine.requests.pooling import Pooling
 from octavo.engine.requests.result_consumer import ResultConsumer
 from octavo.engine.requests.timings import Stopwatch
 from octavo.engine.requests.token_row import Finish, TokenRow
-from octavo.group_life import UNBOUNDED
-from octavo.original_context import ONE_CONTEXT, OriginalContext
-from octavo.outputs import Timings
-from octavo.pooling_params import PoolingParams, RequestParams
-from octavo.step import (
-    TokenLogprobs,
-    WeightArrivals,
-)
 
 
 class RequestStatus(Enum):

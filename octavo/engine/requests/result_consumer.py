@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from octavo.api.pooling_params import RequestParams
 from octavo.engine.protocol.outputs import BeamOutput
+from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants
 from octavo.engine.requests.token_row import Finish, TokenRow
-from octavo.pooling_params import RequestParams
-from octavo.step import RowResult, TokenLogprobs, Wants
 
 
 class Branch(NamedTuple):

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.engine.requests.beam_search import StopTexts
-from octavo.prompt_ports import Tokenizer
-from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import skipped_ids
+from octavo.text.ports import Tokenizer
 
 
 class TokenizedStops:

@@ -13,8 +13,8 @@ from bisect import bisect_left
 from collections import deque
 from typing import NamedTuple
 
+from octavo.api.outputs import Timings
 from octavo.engine.protocol.requests import ON_ITS_WAY
-from octavo.outputs import Timings
 
 STEP_RUNNING = "a step was running"
 """Reason of a request that arrives while a step is computed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from octavo.outputs import FinishReason
+from octavo.api.outputs import FinishReason
 
 
 class Finish(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.draft_tree import ROOT, DraftTree
+from octavo.engine.protocol.draft_tree import ROOT, DraftTree
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.engine.speculation.drafter import RUNNER_UP, Draft
 from octavo.engine.speculation.policy import RowDraft

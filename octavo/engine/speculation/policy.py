@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.draft_tree import DraftTree
-from octavo.engine.scheduling.step_builder import StepBuilder
+from octavo.engine.protocol.draft_tree import DraftTree
+from octavo.engine.protocol.step_costs import UNMEASURED
+from octavo.engine.scheduler.step_builder import StepBuilder
 from octavo.engine.speculation.credit import Credit
 from octavo.engine.speculation.step_price import StepPrice
-from octavo.engine.step_costs import UNMEASURED
 
 
 @dataclass(slots=True)

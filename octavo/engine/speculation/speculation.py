@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
-from octavo.draft_tree import DraftTree
 from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.protocol.draft_tree import DraftTree
 from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.step import RowResult, ScheduledRequest
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.result_consumer import ResultConsumer
 from octavo.engine.requests.token_row import TokenRow
-from octavo.engine.scheduling.step_builder import StepBuilder
+from octavo.engine.scheduler.step_builder import StepBuilder
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.engine.speculation.drafter import (
     GIVEN_MATCH,
@@ -36,7 +37,6 @@ from octavo.engine.speculation.policy import NO_STEP, PlainStep, RowDraft
 from octavo.engine.speculation.row_history import RowHistory
 from octavo.engine.speculation.suffix import SuffixDrafter
 from octavo.engine.speculation.throughput import LIKELY, ThroughputPolicy
-from octavo.step import RowResult, ScheduledRequest
 
 SpecMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "auto"]
 """Ways to guess. Once options are derived, "auto" is "suffix" together with "mtp"."""

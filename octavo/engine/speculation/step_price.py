@@ -8,7 +8,7 @@ measurements say. Knows neither rows nor drafters; reads no clock.
 
 from __future__ import annotations
 
-from octavo.engine.step_costs import MAX_SINGLE_TOKENS, StepCosts
+from octavo.engine.protocol.step_costs import MAX_SINGLE_TOKENS, StepCosts
 
 TOKEN_SHARE = 0.1
 """Time of one more token as a share of a step of one, and half of it as a share of a larger one,

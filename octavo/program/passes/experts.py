@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program import expert_ops, rank_ops
 from octavo.program.passes.splits import Spans, shares
 from octavo.program.program import Op, Program, Span, Value

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from octavo.errors import UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.program.ops import Add, GatherRows, KvWrite, LayerNorm, Linear, RmsNorm
 from octavo.program.passes.stages import layer_inputs
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight

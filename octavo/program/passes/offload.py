@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_bytes
-from octavo.errors import ConfigError
 
 ALIGN = 4096
 """Bytes of which offsets and lengths in the file and in memory are multiples: what reads that pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program.neuron_predictors import PredictorNames
 from octavo.program.ops import ActMul, Foresee, Linear
 from octavo.program.passes.sparsify import gate_of

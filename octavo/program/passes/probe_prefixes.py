@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program.ops import Attention, KvWrite, MlaAttention, Rope
 from octavo.program.passes.stages import part_of
 from octavo.program.program import CacheGroup, Op, Program, Value

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program.key_selection import KeySelection
 from octavo.program.ops import (
     Attention,

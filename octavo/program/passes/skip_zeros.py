@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program.ops import Act, ActMul, Linear
 from octavo.program.program import Op, Program
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program.ops import ActMul, Linear
 from octavo.program.program import Op, Program, Value
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program import expert_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight

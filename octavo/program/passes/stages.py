@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.program import ops
 from octavo.program.program import CacheGroup, Op, Program, Value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.quant.making.grid import GridSpec
 
 Method = Literal["rtn", "gptq", "awq", "smoothquant"]

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.server.body import Body
-from octavo.server.body_part import BodyPart
 from octavo.server.fields import field, needed, sampling, stop_texts, taken
+from octavo.server.http.body import Body
+from octavo.server.http.body_part import BodyPart
 from octavo.server.notes import build_note
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.plain_chat import TextBlock

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.server.state.slot import EngineSlot
 
 

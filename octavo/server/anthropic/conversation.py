@@ -6,7 +6,7 @@ import base64
 from dataclasses import replace
 from typing import Any
 
-from octavo.errors import InvalidRequest, shown
+from octavo.api.errors import InvalidRequest, shown
 from octavo.server.anthropic.bodies import (
     ContentBlock,
     CountTokensBody,

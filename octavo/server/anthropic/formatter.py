@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from octavo.errors import InvalidRequest
-from octavo.server.error_forms import anthropic_form
-from octavo.server.errors import fault_of
+from octavo.api.errors import InvalidRequest
+from octavo.server.http.error_forms import anthropic_form
+from octavo.server.http.errors import fault_of
+from octavo.server.http.sse import NamedEventStream
 from octavo.server.response_builder import (
     ChoiceDelta,
     ResponseBuilder,
@@ -17,7 +18,6 @@ from octavo.server.response_builder import (
     TokenUsage,
     new_hex_id,
 )
-from octavo.server.sse import NamedEventStream
 from octavo.text.parsers.parts import MessageText, Part, PartKind, arguments_of
 
 Event = dict[str, Any]

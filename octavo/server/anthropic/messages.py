@@ -9,16 +9,16 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.server.anthropic.bodies import NAMES, CountTokensBody, MessagesBody
 from octavo.server.anthropic.conversation import conversation_of
 from octavo.server.anthropic.formatter import MessageFormatter, MessageStream
-from octavo.server.auth import origin_of
-from octavo.server.body import body_bytes, body_of
-from octavo.server.errors import use_api_names
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import body_bytes, body_of
+from octavo.server.http.errors import use_api_names
 from octavo.server.plain_chat import params_of
 from octavo.server.response_builder import new_hex_id, send_response, start_chat
 from octavo.server.state.service import Service, service_of
-from octavo.structured_outputs import StructuredOutputs
 
 router = APIRouter()
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from octavo.server.body_part import BodyPart
 from octavo.server.fields import field, needed, sampling, stop_texts, taken
+from octavo.server.http.body_part import BodyPart
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.message_bodies import ToolBody, ToolCall
 from octavo.server.plain_chat import TextBlock

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.errors import InvalidRequest
-from octavo.server.auth import origin_of
-from octavo.server.body import body_bytes, body_of
+from octavo.api.errors import InvalidRequest
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.server.cohere.bodies import (
     NAMES,
     CohereBlock,
@@ -19,7 +18,9 @@ from octavo.server.cohere.bodies import (
 )
 from octavo.server.cohere.formatter import CohereFormatter, stream_kind
 from octavo.server.conversation import Conversation
-from octavo.server.errors import use_api_names
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import body_bytes, body_of
+from octavo.server.http.errors import use_api_names
 from octavo.server.openai.messages import MAY_BE_EMPTY, plain_call
 from octavo.server.openai.tools import offered
 from octavo.server.plain_chat import block_text, params_of, refuse_values, rendering_of
@@ -27,7 +28,6 @@ from octavo.server.response_builder import send_response, start_chat
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.tool_use import Choice, check_role, tool_use_of
-from octavo.structured_outputs import StructuredOutputs
 
 CHOICES: dict[str | None, Choice | None] = {None: None, "NONE": "none", "REQUIRED": "required"}
 

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from octavo.prompt_ports import Tokenizer
-from octavo.server.errors import fault_of
+from octavo.server.http.errors import fault_of
+from octavo.server.http.sse import NamedEventStream
 from octavo.server.openai.logprobs import FLOOR
 from octavo.server.response_builder import (
     ChoiceDelta,
@@ -15,8 +15,8 @@ from octavo.server.response_builder import (
     ResponseFormatter,
     TokenUsage,
 )
-from octavo.server.sse import NamedEventStream
 from octavo.text.parsers.parts import Part, PartKind
+from octavo.text.ports import Tokenizer
 
 Event = dict[str, Any]
 

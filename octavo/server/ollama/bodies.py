@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.errors import InvalidRequest
-from octavo.server.body import Body
-from octavo.server.body_part import BodyPart
+from octavo.api.errors import InvalidRequest
 from octavo.server.fields import field, needed, stop_texts, taken
+from octavo.server.http.body import Body
+from octavo.server.http.body_part import BodyPart
 from octavo.server.ollama.keep_alive import TAKES, KeepAlive
 from octavo.server.openai.message_bodies import ContentPart, ToolBody
 

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from octavo.outputs import RequestOutput
-from octavo.pooling_outputs import pooled_row
-from octavo.pooling_params import MODEL_LIMIT, PoolingParams
-from octavo.server.auth import origin_of
-from octavo.server.body import Body, body_of
+from octavo.api.outputs import RequestOutput
+from octavo.api.pooling_outputs import pooled_row
+from octavo.api.pooling_params import MODEL_LIMIT, PoolingParams
 from octavo.server.fields import Whole, field, needed, taken
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import Body, body_of
 from octavo.server.ollama.bodies import RunOptions
 from octavo.server.ollama.formatter import NANOSECONDS
 from octavo.server.ollama.keep_alive import TAKES, KeepAlive, apply_keep_alive

@@ -12,9 +12,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from octavo.sampling_params import SamplingParams
-from octavo.server.error_forms import ollama_form
-from octavo.server.errors import fault_of
+from octavo.api.sampling_params import SamplingParams
+from octavo.server.http.error_forms import ollama_form
+from octavo.server.http.errors import fault_of
+from octavo.server.http.sse import EventStream
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.response_builder import (
     ChoiceDelta,
@@ -22,7 +23,6 @@ from octavo.server.response_builder import (
     ResponseFormatter,
     new_hex_id,
 )
-from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.text.parsers.parts import MessageText, PartKind, arguments_of
 

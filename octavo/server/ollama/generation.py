@@ -14,14 +14,15 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
+from octavo.api.sampling_params import SamplingParams
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.frontend.arguments import Prompt
-from octavo.sampling_params import SamplingParams
-from octavo.server.auth import origin_of, require_operator
-from octavo.server.body import body_bytes, body_of
 from octavo.server.conversation import Conversation
-from octavo.server.errors import use_api_names
 from octavo.server.generation import prompt_of
+from octavo.server.http.auth import origin_of, require_operator
+from octavo.server.http.body import body_bytes, body_of
+from octavo.server.http.errors import use_api_names
 from octavo.server.ignored import IgnoredFields
 from octavo.server.images import Content, base64_source, content_of, image_part, text_part
 from octavo.server.ollama.bodies import (
@@ -49,7 +50,6 @@ from octavo.server.response_builder import send_response, start_response
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.server.tool_use import parse_arguments, tool_use_of
-from octavo.structured_outputs import StructuredOutputs
 
 router = APIRouter()
 

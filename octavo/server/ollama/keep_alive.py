@@ -9,10 +9,10 @@ import math
 
 from fastapi import Request
 
+from octavo.api.errors import InvalidRequest, shown
 from octavo.config.sizes import read_seconds
-from octavo.errors import InvalidRequest, shown
-from octavo.server.auth import is_operator
-from octavo.server.body import get_ignored
+from octavo.server.http.auth import is_operator
+from octavo.server.http.body import get_ignored
 from octavo.server.state.model_uses import ModelUses
 
 KeepAlive = str | int | float | None

@@ -13,15 +13,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.checkpoint.local_models import CachedModel, find_cached
-from octavo.sampling_params import SamplingParams
-from octavo.server.body import body_of
+from octavo.server.http.body import body_of
 from octavo.server.ollama.bodies import NAMES, ShowBody
 from octavo.server.ollama.names import known_name, tagged
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
-from octavo.version import __version__
+from octavo.utils.version import __version__
 
 NEVER = "9999-12-31T23:59:59Z"
 """Time at which a model is unloaded that stays for good."""

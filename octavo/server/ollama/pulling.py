@@ -13,18 +13,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from starlette.responses import JSONResponse
 
+from octavo.api.errors import InvalidRequest, shown
 from octavo.checkpoint.catalogue import CATALOGUE, short_name
 from octavo.config.model_reference import parse_hub_reference
-from octavo.errors import InvalidRequest, shown
-from octavo.progress import FileProgress
-from octavo.server.auth import require_operator
-from octavo.server.body import body_of
-from octavo.server.connection import unless_gone
+from octavo.server.http.auth import require_operator
+from octavo.server.http.body import body_of
+from octavo.server.http.connection import unless_gone
 from octavo.server.ollama.bodies import CopyBody, DeleteBody, PullBody
 from octavo.server.ollama.formatter import LineStream
 from octavo.server.ollama.names import LATEST, known_name
 from octavo.server.state.adapters import NAME
 from octavo.server.state.service import Service, service_of
+from octavo.utils.progress import FileProgress
 
 SHOWN_DIGITS = 12
 """Digits of a digest that a status shows."""

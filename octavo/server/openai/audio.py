@@ -9,19 +9,19 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from octavo.errors import InvalidRequest, ServerError, shown
+from octavo.api.errors import InvalidRequest, ServerError, shown
+from octavo.api.outputs import RequestOutput
+from octavo.api.transcription import Transcription
 from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.transcription import SpeechOptions, SpeechTask
-from octavo.outputs import RequestOutput
-from octavo.server.auth import origin_of
-from octavo.server.body import get_ignored
-from octavo.server.connection import unless_gone
 from octavo.server.generation import Generation
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import get_ignored
+from octavo.server.http.connection import unless_gone
 from octavo.server.http.forms import FILE_FIELD, get_fields, get_file, open_form
 from octavo.server.ignored import IgnoredFields, join_path
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
-from octavo.transcription import Transcription
 
 MAX_BYTES = 512 << 20
 """Largest file: two hours of stereo of 16 bits at 16 kHz, with room to spare."""

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
-from octavo.errors import InvalidRequest
-from octavo.server.auth import owner_of
-from octavo.server.body import Body, body_of
+from octavo.api.errors import InvalidRequest
+from octavo.server.http.auth import owner_of
+from octavo.server.http.body import Body, body_of
 from octavo.server.openai.files import StoreHere
 from octavo.server.openai.listing import listing
 from octavo.server.openai.responses.body import Metadata

@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.sampling_limits import MAX_LISTED, MAX_PROCESSORS
-from octavo.server.body import Body
-from octavo.server.body_part import BodyPart
+from octavo.api.sampling_limits import MAX_LISTED, MAX_PROCESSORS
 from octavo.server.fields import Whole, field, needed, sampling, stop_texts, taken, user_name
+from octavo.server.http.body import Body
+from octavo.server.http.body_part import BodyPart
 from octavo.server.openai.filter_body import FilterBody
 from octavo.server.openai.message_bodies import (
     AllowedToolsChoice,

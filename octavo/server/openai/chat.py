@@ -8,12 +8,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UNSET, UnsetType
 
-from octavo.outputs import RequestOutput
-from octavo.sampling_params import SamplingParams
-from octavo.server.auth import origin_of
-from octavo.server.body import body_bytes, body_of
+from octavo.api.outputs import RequestOutput
+from octavo.api.sampling_params import SamplingParams
 from octavo.server.conversation import Conversation
-from octavo.server.errors import use_api_names
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import body_bytes, body_of
+from octavo.server.http.errors import use_api_names
+from octavo.server.http.sse import EventStream
 from octavo.server.openai.bodies import ChatBody, SamplingBody
 from octavo.server.openai.formatter import OpenAIFormatter, format_usage
 from octavo.server.openai.logprobs import chat_logprobs, plain_logprobs
@@ -37,7 +38,6 @@ from octavo.server.response_builder import (
     start_chat,
 )
 from octavo.server.settings import ServerSettings
-from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.text.parsers.parts import MessageText, Part, PartKind

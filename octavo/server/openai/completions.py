@@ -9,14 +9,15 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UnsetType
 
-from octavo.async_llm import AsyncLLM
-from octavo.errors import InvalidRequest
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import InvalidRequest
+from octavo.api.outputs import Logprob, RequestOutput
+from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.arguments import Prompt as EnginePrompt
-from octavo.outputs import Logprob, RequestOutput
-from octavo.sampling_params import SamplingParams
-from octavo.server.auth import origin_of
-from octavo.server.body import body_of
 from octavo.server.generation import Prompt, as_prompts, prompt_of
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import body_of
+from octavo.server.http.sse import EventStream
 from octavo.server.openai.bodies import CompletionBody
 from octavo.server.openai.formatter import OpenAIFormatter, format_usage
 from octavo.server.openai.logprobs import TextOffsets, completion_logprobs, plain_logprobs
@@ -34,7 +35,6 @@ from octavo.server.response_builder import (
     send_response,
     start_response,
 )
-from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 from octavo.text.detokenizer import decode_whole_characters, skipped_ids

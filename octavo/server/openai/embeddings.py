@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.errors import InvalidRequest
-from octavo.outputs import RequestOutput
-from octavo.pooling_outputs import pooled_row
-from octavo.pooling_params import PoolingParams
-from octavo.server.auth import origin_of
-from octavo.server.body import body_of
-from octavo.server.errors import use_api_names
+from octavo.api.errors import InvalidRequest
+from octavo.api.outputs import RequestOutput
+from octavo.api.pooling_outputs import pooled_row
+from octavo.api.pooling_params import PoolingParams
 from octavo.server.fields import Whole, field, needed
 from octavo.server.generation import as_prompts
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import body_of
+from octavo.server.http.errors import use_api_names
 from octavo.server.openai.bodies import TokenId
 from octavo.server.pooling import PoolingCall, pooled
 from octavo.server.pooling_body import PoolingBody, PoolingUsage

@@ -12,9 +12,9 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
-from octavo.errors import InvalidRequest
-from octavo.server.auth import owner_of
-from octavo.server.body import get_ignored
+from octavo.api.errors import InvalidRequest
+from octavo.server.http.auth import owner_of
+from octavo.server.http.body import get_ignored
 from octavo.server.http.forms import FILE_FIELD, get_fields, get_file, open_form
 from octavo.server.ignored import IgnoredFields, join_path
 from octavo.server.openai.listing import listing

@@ -4,9 +4,9 @@ distributions, mirostat and DRY. Names are llama.cpp's where it has them.
 
 from __future__ import annotations
 
-from octavo.server.body import Body
+from octavo.api.stop_patterns import MAX_MATCH, MAX_PATTERN, MAX_PATTERNS
 from octavo.server.fields import Whole, field, sampling
-from octavo.stop_patterns import MAX_MATCH, MAX_PATTERN, MAX_PATTERNS
+from octavo.server.http.body import Body
 
 
 class FilterBody(Body):

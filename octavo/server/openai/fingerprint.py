@@ -6,7 +6,7 @@ import functools
 from hashlib import blake2b
 
 from octavo.config.engine_config import EngineConfig
-from octavo.version import __version__
+from octavo.utils.version import __version__
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.outputs import RequestOutput, Timings
-from octavo.sampling_params import SamplingParams
+from octavo.api.outputs import RequestOutput, Timings
+from octavo.api.sampling_params import SamplingParams
 from octavo.server.openai.bodies import SamplingBody, StreamOptions
 from octavo.server.openai.fingerprint import fingerprint_of
 from octavo.server.openai.logprobs import TokenNames

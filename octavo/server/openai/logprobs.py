@@ -8,8 +8,7 @@ import codecs
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from octavo.outputs import Logprob
-from octavo.prompt_ports import Tokenizer
+from octavo.api.outputs import Logprob
 from octavo.server.openai.protocol import (
     ChatLogprob,
     ChatLogprobs,
@@ -18,6 +17,7 @@ from octavo.server.openai.protocol import (
 )
 from octavo.server.response_builder import ChoiceDelta
 from octavo.text.detokenizer import get_unfinished_bytes
+from octavo.text.ports import Tokenizer
 
 Steps = Sequence[dict[int, Logprob] | None]
 """A mapping of ids to logprobs for each token: its own first, then the alternatives'."""

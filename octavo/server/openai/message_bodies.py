@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from octavo.server.body_part import BodyPart
 from octavo.server.fields import taken
+from octavo.server.http.body_part import BodyPart
 
 UNREADABLE = ("input_audio", "audio_url", "video_url", "file")
 """Types of parts that no model here reads; leaving them out would change what is asked."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.server.ignored import IgnoredFields
 from octavo.server.images import Content, content_of, image_part, text_part, url_source
 from octavo.server.notes import describe_unread

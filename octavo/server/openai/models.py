@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from octavo.api.errors import Unavailable
 from octavo.config.paths import public_name
-from octavo.errors import Unavailable
 from octavo.server.anthropic import cards
-from octavo.server.error_forms import VERSION_HEADER
+from octavo.server.http.error_forms import VERSION_HEADER
 from octavo.server.state.adapters import ServedAdapter
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot

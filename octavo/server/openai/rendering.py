@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.errors import InvalidRequest
-from octavo.prompt_ports import Rendering
+from octavo.api.errors import InvalidRequest
 from octavo.server.ignored import IgnoredFields
 from octavo.server.openai.bodies import ConversationBody
 from octavo.server.settings import ServerSettings
 from octavo.server.state.served_model import ServedModel
+from octavo.text.ports import Rendering
 
 UNREAD_EFFORTS = ("none", "medium")
 """Efforts that a template without the variable satisfies: no thinking, and OpenAI's default."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.sampling_defaults import params_over
-from octavo.sampling_params import SamplingParams
 from octavo.server.openai.bodies import SAMPLING_FIELDS, SamplingBody
 from octavo.server.openai.structured import structured_outputs_of
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from octavo.errors import InvalidRequest, shown
+from octavo.api.errors import InvalidRequest, shown
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.server.ignored import IgnoredFields, join_path
-from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar.enforceable import without_unenforced
 
 GUIDED = {

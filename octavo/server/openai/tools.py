@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
+from octavo.server.http.request_limits import RequestLimits
 from octavo.server.openai.bodies import ChatBody
 from octavo.server.openai.message_bodies import (
     AllowedToolsChoice,
@@ -12,7 +13,6 @@ from octavo.server.openai.message_bodies import (
     NamedTool,
     OfferedFunctionBody,
 )
-from octavo.server.request_limits import RequestLimits
 from octavo.server.tool_use import (
     OPENAI_NAMES,
     Choice,

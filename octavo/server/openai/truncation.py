@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.async_llm import AsyncLLM
-from octavo.errors import InvalidRequest
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import InvalidRequest
 from octavo.frontend.prompt_inputs import Truncation
 from octavo.server.openai.bodies import PromptBody
 

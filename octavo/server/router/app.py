@@ -13,11 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Lifespan
 
-from octavo.errors import InvalidRequest, Unavailable
-from octavo.server.auth import OPERATOR, ApiKeys
-from octavo.server.errors import add_error_handlers
-from octavo.server.head_requests import HeadAsGet
-from octavo.server.request_log import RequestLog, log_access
+from octavo.api.errors import InvalidRequest, Unavailable
+from octavo.server.http.auth import OPERATOR, ApiKeys
+from octavo.server.http.errors import add_error_handlers
+from octavo.server.http.head_requests import HeadAsGet
+from octavo.server.http.request_log import RequestLog, log_access
+from octavo.server.http.same_origin import SameOrigin
+from octavo.server.http.time_limit import TimeLimit
 from octavo.server.router.members import Member, Members
 from octavo.server.router.metrics import RouterCounts, RouterMetrics
 from octavo.server.router.placing import Placer
@@ -25,12 +27,10 @@ from octavo.server.router.proxy import RouterProxy
 from octavo.server.router.roster import Roster
 from octavo.server.router.settings import RouterSettings
 from octavo.server.router.watch import Watch
-from octavo.server.same_origin import SameOrigin
 from octavo.server.settings import ServerSettings
 from octavo.server.state.key_ring import KeyRing
-from octavo.server.time_limit import TimeLimit
 from octavo.transfer.messages import UNREADABLE
-from octavo.version import __version__
+from octavo.utils.version import __version__
 
 
 class RouterRoutes:

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from octavo.routing.cached_names import CachedNames
+from octavo.engine.protocol.cached_names import CachedNames
 from octavo.server.router.members import KvEventsCard, Member
 from octavo.transfer.kv_publisher import END, SNAPSHOT
 from octavo.transfer.kv_wire import HASH_BYTES, BlockRemoved, BlockStored, KVEventBatch

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.routing.cached_names import CachedNames
+from octavo.engine.protocol.cached_names import CachedNames
 from octavo.routing.target import Target
 from octavo.server.router.settings import RouterSettings
 from octavo.server.router.upstream import UpstreamClient, UpstreamLost

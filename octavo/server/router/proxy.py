@@ -19,13 +19,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import Unavailable
+from octavo.api.errors import Unavailable
 from octavo.routing.job import RoutingJob
-from octavo.server.body import read_in_time
-from octavo.server.connection import unless_gone
-from octavo.server.error_forms import form_of
-from octavo.server.errors import error_response, fault_of
-from octavo.server.request_log import ID_HEADER
+from octavo.server.http.body import read_in_time
+from octavo.server.http.connection import unless_gone
+from octavo.server.http.error_forms import form_of
+from octavo.server.http.errors import error_response, fault_of
+from octavo.server.http.request_log import ID_HEADER
+from octavo.server.http.sse import DONE
+from octavo.server.http.time_limit import DEADLINE, Deadline
 from octavo.server.router.members import Members
 from octavo.server.router.metrics import RouterCounts
 from octavo.server.router.placing import PlacedRequest, Placer
@@ -33,9 +35,7 @@ from octavo.server.router.prompts import AskedRequest, PromptReader
 from octavo.server.router.routes import Way, way_of
 from octavo.server.router.settings import RouterSettings
 from octavo.server.router.upstream import HeaderList, UpstreamAnswer, UpstreamLost, UpstreamRequest
-from octavo.server.sse import DONE
 from octavo.server.state.request_record import record_of
-from octavo.server.time_limit import DEADLINE, Deadline
 
 SERVER_HEADER = b"x-octavo-server"
 """Header of an answer whose value is the number of the server that gave it."""

@@ -10,7 +10,7 @@ import time
 
 from starlette.exceptions import HTTPException
 
-from octavo.errors import ConfigError, InvalidRequest
+from octavo.api.errors import ConfigError, InvalidRequest
 from octavo.routing.router import Router
 from octavo.server.router.members import NOT_CHECKED, Member, Members
 from octavo.server.router.settings import RouterSettings

@@ -14,10 +14,10 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.server.http.limited_protocol import LimitedHttpProtocol
-from octavo.server.listener import listen
-from octavo.server.log_format import NOTICES, configure_logging
+from octavo.server.http.listener import listen
+from octavo.server.http.log_format import NOTICES, configure_logging
 from octavo.server.router.app import create_router_app
 from octavo.server.router.members import Members
 from octavo.server.router.settings import RouterSettings

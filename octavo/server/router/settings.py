@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.api.errors import ConfigError
 from octavo.config.option import option
-from octavo.errors import ConfigError
 from octavo.server.settings import ServerSettings
 
 

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from octavo.errors import InvalidRequest, ModelNotFound, Overloaded
-from octavo.server.auth import require_operator
-from octavo.server.body import Body, body_of
+from octavo.api.errors import InvalidRequest, ModelNotFound, Overloaded
+from octavo.server.http.auth import require_operator
+from octavo.server.http.body import Body, body_of
 from octavo.server.state.adapters import NAME, NAME_RULE, ServedAdapter, path_within
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
-from octavo.errors import Unavailable
+from octavo.api.errors import Unavailable
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
-from octavo.version import __version__
+from octavo.utils.version import __version__
 
 router = APIRouter()
 

@@ -9,19 +9,19 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 
-from octavo.async_llm import AsyncLLM
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import InvalidRequest
 from octavo.engine.protocol.stats import EngineStats
-from octavo.errors import InvalidRequest
 from octavo.frontend.arguments import Prompt as EnginePrompt
-from octavo.prompt_ports import Rendering
-from octavo.server.auth import require_operator
-from octavo.server.body import Body, body_of
-from octavo.server.connection import unless_gone
 from octavo.server.generation import chat_prompt_of, prompt_of
+from octavo.server.http.auth import require_operator
+from octavo.server.http.body import Body, body_of
+from octavo.server.http.connection import unless_gone
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
 from octavo.server.state.service import Service, service_of
+from octavo.text.ports import Rendering
 
 router = APIRouter()
 

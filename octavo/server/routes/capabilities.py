@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
-from octavo.backends.kv import BLOCK_SIZE
+from octavo.api.pooling_params import PoolingTask
+from octavo.api.sampling_limits import DRAWS_ONLY, FORM_VALUES, SEARCH_VALUES
 from octavo.config.engine_config import EngineConfig
-from octavo.pooling_params import PoolingTask
-from octavo.sampling_limits import DRAWS_ONLY, FORM_VALUES, SEARCH_VALUES
-from octavo.server.body import Body
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.server.fields import described
+from octavo.server.http.body import Body
 from octavo.server.openai import chat, completions, embeddings
 from octavo.server.openai.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
 from octavo.server.scoring import classify, rerank, score

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.engine.live.feed import FeedReader
-from octavo.server.auth import require_operator
-from octavo.server.sse import EventStream
+from octavo.server.http.auth import require_operator
+from octavo.server.http.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 

@@ -13,13 +13,13 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 
-from octavo.async_llm import AsyncLLM
-from octavo.errors import InvalidRequest
-from octavo.sampling_params import SamplingParams
-from octavo.server.auth import origin_of, owner_of
-from octavo.server.body import body_of
-from octavo.server.errors import error_body
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import InvalidRequest
+from octavo.api.sampling_params import SamplingParams
 from octavo.server.generation import Generation, prompt_of
+from octavo.server.http.auth import origin_of, owner_of
+from octavo.server.http.body import body_of
+from octavo.server.http.errors import error_body
 from octavo.server.openai.bodies import SamplingBody, TokenId
 from octavo.server.openai.formatter import format_timings
 from octavo.server.openai.sampling import sampling_params

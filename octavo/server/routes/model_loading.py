@@ -11,10 +11,10 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
+from octavo.api.errors import ConfigError, InvalidRequest, Overloaded, did_you_mean, shown
 from octavo.config.engine_config import EngineConfig, option_fields
-from octavo.errors import ConfigError, InvalidRequest, Overloaded, did_you_mean, shown
-from octavo.server.auth import require_operator
-from octavo.server.body import Body, body_of
+from octavo.server.http.auth import require_operator
+from octavo.server.http.body import Body, body_of
 from octavo.server.openai.models import card_of
 from octavo.server.state.adapters import NAME, NAME_RULE
 from octavo.server.state.model_spec import ModelSpec

@@ -16,14 +16,15 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
-from octavo.errors import EngineDead, InvalidRequest, RequestNotFound
+from octavo.api.errors import EngineDead, InvalidRequest, RequestNotFound
 from octavo.frontend.changes import Fork
 from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.live_requests import STATES, LiveRequest
-from octavo.server.auth import is_operator, origin_of, owner_of, require_operator
-from octavo.server.body import Body, body_of
 from octavo.server.fields import Whole, field
 from octavo.server.generation import Generation, member_name, split_member
+from octavo.server.http.auth import is_operator, origin_of, owner_of, require_operator
+from octavo.server.http.body import Body, body_of
+from octavo.server.http.sse import EventStream
 from octavo.server.openai.bodies import (
     SAMPLING_FIELDS,
     CompletionBody,
@@ -34,7 +35,6 @@ from octavo.server.openai.chat import ChatFormatter
 from octavo.server.openai.completions import CompletionFormatter
 from octavo.server.output_parser import OutputParser
 from octavo.server.response_builder import ResponseBuilder, send_response
-from octavo.server.sse import EventStream
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
 

@@ -13,19 +13,19 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Query, Response
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
+from octavo.api.sampling_limits import INT32_MAX
 from octavo.frontend.prompt_inputs import Truncation
-from octavo.prompt_ports import Tokenizer
-from octavo.sampling_limits import INT32_MAX
-from octavo.server.body import Body, body_of
 from octavo.server.fields import field, needed
 from octavo.server.generation import chat_prompt_of, fit_messages
+from octavo.server.http.body import Body, body_of
 from octavo.server.openai.bodies import FLAG, ConversationBody, TokenId
 from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
 from octavo.server.openai.rendering import rendering_of
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, service_of
+from octavo.text.ports import Tokenizer
 
 ANY_LENGTH = Truncation(INT32_MAX)
 """A bound that no body reaches, so that a text beyond the context is counted too."""

@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from octavo.errors import InvalidRequest
-from octavo.pooling_params import MODEL_LIMIT, PoolingParams
-from octavo.server.body import Body
-from octavo.server.body_part import BodyPart
+from octavo.api.errors import InvalidRequest
+from octavo.api.pooling_params import MODEL_LIMIT, PoolingParams
 from octavo.server.fields import Whole, field, needed, taken
+from octavo.server.http.body import Body
+from octavo.server.http.body_part import BodyPart
 from octavo.server.openai.bodies import TokenId
 from octavo.server.pooling_body import PoolingBody
 

@@ -12,12 +12,12 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
+from octavo.api.pooling_params import TextPair
 from octavo.frontend.arguments import PoolingPrompt
-from octavo.pooling_params import TextPair
-from octavo.server.auth import origin_of
-from octavo.server.body import body_of
-from octavo.server.errors import use_api_names
 from octavo.server.generation import as_prompts
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import body_of
+from octavo.server.http.errors import use_api_names
 from octavo.server.pooling import PoolingCall, pooled
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import ClassifyBody

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.pooling_outputs import ScoringRequestOutput
-from octavo.server.auth import origin_of
-from octavo.server.body import body_of
-from octavo.server.errors import use_api_names
+from octavo.api.pooling_outputs import ScoringRequestOutput
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import body_of
+from octavo.server.http.errors import use_api_names
 from octavo.server.pooling import PooledAnswer, PoolingCall, pooled
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import CohereRerankBody, RerankBody

@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from octavo.server.auth import origin_of
-from octavo.server.body import body_of
-from octavo.server.errors import use_api_names
+from octavo.server.http.auth import origin_of
+from octavo.server.http.body import body_of
+from octavo.server.http.errors import use_api_names
 from octavo.server.pooling import PoolingCall, pooled
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import ScoreBody

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from octavo.errors import InvalidRequest, Overloaded
-from octavo.server.key_file import KeyLimits
+from octavo.api.errors import InvalidRequest, Overloaded
+from octavo.server.http.key_file import KeyLimits
 
 Clock = Callable[[], float]
 

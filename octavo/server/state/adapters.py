@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.async_llm import AsyncLLM
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import ConfigError, InvalidRequest, shown
+from octavo.api.lora_request import LoRARequest
 from octavo.config.paths import user_path
-from octavo.errors import ConfigError, InvalidRequest, shown
-from octavo.lora_request import LoRARequest
-from octavo.step import AdapterRef
+from octavo.engine.protocol.step import AdapterRef
 
 NAME = re.compile(r"(?!(?:.*/)?\.{1,2}(?:/|\Z))[\w.:/-]{1,200}")
 """A public name; it stands in the path of /v1/models/NAME, where clients take out `.` and `..`."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 
-from octavo.async_llm import AsyncLLM
-from octavo.errors import MAX_SHOWN, ConfigError, InvalidRequest, ModelNotFound, Unavailable
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import MAX_SHOWN, ConfigError, InvalidRequest, ModelNotFound, Unavailable
 from octavo.server.state.slot import EngineSlot
 
 GLOB_CHARACTERS = "*?["

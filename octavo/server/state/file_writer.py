@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from octavo.durable import sync_path
 from octavo.server.state.store import files_folder, incoming_folder, path_of
+from octavo.utils.durable import sync_path
 
 
 class FileWriter:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 
-from octavo.errors import OctavoError, Overloaded
-from octavo.outputs import RequestOutput
+from octavo.api.errors import OctavoError, Overloaded
+from octavo.api.outputs import RequestOutput
 from octavo.server.generation import Generation
 
 

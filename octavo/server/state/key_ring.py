@@ -8,8 +8,8 @@ from __future__ import annotations
 import hmac
 import logging
 
-from octavo.errors import ConfigError
-from octavo.server.key_file import ApiKey, digest_of, read_key_file
+from octavo.api.errors import ConfigError
+from octavo.server.http.key_file import ApiKey, digest_of, read_key_file
 from octavo.server.settings import ServerSettings
 from octavo.server.state.account import Account
 

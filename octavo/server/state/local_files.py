@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from octavo.api.errors import OctavoError
 from octavo.checkpoint.digest import get_model_digest
-from octavo.errors import OctavoError
 from octavo.wiring.model_outline import ModelOutline, read_outline
 
 T = TypeVar("T")

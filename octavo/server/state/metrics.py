@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from octavo.backends.kv import BLOCK_SIZE
 from octavo.engine.protocol.stats import STEP_TOKEN_BOUNDS, EngineStats
+from octavo.executor.kv import BLOCK_SIZE
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.model_metrics import HISTOGRAMS
 from octavo.server.state.slot import EngineSlot

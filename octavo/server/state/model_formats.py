@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from octavo.async_llm import AsyncLLM
-from octavo.prompt_ports import Tokenizer
+from octavo.api.async_llm import AsyncLLM
 from octavo.text.parsers.choice import AnswerFormats, formats_of
 from octavo.text.parsers.formats import (
     DEFAULT_TOOL_FORMAT,
@@ -16,6 +15,7 @@ from octavo.text.parsers.formats import (
     ToolFormat,
     named_tool_format,
 )
+from octavo.text.ports import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

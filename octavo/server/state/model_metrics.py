@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.utils import floatToGoString
 
+from octavo.api.outputs import RequestMetrics, RequestOutput
+from octavo.api.pooling_params import RequestParams
 from octavo.frontend.output_processor import LostRequest
-from octavo.outputs import RequestMetrics, RequestOutput
-from octavo.pooling_params import RequestParams
 
 REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),

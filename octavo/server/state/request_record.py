@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-from octavo.outputs import RequestOutput
+from octavo.api.outputs import RequestOutput
 from octavo.server.state.account import Account
 from octavo.server.state.model_uses import ModelUses
 

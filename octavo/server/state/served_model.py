@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.async_llm import AsyncLLM
-from octavo.prompt_ports import Tokenizer
-from octavo.server.request_limits import RequestLimits
+from octavo.api.async_llm import AsyncLLM
+from octavo.engine.protocol.step import AdapterRef
+from octavo.server.http.request_limits import RequestLimits
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics
 from octavo.server.state.model_uses import ModelUses
 from octavo.server.state.request_record import RequestRecord
-from octavo.step import AdapterRef
+from octavo.text.ports import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
-from octavo.async_llm import AsyncLLM
+from octavo.api.async_llm import AsyncLLM
+from octavo.server.http.request_limits import RequestLimits
 from octavo.server.known_models import KnownModels
 from octavo.server.loader import ModelLoader
 from octavo.server.pulls import Pulls
-from octavo.server.request_limits import RequestLimits
 from octavo.server.residency import Residency
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from octavo.api.errors import InvalidRequest, OctavoError
 from octavo.engine.live.feed import Event
-from octavo.errors import InvalidRequest, OctavoError
 
 FRAMES_IN_CHUNK = 64
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from octavo.async_llm import AsyncLLM
+from octavo.api.async_llm import AsyncLLM
+from octavo.api.errors import EngineDead, OctavoError, Unavailable
+from octavo.api.pooling_params import PoolingTask
 from octavo.config.model_reference import same_model
 from octavo.engine.clients.client import ModelFacts
-from octavo.errors import EngineDead, OctavoError, Unavailable
-from octavo.pooling_params import PoolingTask
 from octavo.server.state.adapters import ServedAdapter
 from octavo.server.state.model_formats import ModelFormats
 from octavo.server.state.model_metrics import ModelMetrics

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from starlette.exceptions import HTTPException
 
-from octavo.errors import ConfigError, InvalidRequest, shown
+from octavo.api.errors import ConfigError, InvalidRequest, shown
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import { popover, textOf, tokenOf } from "./tokens.js";
 
 const NUM_ALTERNATIVES = 5;
 const NEAR_END_PX = 90;
-/** A repetition that ends an answer, as in `octavo chat` (octavo/repetition_detection.py). */
+/** A repetition that ends an answer, as in `octavo chat` (octavo/api/repetition_detection.py). */
 const LOOP = { max_pattern_size: 256, min_pattern_size: 16, min_count: 5 };
 const SUGGESTIONS = [
   "Write a haiku about memory.",

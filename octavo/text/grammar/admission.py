@@ -14,8 +14,8 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from octavo.errors import InvalidRequest
-from octavo.structured_outputs import GrammarSpec, StructuredOutputs
+from octavo.api.errors import InvalidRequest
+from octavo.api.structured_outputs import GrammarSpec, StructuredOutputs
 from octavo.text.grammar import lark
 from octavo.text.grammar.closed_objects import close_objects
 from octavo.text.grammar.compiler import (

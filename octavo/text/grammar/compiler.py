@@ -16,13 +16,13 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from octavo.errors import InvalidRequest
-from octavo.prompt_ports import Matcher, Tokenizer
-from octavo.structured_outputs import GrammarSpec
+from octavo.api.errors import InvalidRequest
+from octavo.api.structured_outputs import GrammarSpec
 from octavo.text.grammar import lark
 from octavo.text.grammar.closing import JSON_ORDER, LAST_ORDER, closing
 from octavo.text.grammar.deep_stack import with_deep_stack
 from octavo.text.grammar.vocabulary import VocabularyTexts
+from octavo.text.ports import Matcher, Tokenizer
 
 MAX_LEXER_STATES = 20_000
 """States of the regular expressions of one grammar; each takes about 1.5 KB."""

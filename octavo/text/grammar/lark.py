@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.structured_outputs import GrammarSpec, MessageFrame
+from octavo.api.structured_outputs import GrammarSpec, MessageFrame
 
 BETWEEN = r"BETWEEN: /[ \t\r\n]{0,8}/"
 """Rule of the whitespace that models write between the parts of an answer."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.prompt_ports import Matcher, Tokenizer
-from octavo.structured_outputs import GrammarSpec, StructuredOutputs
+from octavo.api.structured_outputs import GrammarSpec, StructuredOutputs
+from octavo.text.ports import Matcher, Tokenizer
 
 if TYPE_CHECKING:
     from octavo.text.grammar.compiler import GrammarCompiler

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.errors import InvalidRequest
-from octavo.structured_outputs import MessageFrame, StructuredOutputs
+from octavo.api.errors import InvalidRequest
+from octavo.api.structured_outputs import MessageFrame, StructuredOutputs
 from octavo.text.grammar import lark
 from octavo.text.grammar.enforceable import enforceable
 from octavo.text.grammar.schema import SchemaError

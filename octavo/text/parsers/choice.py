@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.errors import ConfigError, did_you_mean
+from octavo.api.errors import ConfigError, did_you_mean
 from octavo.text.parsers.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,

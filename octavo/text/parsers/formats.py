@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.structured_outputs import MessageFrame
+from octavo.api.structured_outputs import MessageFrame
 from octavo.text.grammar.arguments import PairLayout
 from octavo.text.parsers.bodies import JsonCalls, JsonOr, KeyValues, NamedJson
 from octavo.text.parsers.calls import CallBody

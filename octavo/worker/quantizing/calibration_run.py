@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import LoadWeight
-from octavo.backends.batch import StepBatch
-from octavo.backends.kv import BLOCK_SIZE
-from octavo.backends.reference.backend import FORMULAS
-from octavo.backends.reference.kv_cache import ReferenceKvCache, layout_of
-from octavo.backends.reference.step import Floats, ReferenceStep
+from octavo.executor.base import LoadWeight
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.reference.backend import FORMULAS
+from octavo.executor.reference.kv_cache import ReferenceKvCache, layout_of
+from octavo.executor.reference.step import Floats, ReferenceStep
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import (
     AlibiBias,

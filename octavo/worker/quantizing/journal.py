@@ -20,9 +20,9 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_bytes
-from octavo.durable import sync_path
-from octavo.errors import ConfigError
+from octavo.utils.durable import sync_path
 
 JOURNAL = "octavo-quantize.json"
 NEW_JOURNAL = f"new-{JOURNAL}"

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.backends.base import LoadWeight
+from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.ports import Checkpoint
 from octavo.checkpoint.writing.destination import Destination, MatrixPlan
-from octavo.checkpoint_ports import Checkpoint
-from octavo.errors import UnsupportedModel, WeightMismatch
+from octavo.executor.base import LoadWeight
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Linear
 from octavo.program.program import Op, Program, Value, Weight
-from octavo.progress import Bar, Report
 from octavo.quant.making.channels import awq_factors, smooth_factors
 from octavo.quant.making.gptq import fitted, nearest
 from octavo.quant.making.grid import Floats32, RoundedMatrix
 from octavo.quant.making.recipe import Recipe
+from octavo.utils.progress import Bar, Report
 from octavo.worker.quantizing.calibration_run import CalibrationRun
 from octavo.worker.quantizing.journal import Journal
 from octavo.worker.quantizing.statistics import RowStatistics

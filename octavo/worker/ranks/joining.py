@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 import msgspec
 
-from octavo.errors import ConfigError, EngineDead
-from octavo.version import __version__
+from octavo.api.errors import ConfigError, EngineDead
+from octavo.utils.version import __version__
 from octavo.worker.ranks.messages import RankSetup
 from octavo.worker.ranks.other_ranks import StartedRank
 

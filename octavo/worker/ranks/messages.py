@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from octavo.child_process import ChildFailed
-from octavo.kv_messages import ConnectorReport
-from octavo.step import StepPlan
+from octavo.engine.protocol.kv_messages import ConnectorReport
+from octavo.engine.protocol.step import StepPlan
+from octavo.utils.child_process import ChildFailed
 
 # -- to a rank -------------------------------------------------------------------------------------
 

@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from octavo.backends.ranks import Meeting
-from octavo.child_process import ChildFailed, describe_exit, end_process, start_bound
-from octavo.errors import EngineDead, OctavoError
-from octavo.kv_messages import ConnectorReport
+from octavo.api.errors import EngineDead, OctavoError
+from octavo.engine.protocol.kv_messages import ConnectorReport
+from octavo.executor.ranks import Meeting
+from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound
 from octavo.worker.ranks.messages import CloseRank, FromRank, RankReport, RankSetup, ToRank
 
 MAIN = "octavo.worker.ranks.process:main"

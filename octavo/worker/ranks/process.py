@@ -22,11 +22,11 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from octavo.child_process import ChildFailed, bind_to_parent
-from octavo.errors import OctavoError
-from octavo.kv_messages import ConnectorReport
-from octavo.ports import ConnectorWorker, Executor
-from octavo.step import StepPlan
+from octavo.api.errors import OctavoError
+from octavo.engine.protocol.kv_messages import ConnectorReport
+from octavo.engine.protocol.ports import ConnectorWorker, Executor
+from octavo.engine.protocol.step import StepPlan
+from octavo.utils.child_process import ChildFailed, bind_to_parent
 from octavo.worker.ranks.messages import (
     Allocate,
     CloseRank,

@@ -5,8 +5,8 @@ Every plan goes to all ranks, all compute it in step, and the first one's result
 
 from __future__ import annotations
 
-from octavo.outputs import Profile
-from octavo.step import StepPlan, StepResult
+from octavo.api.outputs import Profile
+from octavo.engine.protocol.step import StepPlan, StepResult
 from octavo.worker.ranks.messages import Execute
 from octavo.worker.ranks.other_ranks import OnLoss, OtherRanks
 from octavo.worker.worker import Worker

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from octavo.backends.ranks import Abortable, Meeting
-from octavo.kv_messages import ConnectorReport
-from octavo.ports import ConnectorWorker
-from octavo.progress import Report
+from octavo.engine.protocol.kv_messages import ConnectorReport
+from octavo.engine.protocol.ports import ConnectorWorker
+from octavo.executor.ranks import Abortable, Meeting
+from octavo.utils.progress import Report
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.memory import KvBudget
 from octavo.worker.ranks.messages import (

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import EngineDead
-from octavo.step import ScheduledRequest
+from octavo.api.errors import EngineDead
+from octavo.engine.protocol.step import ScheduledRequest
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

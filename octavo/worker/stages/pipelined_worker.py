@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from octavo.outputs import Profile
-from octavo.step import StepPlan, StepResult
+from octavo.api.outputs import Profile
+from octavo.engine.protocol.step import StepPlan, StepResult
 from octavo.worker.ranks.messages import DrawnTokens, Execute, TakeIn
 from octavo.worker.ranks.other_ranks import OnLoss, OtherRanks
 from octavo.worker.stages.stage_link import StageLink

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.backends.base import Runnable
-from octavo.backends.batch import StepOutput
-from octavo.backends.kv import KvCache
-from octavo.step import RowResult, ScheduledRequest
+from octavo.engine.protocol.step import RowResult, ScheduledRequest
+from octavo.executor.base import Runnable
+from octavo.executor.batch import StepOutput
+from octavo.executor.kv import KvCache
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_input import ModelInput, ProgramRunner
 from octavo.worker.stages.stage_link import StageLink

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from octavo.api.errors import InvalidRequest
 from octavo.engine.clients.supervised import MAX_FAILED_STARTS
-from octavo.errors import InvalidRequest
 from tests.support.core_builders import BAD
 from tests.support.engine_fakes import make_request
 from tests.support.supervised_cores import (

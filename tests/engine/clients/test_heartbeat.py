@@ -12,7 +12,7 @@ from octavo.engine.clients.heartbeat import (
     HeartbeatThread,
     MonitoredExecutor,
 )
-from octavo.step import ScheduledRequest, StepPlan, StepResult
+from octavo.engine.protocol.step import ScheduledRequest, StepPlan, StepResult
 
 
 @pytest.fixture

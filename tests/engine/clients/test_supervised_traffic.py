@@ -11,11 +11,11 @@ from itertools import count
 import msgspec
 import pytest
 
+from octavo.api.errors import EngineDead
 from octavo.engine.clients import watchdog
 from octavo.engine.clients.client import AddRequests
 from octavo.engine.clients.supervised import SupervisedClient
 from octavo.engine.protocol.stats import EngineStats
-from octavo.errors import EngineDead
 from tests.support.engine_fakes import FakeExecutor, expected_tokens, make_core, make_request
 
 STALL_S = 1e-4

@@ -17,8 +17,8 @@ from octavo.engine.kv.block_manager import BlockManager, SwappedRow
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
 from octavo.engine.kv.block_tables import EMPTY_GRANT
 from octavo.engine.kv.prefix_cache import PrefixCache
-from octavo.group_life import WindowLife
-from octavo.kv_messages import BlockKey
+from octavo.engine.protocol.group_life import WindowLife
+from octavo.engine.protocol.kv_messages import BlockKey
 from tests.support.tiers import examples
 
 BLOCK = 4

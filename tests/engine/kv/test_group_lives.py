@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
 from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
-from octavo.group_life import (
+from octavo.engine.protocol.group_life import (
     GROWING,
     UNBOUNDED,
     AnyLife,

@@ -6,7 +6,7 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.tier_connector import TierConnector, Tiers
 from octavo.engine.protocol.block_hashes import BlockNaming
-from octavo.kv_messages import StreamedBlock
+from octavo.engine.protocol.kv_messages import StreamedBlock
 
 BLOCK = 4
 TOKENS = list(range(5, 23))

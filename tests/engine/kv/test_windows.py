@@ -6,7 +6,7 @@ import pytest
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
-from octavo.group_life import WindowLife
+from octavo.engine.protocol.group_life import WindowLife
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,

@@ -11,7 +11,7 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
-from octavo.kv_messages import BlockKey
+from octavo.engine.protocol.kv_messages import BlockKey
 
 BLOCK = 4
 

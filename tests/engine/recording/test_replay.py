@@ -6,10 +6,12 @@ import random
 import pytest
 
 from octavo import SamplingParams, __version__
+from octavo.api.errors import ConfigError
 from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.protocol.group_life import WindowLife
 from octavo.engine.recording.recorder import (
     FORMAT,
     Recorder,
@@ -19,9 +21,7 @@ from octavo.engine.recording.recorder import (
     read_log,
 )
 from octavo.engine.recording.replay import Replay
-from octavo.engine.scheduling.build import build_scheduler
-from octavo.errors import ConfigError
-from octavo.group_life import WindowLife
+from octavo.engine.scheduler.build import build_scheduler
 from octavo.worker.simulated import SimulatedClock, SimulatedExecutor
 from tests.support.engine_fakes import BLOCK, FakeExecutor, LaunchingExecutor, make_request
 from tests.support.fake_tiers import Disk, FakeTiers, tiers_of

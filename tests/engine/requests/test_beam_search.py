@@ -12,9 +12,9 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.protocol.group_life import StateLife
 from octavo.engine.protocol.prompt_limits import Verdict
-from octavo.engine.scheduling.build import build_scheduler
-from octavo.group_life import StateLife
+from octavo.engine.scheduler.build import build_scheduler
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.repetition_detection import RepetitionDetection
+from octavo.api.repetition_detection import RepetitionDetection
 from tests.support.tiers import examples
 
 

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from octavo.api.outputs import Timings
 from octavo.engine.protocol.requests import ON_ITS_WAY
 from octavo.engine.requests.timings import ENGINE_REPLACED, STEP_RUNNING, Stopwatch, Timekeeper
-from octavo.outputs import Timings
 from octavo.worker.simulated import SimulatedCosts
 from tests.support.simulation import request_of, simulation
 

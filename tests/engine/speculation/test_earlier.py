@@ -7,11 +7,11 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.requests import EngineRequest
+from octavo.engine.protocol.step import AdapterRef
 from octavo.engine.speculation.drafter import NO_DRAFT, Draft
 from octavo.engine.speculation.earlier import GRAM, LONGEST, TOKEN_BYTES, EarlierAnswers
-from octavo.sampling_params import SamplingParams
-from octavo.step import AdapterRef
 
 
 def request(prompt=(1, 2, 3, 4, 5), *, tenant="", salt="", adapter=None) -> EngineRequest:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.draft_tree import DraftTree
+from octavo.engine.protocol.draft_tree import DraftTree
 from octavo.engine.speculation.copied_text import LEAST_COPIED
 from octavo.engine.speculation.drafter import DIVIDED, NO_DRAFT, Draft, Drafter, continuation
 from octavo.engine.speculation.ngram import NgramDrafter

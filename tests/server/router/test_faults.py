@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import httpx
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.server.router.app import create_router_app
 from octavo.server.router.members import Members
 from octavo.server.router.settings import RouterSettings

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.server.router.members import Members
 from octavo.server.router.run import route
 from octavo.server.router.settings import RouterSettings

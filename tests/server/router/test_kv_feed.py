@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import zmq.asyncio
 
+from octavo.engine.protocol.block_events import BlocksCleared, BlocksRemoved, BlocksStored
 from octavo.engine.protocol.block_hashes import BlockNaming
-from octavo.routing.cached_names import CachedNames
+from octavo.engine.protocol.cached_names import CachedNames
 from octavo.server.router.kv_feed import KvFeed, reachable
-from octavo.transfer.block_events import BlocksCleared, BlocksRemoved, BlocksStored
 from octavo.transfer.kv_publisher import KVEventPublisher
 from octavo.transfer.kv_wire import parse_events_config
 from octavo.transfer.sockets import lock_client, lock_server

@@ -6,9 +6,9 @@ import random
 import jsonschema
 import pytest
 
+from octavo.api.errors import InvalidRequest
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.checkpoint.hf_tokenizer import tokenizer_source
-from octavo.errors import InvalidRequest
-from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar.admission import admit
 from octavo.text.grammar.compiler import GrammarCompiler, TokenMatcher
 from octavo.text.parsers.call_forms import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.api.errors import ConfigError
 from octavo.text.parsers.choice import formats_of
 
 BAR, LOW = "\uff5c", "\u2581"

@@ -9,16 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
+from octavo.api.sampling_params import SamplingParams
+from octavo.api.structured_outputs import StructuredOutputs
 from octavo.frontend.sampling_defaults import params_over
-from octavo.sampling_params import SamplingParams
-from octavo.server.body_part import BodyPart
 from octavo.server.fields import Whole, field, sampling, stop_texts, taken, user_name
+from octavo.server.http.body_part import BodyPart
 from octavo.server.notes import build_note
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.filter_body import FILTER_FIELDS, FilterBody
 from octavo.server.openai.structured import response_format
-from octavo.structured_outputs import StructuredOutputs
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64

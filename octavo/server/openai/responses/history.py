@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from octavo.errors import InvalidRequest, shown
+from octavo.api.errors import InvalidRequest, shown
 from octavo.server.ignored import IgnoredFields
 from octavo.server.openai.responses.items import REFERENCE
 from octavo.server.state.store import Record, Store

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest
 from octavo.server.ignored import IgnoredFields
 from octavo.server.images import Content, content_of, image_part, text_part, url_source
 from octavo.server.notes import describe_unread

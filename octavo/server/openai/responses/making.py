@@ -15,14 +15,13 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from octavo.errors import ContextTooLong, InvalidRequest, OctavoError
+from octavo.api.errors import ContextTooLong, InvalidRequest, OctavoError
+from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.input_processor import RequestContext
-from octavo.prompt_ports import Rendering
-from octavo.sampling_params import SamplingParams
 from octavo.server.conversation import Conversation
-from octavo.server.error_forms import responses_form
-from octavo.server.errors import fault_of
 from octavo.server.generation import Generation
+from octavo.server.http.error_forms import responses_form
+from octavo.server.http.errors import fault_of
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.openai.rendering import effort_variables
 from octavo.server.openai.responses.body import ResponseBody
@@ -35,6 +34,7 @@ from octavo.server.output_parser import OutputParser
 from octavo.server.response_builder import ChoiceDelta, ResponseBuilder, TokenUsage
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.store import Store
+from octavo.text.ports import Rendering
 
 ROOM_FOR_ANSWER_TOKENS = 256
 """Tokens that truncation leaves for an answer whose length is not given."""

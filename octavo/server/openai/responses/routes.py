@@ -12,11 +12,12 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from octavo.errors import ContextTooLong, InvalidRequest, OctavoError
-from octavo.server.auth import origin_of, owner_of
-from octavo.server.body import body_bytes, body_of
-from octavo.server.connection import unless_gone
-from octavo.server.errors import error_body
+from octavo.api.errors import ContextTooLong, InvalidRequest, OctavoError
+from octavo.server.http.auth import origin_of, owner_of
+from octavo.server.http.body import body_bytes, body_of
+from octavo.server.http.connection import unless_gone
+from octavo.server.http.errors import error_body
+from octavo.server.http.sse import Events, NamedEventStream
 from octavo.server.openai.listing import listing
 from octavo.server.openai.responses.body import InputTokensBody, ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter, error_event
@@ -33,7 +34,6 @@ from octavo.server.openai.responses.making import (
 from octavo.server.openai.responses.output import Piece
 from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, stored, told_again
 from octavo.server.response_builder import ResponseBuilder
-from octavo.server.sse import Events, NamedEventStream
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.store import Record, Store
 

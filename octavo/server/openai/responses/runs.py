@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from starlette.exceptions import HTTPException
 
-from octavo.errors import EngineDead, OctavoError, Overloaded, Unavailable
+from octavo.api.errors import EngineDead, OctavoError, Overloaded, Unavailable
 from octavo.frontend.input_processor import RequestContext
 from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter

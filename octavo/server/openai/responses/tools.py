@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from octavo.server.http.request_limits import RequestLimits
 from octavo.server.openai.responses.body import (
     ResponseAllowedTools,
     ResponseBody,
     ResponseToolName,
 )
-from octavo.server.request_limits import RequestLimits
 from octavo.server.tool_use import (
     NO_ARGUMENTS,
     Choice,

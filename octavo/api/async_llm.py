@@ -1,0 +1,455 @@
+"""AsyncLLM: an engine for many concurrent streams, from one asyncio event loop.
+
+`RequestStreams` runs the streams of its requests; a `Frontend` is all that it shares with LLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from octavo.api.errors import EngineDead, Unavailable
+from octavo.api.lora_request import LoRARequest
+from octavo.api.outputs import RequestOutput
+from octavo.api.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+)
+from octavo.api.pooling_params import PoolingParams, PoolingTask, RequestParams
+from octavo.api.sampling_params import SamplingParams
+from octavo.api.transcription import Transcription
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.clients.client import EngineInfo, ViewEngine, as_view
+from octavo.engine.live.feed import EngineFeed, FeedReader
+from octavo.engine.protocol.block_events import BlocksCleared
+from octavo.engine.protocol.outputs import CoreOutputs
+from octavo.engine.protocol.stats import EngineStats
+from octavo.engine.protocol.step import AdapterRef
+from octavo.frontend.admission import AdmissionLimits
+from octavo.frontend.arguments import Messages, PoolingPrompt, Prompt, text_of
+from octavo.frontend.async_jobs import AsyncJobs, Compute
+from octavo.frontend.changes import Fork, RequestUpdate
+from octavo.frontend.frontend import Frontend
+from octavo.frontend.input_processor import DEFAULT_CONTEXT, ParentRequest, RequestContext
+from octavo.frontend.live_requests import LiveRequest
+from octavo.frontend.pins import COMPUTE
+from octavo.frontend.pooling import PoolingJobs, PoolingPrompts, Texts
+from octavo.frontend.prompt_inputs import Truncation
+from octavo.frontend.streams import RequestStream, RequestStreams, StreamEvents
+from octavo.frontend.transcription import SpeechOptions
+from octavo.frontend.transfers import Transfers
+from octavo.text.ports import DEFAULT_RENDERING, Rendering, Tokenizer
+from octavo.text.unicode import is_long
+from octavo.transfer.messages import Prefill
+from octavo.utils.progress import Report, quiet
+from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
+
+Admission = Callable[[ParentRequest], None]
+"""Last check of a request, called before it runs; what it raises refuses the request."""
+
+
+class AsyncLLM:
+    """An engine for many concurrent requests, from one asyncio event loop.
+
+    `from_options` loads the model (call it in a thread where the loop must go on). The core is
+    listened to from the first request on, or from `start`.
+    """
+
+    def __init__(self, front: Frontend) -> None:
+        self._front = front
+        self._request_ids = itertools.count()
+        self.limits = AdmissionLimits(front.config)
+        """Limits of what it takes in."""
+        self._jobs = AsyncJobs(front, self._next_id, self.prepare, self.submit_prepared)
+        self._transfers = Transfers(
+            front.config.transfer,
+            front.info.transfer,
+            compute=self._compute_for_peer,
+            compute_here=front.compute_here,
+            max_chunk=front.config.scheduler.max_num_batched_tokens,
+        )
+        self._feed = EngineFeed(front.client.watch, front.outputs.name_of)
+        self._streams = RequestStreams(
+            front, StreamEvents(self._take, self._transfers.ended, self._feed.fail)
+        )
+
+    @staticmethod
+    def from_options(
+        *,
+        in_process: bool = False,
+        report: Report = quiet,
+        when_started: WhenStarted = lambda end: None,
+        **options: Any,
+    ) -> AsyncLLM:
+        """Loads a model; its core runs in a process of its own, or with `in_process` in a thread of
+        this one.
+
+        `when_started` is given a function that ends the process while it loads.
+        """
+        config = EngineConfig.from_options(**options)
+        if in_process:
+            return AsyncLLM(build_in_process(config, report))
+        return AsyncLLM(build_with_process(config, report, when_started))
+
+    @property
+    def config(self) -> EngineConfig:
+        """Every option, derived ones included."""
+        return self._front.config
+
+    @property
+    def info(self) -> EngineInfo:
+        """Vocabulary, context and what the KV cache holds."""
+        return self._front.info
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of samples (n of a request) that wait or run."""
+        return self._front.num_unfinished
+
+    @property
+    def prefill_peers(self) -> list[str]:
+        """Addresses of the engines that compute prompts for this one now."""
+        return self._transfers.peers
+
+    def start(self) -> None:
+        """Listens to the core from now on, in this event loop, so that its death is known even
+        while no request runs. InvalidRequest where another loop, still open, does.
+        """
+        if self._streams.start():
+            self._transfers.start()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: RequestParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        owner: str = "",
+        adapter: AdapterRef | None = None,
+        deltas: bool = False,
+        admit: Admission | None = None,
+    ) -> RequestStream:
+        """Starts a request; a user's fault is raised here, before anything runs, and Overloaded
+        where too many wait already or it would be too late. What `admit` raises refuses it too.
+
+        With `deltas` each output holds what is new since the one before, else all so far. A long
+        text holds up the event loop while it is tokenized, and a new form while it is compiled:
+        `tokenize` and `check_form` first.
+        """
+        self._streams.check_alive()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
+        request_id = request_id or self._next_id()
+        origin = RequestContext(priority, tenant, owner)
+        request = self._front.prepare(request_id, prompt, params, origin, adapter=adapter)
+        return self.submit_prepared(request, deltas=deltas, admit=admit)
+
+    async def check_form(self, params: RequestParams) -> None:
+        """Compiles the form of a request's answer for `submit`: one that is not known in a thread,
+        while the event loop goes on. InvalidRequest where it cannot be kept.
+        """
+        if not isinstance(params, SamplingParams) or self._front.knows_form(params):
+            return
+        self._streams.check_alive()
+        self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
+        await asyncio.to_thread(self._front.check_form, params)
+
+    def adapter(self, request: LoRARequest) -> AdapterRef:
+        """Returns the adapter that a request names, for `submit`: its files are read and checked,
+        which may take a while. InvalidRequest where they are not sound. Any thread may call it.
+        """
+        return self._front.adapter(request)
+
+    async def prepare(
+        self,
+        request_id: str,
+        prompt: PoolingPrompt,
+        params: RequestParams,
+        origin: RequestContext = DEFAULT_CONTEXT,
+    ) -> ParentRequest:
+        """Checks and tokenizes a request for `submit_prepared`: a long text in a thread while the
+        event loop goes on.
+        """
+        self._streams.check_alive()
+        if is_long(text_of(prompt)):
+            return await asyncio.to_thread(self._front.prepare, request_id, prompt, params, origin)
+        await asyncio.sleep(0)  # which lets others go on between the texts of a long list
+        return self._front.prepare(request_id, prompt, params, origin)
+
+    async def embed(
+        self, prompts: Texts, params: PoolingParams | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Computes the embeddings of texts and returns them in the texts' order."""
+        return await self._jobs.pool(self.pooling_jobs.embedding(prompts, params))
+
+    async def classify(
+        self, prompts: PoolingPrompts, params: PoolingParams | None = None
+    ) -> list[ClassificationRequestOutput]:
+        """Classifies texts, or pairs of them (TextPair), and returns what the model says of each,
+        in their order.
+        """
+        return await self._jobs.pool(self.pooling_jobs.classification(prompts, params))
+
+    async def score(
+        self, data_1: Texts, data_2: Texts, params: PoolingParams | None = None
+    ) -> list[ScoringRequestOutput]:
+        """Scores each text of `data_2` with the text of `data_1`, or with the one at the same
+        place.
+        """
+        return await self._jobs.pool(self.pooling_jobs.scoring(data_1, data_2, params))
+
+    @property
+    def pooling_jobs(self) -> PoolingJobs:
+        """Maker of what may be asked of a model that pools."""
+        return self._front.pooling_jobs
+
+    @property
+    def pools(self) -> PoolingTask | None:
+        """Task of a model that pools; None for one that generates."""
+        return self._front.task
+
+    @property
+    def media(self) -> frozenset[str]:
+        """Kinds of media that the model reads beside text: "image", "audio"."""
+        return self._front.media
+
+    async def transcribe(
+        self,
+        data: bytes,
+        options: SpeechOptions,
+        *,
+        origin: RequestContext = DEFAULT_CONTEXT,
+        compute: Compute | None = None,
+    ) -> Transcription:
+        """Returns the text of a sound file; cancelling it aborts what is computed of it. `compute`
+        runs its requests in place of the engine's own way, so that they can be counted.
+        """
+        self._streams.check_alive()
+        return await self._jobs.transcribe(data, options, origin, compute)
+
+    def submit_prepared(
+        self, request: ParentRequest, *, deltas: bool, admit: Admission | None = None
+    ) -> RequestStream:
+        """Starts a prepared request, unless too many wait or `admit` raises."""
+        self.limits.check(request, num_unfinished=self.num_unfinished)
+        self.start()
+        if admit is not None:
+            admit(request)
+        self._transfers.place(request)
+        self._front.submit(request)
+        self.limits.sent(request)
+        return self._streams.open(request.request_id, deltas=deltas)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields a request's outputs as they grow; closing the generator or cancelling its task
+        aborts the request.
+        """
+        prompt = await self.tokenize(prompt)
+        await self.check_form(sampling_params or self.get_default_sampling_params())
+        adapter = None
+        if lora_request is not None:
+            adapter = await asyncio.to_thread(self.adapter, lora_request)
+        stream = self.submit(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            tenant=tenant,
+            adapter=adapter,
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+    ) -> Prompt:
+        """Returns a prompt for `submit`: a long text is tokenized in a thread while the event loop
+        goes on. Raises ContextTooLong where it cannot fit and is not truncated.
+        """
+        if add_special_tokens and truncation is None and not is_long(text_of(prompt)):
+            return prompt
+        return await asyncio.to_thread(
+            self._front.tokenize,
+            prompt,
+            add_special_tokens=add_special_tokens,
+            truncation=truncation,
+        )
+
+    def chat_prompt(
+        self,
+        messages: Messages,
+        rendering: Rendering = DEFAULT_RENDERING,
+        truncation: Truncation | None = None,
+    ) -> dict[str, Any]:
+        """Renders a conversation through the model's chat template, as a prompt for `generate`."""
+        return self._front.chat_prompt(messages, rendering, truncation)
+
+    async def infill_prompt(self, prefix: str, suffix: str) -> dict[str, Any]:
+        """Returns the prompt that asks for the text between two texts, for `submit`; InvalidRequest
+        where the model's vocabulary has no tokens for that.
+        """
+        if not is_long(prefix) and not is_long(suffix):
+            return self._front.infill_prompt(prefix, suffix)
+        return await asyncio.to_thread(self._front.infill_prompt, prefix, suffix)
+
+    def render_chat(self, messages: Messages, rendering: Rendering = DEFAULT_RENDERING) -> str:
+        """Renders a conversation through the model's chat template, as text."""
+        return self._front.render_chat(messages, rendering)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its stream gets a final output with finish_reason "abort"."""
+        self._front.abort(request_id)
+
+    # -- requests that run -------------------------------------------------------------------------
+
+    async def requests(self, *, recent: bool = False) -> list[LiveRequest]:
+        """Returns the requests that wait or run, and why; with `recent` also those that have just
+        finished.
+        """
+        self._streams.check_alive()
+        view = None
+        if self.num_unfinished:
+            self.start()
+            with contextlib.suppress(Unavailable):  # the core ends while it is asked
+                view = await asyncio.to_thread(self._front.view)
+        found = self._front.requests(view)
+        return found + self._front.recent_requests() if recent else found
+
+    async def update(
+        self,
+        request_id: str,
+        *,
+        max_tokens: int | None = None,
+        priority: int | None = None,
+        stop: str | list[str] | None = None,
+    ) -> None:
+        """Changes a request while it waits or runs, between two steps. InvalidRequest where a value
+        is out of its range, RequestNotFound where the request is unknown.
+        """
+        self._front.change(request_id, RequestUpdate(max_tokens, priority, stop))
+
+    def fork(self, parent_id: str, fork: Fork, *, deltas: bool = False) -> RequestStream:
+        """Starts a request that goes on from a point of one that runs or has just finished, on the
+        KV blocks that both share.
+        """
+        return self.submit_prepared(self.prepare_fork(parent_id, fork), deltas=deltas)
+
+    def prepare_fork(self, parent_id: str, fork: Fork) -> ParentRequest:
+        """Checks a fork and returns it for `submit_prepared`; nothing runs yet."""
+        self._streams.check_alive()
+        return self._front.fork(parent_id, fork)
+
+    async def watch(self) -> FeedReader:
+        """Returns the engine's live events: a snapshot, then what changes. Close the reader at the
+        end: an engine that nothing watches makes no events.
+        """
+        self.check_health()
+        self.start()
+        self._feed.begin()
+        try:
+            view = await asyncio.to_thread(self._front.client.query, ViewEngine(with_blocks=True))
+        except BaseException:
+            self._feed.end_if_unread()
+            raise
+        return self._feed.join(as_view(view), self._front.stats)
+
+    # -- the engine as a whole ---------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        """Raises EngineDead once the core has ended for good, Unavailable while one is replaced."""
+        self._streams.check_alive()
+        self._front.check_trouble()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer; InvalidRequest where the engine runs without one."""
+        return self._front.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the params of a request that sets none: the model's recommended values."""
+        return self._front.default_params
+
+    def get_default_chat_params(self) -> SamplingParams:
+        """Returns the params of a chat request that sets none: as get_default_sampling_params, but
+        max_tokens is None unless one is recommended.
+        """
+        return self._front.default_chat_params
+
+    def stats(self) -> EngineStats:
+        """Returns gauges and counters after the last step."""
+        return self._front.stats
+
+    async def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forgets the KV of earlier prompts, with `reset_connector` in host memory and on disk too;
+        returns False, and does nothing, while requests run.
+        """
+        self.start()
+        done = await asyncio.to_thread(
+            self._front.reset_prefix_cache, reset_connector=reset_connector
+        )
+        if done:
+            # The core's own event may come later than the next request.
+            self._transfers.note_blocks([BlocksCleared()])
+        return done
+
+    async def pin_prefix(self, prompt: Prompt, *, ttl_s: float | None = None) -> int:
+        """Computes a prompt and keeps its whole blocks in `prefix_cache_dir` for `ttl_s` seconds
+        (None: for good, 0: no longer); returns how many tokens these blocks hold.
+        """
+        params = self._front.pin_params(ttl_s)
+        computed = await self.submit(await self.tokenize(prompt), params).final()
+        return await asyncio.to_thread(self._front.pin, computed, prompt, ttl_s)
+
+    def close(self) -> None:
+        """Ends the core; streams that still run get EngineDead at once. Any thread may call it."""
+        self._streams.end(EngineDead("the engine was closed"))
+        self._streams.call(self._transfers.close)
+        self._front.close()
+        self._streams.join()
+
+    def _next_id(self) -> str:
+        return f"request-{next(self._request_ids)}"
+
+    def _compute_for_peer(self, asked: Prefill) -> Awaitable[RequestOutput]:
+        """Queues a prompt whose blocks another engine fetches."""
+        self._streams.check_alive()
+        is_ranked = self.config.scheduler.scheduling_policy == "priority"
+        request = self._front.prepare(
+            f"prefill-{next(self._request_ids)}",
+            {"prompt_token_ids": asked.token_ids, "cache_salt": asked.cache_salt},
+            COMPUTE,
+            RequestContext(asked.priority if is_ranked else 0, asked.tenant),
+        )
+        request.samples[0] = msgspec.structs.replace(request.samples[0], sends_kv=True)
+        return self.submit_prepared(request, deltas=False).final_or_abandoned()
+
+    def _take(self, step: CoreOutputs) -> None:
+        """Takes in what a step says of the engine, before the streams get its outputs."""
+        self.limits.take(step)
+        self._transfers.note_blocks(step.block_events)
+        self._transfers.note_rates(step.costs, step.stats.connector.stored)
+        if step.view is not None:
+            self._feed.offer(step.view, step.stats)

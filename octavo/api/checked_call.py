@@ -1,0 +1,35 @@
+"""The metaclass of the structs that users make: their unknown, missing and positional arguments are
+refused as InvalidRequest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.api.errors import InvalidRequest, did_you_mean, shown
+
+
+class CheckedCall(msgspec.StructMeta):
+    """Makes a struct's unknown, missing and positional arguments our errors, not Python's."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        known: tuple[str, ...] = cls.__struct_fields__
+        if args:
+            raise InvalidRequest(
+                f"{cls.__name__}: got {shown(args[0])} without a name, fields are given by name",
+                hint=f"for example {cls.__name__}({known[0]}=...)",
+            )
+        for name in fields:
+            if name not in known:
+                raise InvalidRequest(
+                    f"{cls.__name__}: unknown field {name!r}",
+                    hint=did_you_mean(name, known),
+                    param=name,
+                )
+        num_required = len(known) - len(cls.__struct_defaults__)
+        for name in known[:num_required]:
+            if name not in fields:
+                raise InvalidRequest(f"{cls.__name__}: {name} is needed", param=name)
+        return super().__call__(**fields)

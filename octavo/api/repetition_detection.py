@@ -1,0 +1,88 @@
+"""RepetitionDetection: ends an answer that has fallen into a loop. Names and rule are vLLM's.
+
+An answer ends with the token that completes a pattern of tokens repeated `min_count` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from octavo.api.checked_call import CheckedCall
+from octavo.api.errors import InvalidRequest, shown
+
+MAX_PATTERN_TOKENS = 256
+MAX_COUNT = 256
+REPETITION_FOUND = "repetition_detected"
+"""Stop reason of an answer that was ended for its repetition."""
+
+
+class RepetitionDetection(msgspec.Struct, kw_only=True, frozen=True, metaclass=CheckedCall):
+    """A loop that ends an answer: some tokens, several times in a row; checked when made."""
+
+    max_pattern_size: int
+    """Most tokens of a pattern; 0: no detection."""
+    min_pattern_size: int = 0
+    """Least tokens of a pattern; 0 means 1."""
+    min_count: int = 0
+    """Number of times in a row that end the answer, from 2 up."""
+
+    def __post_init__(self) -> None:
+        _check("max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_TOKENS)
+        _check("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+        if self.max_pattern_size:
+            _check("min_count", self.min_count, 2, MAX_COUNT)
+
+    @property
+    def num_looked_at(self) -> int:
+        """Number of last tokens that decide whether it holds."""
+        return self.max_pattern_size * max(2, self.min_count)
+
+    def holds_for(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+        """Returns whether the tokens after the prompt end with a repeated pattern."""
+        num_tokens, last = len(token_ids), token_ids[-1]
+        longest = (num_tokens - num_prompt_tokens) // max(2, self.min_count)
+        most = min(self.max_pattern_size, longest)
+        for size in range(max(1, self.min_pattern_size), most + 1):
+            # Most sizes fail at the last token, before anything is copied.
+            if token_ids[-1 - size] != last:
+                continue
+            start = num_tokens - size * self.min_count
+            if token_ids[start : num_tokens - size] == token_ids[start + size :]:
+                return True
+        return False
+
+
+def detection_of(value: object) -> RepetitionDetection | None:
+    """Returns what is detected, from an object of its fields too; None for nothing."""
+    if isinstance(value, Mapping):
+        try:
+            value = RepetitionDetection(**value)
+        except InvalidRequest as error:
+            error.param = "repetition_detection"
+            raise
+    if value is not None and not isinstance(value, RepetitionDetection):
+        raise InvalidRequest(
+            f"repetition_detection: got {shown(value)}, allowed is None, or RepetitionDetection",
+            param="repetition_detection",
+        )
+    return value if value and value.max_pattern_size else None
+
+
+def _check(name: str, value: object, low: int, high: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidRequest(
+            f"repetition_detection.{name}: got {shown(value)}, allowed is a whole number from {low}"
+            f" to {high}",
+            param="repetition_detection",
+        )
+
+
+LOOP = RepetitionDetection(max_pattern_size=256, min_pattern_size=16, min_count=5)
+"""A loop that no useful answer holds: at least 80 tokens of the same text, five times in a row.
+
+Shorter patterns count by their multiples. Rows of a table, lists and code differ from line to line;
+a model that repeats a line or a paragraph hardly ever leaves the loop.
+"""

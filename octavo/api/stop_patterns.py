@@ -1,0 +1,92 @@
+"""Regular expressions that end an answer (`stop_regex`): what is taken, and where one matches.
+
+RE2 matches them, in time linear in the text. A match has a greatest length, so that a stream knows
+how much of a text may still become one. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from re import _parser  # type: ignore[attr-defined]
+
+import re2
+
+from octavo.api.errors import InvalidRequest, shown
+
+MAX_PATTERNS = 16
+MAX_PATTERN = 512
+"""Most characters of a pattern."""
+MAX_MATCH = 256
+"""Most characters that a match may have: a stream holds back that many, less one."""
+MAX_PROGRAM_BYTES = 1 << 18
+"""Most memory of one compiled pattern."""
+
+
+class StopPattern:
+    """One compiled pattern; `width` is the greatest number of characters of a match."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MAX_PATTERN:
+            raise _refused(text, f"at most {MAX_PATTERN} characters, not {len(text)}")
+        self.text = text
+        self._pattern = _compiled(text)
+        self.width = _width(text)
+
+    def find(self, text: str, start: int, least_end: int) -> tuple[int, int] | None:
+        """Returns where the first match from `start` on lies that ends at `least_end` or later."""
+        while (found := self._pattern.search(text, start)) is not None:
+            begin, end = found.span()
+            if end >= least_end:
+                return begin, end
+            start = begin + 1
+        return None
+
+
+def check_patterns(texts: list[str]) -> None:
+    """Raises InvalidRequest where patterns cannot be searched for."""
+    if len(texts) > MAX_PATTERNS:
+        raise InvalidRequest(
+            f"stop_regex: got {len(texts)} patterns, allowed are at most {MAX_PATTERNS}",
+            param="stop_regex",
+        )
+    for text in texts:
+        StopPattern(text)
+
+
+def _compiled(text: str) -> re2._Regexp:
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = MAX_PROGRAM_BYTES
+    try:
+        return re2.compile(text, options)
+    except re2.error as error:
+        reason = error.args[0]
+        words = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        raise _refused(text, f"RE2's notation ({words})") from None
+    except UnicodeEncodeError:
+        raise _refused(text, "valid Unicode") from None
+
+
+def _width(text: str) -> int:
+    """Returns the greatest length of a match, by Python's own parser of the same notation."""
+    if "[:" in text and ":]" in text:
+        raise _refused(text, r"classes such as \d or a-z, without [:name:]")
+    try:
+        least, most = _parser.parse(text).getwidth()
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _refused(text, f"what Python and RE2 both read ({error})") from None
+    if least == 0:
+        raise _refused(text, "a pattern that matches no empty text")
+    if most > MAX_MATCH:
+        raise _refused(
+            text,
+            f"a pattern whose matches have at most {MAX_MATCH} characters",
+            hint="bound its repetitions: a{1,20} instead of a+",
+        )
+    return int(most)
+
+
+def _refused(text: str, allowed: str, hint: str | None = None) -> InvalidRequest:
+    return InvalidRequest(
+        f"stop_regex: got {shown(text)}, allowed is {allowed}", param="stop_regex", hint=hint
+    )

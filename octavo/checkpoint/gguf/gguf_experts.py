@@ -1,0 +1,79 @@
+"""Routed experts in GGUF: the config's keys in a header, and the stems of the stacked tensors.
+
+A GGUF file keeps all experts of a layer in one tensor `[E, out, in]`; "{}" in a name here stands
+for the expert. Whether an architecture's weights are divided by their sum is not in the header,
+but in llama.cpp's graph of it.
+"""
+
+from __future__ import annotations
+
+from octavo.checkpoint.gguf.gguf_family import Config, Header
+
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+
+GRANITE_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
+}
+CORRECTION = "exp_probs_b"
+"""Stem of the correction of DeepSeek-V3's scores, whose name in safetensors is a whole one."""
+SHARED_EXPERTS = {
+    CORRECTION: "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+
+def has_experts(header: Header) -> bool:
+    return bool(header.number("expert_count", 0))
+
+
+def experts_config(header: Header, *, normalize: bool) -> Config:
+    """Returns the keys of qwen2_moe, qwen3_moe and olmoe that are the experts' own."""
+    return {
+        "num_experts": header.count("expert_count"),
+        "num_experts_per_tok": header.count("expert_used_count"),
+        "norm_topk_prob": normalize,
+    }
+
+
+def shared_experts_config(header: Header) -> Config:
+    """Returns the keys of the experts of DeepSeek-V3's line."""
+    return {
+        "n_routed_experts": header.count("expert_count"),
+        "n_shared_experts": header.count("expert_shared_count"),
+        "num_experts_per_tok": header.count("expert_used_count"),
+        "moe_intermediate_size": header.count("expert_feed_forward_length"),
+        "first_k_dense_replace": header.number("leading_dense_block_count", 0),
+        "routed_scaling_factor": float(header.number("expert_weights_scale", 1.0)),
+        "norm_topk_prob": bool(header.get("expert_weights_norm", False)),
+        "n_group": header.count("expert_group_count", 1),
+        "topk_group": header.count("expert_group_used_count", 1),
+    }
+
+
+def widths(header: Header) -> Config:
+    """Returns the width of a routed expert, and that of the shared one where there is one."""
+    shared = header.get("expert_shared_feed_forward_length")
+    config = {"moe_intermediate_size": header.count("expert_feed_forward_length")}
+    return config if shared is None else config | {"shared_expert_intermediate_size": shared}

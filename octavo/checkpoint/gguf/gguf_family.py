@@ -1,0 +1,390 @@
+"""One GGUF architecture as a Hugging Face family: the header with typed access, the mapping of
+names, and the orders of rows.
+
+Knows nothing of bytes (`gguf.py`) and reads no tensor but rope's factors; the families themselves
+stand in `gguf_families.py`. Source: llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.gguf.gguf_file import GgufFile
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""Names of the tensors outside the layers, in files of Llama's kin, and in their checkpoints."""
+YARN_KEYS = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+    "mscale": "yarn_log_multiplier",
+    "mscale_all_dim": "yarn_log_multiplier",
+}
+"""Keys of YaRN's parameters in a header. Only models whose mscale and mscale_all_dim are equal
+state them, in one number.
+"""
+
+NEUTRAL: Mapping[str, tuple[float, ...]] = {
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.alpha": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0, -1.0),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.value_scale": (0.0, 1.0),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "router_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+}
+"""Keys that change a model's numbers, and the values with which they change none."""
+
+Config = dict[str, Any]
+Affixes = Literal["", "around", "behind"]
+RowOrder = Callable[[Mapping[str, Any], int], NDArray[np.intp]]
+"""Returns for each row (or input) of a safetensors weight the one of the file that holds it, by the
+config and the number of rows.
+"""
+
+
+class Header:
+    """A header's keys under the architecture's prefix, with errors that name the key."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.file = file
+        self.architecture = architecture
+        self._asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._asked.add(key)
+        return self.file.metadata.get(f"{self.architecture}.{key}", default)
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """Returns a number; one per layer is fine where all are equal."""
+        value = self.get(key, default)
+        name = f"{self.architecture}.{key}"
+        if value is None:
+            raise WeightMismatch(f"{self.file.path}: the header lacks {name}")
+        if isinstance(value, np.ndarray):
+            different = np.unique(value)
+            if len(different) != 1:
+                raise UnsupportedModel(
+                    f"{self.file.path}: {name} differs from layer to layer, which is not supported"
+                )
+            value = different[0].item()
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise WeightMismatch(f"{self.file.path}: {name} is {value!r}, allowed is a number")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Returns a whole number of at least 1."""
+        value = self.number(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise WeightMismatch(
+                f"{self.file.path}: {self.architecture}.{key} is {value!r}, allowed is a whole"
+                " number of at least 1"
+            )
+        return value
+
+    def refuse_unread(self) -> None:
+        """Refuses a value that changes the model's numbers and that the family did not read."""
+        for key, neutral in NEUTRAL.items():
+            value = self.file.metadata.get(f"{self.architecture}.{key}")
+            if key in self._asked or value is None:
+                continue
+            if not np.isin(value, neutral).all():
+                raise UnsupportedModel(
+                    f"{self.file.path}: {self.architecture}.{key} is {value!r}, supported for this"
+                    f" architecture is {' or '.join(map(str, neutral))}"
+                )
+
+    def num_rows(self, tensor: str) -> int:
+        """Returns the number of rows of a tensor that the file needs to have."""
+        if tensor not in self.file.tensors:
+            raise WeightMismatch(f"{self.file.path}: the tensor {tensor} is missing")
+        return self.file.tensors[tensor].shape[0]
+
+    def has(self, *names: str) -> bool:
+        """Returns whether the file has all of these tensors."""
+        return all(name in self.file.tensors for name in names)
+
+    def num_blocks(self, stack: str = "blk", key: str = "block_count") -> int:
+        """Number of layers, by the tensors of the file whose names begin with `stack`."""
+        stated = self.count(key)
+        names = (name for name in self.file.tensors if name.startswith(f"{stack}."))
+        found = len({name.removeprefix(f"{stack}.").split(".")[0] for name in names})
+        if stated != found:
+            raise WeightMismatch(
+                f"{self.file.path}: {self.architecture}.{key} is {stated}, the file has"
+                f" tensors of {found} blocks"
+            )
+        return stated
+
+
+class Restored(NamedTuple):
+    """The way back from a tensor whose shape or numbers the converter changed."""
+
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    """Shape in safetensors, by that in the file."""
+    numbers: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda numbers: numbers
+
+
+class Joined(NamedTuple):
+    """A tensor of safetensors that the converter wrote as several."""
+
+    stems: tuple[str, ...]
+    """Layer stems of the file's tensors."""
+    shape: Callable[..., tuple[int, ...]]
+    """Shape in safetensors, by those in the file."""
+    numbers: Callable[..., NDArray]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The mapping from one GGUF architecture to a Hugging Face checkpoint.
+
+    `tensors` and `layer_tensors` map the stems of GGUF names ("output_norm", "attn_q" of
+    "blk.N.attn_q") to theirs. `row_orders` names the layer stems whose rows stand in another order
+    than in safetensors, `column_orders` those whose inputs do. `norm_offset` is the number that the
+    converter added to the weight of every norm but the stems in `plain_norms`. `whole_names` are
+    the layer stems whose names take no ".weight" or ".bias", `restored` those with another shape or
+    other numbers than in safetensors, `joined` the layers' tensors that lie in several. `stacks`
+    are the prefixes of layers where a model has more than one stack of them. `affixes` says where
+    special tokens stand beside a text. `variants` are families that write the same architecture,
+    each with the mark by which its files are known.
+    """
+
+    model_type: str
+    config: Callable[[Header], Config]
+    tensors: dict[str, str]
+    layer_tensors: dict[str, str]
+    layer_prefix: str = "model.layers"
+    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    column_orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    plain_norms: frozenset[str] = frozenset()
+    whole_names: frozenset[str] = frozenset()
+    restored: Mapping[str, Restored] = field(default_factory=dict)
+    joined: Mapping[str, Joined] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    affixes: Affixes = ""
+    variants: tuple[tuple[Callable[[Header], bool], Family], ...] = ()
+
+    def of(self, header: Header) -> Family:
+        """Returns the variant that the file is of, or this family."""
+        return next((family for is_it, family in self.variants if is_it(header)), self)
+
+    def joined_name(self, gguf_name: str) -> str | None:
+        """Returns the name of the tensor that this one of the file is a part of, if it is one."""
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", gguf_name)
+        for name, joined in self.joined.items():
+            if layer and layer[2] in joined.stems:
+                return f"{self.layer_prefix}.{layer[1]}.{name}"
+        return None
+
+    def name(self, gguf_name: str) -> str | None:
+        """Returns the safetensors name, or None where the family has no such tensor."""
+        stem, _, suffix = gguf_name.rpartition(".")
+        if suffix in self.whole_names:
+            stem = gguf_name
+        layer = re.fullmatch(r"((?:enc\.|dec\.)?)blk\.(\d+)\.(\w+(?:\.\w+)?)", stem)
+        if layer:
+            known = self.layer_tensors.get(layer[1] + layer[3])
+            prefix = self.stacks.get(layer[1], self.layer_prefix)
+            name = known and f"{prefix}.{layer[2]}.{known}"
+            return name if name is None or layer[3] in self.whole_names else f"{name}.{suffix}"
+        known = self.tensors.get(stem)
+        return known and f"{known}.{suffix}"
+
+
+def log_of_negative(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns the logarithms of a state's rates, which files have as minus their exponentials."""
+    made: NDArray[np.float32] = np.log(-numbers)
+    return made
+
+
+def halves(heads_key: str) -> RowOrder:
+    """Returns the order that undoes rotary pairs: rows (2i, 2i+1) of a head go to (i, i + D/2)."""
+
+    def order(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
+        pairs = _heads_of(num_rows, 2 * config[heads_key])
+        return pairs.reshape(config[heads_key], -1, 2).swapaxes(1, 2).reshape(-1)
+
+    return order
+
+
+def by_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
+    """Returns the order that puts q, k and v of each head together where the file has all of q, all
+    of k, all of v.
+    """
+    heads = config["num_attention_heads"]
+    return _heads_of(num_rows, 3 * heads).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1)
+
+
+def by_kv_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
+    """Returns the order that puts the queries of each kv head before its k and v where the file has
+    all of q, all of k, all of v.
+    """
+    heads, kv_heads = config["num_attention_heads"], config["num_kv_heads"]
+    rows = _heads_of(num_rows, heads + 2 * kv_heads).reshape(heads + 2 * kv_heads, -1)
+    q = rows[:heads].reshape(kv_heads, heads // kv_heads, -1)
+    k, v = rows[heads : heads + kv_heads, None], rows[heads + kv_heads :, None]
+    return np.concatenate([q, k, v], axis=1).reshape(-1)
+
+
+def _heads_of(num_rows: int, heads: int) -> NDArray[np.intp]:
+    if num_rows % heads:
+        raise WeightMismatch(f"{num_rows} rows, which {heads} heads do not share evenly")
+    return np.arange(num_rows)
+
+
+def base_config(
+    header: Header,
+    *,
+    experts: bool = False,
+    kv_heads: int | None = None,
+    widths: list[int] | None = None,
+) -> Config:
+    """Returns the config of a family with rotary positions and grouped heads; one without
+    `experts` has no routed ones. `kv_heads` and the MLPs' `widths` are for headers with a number
+    for each layer.
+    """
+    heads = header.count("attention.head_count")
+    hidden = header.count("embedding_length")
+    head_dim = header.count("attention.key_length", hidden // heads)
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": widths or _feed_forward_width(header),
+        "num_hidden_layers": header.num_blocks(),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or header.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope_theta": float(header.number("rope.freq_base", 10000.0)),
+        "rope_scaling": rope_scaling(header),
+        "max_position_embeddings": header.count("context_length"),
+        "hidden_act": "silu",
+    }
+    rotary_dim = header.count("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+    if header.number("expert_count", 0) and not experts:
+        raise UnsupportedModel(
+            f"{header.file.path}: {header.architecture} with experts is not supported from GGUF"
+        )
+    return config
+
+
+def rope_scaling(header: Header) -> Config | None:
+    """Returns `rope_scaling`.
+
+    Llama 3's frequency factors (a tensor in GGUF) become a longrope of one length, which is the
+    same formula. A factor without a type is linear, as in llama.cpp.
+    """
+    kind = header.get("rope.scaling.type", "linear")
+    if not isinstance(kind, str) or kind not in ("none", "linear", "yarn", "longrope"):
+        raise UnsupportedModel(
+            f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear and"
+            " yarn, and longrope"
+        )
+    factor = 1.0 if kind == "none" else _rope_factor(header)
+    if "rope_freqs.weight" in header.file.tensors:
+        factors = (header.file.tensor("rope_freqs.weight").dequantize() * factor).tolist()
+        length = header.count("context_length")
+        both = {"short_factor": factors, "long_factor": factors}
+        return {
+            "rope_type": "longrope",
+            **both,
+            "attention_factor": 1.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": length,
+        }
+    if header.has("rope_factors_long.weight", "rope_factors_short.weight"):
+        return _longrope(header, factor)
+    if kind != "yarn":
+        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+    original = header.count("rope.scaling.original_context_length", header.count("context_length"))
+    return {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        **{name: header.get(f"rope.scaling.{key}") for name, key in YARN_KEYS.items()},
+    }
+
+
+def _rope_factor(header: Header) -> float:
+    """Returns the factor by which positions are divided, under its name or its old one; 1 if the
+    header has none, or 0.
+    """
+    found = header.number("rope.scaling.factor", header.get("rope.scale_linear", 0.0))
+    return float(found) or 1.0
+
+
+def _longrope(header: Header, factor: float) -> Config:
+    """Returns Phi-3's scaling, whose two lists of factors are tensors."""
+    short, long = (
+        (header.file.tensor(f"rope_factors_{length}.weight").dequantize() * factor).tolist()
+        for length in ("short", "long")
+    )
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": float(header.number("rope.scaling.attn_factor", 1.0)),
+        "original_max_position_embeddings": header.count("rope.scaling.original_context_length"),
+    }
+
+
+def _feed_forward_width(header: Header) -> int:
+    """Returns the width of the MLPs, of the layers that have one."""
+    widths = header.get("feed_forward_length")
+    if isinstance(widths, np.ndarray) and len({*widths.tolist()} - {0}) == 1:
+        return int(widths.max())
+    return header.count("feed_forward_length")
+
+
+def rms_config(
+    header: Header,
+    *,
+    experts: bool = False,
+    kv_heads: int | None = None,
+    widths: list[int] | None = None,
+) -> Config:
+    """Returns the config of a family with RMS norms."""
+    return base_config(header, experts=experts, kv_heads=kv_heads, widths=widths) | {
+        "rms_norm_eps": header.number("attention.layer_norm_rms_epsilon"),
+        "attention_bias": header.has("blk.0.attn_q.bias"),
+    }
+
+
+def layer_norm_config(header: Header, eps_name: str = "layer_norm_eps") -> Config:
+    """Returns the config of a family with LayerNorms, whose epsilon it calls `eps_name`."""
+    return base_config(header) | {
+        eps_name: header.number("attention.layer_norm_epsilon"),
+        "attention_bias": header.has("blk.0.attn_q.bias"),
+    }
+
+
+def windows_by_pattern(header: Header, period: int) -> Config:
+    """Returns the layers' types; where the header has no pattern, each `period`-th is full."""
+    num_layers = header.num_blocks()
+    flags = header.get("attention.sliding_window_pattern")
+    if isinstance(flags, np.ndarray):
+        windowed = [bool(flag) for flag in flags]
+    else:
+        period = header.count("attention.sliding_window_pattern", period)
+        windowed = [bool((layer + 1) % period) for layer in range(num_layers)]
+    return {
+        "sliding_window": header.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in windowed],
+    }

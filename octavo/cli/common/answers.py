@@ -1,0 +1,140 @@
+"""What `octavo run` and `octavo chat` share: sampling params of an answer, its statistics, and why
+it ended.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from octavo.api.llm import LLM
+    from octavo.api.outputs import RequestOutput
+    from octavo.api.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 1024
+"""Upper bound on an answer that has no --max-tokens: a small model may never come to an end."""
+
+SHOWN_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling values that a line on stderr shows unless they are neutral."""
+
+RepetitionFlag = Annotated[
+    bool,
+    typer.Option(
+        "--repetition-detection/--no-repetition-detection",
+        help="Stop an answer that repeats itself",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """An answer's token counts and times."""
+
+    model: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    time_to_first_token_s: float | None
+    tokens_per_second: float | None
+    """Rate of the tokens after the first."""
+    total_s: float
+
+    @staticmethod
+    def of(output: RequestOutput, model: str) -> Statistics:
+        (sample,), metrics = output.outputs, output.metrics
+        assert metrics is not None, "the front always measures"
+        times = metrics.token_times
+        num_more, spent_s = len(times) - 1, times[-1] - times[0] if times else 0.0
+        return Statistics(
+            model=model,
+            finish_reason=sample.finish_reason,
+            prompt_tokens=len(output.prompt_token_ids),
+            completion_tokens=len(sample.token_ids),
+            time_to_first_token_s=metrics.first_token_latency,
+            tokens_per_second=num_more / spent_s if spent_s > 0 else None,
+            total_s=time.monotonic() - metrics.arrival_time,
+        )
+
+    def describe(self) -> str:
+        text = (
+            f"{self.prompt_tokens} prompt tokens, {self.completion_tokens} new tokens in"
+            f" {self.total_s:.2f} s"
+        )
+        if self.time_to_first_token_s is not None:
+            text += f"; first token after {self.time_to_first_token_s:.3f} s"
+        if self.tokens_per_second is not None:
+            text += f", then {self.tokens_per_second:.1f} tokens/s"
+        return text + (
+            " (cut off: the limit of tokens was reached)" if self.finish_reason == "length" else ""
+        )
+
+
+def check_sampling(given: dict[str, Any]) -> None:
+    """Refuses bad values before a model is loaded."""
+    from octavo.api.sampling_params import SamplingParams
+
+    SamplingParams(
+        **{
+            "max_tokens": None,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+    )
+
+
+def check_answers(llm: LLM) -> None:
+    """Raises InvalidRequest for a model that answers no text: one of embeddings, or of speech."""
+    from octavo.api.errors import InvalidRequest
+
+    llm.front.check_generates()
+    if "audio" in llm.front.media:
+        name = llm.config.model.served_model_name
+        raise InvalidRequest(
+            f"model: {name} transcribes speech, and answers no text",
+            hint=f"octavo serve {name}, and send a sound file to POST /v1/audio/transcriptions",
+        )
+
+
+def new_seed() -> int:
+    """Returns a random seed, for answers that differ from one command to the next."""
+    return secrets.randbits(31)
+
+
+def describe_sampling(params: SamplingParams) -> str:
+    """Returns the line that tells the values of an answer for which flags set some."""
+    shown = [f"temperature {params.temperature:g}"]
+    for name, neutral in SHOWN_SAMPLING.items():
+        value = getattr(params, name)
+        if value != neutral:
+            shown.append(f"{name} {value:g}")
+    seed = [] if params.is_greedy or params.seed is None else [f"seed {params.seed}"]
+    return f"sampling params: {', '.join([*shown, f'max_tokens {params.max_tokens}', *seed])}"
+
+
+def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+    """Returns the params that were given over those recommended for the model; without either, an
+    answer has at most DEFAULT_MAX_TOKENS.
+    """
+    from octavo.frontend.sampling_defaults import params_over
+
+    defaults = llm.get_default_chat_params()
+    if defaults.max_tokens is None:
+        defaults.max_tokens = DEFAULT_MAX_TOKENS
+    return params_over(defaults, {name: v for name, v in given.items() if v is not None})
+
+
+def explain_end(statistics: Statistics, default_limit: int | None, change: str) -> str | None:
+    """Returns why an answer ended early that its user did not limit; None if it did not.
+
+    `default_limit` is the max_tokens that the user did not give, and `change` says how to.
+    """
+    if statistics.finish_reason == "repetition":
+        return "the answer was stopped because it repeats itself: ask in other words"
+    is_cut = statistics.finish_reason == "length" and default_limit is not None
+    if is_cut and statistics.completion_tokens == default_limit:
+        return f"the answer was cut off after {default_limit} tokens, the default of {change}"
+    return None

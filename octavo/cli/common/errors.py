@@ -1,0 +1,118 @@
+"""The one place where a command's error becomes a message on stderr and an exit code.
+
+The code is 2 for the caller's fault (an option, a file, a request), 1 for the engine's, and what a
+shell shows for a process that a signal ended: 130 for Ctrl-C, 141 if the output's reader has gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+
+from octavo.api.errors import ClientError, OctavoError, SetupError
+from octavo.cli.common.exit_codes import CALLERS_FAULT, ENGINES_FAULT, INTERRUPTED, OUTPUT_CLOSED
+
+INVALID = re.compile(r"Input should be ([^,]+)")
+"""What an option's type allows, in a message of the flag parser."""
+
+LEAST_LIKENESS = 0.75
+"""Least likeness of a flag that is suggested for a wrong one, from 0 to 1."""
+
+WORDS = {
+    "a valid integer": "a whole number",
+    "a valid": "a",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "a number above",
+    "less than": "a number below",
+}
+"""The flag parser's words for what is allowed, and those of all other messages."""
+
+
+def exit_code_of(command: Callable[[], None]) -> int:
+    """Runs a command and prints its error; an error that is not one of ours keeps its traceback."""
+    try:
+        command()
+        sys.stdout.flush()
+    except typer.Exit as end:
+        return end.exit_code
+    except BrokenPipeError:
+        _discard_output()
+        return OUTPUT_CLOSED
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except (typer.TyperException, OctavoError, MemoryError) as error:
+        return _report(error)
+    return 0
+
+
+def _report(error: typer.TyperException | OctavoError | MemoryError) -> int:
+    """Prints an error; returns the exit code that says whose fault it is."""
+    if isinstance(error, OctavoError):
+        _say(error.message, error.hint)
+        is_callers = isinstance(error, ClientError | SetupError)
+        return CALLERS_FAULT if is_callers else ENGINES_FAULT
+    if isinstance(error, MemoryError):
+        hint = "free memory, or take a smaller model, --max-model-len or --max-num-seqs"
+        _say("not enough memory", hint)
+    else:
+        _say(*_describe(error))
+    return CALLERS_FAULT
+
+
+def _discard_output() -> None:
+    """Sends the rest of the output nowhere, so that Python's last flush does not fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _describe(error: typer.TyperException) -> tuple[str, str | None]:
+    """Returns message and hint for what the flag parser found wrong."""
+    possible = getattr(error, "possibilities", None)
+    wrong = getattr(error, "option_name", None)
+    if possible and wrong is not None:
+        possible = get_close_matches(wrong, possible, n=1, cutoff=LEAST_LIKENESS)
+    if possible:
+        return error.message, f"did you mean {' or '.join(possible)}?"
+    context = getattr(error, "ctx", None)
+    param = getattr(error, "param", None)
+    given, allowed = _given(param), INVALID.search(error.format_message())
+    if param is not None and given is not None and allowed is not None:
+        name = max(param.opts, key=len).lstrip("-").replace("-", "_")
+        return f"{name}: got {given!r}, allowed is {_in_our_words(allowed[1])}", None
+    message = error.format_message() if wrong is None else error.message
+    if given is not None:
+        message = f"{message.removesuffix('.')}, got {given!r}"
+    return (
+        message,
+        f"{context.command_path} --help says what there is" if context is not None else None,
+    )
+
+
+def _in_our_words(allowed: str) -> str:
+    for theirs, ours in WORDS.items():
+        allowed = allowed.replace(theirs, ours)
+    return allowed
+
+
+def _given(param: Any) -> str | None:
+    """Returns a parameter's value on the command line, which not every parser error names."""
+    names = tuple(getattr(param, "opts", ()))
+    for at, argument in enumerate(sys.argv):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            return value if equals else next(iter(sys.argv[at + 1 :]), None)
+    return None
+
+
+def _say(message: str, hint: str | None) -> None:
+    print(f"octavo: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)

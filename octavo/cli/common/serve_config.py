@@ -1,0 +1,163 @@
+"""The file of `octavo serve --config`: YAML with flags' names as keys, and a list of models.
+
+    port: 8080
+    max-num-seqs: 64
+    models:
+      - smollm2
+      - name: small
+        model: ./checkpoints/small
+        max-model-len: 4k
+
+Options outside `models` apply to every engine, those of an entry to its own; the command line wins
+over both. Source of the format: PyYAML's safe subset of YAML 1.1, without repeated keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.api.errors import ConfigError, did_you_mean
+from octavo.config.data_file import DataFile, read_data_file
+from octavo.config.engine_config import OPTIONS_PAGE, option_fields
+from octavo.config.model_options import DEFAULT_MODEL
+from octavo.config.option import OptionField, convert, options_of
+from octavo.server.settings import ServerSettings
+from octavo.server.state.model_spec import ModelSpec, name_and_model
+
+MAX_FILE_BYTES = 1 << 20
+MODELS = "models"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Checked contents of a configuration file; all empty without one."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Engine options of every model."""
+    models: tuple[dict[str, Any], ...] = ()
+    """Engine options of each model, `model` and perhaps `served_model_name` among them."""
+
+    def engine_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the engine options of every model; `given` are the command line's."""
+        options = self.options | dict(given)
+        options.pop("served_model_name", None)
+        return options
+
+    def specs(self, texts: Sequence[str], given: Mapping[str, Any]) -> list[ModelSpec]:
+        """Returns what to serve: the models of the command line, else the file's, else the default.
+
+        A text that is the name of an entry of the file picks this entry.
+        """
+        entries = [self._entry(text) for text in texts] or [*self.models] or [_default_entry()]
+        if len(entries) > 1 and "served_model_name" in {**self.options, **given}:
+            raise ConfigError(
+                "served_model_name: allowed with one model only",
+                hint="name each of several by NAME=MODEL",
+            )
+        specs = [ModelSpec.of({**self.options, **entry, **given}) for entry in entries]
+        names = [spec.name for spec in specs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"two models are called {twice}", hint="give one another name by NAME=MODEL"
+            )
+        return specs
+
+    def _entry(self, text: str) -> dict[str, Any]:
+        picked = (entry for entry in self.models if ModelSpec.of(entry).name == text)
+        return next(picked, None) or _entry_of(text)
+
+
+def read_config(path: Path) -> ServeConfig:
+    """Reads and checks a file; ConfigError names what is wrong in it."""
+    file = read_data_file(path, name="config", max_bytes=MAX_FILE_BYTES, kind="YAML")
+    document = {} if file.content is None else file.content
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"config: {file.where()}: got a {type(document).__name__}, allowed is a mapping of"
+            " options to values"
+        )
+    settings, engine = options_of(ServerSettings), _engine_fields()
+    known = {**settings, **engine}
+    given = {key: value for key, value in document.items() if key != MODELS}
+    values = _values(given, known, [*known, MODELS], file)
+    return ServeConfig(
+        settings={name: value for name, value in values.items() if name in settings},
+        options={name: value for name, value in values.items() if name in engine},
+        models=tuple(_models(document.get(MODELS), file)),
+    )
+
+
+def _models(entries: Any, file: DataFile) -> list[dict[str, Any]]:
+    if entries is None:
+        return []
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(
+            f"config: {file.where(MODELS)}: models: got {entries!r}, allowed is a list of models"
+        )
+    return [_model(entry, file, at) for at, entry in enumerate(entries)]
+
+
+def _model(entry: Any, file: DataFile, at: int) -> dict[str, Any]:
+    """Returns the options of an entry, which is a text or a mapping."""
+    where = f"config: {file.where(MODELS, at)}: models[{at}]"
+    if isinstance(entry, str):
+        return _entry_of(entry)
+    if not isinstance(entry, dict):
+        raise ConfigError(
+            f"{where}: got {entry!r}, allowed is a model or a mapping of options to values"
+        )
+    entry = dict(entry)
+    if "name" in entry:
+        entry["served_model_name"] = entry.pop("name")
+    known = _engine_fields() | {"model": option_fields()["model"]}
+    values = _values(entry, known, [*known, "name"], file, MODELS, at)
+    if "model" not in values:
+        raise ConfigError(f"{where}: model: needed, and not given")
+    return values
+
+
+def _values(
+    given: Mapping[Any, Any],
+    known: Mapping[str, OptionField],
+    names: Sequence[str],
+    file: DataFile,
+    *above: str | int,
+) -> dict[str, Any]:
+    """Returns checked values by their options' flat names; `names` are all that a hint may name,
+    `above` the keys that lead to `given` in the file.
+    """
+    values = {}
+    for key, value in given.items():
+        name, where = str(key).replace("-", "_"), f"config: {file.where(*above, str(key))}"
+        if name not in known:
+            flags = [each.replace("_", "-") for each in names]
+            hint = did_you_mean(str(key), flags, listed_in=OPTIONS_PAGE)
+            raise ConfigError(f"{where}: unknown key {str(key)!r}", hint=hint)
+        try:
+            values[name] = convert(known[name], _as_given(known[name], value))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _as_given(spec: OptionField, value: Any) -> Any:
+    """Returns a value as the command line would give it: one text stands for a list of one."""
+    return [value] if spec.is_list and isinstance(value, str) else value
+
+
+def _engine_fields() -> dict[str, OptionField]:
+    return {name: spec for name, spec in option_fields().items() if name != "model"}
+
+
+def _entry_of(text: str) -> dict[str, Any]:
+    name, model = name_and_model(text)
+    return {"model": model} | ({} if name is None else {"served_model_name": name})
+
+
+def _default_entry() -> dict[str, Any]:
+    return {"model": DEFAULT_MODEL}

@@ -1,0 +1,112 @@
+"""The flags that `octavo plan` suggests: those with which a model fits, at the least cost.
+
+Tries shorter contexts, smaller steps and weights packed at load, each as a plan of its own. Knows
+no speed and prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from octavo.api.errors import ConfigError
+from octavo.cli.common.flags import format_flags
+
+if TYPE_CHECKING:
+    from octavo.wiring.plan import ModelPlan
+    from octavo.worker.capacity import Capacity
+
+TYPICAL_CONTEXT = 2048
+"""Tokens of the requests by which the suggested --max-num-seqs is counted, and memory split."""
+
+LEAST_CONTEXT = 64
+"""Shortest context, in tokens, that is suggested."""
+
+SMALL_STEPS = (512, 128)
+"""Tokens of a step that are suggested if the activations of the default are too large."""
+
+
+def suggested_flags(found: ModelPlan, memory_bytes: int, given: Mapping[str, Any]) -> list[str]:
+    """Returns flags with which the model fits, and those of the options `given`; [] if none make it
+    fit.
+
+    A suggested value takes the place of a given one. Tries what costs least first: a shorter
+    context, smaller steps, weights packed at load.
+    """
+    suggested = suggested_options(found, memory_bytes)
+    if not suggested:
+        return []
+    if (limit := given.get("max_num_seqs")) is not None:
+        suggested["max_num_seqs"] = min(limit, suggested["max_num_seqs"])
+    return format_flags(
+        suggested | {key: value for key, value in given.items() if key not in suggested}
+    )
+
+
+def suggested_options(found: ModelPlan, memory_bytes: int) -> dict[str, Any]:
+    """Returns the options that are suggested; {} if none make the model fit."""
+    tries = list(_tries(found, memory_bytes))
+    wanted = min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len)
+    contexts = [_context_of(tried.capacity) for tried in tries]
+    best = next(
+        (index for index, context in enumerate(contexts) if context >= wanted),
+        contexts.index(max(contexts)),
+    )
+    if contexts[best] < LEAST_CONTEXT:
+        return {}
+    scheduler, quantization = tries[best].config.scheduler, tries[best].config.model.quantization
+    options: dict[str, Any] = {} if quantization is None else {"quantization": quantization}
+    if scheduler != found.config.scheduler:
+        options["max_num_batched_tokens"] = scheduler.max_num_batched_tokens
+    return options | _memory_options(tries[best], contexts[best])
+
+
+def _context_of(capacity: Capacity) -> int:
+    """Returns the longest context that fits; 0 if the given KV cache does not."""
+    return (
+        0
+        if capacity.wanted_kv_bytes is not None and capacity.shortfall_bytes
+        else capacity.max_context()
+    )
+
+
+def _tries(found: ModelPlan, memory_bytes: int) -> Iterator[ModelPlan]:
+    """Yields plans to choose from: as given, with smaller steps, and the same with packed weights.
+
+    Weights that are packed already are left as they are.
+    """
+    from octavo.api.errors import UnsupportedModel
+    from octavo.wiring.plan import plan_model
+
+    model, scheduler = found.config.model, found.config.scheduler
+    quantizations: list[Any] = [model.quantization]
+    if quantizations == [None] and found.footprint.code not in ("u4", "u8"):
+        quantizations += ["int8", "int4"]
+    steps = [
+        scheduler.max_num_batched_tokens,
+        *(size for size in SMALL_STEPS if size < scheduler.max_num_batched_tokens),
+    ]
+    for quantization in quantizations:
+        for size in steps if scheduler.enable_chunked_prefill else steps[:1]:
+            config = replace(
+                found.config,
+                model=replace(model, quantization=quantization),
+                scheduler=replace(scheduler, max_num_batched_tokens=size),
+            )
+            try:
+                yield plan_model(config, memory_bytes=memory_bytes)
+            except (ConfigError, UnsupportedModel):  # this model has no such packing, or steps
+                break
+
+
+def _memory_options(found: ModelPlan, context: int) -> dict[str, Any]:
+    """Returns the options of a context, of the KV cache and of the number of requests."""
+    capacity = found.capacity
+    options: dict[str, Any] = {}
+    if context != found.info.max_context_tokens:
+        options["max_model_len"] = context // 16 * 16
+    if capacity.wanted_kv_bytes is None and found.generates:
+        options["kv_cache_memory_bytes"] = capacity.kv_bytes >> 20 << 20
+    requests = capacity.max_requests(min(TYPICAL_CONTEXT, context))
+    return options | {"max_num_seqs": max(1, min(requests, 256))}

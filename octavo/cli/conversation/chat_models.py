@@ -1,0 +1,189 @@
+"""Who answers in `octavo chat`: an engine in this process, or a server that speaks OpenAI's API.
+
+Both stop an answer at Ctrl-C and return it as far as it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.api.errors import ConfigError, WorkerFailed
+from octavo.cli.common import answers
+from octavo.cli.common.answers import Statistics, sampling_for
+from octavo.utils.http_client import HttpClient, describe_refusal, parse_json
+
+if TYPE_CHECKING:
+    from octavo.api.llm import LLM
+
+Show = Callable[[str], None]
+"""A function that is given each new piece of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """An answer as far as it came."""
+
+    text: str
+    statistics: Statistics | None = None
+    error: str | None = None
+    """Reason why it came to an early end, other than Ctrl-C."""
+    default_limit: int | None = None
+    """Limit of its tokens that the user did not give."""
+
+
+class Answering(Protocol):
+    """A model that answers conversations."""
+
+    def reply(
+        self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
+    ) -> ChatReply:
+        """Answers the last message, and shows the answer as it comes."""
+
+    def describe(self) -> str:
+        """Returns what is known of the model, in lines."""
+
+
+class LocalModel:
+    """An engine in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def reply(
+        self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
+    ) -> ChatReply:
+        params = sampling_for(self._llm, dict(sampling))
+        limit = params.max_tokens if sampling.get("max_tokens") is None else None
+        outputs = self._llm.stream(self._llm.chat_prompt(list(messages)), params)
+        text, output = "", None
+        with _ctrl_c() as pressed, contextlib.closing(outputs):  # type: ignore[type-var]  # a generator
+            for output in outputs:
+                new, text = output.outputs[0].text[len(text) :], output.outputs[0].text
+                show(new)
+                if pressed:
+                    break
+        if output is None:
+            return ChatReply(text)
+        statistics = Statistics.of(output, "")
+        return ChatReply(text, statistics, output.error, limit)
+
+    def describe(self) -> str:
+        config, facts = self._llm.config, self._llm.info.model
+        return "\n".join(
+            [
+                f"model       {config.model.served_model_name}, {facts.family},"
+                f" {facts.num_parameters / 1e6:,.1f} M parameters, {facts.weight_format}",
+                f"context     {self._llm.info.max_model_len:,} tokens",
+                f"backend     {config.backend.backend}, {config.backend.threads} threads",
+                self._llm.front.sampling.describe(),
+            ]
+        )
+
+
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[list[int]]:
+    """Collects Ctrl-C instead of raising, since an answer can only be stopped between two steps."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class RemoteModel:
+    """A model of a server."""
+
+    def __init__(self, client: HttpClient, name: str | None = None) -> None:
+        self._client = client
+        self.name = name or self._first_name()
+        self._is_octavo = client.get("/v1/capabilities").status_code == 200
+
+    def _first_name(self) -> str:
+        answer = self._client.get("/v1/models")
+        if answer.status_code != 200:
+            raise ConfigError(
+                f"url: {self._client.url}/v1/models answers {describe_refusal(answer)}"
+            )
+        try:
+            return str(parse_json(answer.content)["data"][0]["id"])
+        except (LookupError, TypeError, WorkerFailed) as error:
+            raise ConfigError(f"url: {self._client.url}/v1/models is no list of models") from error
+
+    def reply(
+        self, messages: Sequence[dict[str, str]], sampling: Mapping[str, Any], show: Show
+    ) -> ChatReply:
+        given = {name: value for name, value in sampling.items() if value is not None}
+        if not self._is_octavo:
+            given.pop("repetition_detection", None)  # a field that other servers may refuse
+        limit = None if "max_tokens" in given else answers.DEFAULT_MAX_TOKENS
+        body = {
+            **given,
+            "max_tokens": given.get("max_tokens", limit),
+            "model": self.name,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer, error = _RemoteAnswer(self.name, show), None
+        events = self._client.events("/v1/chat/completions", body)
+        try:
+            for event in events:
+                answer.take(event)
+        except KeyboardInterrupt:
+            pass
+        except WorkerFailed as failure:
+            if not answer.text:
+                raise
+            error = failure.message
+        finally:
+            events.close()  # type: ignore[attr-defined]  # a generator
+        return ChatReply(answer.text, answer.statistics(), error, limit)
+
+    def describe(self) -> str:
+        return f"model       {self.name}\nserver      {self._client.url}"
+
+
+class _RemoteAnswer:
+    """An answer of a server, and when its pieces came."""
+
+    def __init__(self, model: str, show: Show) -> None:
+        self.text = ""
+        self._model = model
+        self._show = show
+        self._sent = time.monotonic()
+        self._times: list[float] = []
+        self._usage: dict[str, int] = {}
+        self._finish_reason: str | None = None
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Takes an event; raises WorkerFailed for one that tells of an error."""
+        if event.get("error"):
+            raise WorkerFailed(str(event["error"].get("message", event["error"])))
+        self._usage = event.get("usage") or self._usage
+        for choice in event.get("choices", ()):
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            new = choice.get("delta", {}).get("content") or ""
+            if new:
+                self._times.append(time.monotonic())
+                self.text += new
+                self._show(new)
+
+    def statistics(self) -> Statistics:
+        """Returns counts and times; without the server's counts a piece is taken for a token."""
+        num_tokens = self._usage.get("completion_tokens", len(self._times))
+        spent_s = self._times[-1] - self._times[0] if self._times else 0.0
+        return Statistics(
+            model=self._model,
+            finish_reason=self._finish_reason,
+            prompt_tokens=self._usage.get("prompt_tokens", 0),
+            completion_tokens=num_tokens,
+            time_to_first_token_s=self._times[0] - self._sent if self._times else None,
+            tokens_per_second=(num_tokens - 1) / spent_s if spent_s > 0 else None,
+            total_s=time.monotonic() - self._sent,
+        )

@@ -1,0 +1,231 @@
+"""A conversation in the terminal: what was said so far, and the commands that change it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from octavo.api.errors import (
+    ConfigError,
+    ContextTooLong,
+    EngineDead,
+    InvalidRequest,
+    OctavoError,
+    did_you_mean,
+)
+from octavo.cli.common.answers import check_sampling, explain_end
+from octavo.cli.conversation.chat_input import ChatInput, Entry
+from octavo.cli.conversation.chat_models import Answering, ChatReply
+from octavo.cli.conversation.chat_screen import answer_screen
+from octavo.cli.conversation.saved_chat import SavedChat, SavedMessage, read_chat, write_chat
+
+SETTABLE = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "seed",
+    "stop",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Sampling values that /set takes."""
+ENDS = ("/bye", "/exit")
+"""Commands that end the conversation."""
+HELP = """\
+/help                 shows this
+/clear, /reset        starts over
+/show                 shows the model and its default sampling params
+/retry                answers the last question once more
+/undo                 takes back the last question and its answer
+/system [TEXT]        shows or sets the system message; - removes it
+/set [NAME [VALUE]]   shows or sets sampling values; no value, the model's own
+/save FILE            writes the conversation to a file
+/load FILE            goes on with a conversation from a file
+/bye, /exit           ends, as Ctrl-D does
+Ctrl-C stops an answer. A message of several lines is written in triple quotes (\"\"\"), or with a
+backslash at the end of each line but the last."""
+
+
+class ChatSession:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(
+        self, model: Answering, said: ChatInput, sampling: dict[str, Any], system: str | None
+    ) -> None:
+        self._model = model
+        self._input = said
+        given = {name: value for name, value in sampling.items() if value is not None}
+        self._sampling = {name: value for name, value in given.items() if name in SETTABLE}
+        self._unsettable = {name: value for name, value in given.items() if name not in SETTABLE}
+        self._system = system
+        self._messages: list[SavedMessage] = []
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: _say(HELP),
+            "/reset": lambda _: self._messages.clear(),
+            "/clear": lambda _: self._messages.clear(),
+            "/show": lambda _: _say(self._model.describe()),
+            "/retry": self._retry,
+            "/undo": self._undo,
+            "/system": self._set_system,
+            "/set": self._set,
+            "/save": self._save,
+            "/load": self._load,
+        }
+
+    def talk(self) -> None:
+        """Reads what is said and answers it until the user ends the conversation."""
+        while True:
+            try:
+                entry = self._input.read()
+            except EOFError:
+                return _say("")
+            except KeyboardInterrupt:
+                if not self._input.is_terminal:
+                    return _say("")
+                _say("\n(Ctrl-D or /bye ends)")
+                continue
+            if entry.is_command and entry.text in ENDS:
+                return None
+            self._take(entry)
+
+    def _take(self, entry: Entry) -> None:
+        """Does what is said; an error is told, and leaves the conversation as it was."""
+        try:
+            if entry.is_command:
+                self._do(entry.text)
+            elif entry.text:
+                self._ask(entry.text)
+        except EngineDead:
+            raise
+        except OctavoError as error:
+            hint = "/reset starts over" if isinstance(error, ContextTooLong) else error.hint
+            _say(error.message + (f"\nhint: {hint}" if hint else ""))
+
+    def _do(self, text: str) -> None:
+        name, _, argument = text.partition(" ")
+        command = self._commands.get(name)
+        if command is None:
+            known = [*self._commands, *ENDS]
+            raise InvalidRequest(f"no such command: {name}", hint=did_you_mean(name, known))
+        command(argument.strip())
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def _ask(self, question: str) -> None:
+        """Answers a question and keeps both, an answer that was stopped as far as it came.
+
+        A question without any answer is taken back.
+        """
+        from octavo.text.unicode import check_unicode
+
+        check_unicode(question)
+        asked = SavedMessage(role="user", content=question)
+        reply = self._reply([*self._messages, asked])
+        if reply.text:
+            self._messages += [asked, SavedMessage(role="assistant", content=reply.text)]
+
+    def _reply(self, messages: list[SavedMessage]) -> ChatReply:
+        spoken = [{"role": one.role, "content": one.content} for one in messages]
+        if self._system is not None:
+            spoken.insert(0, {"role": "system", "content": self._system})
+        screen = answer_screen()
+        try:
+            sampling = {**self._unsettable, **self._sampling}
+            reply = self._model.reply(spoken, sampling, screen.add)
+        finally:
+            screen.close()
+        self._describe(reply)
+        return reply
+
+    def _describe(self, reply: ChatReply) -> None:
+        if reply.error is not None:
+            _say(f"the answer failed: {reply.error}")
+        if reply.statistics is None:
+            return
+        _say(reply.statistics.describe())
+        change = "max_tokens: /set max_tokens N for more"
+        note = explain_end(reply.statistics, reply.default_limit, change)
+        if note is not None:
+            _say(note)
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def _last_question(self) -> str:
+        if not self._messages:
+            raise InvalidRequest("nothing has been asked yet")
+        return self._messages[-2].content
+
+    def _retry(self, _: str) -> None:
+        question, before = self._last_question(), list(self._messages)
+        del self._messages[-2:]
+        try:
+            self._ask(question)
+        finally:
+            self._messages = self._messages if len(self._messages) == len(before) else before
+
+    def _undo(self, _: str) -> None:
+        question = self._last_question()
+        del self._messages[-2:]
+        _say(f"taken back: {question}")
+
+    def _set_system(self, text: str) -> None:
+        from octavo.text.unicode import check_unicode
+
+        check_unicode(text)
+        if text:
+            self._system = None if text == "-" else text
+        _say("no system message" if self._system is None else f"system message: {self._system}")
+
+    def _set(self, words: str) -> None:
+        name, _, value = words.partition(" ")
+        if name:
+            if name not in SETTABLE:
+                raise InvalidRequest(f"/set: no value {name!r}", hint=did_you_mean(name, SETTABLE))
+            changed = {key: kept for key, kept in self._sampling.items() if key != name}
+            if value.strip():
+                changed[name] = _value(name, value.strip())
+            check_sampling(changed)
+            self._sampling = changed
+        shown = [f"{key} {self._sampling[key]}" for key in SETTABLE if key in self._sampling]
+        _say(", ".join(shown) or "the default sampling params, see /show")
+
+    def _save(self, path: str) -> None:
+        write_chat(_path(path, "/save"), SavedChat(self._messages, self._system, self._sampling))
+        _say(f"saved in {path}")
+
+    def _load(self, path: str) -> None:
+        chat = read_chat(_path(path, "/load"))
+        unknown = [name for name in chat.sampling if name not in SETTABLE]
+        if unknown:
+            raise ConfigError(f"{path}: {unknown[0]} is no sampling value that /set takes")
+        check_sampling(chat.sampling)
+        self._messages, self._system = list(chat.messages), chat.system
+        self._sampling = chat.sampling
+        _say(f"{len(self._messages)} messages loaded")
+
+
+def _path(text: str, command: str) -> Path:
+    if not text:
+        raise InvalidRequest(f"{command}: a file is needed", hint=f"{command} chat.json")
+    return Path(text).expanduser()
+
+
+def _value(name: str, text: str) -> Any:
+    """Returns a sampling value from its text; what is no number is left to the check of values."""
+    if name == "stop":
+        return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

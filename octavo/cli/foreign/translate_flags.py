@@ -1,0 +1,215 @@
+"""Translates flags of llama.cpp, vLLM and Ollama on a command line into Octavo's own.
+
+Leaves the command's own flags and their values alone, but for values that other engines write in
+another way. What is ignored is said in one line on stderr; what has no counterpart is refused with
+the option that does the same. Knows no command by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.api.errors import ConfigError
+from octavo.cli.foreign.foreign_flags import MODEL, PROMPT, ForeignFlag, device_name, positive
+from octavo.cli.foreign.llama_flags import LLAMA_ROWS
+from octavo.cli.foreign.vllm_flags import OLLAMA_ROWS, VLLM_ROWS
+
+ROWS = (*LLAMA_ROWS, *VLLM_ROWS, *OLLAMA_ROWS)
+FOREIGN_FLAGS: Mapping[str, ForeignFlag] = {
+    name: row for row in reversed(ROWS) for name in row.names
+}
+"""Rows by name; llama.cpp's where both engines have a short flag."""
+OVERRIDES = "--override-generation-config"
+OVERRIDE_NAMES = {"max_tokens": "max_new_tokens"}
+"""Names that sampling values have in a generation_config, where they differ."""
+SWITCHES = ("on", "off", "auto", "true", "false", "0", "1")
+
+CHECKPOINT_METHODS = (
+    *("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "bitsandbytes", "gguf"),
+    *("mxfp4", "modelopt", "quark", "auto"),
+)
+"""Ways to quantize that vLLM's flag names and Octavo reads from the checkpoint."""
+FILE_FORMATS = ("safetensors", "pt", "npcache", "gguf", "bitsandbytes", "hf", "mistral")
+
+
+def _renamed(**values: str | None) -> Callable[[str], str | None]:
+    return lambda text: values.get(text.replace(".", "_").lower(), text)
+
+
+def _gibibytes(text: str) -> str:
+    """Reads a small number without a unit as GiB, as vLLM does."""
+    return f"{text}GiB" if re.fullmatch(r"[1-9]\d{0,2}", text) else text
+
+
+VALUES: Mapping[str, Callable[[str], str | None]] = {
+    "--dtype": _renamed(half="float16", float="float32", fp16="float16", bf16="bfloat16"),
+    "--threads": positive,
+    "--seed": lambda text: None if text == "-1" else text,
+    "--max-model-len": lambda text: None if text in ("auto", "-1", "0") else text,
+    "--quantization": _renamed(**dict.fromkeys(CHECKPOINT_METHODS)),
+    "--load-format": _renamed(**dict.fromkeys(FILE_FORMATS)),
+    "--kv-cache-dtype": _renamed(fp8_e4m3="fp8", fp8_e5m2="fp8", bfloat16="bf16", float32="fp32"),
+    "--attention-backend": _renamed(
+        flash_attn=None, flashinfer="flashinfer", triton_attn="triton", torch_sdpa="sdpa"
+    ),
+    "--device": device_name,
+    "--swap-space": _gibibytes,
+    "--kv-offloading-size": _gibibytes,
+}
+"""Own flags whose values vLLM or llama.cpp write in another way; None drops the flag."""
+
+
+@dataclass(slots=True)
+class Translation:
+    """One command line on its way; `translate` is what others call."""
+
+    command: str
+    params: Mapping[str, Any]
+    """The command's own parameters, by their flags."""
+    left: list[str]
+    takes_words: bool = False
+    """Whether the command has an argument that a prompt may be."""
+    given: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Name and value of the foreign flag that each of our flags was made of."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> Iterator[str]:
+        while self.left:
+            word = self.left.pop(0)
+            if word == "--":
+                yield from [word, *self.left]
+                return
+            name, equals, value = word.partition("=")
+            if word.startswith("--") and "_" in name:
+                name = name.replace("_", "-") if self._is_known(name.replace("_", "-")) else name
+            if name in self.params:
+                yield from self._own(name, value if equals else None)
+            elif name in FOREIGN_FLAGS:
+                yield from self._foreign(name, value if equals else None)
+            else:
+                yield word
+        if self.overrides:
+            yield f"{OVERRIDES}={json.dumps(self.overrides)}"
+
+    def _is_known(self, name: str) -> bool:
+        return name in self.params or name in FOREIGN_FLAGS
+
+    def _own(self, name: str, value: str | None) -> Iterator[str]:
+        """Yields a flag of the command and its value, which may have another form here."""
+        param = self.params[name]
+        if param.is_flag or param.count:
+            is_off = (value or "").lower() in ("false", "0", "off")
+            negated = f"--no-{name[2:]}"
+            if value is None or (not is_off and value.lower() not in ("true", "1", "on")):
+                yield name if value is None else f"{name}={value}"
+            elif not is_off:
+                yield name
+            elif negated in self.params:
+                yield negated
+            return
+        if value is None and name == "--async-scheduling" and self._next_switch() is None:
+            value = "on"  # vLLM's has no value
+        if value is None:
+            if not self.left:
+                yield name
+                return
+            value = self.left.pop(0)
+        if name in VALUES:
+            found = VALUES[name](value)
+            if found is None:
+                _say(f"{name} {value} is ignored: Octavo decides this itself")
+                return
+            value = found
+        yield from (name, value)
+
+    def _foreign(self, name: str, value: str | None) -> Iterator[str]:
+        row = FOREIGN_FLAGS[name]
+        if row.is_refused:
+            raise ConfigError(f"{name}: a flag of {row.engine}, not of Octavo", hint=row.text)
+        if value is None and row.takes == "value":
+            if not self.left:
+                raise ConfigError(f"{name}: got no value")
+            value = self.left.pop(0)
+        elif value is None and row.takes == "perhaps" and self._next_switch() is not None:
+            value = self.left.pop(0)
+        shown = name if value is None else f"{name} {value}"
+        if row.target is None and not row.extra:
+            _say(f"{shown} is ignored: {row.text}")
+            return
+        if row.target is not None:
+            assert value is not None, "a renamed flag has a value"
+            try:
+                made = value if row.convert is None else row.convert(value)
+            except ValueError as error:
+                raise ConfigError(f"{name}: got {value!r}: {error}") from None
+            if made is None:
+                _say(f"{shown} is ignored: {row.text}")
+                return
+            yield from self._renamed_to(row, name, made)
+        for flag in row.extra:
+            self._check_target(name, flag.partition("=")[0], row)
+            yield flag
+
+    def _renamed_to(self, row: ForeignFlag, name: str, value: str) -> Iterator[str]:
+        assert row.target is not None
+        target = row.target
+        if target == MODEL:
+            yield from ("--model", value) if "--model" in self.params else (value,)
+            return
+        if target == PROMPT and self.takes_words:
+            yield value
+            return
+        if row.is_sampling and target not in self.params and OVERRIDES in self.params:
+            field_name = target[2:].replace("-", "_")
+            self.overrides[OVERRIDE_NAMES.get(field_name, field_name)] = _number(name, value)
+            return
+        self._check_target(name, target, row)
+        before = self.given.setdefault(target, (name, value))
+        if before[1] != value:
+            raise ConfigError(
+                f"{name}: got {value}, and {before[1]} by {before[0]}: both are {target}"
+            )
+        yield from (target, value)
+
+    def _check_target(self, name: str, target: str, row: ForeignFlag) -> None:
+        if target not in self.params:
+            called = "" if target == name else f", {target} in Octavo"
+            raise ConfigError(
+                f"{name}: a flag of {row.engine}{called}; {self.command} does not have it",
+                hint="leave it out; requests to a server may set it" if row.is_sampling else None,
+            )
+
+    def _next_switch(self) -> str | None:
+        following = self.left[0].lower() if self.left else ""
+        return following if following in SWITCHES else None
+
+
+def translate(command: str, params: Sequence[Any], arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with Octavo's flags in place of other engines'.
+
+    `params` are the command's parameters. Raises ConfigError for a flag without a counterpart.
+    """
+    own = {
+        name: param
+        for param in params
+        if param.param_type_name == "option"
+        for name in (*param.opts, *param.secondary_opts)
+    }
+    takes_words = any(param.name == "words" for param in params)
+    return list(Translation(command, own, list(arguments), takes_words).run())
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+    except ValueError:
+        raise ConfigError(f"{name}: got {text!r}, allowed is a number") from None
+
+
+def _say(message: str) -> None:
+    print(f"octavo: {message}", file=sys.stderr)

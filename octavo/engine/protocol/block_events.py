@@ -1,0 +1,64 @@
+"""What happens to the named blocks of an engine's KV cache, as its core tells its front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from octavo.engine.protocol.kv_messages import BlockKey
+
+
+class BlocksStored(msgspec.Struct, tag=True, array_like=True):
+    """Blocks of one chain that can be found by their names from now on."""
+
+    digests: list[bytes]
+    parent: bytes
+    """Name of the block before the first one, or the root of its chain."""
+    token_ids: list[int]
+
+
+class BlocksRemoved(msgspec.Struct, tag=True, array_like=True):
+    """Blocks that are found no more."""
+
+    digests: list[bytes]
+
+
+class BlocksCleared(msgspec.Struct, tag=True, array_like=True):
+    """The end of all blocks: the cache was reset, or its engine replaced."""
+
+
+BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+class BlockEventLog:
+    """The events of one cache group since they were last taken; runs of blocks are one event."""
+
+    def __init__(self) -> None:
+        self._events: list[BlockEvent] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def stored(self, digest: bytes, parent: bytes, token_ids: Sequence[int]) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksStored) and last.digests[-1] == parent:
+            last.digests.append(digest)
+            last.token_ids.extend(token_ids)
+        else:
+            self._events.append(BlocksStored([digest], parent, list(token_ids)))
+
+    def removed(self, key: BlockKey) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksRemoved):
+            last.digests.append(key.digest)
+        else:
+            self._events.append(BlocksRemoved([key.digest]))
+
+    def cleared(self) -> None:
+        self._events = [BlocksCleared()]
+
+    def take(self) -> list[BlockEvent]:
+        """Returns the events in their order, and forgets them."""
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,157 @@
+"""Builds a Scheduler and its collaborators from the options, for an engine, a simulation and a
+replay alike.
+
+Knows no model: cache groups and the length of the context are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from octavo.config.cache_options import CacheOptions
+from octavo.config.checks import tenant_weights
+from octavo.config.scheduler_options import SchedulerOptions
+from octavo.engine.kv.block_manager import BlockManager
+from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.kv.tier_connector import TierConnector, Tiers
+from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
+from octavo.engine.protocol.prompt_limits import PromptLimits
+from octavo.engine.requests.stop_strings import MakeStopTexts
+from octavo.engine.scheduler.admission import Admission
+from octavo.engine.scheduler.background import BackgroundLast
+from octavo.engine.scheduler.batching import build_batching
+from octavo.engine.scheduler.multi_step import MultiStepPolicy
+from octavo.engine.scheduler.placement import Placement
+from octavo.engine.scheduler.policy import Fair, FirstComeFirstServed, Policy, Priority
+from octavo.engine.scheduler.preemption_policy import PreemptionPolicy
+from octavo.engine.scheduler.scheduler import Scheduler
+from octavo.engine.scheduler.step_builder import StepLimits
+from octavo.engine.speculation.speculation import Drafting
+from octavo.transfer.kv_wire import parse_events_config
+
+
+def build_scheduler(
+    options: SchedulerOptions,
+    cache: CacheOptions,
+    groups: Sequence[BlockGroup],
+    *,
+    block_size: int,
+    max_model_len: int,
+    tiers: Tiers | None = None,
+    stop_texts: MakeStopTexts | None = None,
+    num_adapter_slots: int = 0,
+    redraws: bool = True,
+    names_generated: bool = True,
+    num_lanes: int = 1,
+    original: OriginalContext = ONE_CONTEXT,
+) -> Scheduler:
+    """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
+    which the front alone cannot end; `redraws` says whether the backend can draw rows again,
+    `names_generated` whether K and V of generated tokens are those of a prompt. `original` is the
+    model's context before its longer angles.
+    """
+    blocks = BlockManager(
+        groups,
+        block_size=block_size,
+        enable_prefix_caching=cache.enable_prefix_caching and cache.kv_cache,
+        shares_blocks=shares_blocks(cache),
+        max_step_tokens=options.max_num_batched_tokens,
+        connector=None if tiers is None else TierConnector(tiers),
+        logs_events=parse_events_config(cache.kv_events_config).enable_kv_cache_events,
+        original=original,
+        weighing=None if tiers is None else tiers.weighing,
+    )
+    admission = Admission(
+        prompt_limits(
+            options,
+            cache,
+            max_model_len=max_model_len,
+            kv_capacity_tokens=blocks.capacity_tokens,
+            block_size=block_size,
+        ),
+        watermark_blocks=math.ceil(options.watermark * min(group.num_blocks for group in groups)),
+    )
+    return Scheduler(
+        blocks,
+        limits=StepLimits(
+            options.max_num_batched_tokens,
+            options.max_num_seqs,
+            max_chunk=_max_chunk(options),
+            itl_target_s=None if options.itl_target_ms is None else options.itl_target_ms / 1000,
+            keeps_kv=cache.kv_cache,
+            num_lanes=num_lanes,
+        ),
+        admission=admission,
+        policy=build_policy(options),
+        batching=build_batching(
+            options.batching,
+            max_num_seqs=options.max_num_seqs,
+            window_s=options.batch_window_ms / 1000,
+            delay_factor=options.scheduler_delay_factor,
+        ),
+        placement=Placement(
+            blocks,
+            admission,
+            PreemptionPolicy(blocks, options.preemption_mode),
+            names_generated=names_generated,
+        ),
+        multi_step_policy=MultiStepPolicy(blocks, options.num_scheduler_steps or 1),
+        drafting=_drafting(options, redraws=redraws),
+        stop_texts=stop_texts,
+        num_adapter_slots=num_adapter_slots,
+        media_cache_tokens=cache.media_cache_tokens,
+    )
+
+
+def _drafting(options: SchedulerOptions, *, redraws: bool) -> Drafting | None:
+    if options.spec_method is None or options.spec_method == "none":
+        return None
+    return Drafting(
+        options.spec_method,
+        options.spec_tokens,
+        redraws=redraws,
+        history_bytes=options.spec_history,
+        tree_width=options.spec_tree_width,
+    )
+
+
+def _max_chunk(options: SchedulerOptions) -> int | None:
+    if not options.enable_chunked_prefill:
+        return None
+    return options.long_prefill_token_threshold or options.max_num_batched_tokens
+
+
+def prompt_limits(
+    options: SchedulerOptions,
+    cache: CacheOptions,
+    *,
+    max_model_len: int,
+    kv_capacity_tokens: int,
+    block_size: int,
+) -> PromptLimits:
+    return PromptLimits(
+        max_prompt_len=options.max_prompt_len,
+        max_model_len=max_model_len,
+        kv_capacity_tokens=kv_capacity_tokens,
+        max_whole_prompt=None if options.enable_chunked_prefill else options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        block_size=block_size,
+        shares_blocks=shares_blocks(cache),
+    )
+
+
+def shares_blocks(cache: CacheOptions) -> bool:
+    """Returns whether requests may hold the same block."""
+    return cache.kv_cache and cache.kv_layout == "paged"
+
+
+def build_policy(options: SchedulerOptions) -> Policy:
+    """Returns the policy that the options name, with background requests behind all others."""
+    return BackgroundLast(_ordinary_policy(options))
+
+
+def _ordinary_policy(options: SchedulerOptions) -> Policy:
+    if options.scheduling_policy == "fair":
+        return Fair(weights=tenant_weights(options), max_running=options.max_num_seqs_per_tenant)
+    return Priority() if options.scheduling_policy == "priority" else FirstComeFirstServed()

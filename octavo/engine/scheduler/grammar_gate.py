@@ -1,0 +1,53 @@
+"""Which grammars the worker has been asked to compile, and which it has compiled: a request waits
+for its own and holds up no other.
+
+Knows grammars by their digests. The worker may drop one that was not used for long; it then
+compiles it again where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from octavo.api.structured_outputs import GrammarSpec
+
+MAX_READY = 1_000
+"""Grammars that are remembered as compiled."""
+
+
+class GrammarGate:
+    """The grammars of one engine's requests."""
+
+    def __init__(self) -> None:
+        self._to_ask: list[GrammarSpec] = []
+        self._asked: set[bytes] = set()
+        self._ready: dict[bytes, None] = {}
+
+    def want(self, spec: GrammarSpec | None) -> None:
+        """Has a grammar compiled that is not known yet."""
+        if spec is None or spec.digest in self._ready or spec.digest in self._asked:
+            return
+        self._asked.add(spec.digest)
+        self._to_ask.append(spec)
+
+    def is_ready(self, spec: GrammarSpec | None) -> bool:
+        """Returns whether a request with that grammar need not wait for it."""
+        return spec is None or spec.digest not in self._asked
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the worker still has a grammar to compile."""
+        return bool(self._asked)
+
+    def take_wanted(self) -> list[GrammarSpec]:
+        """Removes and returns the grammars that the next plan has compiled."""
+        wanted, self._to_ask = self._to_ask, []
+        return wanted
+
+    def compiled(self, digests: Iterable[bytes]) -> None:
+        """Notes that grammars are compiled, or that the rows that have them will tell why not."""
+        for digest in digests:
+            self._asked.discard(digest)
+            self._ready[digest] = None
+        while len(self._ready) > MAX_READY:
+            del self._ready[next(iter(self._ready))]

@@ -1,0 +1,204 @@
+"""A step being composed: what is left of its token budget, and the parts of its StepPlan.
+
+Knows requests as far as a row of the plan needs them; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from octavo.engine.kv.block_tables import NO_LEAVES, Grant, LeafBlocks
+from octavo.engine.protocol.kv_messages import BlockMove
+from octavo.engine.protocol.step import MediaItem, NewRequest, ScheduledRequest
+from octavo.engine.protocol.step_costs import StepCosts
+from octavo.engine.requests.request import Request
+from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.scheduler.policy import Policy
+from octavo.engine.scheduler.step_time import StepTime
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Upper bounds on what one step holds."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_chunk: int | None
+    """Most tokens of one request; None where prompts are not chunked."""
+    itl_target_s: float | None = None
+    """Longest time between two tokens that a step is to leave to the rows that generate."""
+    keeps_kv: bool = True
+    """False: every step computes all of a request's tokens again, for comparison."""
+    num_lanes: int = 1
+    """Steps in flight at once over which the requests that generate are shared out. A request's
+    next token is planned once the last one has come back.
+    """
+
+    def chunk(self, policy: Policy) -> int:
+        """Returns the most tokens of one request in the coming step."""
+        if self.max_chunk is None:
+            return self.max_num_batched_tokens
+        return policy.max_chunk(self.max_chunk)
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """The parts of one StepPlan, gathered request by request."""
+
+    now: float
+    costs: StepCosts
+    budget: int
+    """Number of tokens that may still be added."""
+    max_chunk: int
+    """Most tokens of one row."""
+    time: StepTime | None = None
+    """Predicted time of the step, where it has a target."""
+    rows: list[ScheduledRequest] = field(default_factory=list)
+    owners: list[tuple[Request, TokenRow]] = field(default_factory=list)
+    """Request and row of each of `rows`."""
+    new_rows: list[NewRequest] = field(default_factory=list)
+    moves: list[BlockMove] = field(default_factory=list)
+    swapped_out: list[Request] = field(default_factory=list)
+    preempted: bool = False
+    """Whether a request was preempted for this step."""
+    waits_for: str = ""
+    """Reason why the first waiting request does not start in this step."""
+    has_prompt: bool = False
+    """Whether the step computes a prompt's tokens."""
+    runs_ahead: bool = False
+    """Whether a step is in flight, so that no request is preempted."""
+    draws_ahead: bool = False
+    """Whether the tokens that a step in flight draws are planned with before they are known."""
+    is_short: bool = False
+    """Whether a row found no block, and another request would have to be preempted."""
+
+    def end_of(self, request: Request, row: TokenRow, start: int) -> int:
+        """Returns one past the last token that the step computes of a row from `start` on: all
+        known tokens, and one more where a step in flight draws the next.
+        """
+        num_tokens = len(row.token_ids)
+        if self.draws_ahead and start == num_tokens and request.may_run_ahead:
+            num_tokens += 1
+        budget = max(0, self.budget - request.num_unencoded)
+        end = min(num_tokens, start + min(budget, self.max_chunk))
+        if self.time is not None and end > start:
+            end = start + self.time.room(row.request_id, start, end - start, len(self.moves))
+        whole = _cut_medium(request.source.media, start, end)
+        return end if whole is None else self._end_beside(whole, start)
+
+    def _end_beside(self, whole: MediaItem, start: int) -> int:
+        """Returns the end of a chunk that reaches into a medium whose tokens are computed in one
+        step: before it, or at its end where the chunk begins with it and the budget has room.
+        """
+        if start < whole.place:
+            return whole.place
+        return whole.end if whole.end - start <= self.budget else start
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether the step's target leaves no time for a further prompt."""
+        return self.time is not None and self.time.is_full(len(self.moves))
+
+    def add_row(self, request: Request, row: TokenRow, start: int, end: int, grant: Grant) -> None:
+        """Adds the tokens from `start` up to `end` of a row, with the blocks granted for them."""
+        num_encoded, request.is_encoded = request.num_unencoded, True
+        row.num_tokens_in_flight += end - start
+        self.budget -= end - start + num_encoded
+        if self.time is not None:
+            self.time.take(row.request_id, start, end - start)
+        self.has_prompt = self.has_prompt or start < request.num_prompt_tokens
+        self.moves += grant.moves
+        num_known = len(row.token_ids)
+        scores_prompt = (
+            request.wants_prompt_logprobs
+            and request.params.first_prompt_logprob <= end <= num_known
+        )
+        num_prompt_logprobs = request.params.prompt_logprobs if scores_prompt else None
+        search_of = request.request_id if request.consumer.reads_logprobs else ""
+        self.owners.append((request, row))
+        self.rows.append(
+            ScheduledRequest(
+                row.request_id,
+                start,
+                num_tokens=end - start,
+                new_block_ids=grant.new_block_ids,
+                replaced_blocks=grant.replaced,
+                program=request.source.program,
+                wants=request.consumer.wants if end >= num_known else "",
+                num_prompt_logprobs=num_prompt_logprobs,
+                search_of=search_of,
+                from_device=start == num_known,
+                max_num_tokens=None if request.source.grammar is None else request.max_num_tokens,
+                num_encoded=num_encoded,
+            )
+        )
+
+    def add_draft(
+        self,
+        index: int,
+        draft_ids: list[int],
+        parents: Sequence[int] = (),
+        leaves: LeafBlocks = NO_LEAVES,
+    ) -> None:
+        """Adds guesses behind the last token of a row, for which it has the blocks; where they
+        branch, each one's parent, and the blocks of the paths but the first.
+        """
+        scheduled = self.rows[index]
+        scheduled.draft_ids, scheduled.draft_parents = draft_ids, list(parents)
+        scheduled.leaf_blocks = leaves.entries
+        self.moves += leaves.moves
+        scheduled.num_tokens += len(draft_ids)
+        self.owners[index][1].num_tokens_in_flight += len(draft_ids)
+        self.budget -= len(draft_ids)
+
+    def add_blocks(self, grants: Mapping[str, list[list[int]]]) -> None:
+        """Adds blocks to those that rows gain in the step, by request and group."""
+        for row in self.rows:
+            if added := grants.get(row.request_id):
+                row.new_block_ids = [
+                    old + new
+                    for old, new in zip(row.new_block_ids or [[]] * len(added), added, strict=True)
+                ]
+
+    def add_new_row(self, request: Request, row: TokenRow, adapter_slot: int) -> None:
+        """Adds a row that the worker does not know; `add_row` then brings all of its blocks."""
+        source = request.source
+        row.is_on_worker = True
+        self.new_rows.append(
+            NewRequest(
+                row.request_id,
+                token_ids=list(row.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                params=request.consumer.row_params,
+                seed=source.seed,
+                sample_index=source.sample_index,
+                end_token_ids=sorted(request.end_token_ids),
+                grammar=source.grammar,
+                mirostat_mu=row.mirostat_mu,
+                second_start=source.second_start,
+                adapter_slot=adapter_slot,
+                media=source.media,
+                encoder_input=source.encoder_input,
+                first_position=request.first_position,
+            )
+        )
+
+    def drop_rows(self, request: Request) -> None:
+        """Takes a preempted request's rows out of the step, and gives their tokens back to the
+        budget.
+        """
+        for index in range(len(self.rows) - 1, -1, -1):
+            if self.owners[index][0] is request:
+                self.budget += self.rows[index].num_tokens + self.rows[index].num_encoded
+                self.owners[index][1].num_tokens_in_flight -= self.rows[index].num_tokens
+                del self.rows[index], self.owners[index]
+        names = {row.request_id for row in request.rows}
+        self.new_rows = [new for new in self.new_rows if new.request_id not in names]
+
+
+def _cut_medium(media: Sequence[MediaItem], start: int, end: int) -> MediaItem | None:
+    """Returns the medium that must be computed in one step and that a chunk would end within."""
+    if end == start:
+        return None
+    return next((item for item in media if item.is_whole and item.place < end < item.end), None)

@@ -1,0 +1,155 @@
+"""Finds PyTorch, its build and the device that it computes on, before anything of `executor/torch`
+is imported.
+
+PyTorch is imported inside the functions, and only where the answer needs it. Knows the packages'
+names and no op.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from octavo.api.errors import BackendUnavailable
+
+Device = Literal["cpu", "cuda"]
+
+LEAST_TORCH = (2, 9)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NVIDIA_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Files that show an NVIDIA driver: the kernel module's own, which some containers hide; its
+device; the one through which WSL reaches Windows's."""
+INSTALL = "pip install 'octavo[torch]'"
+INSTALL_FLASHINFER = "pip install flashinfer-python"
+REINSTALL = "pip install --force-reinstall torch"
+OLDER_CUDA_INDEX = "https://download.pytorch.org/whl/cu126"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def has_nvidia_driver(signs: Sequence[Path] = NVIDIA_SIGNS) -> bool:
+    """Tells whether the machine has an NVIDIA driver, by a look at some files instead of PyTorch's
+    import.
+    """
+    return any(sign.exists() for sign in signs)
+
+
+def default_backend() -> Literal["torch", "native"]:
+    """Returns torch where it can be used and has a CUDA device, else native."""
+    if not has_nvidia_driver() or importlib.util.find_spec("torch") is None:
+        return "native"
+    try:
+        return "torch" if require_torch().cuda.is_available() else "native"
+    except BackendUnavailable:
+        return "native"
+
+
+def require_torch() -> Any:
+    """Imports PyTorch; BackendUnavailable has the command that installs it, and names the build."""
+    try:
+        torch = import_torch()
+    except (ImportError, OSError) as error:  # OSError: a library that it loads is missing
+        raise BackendUnavailable(
+            f"the torch backend needs PyTorch 2.9 or newer: {error}", hint=install_hint()
+        ) from error
+    if version_of(torch.__version__) < LEAST_TORCH:
+        raise BackendUnavailable(
+            f"the torch backend needs PyTorch 2.9 or newer, got {torch.__version__}",
+            hint=install_hint(),
+        )
+    return torch
+
+
+def require_flashinfer() -> Any:
+    """Imports FlashInfer; BackendUnavailable has the command that installs it."""
+    try:
+        return import_module("flashinfer")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"attention_backend: flashinfer cannot be used: {error}", hint=INSTALL_FLASHINFER
+        ) from error
+
+
+def choose_device(wanted: Device | None, *, num_devices: int = 1) -> Device:
+    """Returns the wanted device, by default cuda where there is one, else cpu.
+
+    BackendUnavailable says why there is none, or that there are too few.
+    """
+    cuda = require_torch().cuda
+    if wanted == "cuda" and not cuda.is_available():
+        build = (
+            "this PyTorch is built without CUDA"
+            if cuda_build() is None
+            else "no NVIDIA GPU that its driver shows"
+        )
+        raise BackendUnavailable(
+            f"device: got 'cuda', but {build}",
+            hint="`octavo doctor` says what is here; --device cpu runs anywhere",
+        )
+    chosen = wanted or ("cuda" if cuda.is_available() else "cpu")
+    if chosen == "cuda" and num_devices > 1 and cuda.device_count() < num_devices:
+        what = (
+            f"tensor_parallel_size: got {num_devices}, but there are {cuda.device_count()} CUDA"
+            " devices"
+        )
+        raise BackendUnavailable(what, hint="take fewer; --device cpu runs any number")
+    return chosen
+
+
+def driver_version(driver: Path = NVIDIA_DRIVER) -> str | None:
+    """Returns the version of NVIDIA's kernel module as it states it; None where it states none."""
+    found = (
+        re.search(r"Kernel Module.*?(\d+\.\d+(\.\d+)?)", driver.read_text())
+        if driver.exists()
+        else None
+    )
+    return found[1] if found else None
+
+
+def cuda_build() -> str | None:
+    """Returns the CUDA version that the installed PyTorch is built for; None for a build without
+    CUDA.
+    """
+    build = import_torch().version.cuda
+    return None if build is None else str(build)
+
+
+def install_hint() -> str:
+    """Returns the command that installs the build for this machine."""
+    if has_nvidia_driver():
+        return f"{INSTALL} (the build with CUDA, which is PyPI's on Linux)"
+    return (
+        f"{INSTALL} --extra-index-url {CPU_INDEX} (the build for CPUs; this machine shows no NVIDIA"
+        " driver)"
+    )
+
+
+def no_device_hint() -> str | None:
+    """Names the build that would show a CUDA device where there is a driver but this PyTorch shows
+    none; None without a driver.
+    """
+    if not has_nvidia_driver():
+        return None
+    build = cuda_build()
+    if build is None:  # pip leaves an installed build alone unless it is forced
+        return f"{REINSTALL} (the build with CUDA, which is PyPI's on Linux)"
+    return (
+        f"the driver may be too old for CUDA {build}: a newer one, or {REINSTALL} --index-url"
+        f" {OLDER_CUDA_INDEX}"
+    )
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Returns (major, minor) of a version such as 2.13.0+cpu."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def import_torch() -> Any:
+    """Imports PyTorch, of any version; ImportError or OSError where it cannot be loaded."""
+    import torch
+
+    return torch

@@ -1,0 +1,395 @@
+"""The native backend: C++ kernels chosen for this machine, no PyTorch.
+
+Owns the compute threads, the packing of weights and the layout of KV memory, up to the prepared
+Program; that one runs steps by itself (`native_program.py`). Source of the design:
+csrc/core/executor.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.api.errors import BackendUnavailable, ConfigError
+from octavo.executor.base import (
+    BackendOptions,
+    Ceilings,
+    Footprint,
+    FormatOf,
+    LoadWeight,
+    ObservedInputs,
+)
+from octavo.executor.kv import (
+    BlockRows,
+    HeadRows,
+    KvCache,
+    KvLayout,
+    OnDemandKvCache,
+    SpillingKvCache,
+)
+from octavo.executor.native.block_rows import block_rows
+from octavo.executor.native.check import check, check_ops, check_skipping
+from octavo.executor.native.extension import native_module, supported_levels
+from octavo.executor.native.footprint import native_footprint
+from octavo.executor.native.formats import PRODUCTS
+from octavo.executor.native.hidden import with_hidden
+from octavo.executor.native.kv_spill import check_spill, spill_to_file, spilled_layers
+from octavo.executor.native.lower import Lowering
+from octavo.executor.native.native_program import MANY_ROWS, NativeProgram, fatal_as_engine_dead
+from octavo.executor.native.neurons import (
+    OpenedNeurons,
+    neuron_layers,
+    neurons_in_memory,
+    split_neurons,
+)
+from octavo.executor.native.offload import (
+    OffloadedProgram,
+    StreamedWeights,
+    adopt_columns,
+    offload,
+    tiles_of_neurons,
+)
+from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
+from octavo.executor.native.row_rates import row_rates
+from octavo.executor.native.stages import body_first
+from octavo.executor.native.states import StateBlocks
+from octavo.executor.native.weights import NativeWeights
+from octavo.executor.rank_grid import ALONE
+from octavo.program.ops import ActMul, Linear
+from octavo.program.passes.expert_gates import fold_expert_gates
+from octavo.program.passes.fuse import fuse
+from octavo.program.passes.latents import absorb_latents
+from octavo.program.passes.optimize import optimize
+from octavo.program.passes.skip_zeros import skip_zeros
+from octavo.program.program import CacheGroup, Op, Program, Weight
+
+KV_DTYPES = ("auto", "fp32", "bf16", "int8")
+
+
+def layout_of(group: CacheGroup, dtype: str) -> KvLayout:
+    """Returns the layout of a group kept as `dtype`: fp32, bf16 or int8; the rows of a convolution
+    and states are kept in fp32. Each kv head's keys and values are a piece.
+    """
+    if group.kind in ("conv", "state"):
+        dtype = "fp32"
+    elif group.kind == "full" and not group.v_width and dtype == "int8":
+        dtype = "bf16"  # what keys are chosen by
+    heads, *_ = shape = _shape_of(group, dtype)
+    layer_bytes = native_module().kv_layer_bytes(*shape)
+    pieces = (layer_bytes // heads,) * heads
+    rows = HeadRows(group.num_layers, layer_bytes if group.kind == "state" else pieces[0])
+    return KvLayout(group, dtype, pieces, (rows,))
+
+
+def _shape_of(group: CacheGroup, dtype: str) -> tuple[int, int, int, str]:
+    """Returns the heads, the widths of keys and values and the type by which the executor keeps a
+    group: a convolution's rows are values without keys, and a head of states is a part of them.
+    """
+    if group.kind == "conv":
+        return (1, 0, group.k_width, dtype)
+    if group.kind == "state":
+        blocks = StateBlocks.of(group)
+        return (blocks.num_parts, blocks.part_floats, 0, "states")
+    return (group.num_kv_heads, group.k_width, group.v_width, dtype)
+
+
+class NativeBackend:
+    """A backend at one instruction set: the one that `level` names, else the best one."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        options: BackendOptions,
+        *,
+        level: str | None = None,
+        ranks: SharedMemoryRanks | None = None,
+        engines: EngineRanks | None = None,
+    ) -> None:
+        """`ranks` are given where several processes share the model, `engines` where several
+        engines share its experts.
+        """
+        self._ranks = ranks
+        self._engines = engines
+        met = ranks if engines is None else engines.ranks
+        self._grid = ALONE if met is None else met.grid
+        if options.kv_cache_dtype not in KV_DTYPES:
+            got = (
+                f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got"
+                f" {options.kv_cache_dtype}"
+            )
+            raise BackendUnavailable(
+                got, hint="int8 takes as much memory as fp8 and is the more exact"
+            )
+        self.options = options
+        native = native_module()
+        supported = supported_levels()
+        if level is not None and level not in supported:
+            raise BackendUnavailable(
+                f"cpu_level {level!r}: this machine runs {', '.join(supported)}",
+                hint="leave cpu_level at auto",
+            )
+        kernels = Path(native.__file__).parent
+        num_threads = options.num_threads or 1
+        try:
+            self._device = native.Device(num_threads, str(kernels), level or supported[-1])
+        except (RuntimeError, MemoryError) as error:
+            what = f"the native backend does not start with {num_threads} threads: {error}"
+            raise BackendUnavailable(what, hint="give fewer --threads") from None
+        self.numerics = self.level
+        self._optimized: tuple[Program, Program] | None = None
+        self._offloaded: OffloadedProgram | None = None
+
+    @property
+    def level(self) -> str:
+        return str(self._device.level)
+
+    def check(self, program: Program, format_of: FormatOf) -> None:
+        optimized = self._optimize(program)
+        check(optimized, format_of, self._device.row_type, self._grid)
+        if self.options.skips_zeros:
+            check_skipping(optimized, format_of, self._device)
+        if self.options.offload is not None:
+            self.footprint(program, format_of)
+            self._streamed(program).check()
+        if self.options.spill is not None:
+            check_spill(self.options.spill)
+
+    def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
+        return self._prepare(program, load, self._weights(program, load))
+
+    def prepare_observed(
+        self, program: Program, load: LoadWeight
+    ) -> tuple[NativeProgram, ObservedInputs]:
+        observed = ObservedInputs(self.options.max_tokens)
+        return self._prepare(program, load, self._weights(program, load), observed), observed
+
+    def prepare_with_part(
+        self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
+    ) -> tuple[NativeProgram, NativeProgram]:
+        assert self.options.offload is None, "a part would read a file in an order of its own"
+        weights = self._weights(program, load)
+        whole = self._prepare(program, load, weights)
+        return whole, self._prepare(part, load, weights, max_tokens=part_tokens)
+
+    def _weights(self, program: Program, load: LoadWeight) -> NativeWeights:
+        """Makes the weights of a Program, none of which is loaded yet."""
+        skipping = _skipping(self._optimize(program))
+        by_columns = () if self.options.offload is not None else skipping
+        return NativeWeights(self._device, load, self.options.dtype, by_columns=by_columns)
+
+    def _prepare(
+        self,
+        program: Program,
+        load: LoadWeight,
+        weights: NativeWeights,
+        observed: ObservedInputs | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> NativeProgram:
+        optimized = self._optimize(program)
+        check_ops(optimized, self._grid)
+        executor = native_module().Executor(
+            self._device, max_tokens or self.options.max_tokens, program.vocab_size
+        )
+        executor.share_prefixes(self.options.shared_prefix_attention)
+        if self._ranks is not None:
+            executor.meet(self._ranks.shared)
+        if self._engines is not None:
+            executor.meet_engines(self._engines.ranks.shared, self._engines.num_engines)
+        streamed = None if self.options.offload is None else self._streamed(program)
+        if streamed is not None:
+            streamed.open(load, self.options.dtype, weights)
+            executor.stream(streamed.stream)
+        chunk_of = _in_memory if streamed is None else streamed.chunk_of
+        neurons = None if streamed is None else streamed.neurons
+        if neurons is None:
+            neurons = self._neurons_of(optimized, load, weights)
+        spill = self.options.spill
+        lowering = Lowering(
+            optimized,
+            executor,
+            weights,
+            chunk_of,
+            observed,
+            neurons=neurons,
+            foresees_keys=spill is not None and spill.foresees,
+        )
+        with fatal_as_engine_dead():
+            lowering.run()
+        weights.pack()
+        products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
+        computes_fp32 = all(weights.reads_fp32(op) for op in products)
+        in_records = 0 if neurons is None else neurons.rows_bytes
+        return NativeProgram(
+            self._device,
+            executor,
+            program,
+            weights.num_bytes + in_records
+            if self._offloaded is None
+            else self._offloaded.memory_bytes,
+            self._kv_layouts(program, computes_fp32=computes_fp32),
+            sites=lowering.sites,
+            streamed=streamed,
+            ranks=self._ranks,
+        )
+
+    def _neurons_of(
+        self, optimized: Program, load: LoadWeight, into: NativeWeights
+    ) -> OpenedNeurons | None:
+        """Returns the records in memory of the layers that are computed neuron by neuron; None
+        where none are.
+        """
+        layers = neuron_layers(body_first(optimized))
+        if not layers:
+            return None
+        dtype = self.options.dtype
+        neurons = neurons_in_memory(
+            layers, lambda layer: tiles_of_neurons(self._device, layer, load, dtype)
+        )
+        adopt_columns(neurons, layers, into)
+        return neurons
+
+    def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
+        found = native_footprint(
+            self._optimize(program), format_of, self._device.row_type, self.options.max_tokens
+        )
+        layouts = self._kv_layouts(program, computes_fp32=found.computes_fp32)
+        plain = Footprint(
+            found.weight_bytes,
+            found.step_bytes,
+            layouts,
+            found.code,
+            layouts=found.layouts,
+        )
+        if self.options.offload is None:
+            return plain
+        self._offloaded = planned = offload(
+            self._optimize(program), found.weight_bytes, self.options.offload
+        )
+        return replace(
+            plain,
+            memory_bytes=planned.memory_bytes,
+            streamed_bytes=planned.plan.step_bytes,
+            least_memory_bytes=planned.least_memory_bytes,
+            neuron_bytes=sum(layer.all_records_bytes for layer in planned.neuron_layers),
+        )
+
+    def _streamed(self, program: Program) -> StreamedWeights:
+        assert self.options.offload is not None
+        assert self._offloaded is not None, "weights are planned by their formats, in `footprint`"
+        return StreamedWeights(self._device, self._offloaded, self.options.offload, self.numerics)
+
+    def measure(self, num_bytes: int, footprint: Footprint) -> Ceilings:
+        return Ceilings(
+            self._device.read_bandwidth(num_bytes),
+            self._device.product_rate(footprint.code, MANY_ROWS),
+            row_rates=row_rates(self._device, footprint.layouts.values(), num_bytes),
+        )
+
+    def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> KvCache:
+        return self._allocate(layouts, num_blocks, on_demand=False)
+
+    def allocate_on_demand(
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
+    ) -> OnDemandKvCache:
+        return self._allocate(layouts, num_blocks, on_demand=True)
+
+    def allocate_spilled(
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], num_kept: int
+    ) -> SpillingKvCache:
+        assert self.options.spill is not None, "layouts say which layers may be in a file"
+        memory: Any = self._allocate(layouts, num_blocks, on_demand=False)
+        for group, (layout, count) in enumerate(zip(layouts, num_blocks, strict=True)):
+            if layout.spilled:
+                spill_to_file(
+                    memory, group, layout, self.options.spill, num_blocks=count, num_kept=num_kept
+                )
+        spilling: SpillingKvCache = memory
+        return spilling
+
+    def _allocate(
+        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], *, on_demand: bool
+    ) -> OnDemandKvCache:
+        shapes = [
+            (layout.group.num_layers, *_shape_of(layout.group, layout.dtype), count)
+            for layout, count in zip(layouts, num_blocks, strict=True)
+        ]
+        by_blocks = [group for group, layout in enumerate(layouts) if layout.spilled]
+        try:
+            memory: OnDemandKvCache = native_module().KvMemory(shapes, by_blocks)
+        except MemoryError:
+            needed = sum(
+                layout.block_bytes * count
+                for layout, count in zip(layouts, num_blocks, strict=True)
+            )
+            what = "addresses" if on_demand else "bytes"
+            hint = (
+                "lower max_num_seqs or max_model_len"
+                if on_demand
+                else "lower kv_cache_memory_bytes"
+            )
+            raise ConfigError(
+                f"the KV cache needs {needed} {what}, which the system does not give", hint=hint
+            ) from None
+        return memory
+
+    def rows_of(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
+        return block_rows(layout, blocks)
+
+    def close(self) -> None:
+        """Threads end with the last prepared program."""
+
+    def _optimize(self, program: Program) -> Program:
+        """Returns the optimized Program; keeps the last one, as a footprint is followed by its
+        preparation.
+        """
+        if self._optimized is None or self._optimized[0] is not program:
+            offload = self.options.offload
+            by_neurons = offload is not None and offload.neurons is not None
+            # The neurons of the last layer are those of all tokens, too.
+            by_neurons = by_neurons or _predicts(program)
+            optimized = fuse(program) if by_neurons else optimize(program)
+            optimized = absorb_latents(fold_expert_gates(optimized))
+            if self.options.skips_zeros:
+                optimized = skip_zeros(optimized)
+            if by_neurons:
+                optimized = split_neurons(optimized)
+            self._optimized = (program, with_hidden(optimized))
+        return self._optimized[1]
+
+    def _kv_layouts(self, program: Program, *, computes_fp32: bool) -> tuple[KvLayout, ...]:
+        """Returns a Program's layouts; auto follows the precision of its products."""
+        asked = self.options.kv_cache_dtype
+        dtype = asked if asked != "auto" else "fp32" if computes_fp32 else "bf16"
+        if dtype == "int8" and any(group.kind == "latent" for group in program.groups):
+            raise BackendUnavailable(
+                "kv_cache_dtype: the native backend keeps latents as fp32 or bf16, got int8",
+                hint="a latent takes a small part of what keys and values of all heads would",
+            )
+        layouts = (layout_of(group, dtype) for group in program.groups)
+        if self.options.spill is None:
+            return tuple(layouts)
+        spilled = spilled_layers(program)
+        return tuple(
+            replace(layout, spilled=spilled.get(layout.group.name, ())) for layout in layouts
+        )
+
+
+def _predicts(program: Program) -> bool:
+    return any(isinstance(op, ActMul) and op.scores is not None for op in program.ops)
+
+
+def _skipping(program: Program) -> set[Weight]:
+    """Returns the weights of which products need not read all."""
+    products = (op for op in program.ops if isinstance(op, Linear) and op.skips_zeros)
+    return {weight for op in products for weight in op.weights_}
+
+
+def _in_memory(op: Op) -> None:
+    """Says that no product waits for its weights."""

@@ -1,0 +1,183 @@
+"""What the native kernels cannot run, refused by name before anything is read.
+
+Knows ops, cache groups and the names of formats; no weight is loaded here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.api.errors import BackendUnavailable
+from octavo.executor.base import FormatOf
+from octavo.executor.native.formats import RowTypeOf, matrices_of, tile_formats
+from octavo.executor.native.neurons import Neurons, check_neurons
+from octavo.executor.native.stages import BEHIND_BARRIERS, ROW_LOCAL
+from octavo.executor.rank_grid import ALONE, RankGrid, misplaced
+from octavo.program import expert_ops, family_ops, ops, rank_ops
+from octavo.program.mixers import SelectiveScan, ShortConv
+from octavo.program.program import Op, Program
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
+"""The activations that kernels have, in the order of their numbers (csrc/kernels/epilogue.inl)."""
+
+MAX_LANES = 16
+"""Most query heads of one kv head, which the attention kernel takes together
+(csrc/kernels/table.h)."""
+
+MAX_KEY_WIDTH = 1024
+"""Widest key whose products with an int8 cache fit 31 bits (csrc/kernels/attention_lanes.inl)."""
+
+MASKS = ("causal", "window", "chunk", "full")
+AXES = ("tokens", "samples", "requests")
+"""Rows that the executor has memory for."""
+
+OUTPUTS = {
+    "logits": ("samples",),
+    "pooled": ("requests",),
+    "encoded": ("requests",),
+    "rows": ("samples", "requests"),
+    "hidden": ("tokens",),
+}
+"""Axes of each output that the executor makes; a Program has one of them."""
+
+OF_EXPERTS = (
+    expert_ops.Route,
+    rank_ops.Dispatch,
+    expert_ops.GroupedLinear,
+    rank_ops.Collect,
+    expert_ops.Combine,
+)
+
+IN_BLOCKS = (ops.Linear, ops.HeadLinear, family_ops.PlaceScores)
+"""Products with stages of their own in a range that blocks of rows go through."""
+
+ON_TOKENS = (
+    *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
+    *(family_ops.PlaceScores, ShortConv, SelectiveScan, Neurons, ops.Foresee),
+)
+"""Ops that read the step's arrays of tokens."""
+
+
+def check(
+    program: Program, format_of: FormatOf, row_type_of: RowTypeOf, grid: RankGrid = ALONE
+) -> None:
+    """Refuses a fused Program that the kernels cannot run: BackendUnavailable names an op, a group
+    or a pair of formats, UnsupportedModel a format.
+    """
+    check_ops(program, grid)
+    formats = tile_formats(program, format_of, row_type_of)
+    check_neurons(program, {weight: tiles.code for weight, tiles in formats.items()})
+    for op in program.ops:
+        if not isinstance(op, ops.Linear | expert_ops.GroupedLinear) or op.gate is None:
+            continue
+        pair = matrices_of(op)
+        row_types = sorted({row_type_of(formats[weight].code) for weight in pair})
+        if len(row_types) > 1:
+            names = " and ".join(f"{w.name} ({format_of(w)})" for w in pair)
+            raise _refusal(
+                program,
+                f"a gate and its up projection that read their rows as {' and '.join(row_types)}:"
+                f" {names}",
+            )
+
+
+def _check_ranks(program: Program, grid: RankGrid) -> None:
+    for op in program.ops:
+        if refused := misplaced(op, grid):
+            raise _refusal(program, refused)
+
+
+def check_skipping(program: Program, format_of: FormatOf, device: Any) -> None:
+    """Refuses products that are to skip zeros and whose weights lie so that none can be skipped."""
+    formats = tile_formats(program, format_of, device.row_type)
+    for op in program.ops:
+        if not isinstance(op, ops.Linear) or not op.skips_zeros:
+            continue
+        for weight in op.weights_:
+            code = formats[weight].code
+            if not device.skips_zeros(code):
+                allowed = [
+                    code for code in ("i8", "bf16", "fp16", "fp32") if device.skips_zeros(code)
+                ]
+                raise BackendUnavailable(
+                    f"ffn_sparsity: exact skips no inputs of {weight.name}, which is computed as"
+                    f" {code} at the level {device.level}; it does those of {', '.join(allowed)}",
+                    hint="set quantization to int8, or leave ffn_sparsity out",
+                )
+
+
+def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
+    """Refuses what the kernels cannot run whatever the weights' formats are."""
+    _check_ranks(program, grid)
+    for op in program.ops:
+        if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, *IN_BLOCKS)):
+            raise _refusal(program, f"the op {op.kind}")
+    for op in program.ops:
+        _check_attributes(program, op)
+    if not set(program.inputs) <= {"token_ids"}:
+        raise _refusal(program, f"the inputs {sorted(program.inputs)}")
+    if len(program.outputs) != 1 or not program.outputs.keys() <= OUTPUTS.keys():
+        raise _refusal(program, f"the outputs {sorted(program.outputs)}")
+    for name, value in program.outputs.items():
+        if value.axis not in OUTPUTS[name]:
+            raise _refusal(program, f"{name} over {value.axis}")
+
+
+def _check_attributes(program: Program, op: Op) -> None:
+    axes = {value.axis for value in (*op.inputs, *op.outputs)}
+    if unknown := sorted(axes - _axes_of(op)):
+        raise _refusal(program, f"the op {op.kind} over {unknown[0]}")
+    if isinstance(op, ops.Attention):
+        _check_attention(program, op)
+    if isinstance(op, ops.KvWrite):
+        _check_write(program, op)
+    if isinstance(op, ops.Linear | expert_ops.GroupedLinear | Neurons) and op.gate is not None:
+        _check_activation(program, op.gate.activation)
+    if isinstance(op, ops.Linear | ops.ActMul) and op.scores is not None:
+        raise _refusal(program, "predicted neurons of a layer that is not gate, up and down alone")
+    if isinstance(op, SelectiveScan) and op.num_heads == op.x.width and op.num_runs > 1:
+        raise _refusal(program, "a scan of heads of one column with several runs of b and c")
+    if isinstance(op, SelectiveScan) and op.beta is not None and op.num_heads == op.x.width:
+        raise _refusal(program, "the delta rule for heads of one column")
+    acting = ops.Linear | expert_ops.GroupedLinear | ops.Act | ops.ActMul | ShortConv
+    if isinstance(op, acting) and op.activation is not None:
+        _check_activation(program, op.activation)
+
+
+def _axes_of(op: Op) -> set[str]:
+    if isinstance(op, OF_EXPERTS):
+        return {"tokens", "expert_rows"}
+    return {"tokens"} if isinstance(op, ON_TOKENS) else {*AXES}
+
+
+def _check_attention(program: Program, op: ops.Attention) -> None:
+    group = program.group(op.group)
+    if op.mask not in MASKS:
+        raise _refusal(program, f"attention with the mask {op.mask}")
+    if op.num_heads // group.num_kv_heads > MAX_LANES and not op.latent_width:
+        raise _refusal(program, f"more than {MAX_LANES} query heads for one kv head")
+    if group.k_width > MAX_KEY_WIDTH:
+        raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
+
+
+def _check_write(program: Program, op: ops.KvWrite) -> None:
+    group = program.group(op.group)
+    if group.kind == "conv":
+        return
+    if len(op.k_parts) > 1 and group.num_kv_heads > 1:
+        raise _refusal(program, "a KV write of several parts for several heads")
+    if (op.v is None) != (group.v_width == 0):
+        raise _refusal(program, "a KV write without values")
+    if group.k_width > MAX_KEY_WIDTH:
+        raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
+
+
+def _check_activation(program: Program, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise _refusal(program, f"the activation {activation}")
+
+
+def _refusal(program: Program, what: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"the native backend cannot run {what} (in {program.name})", hint="try --backend reference"
+    )

@@ -1,0 +1,71 @@
+"""The compiled extension, imported when it is first needed: without it Octavo still imports.
+
+In a source tree an extension that was built from other sources than lie there is refused: its
+functions and structs need not be those that this package's Python expects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.api.errors import BackendUnavailable
+from octavo.executor.batch import SAMPLING_RECORD
+
+SOURCES = Path(__file__).parents[3] / "csrc"
+"""Folder of the extension's sources; an installed package has none."""
+ROOMS = {"core": (".cpp", ".h"), "kernels": (".cpp", ".h", ".inl"), "simd": (".h",)}
+"""Folders of the sources that the extension and its kernels are built from, with their suffixes."""
+
+
+def native_module() -> Any:
+    """Returns the compiled extension; BackendUnavailable names the command that builds it."""
+    try:
+        native = importlib.import_module("octavo.executor.native._native")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the native backend is not built: {error}",
+            hint=(
+                "run `pip install .` in the source tree; --backend torch and --backend reference"
+                " run without it"
+            ),
+        ) from error
+    expected = source_digest(SOURCES) if SOURCES.is_dir() else None
+    if expected is not None and getattr(native, "SOURCE_DIGEST", None) != expected:
+        raise BackendUnavailable(
+            f"the native backend was built from other sources than {SOURCES} has now",
+            hint="build it again: `make .venv-dev/.stamp` where it was installed editable,"
+            " `pip install .` elsewhere",
+        )
+    if np.dtype(native.SAMPLING_RECORD) != SAMPLING_RECORD:
+        raise BackendUnavailable(
+            "the native backend was built from other sources: its sampling record is"
+            f" {native.SAMPLING_RECORD}, this package's is {SAMPLING_RECORD}",
+            hint="run `pip install .` in the source tree again",
+        )
+    return native
+
+
+@cache
+def source_digest(sources: Path) -> str:
+    """Returns the SHA-256 of the sources' names and contents, as csrc/digest.cmake computes it."""
+    names = sorted(
+        path.relative_to(sources).as_posix()
+        for room, suffixes in ROOMS.items()
+        for path in (sources / room).iterdir()
+        if path.suffix in suffixes
+    )
+    digests = (hashlib.sha256((sources / name).read_bytes()).hexdigest() for name in names)
+    lines = "".join(f"{digest} {name}\n" for digest, name in zip(digests, names, strict=True))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def supported_levels() -> list[str]:
+    """Returns the instruction-set levels that this machine runs, best last."""
+    levels: list[str] = native_module().supported_levels()
+    return levels

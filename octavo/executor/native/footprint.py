@@ -1,0 +1,94 @@
+"""What the native backend would take for a Program, from its weights' formats alone.
+
+Reads no weight and starts no thread. Bytes of tiles are what the extension answers; those of a step
+are an upper bound on the executor's buffers (csrc/core/executor.cpp).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from octavo.executor.base import FormatOf
+from octavo.executor.native.formats import (
+    PRODUCTS,
+    RowTypeOf,
+    TileFormat,
+    matrices_of,
+    tile_formats,
+)
+from octavo.executor.native.stage_emitter import GROUP
+from octavo.executor.native.stages import body_first, plan_arena, stages_of
+from octavo.program.expert_ops import GroupedLinear, Route
+from octavo.program.ops import HeadLinear, Linear
+from octavo.program.program import Program, Weight
+from octavo.program.rank_ops import Dispatch
+
+FP32_CODES = ("fp32", "fp16")
+"""Codes whose products read fp32 rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeFootprint:
+    """The memory that a Program takes, and the way its products compute."""
+
+    weight_bytes: dict[Weight, int]
+    step_bytes: int
+    """Bytes of the buffers of the largest step."""
+    code: str
+    """Code in which most bytes of weights are packed."""
+    computes_fp32: bool
+    """Whether every product reads fp32 rows."""
+    layouts: dict[Weight, TileFormat]
+
+
+def native_footprint(
+    optimized: Program, format_of: FormatOf, row_type_of: RowTypeOf, max_tokens: int
+) -> NativeFootprint:
+    """Returns what an optimized Program takes; UnsupportedModel names an unknown format."""
+    formats = tile_formats(optimized, format_of, row_type_of)
+    sizes = {
+        weight: formats[weight].num_bytes(weight.shape)
+        if weight in formats
+        else 4 * math.prod(weight.shape)
+        for weight in optimized.weights
+    }
+    of_heads = (op for op in optimized.ops if isinstance(op, HeadLinear))
+    sizes |= {op.weight: formats[op.weight].num_bytes(op.shape) for op in of_heads}
+    products = {
+        weight for op in optimized.ops if isinstance(op, PRODUCTS) for weight in matrices_of(op)
+    }
+    bytes_of_codes = Counter[str]()
+    for weight, tiles in formats.items():
+        bytes_of_codes[tiles.code] += sizes[weight]
+    return NativeFootprint(
+        weight_bytes=sizes,
+        step_bytes=_step_bytes(optimized, max_tokens),
+        code=bytes_of_codes.most_common(1)[0][0],
+        computes_fp32=all(formats[weight].code in FP32_CODES for weight in products),
+        layouts=formats,
+    )
+
+
+def _step_bytes(optimized: Program, max_tokens: int) -> int:
+    """Returns an upper bound on a step's bytes: the arena, and two areas of rows converted for
+    products with three bytes for each input and four numbers for each group.
+    """
+    program = body_first(optimized)
+    floats = plan_arena(program, stages_of(program)).row_floats
+    widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
+    converted = 3 * widest + 16 * -(-widest // GROUP)
+    tokens = 4 * floats.get("tokens", 0) + 4 * floats.get("block", 0) + 2 * converted
+    experts = 4 * floats.get("expert_rows", 0) + converted
+    return max_tokens * tokens + _expert_rows(optimized, max_tokens) * experts
+
+
+def _expert_rows(program: Program, max_tokens: int) -> int:
+    """Returns the rows that experts have in the largest step, of all engines that share them: each
+    expert's begin on a multiple of 16.
+    """
+    routes = [op for op in program.ops if isinstance(op, Route)]
+    engines = max((op.num_engines for op in program.ops if isinstance(op, Dispatch)), default=1)
+    most = engines * max_tokens
+    return max((most * op.top_k + 16 * op.num_experts for op in routes), default=0)

@@ -1,0 +1,228 @@
+"""The formats of stored weights that the native kernels take, and the tiles that each becomes.
+
+Knows names and sizes, no numbers: nothing here reads a weight. The layouts of tiles are those of
+csrc/kernels/table.h; their bytes are csrc/core/packing.cpp's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from octavo.api.errors import UnsupportedModel
+from octavo.executor.base import FormatOf
+from octavo.executor.native.extension import native_module
+from octavo.executor.native.neurons import Neurons
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import Embedding, HeadLinear, Linear
+from octavo.program.program import Op, Program, Weight
+
+FLOATS_HINT = (
+    "--dtype bfloat16 turns such weights into floats at load, --quantization int8 packs them to 8"
+    " bits; --backend torch reads them as they are"
+)
+
+WIDENED = ("u3", "u4", "u5", "u6")
+"""Codes that `TileFormat.widened` lays otherwise: those of 3 bits as codes of 4."""
+
+RowTypeOf = Callable[[str], str]
+"""The type that products of weights in a code read their rows in, at an instruction-set level."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileFormat:
+    """How a weight lies in tiles."""
+
+    code: str
+    """u4, u8, u2, u3, u5, u6, l4, i8, bf16, fp16, fp32, f4 or e4m3."""
+    scale_type: str = "fp32"
+    """Type of the scales and mins of groups: fp16 where they have one level of fp16, small where
+    they are bytes with a factor for 256 inputs.
+    """
+    low: str = "none"
+    """Numbers behind a group's scales: none, min or zero."""
+    half_groups: bool = False
+    """Whether scales are of 16 inputs instead of 32."""
+    half_factors: bool = False
+    """Whether the factors of small scales are fp16, as a file stores them, instead of fp32."""
+    span: int = 0
+    """Groups of 32 inputs that share a scale in tiles, where codes stand for floats."""
+
+    @property
+    def widened(self) -> TileFormat:
+        """The format with each code of 4 to 6 bits in a byte."""
+        return (
+            replace(self, code={"u3": "l4"}.get(self.code, "u8")) if self.code in WIDENED else self
+        )
+
+    @property
+    def for_tile_unit(self) -> TileFormat:
+        """The format at a level whose tile unit multiplies: codes of 2 and 3 bits in 4, of 5 and 6
+        in 8, and each small scale as an fp32.
+        """
+        code = {"u2": "l4", "u3": "l4", "u5": "u8", "u6": "u8"}.get(self.code, self.code)
+        if self.scale_type != "small":
+            return replace(self, code=code)
+        return replace(self, code=code, scale_type="fp32", half_factors=False)
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Returns the bytes that a weight `[..., out, in]` takes in tiles."""
+        *lead, num_rows, num_inputs = shape
+        each = native_module().tile_bytes(
+            code=self.code,
+            scale_type=self.scale_type,
+            low=self.low,
+            half_groups=self.half_groups,
+            half_factors=self.half_factors,
+            span=self.span,
+            num_rows=num_rows,
+            num_inputs=num_inputs,
+        )
+        return math.prod(lead) * int(each)
+
+
+FORMATS = {
+    "F32": TileFormat("fp32"),
+    "F16": TileFormat("fp16"),
+    "BF16": TileFormat("bf16"),
+    "Q4_0": TileFormat("u4", "fp16"),
+    "Q4_1": TileFormat("u4", "fp16", low="min"),
+    "Q5_0": TileFormat("u5", "fp16"),
+    "Q5_1": TileFormat("u5", "fp16", low="min"),
+    "Q8_0": TileFormat("u8", "fp16"),
+    "I8": TileFormat("i8"),
+    "Q2_K": TileFormat("u2", "small", low="min", half_groups=True, half_factors=True),
+    "Q3_K": TileFormat("u3", "small", half_groups=True, half_factors=True),
+    "Q4_K": TileFormat("u4", "small", low="min", half_factors=True),
+    "Q5_K": TileFormat("u5", "small", low="min", half_factors=True),
+    "Q6_K": TileFormat("u6", "small", half_groups=True, half_factors=True),
+}
+"""Tile format of each format of a tensor. "I8" has one scale an output."""
+
+GROUPED = {
+    f"U{bits}{zeros}_{scale}": TileFormat(
+        f"u{bits}", "fp16" if scale == "F16" else "fp32", low="zero" if zeros else "none"
+    )
+    for bits in (4, 8)
+    for zeros in ("", "Z")
+    for scale in ("F16", "BF16", "F32")
+} | {
+    "I8_F32": TileFormat("u8"),
+    "L4I_F32": TileFormat("l4"),
+    "L4I_F16": TileFormat("l4", "fp16"),
+    "L4I_K16": TileFormat("l4", "small", half_groups=True),
+    "L4I_K32": TileFormat("l4", "small"),
+}
+"""Tile format of codes in groups, whose size their names have behind a colon."""
+FLOAT_CODES = {"L4_F32": "f4", "F8_E4M3": "e4m3"}
+"""Codes that stand for floats, by the format's name; behind a colon it has the size of groups, and
+nothing where an output has one scale.
+"""
+GROUP_INPUTS = 32
+HALF_GROUP = 16
+MOST_SPAN = 4
+"""Groups that share a scale of float codes in tiles, at most (csrc/kernels/table.h)."""
+
+
+PRODUCTS = (Linear, GroupedLinear, HeadLinear)
+"""Ops that multiply rows with matrices in tiles."""
+
+
+def matrices_of(op: Op) -> tuple[Weight, ...]:
+    """Returns the weights of an op that lie in tiles."""
+    if isinstance(op, Linear):
+        return op.weights_
+    if isinstance(op, GroupedLinear):
+        return op.matrices
+    if isinstance(op, HeadLinear):
+        return (op.weight,)
+    if isinstance(op, Neurons):
+        return op.matrices[:-1]
+    return (op.table,) if isinstance(op, Embedding) else ()
+
+
+def tile_formats(
+    program: Program, format_of: FormatOf, row_type_of: RowTypeOf
+) -> dict[Weight, TileFormat]:
+    """Returns the tile format of each matrix; UnsupportedModel names one that has none."""
+    matrices = dict.fromkeys(weight for op in program.ops for weight in matrices_of(op))
+    formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
+    if has_tile_unit(row_type_of):
+        formats = {weight: each.for_tile_unit for weight, each in formats.items()}
+    for op in program.ops:
+        if isinstance(op, HeadLinear) and op.transposed and not is_float(formats[op.weight]):
+            formats[op.weight] = TileFormat("bf16")
+        if isinstance(op, Linear | GroupedLinear) and op.gate is not None:
+            pair = matrices_of(op)
+            if needs_widening(row_type_of(formats[weight].code) for weight in pair):
+                formats |= {weight: formats[weight].widened for weight in pair}
+    return formats
+
+
+def has_tile_unit(row_type_of: RowTypeOf) -> bool:
+    """Whether the level multiplies with a tile unit, whose products read codes of 4 and 8 bits with
+    float scales.
+    """
+    return row_type_of("u4") == "two_terms"
+
+
+def is_float(tiles: TileFormat) -> bool:
+    return tiles.code in ("fp32", "fp16", "bf16")
+
+
+def needs_widening(row_types: Iterable[str]) -> bool:
+    """Whether a gate and its up projection read one row in two types which bytes make one: rows
+    beside 4-bit codes may have two int8 terms, rows beside 8-bit codes have one.
+    """
+    return set(row_types) == {"two_terms", "int8"}
+
+
+def _format(weight: Weight, stored: str) -> TileFormat:
+    name, _, group = stored.partition(":")
+    if name in GROUPED and group:
+        return _grouped(weight, name, int(group))
+    if name in FLOAT_CODES:
+        return _of_floats(weight, stored)
+    if stored not in FORMATS:
+        raise UnsupportedModel(
+            f"{weight.name} is stored as {stored}, supported are {', '.join(FORMATS)}"
+        )
+    return FORMATS[stored]
+
+
+def _of_floats(weight: Weight, stored: str) -> TileFormat:
+    name, _, size = stored.partition(":")
+    width = weight.shape[-1]
+    group = int(size) if size else width
+    if group < width and group % GROUP_INPUTS:
+        raise UnsupportedModel(
+            f"{weight.name} is stored as {stored}, allowed are groups of a multiple of"
+            f" {GROUP_INPUTS} inputs, and one for all",
+            hint=FLOATS_HINT,
+        )
+    return TileFormat(FLOAT_CODES[name], span=_span(group, width))
+
+
+def _span(group: int, width: int) -> int:
+    """Returns the groups of 32 inputs that share a scale in tiles."""
+    span = MOST_SPAN
+    while group < width and group % (span * GROUP_INPUTS):
+        span //= 2
+    return span
+
+
+def _grouped(weight: Weight, name: str, group: int) -> TileFormat:
+    tiles = GROUPED[name]
+    takes_halves = tiles.low != "zero"
+    whole = group >= weight.shape[-1]
+    if group % GROUP_INPUTS == 0 or whole:
+        return tiles
+    if group == HALF_GROUP and takes_halves:
+        code = "l4" if tiles.code == "u4" else tiles.code
+        return replace(tiles, code=code, half_groups=True)
+    raise UnsupportedModel(
+        f"{weight.name} is stored in groups of {group} inputs, allowed are multiples of"
+        f" {GROUP_INPUTS}, and {HALF_GROUP} where groups have no zeros of their own",
+        hint="--dtype bfloat16 turns it into floats at load",
+    )

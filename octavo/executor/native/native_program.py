@@ -1,0 +1,224 @@
+"""A Program that the native backend has prepared: a step, or several decode steps, in one call.
+
+Owns the arrays that a call fills, and what stays readable of the last step's rows. Knows neither
+weights nor how a Program was lowered: the executor has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.api.errors import EngineDead
+from octavo.api.outputs import OpProfile, Profile
+from octavo.engine.protocol.step import WeightArrivals
+from octavo.executor.batch import (
+    MOST_CANDIDATES,
+    MOST_WITNESSES,
+    Check,
+    DecodedStep,
+    DecodeSteps,
+    Redraw,
+    SampleResult,
+    SamplingBatch,
+    StepBatch,
+    StepOutput,
+    empty_batch,
+)
+from octavo.executor.kv import KvCache, KvLayout
+from octavo.executor.native.adapters import NativeAdapters
+from octavo.executor.native.extension import native_module
+from octavo.executor.native.offload import StreamedWeights
+from octavo.executor.native.ranks import SharedMemoryRanks
+from octavo.program.low_rank import Site
+from octavo.program.ops import num_position_axes
+from octavo.program.passes.adapters import tables_of
+from octavo.program.program import Program
+
+MANY_ROWS = 32
+"""Rows of the product whose rate counts as the machine's: two tiles of rows."""
+
+
+class NativeProgram:
+    """A prepared Program."""
+
+    def __init__(
+        self,
+        device: Any,
+        executor: Any,
+        program: Program,
+        weight_bytes: int,
+        kv_layouts: tuple[KvLayout, ...],
+        *,
+        sites: Sequence[Site],
+        streamed: StreamedWeights | None = None,
+        ranks: SharedMemoryRanks | None = None,
+    ) -> None:
+        self.kv_layouts = kv_layouts
+        self.adapters = NativeAdapters(executor, sites, tables_of(program))
+        self._device = device
+        self._executor = executor
+        self._vocab_size = program.vocab_size
+        self._kept_rows = NativeRows(executor, program.vocab_size)
+        self._num_axes = num_position_axes(program)
+        hidden = program.inputs.get("hidden")
+        self._in_width = None if hidden is None else hidden.width
+        ((self._output, value),) = program.outputs.items()
+        self._output_axis, self._out_width = value.axis, value.width
+        self._weight_bytes = weight_bytes
+        self._streamed = streamed
+        self._ranks = ranks
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
+
+    @property
+    def progress(self) -> int:
+        return int(self._executor.progress)
+
+    @property
+    def kv_writes(self) -> Sequence[tuple[int, int]]:
+        writes: list[tuple[int, int]] = self._executor.kv_writes
+        return writes
+
+    @property
+    def kv_written(self) -> tuple[int, int]:
+        written: tuple[int, int] = self._executor.kv_written
+        return written
+
+    @property
+    def arrivals(self) -> WeightArrivals | None:
+        return None if self._streamed is None else self._streamed.arrivals()
+
+    def start_profile(self) -> None:
+        self._executor.profile(True)
+
+    def stop_profile(self) -> Profile:
+        ops = [OpProfile(*row) for row in self._executor.profiled()]
+        self._executor.profile(False)
+        rates = {op.code: self._device.product_rate(op.code, MANY_ROWS) for op in ops if op.code}
+        return Profile(
+            ops, self._device.read_bandwidth(self._weight_bytes), rates, self._device.hop_seconds()
+        )
+
+    @property
+    def max_checked(self) -> int:
+        """Most sampled rows whose logits lie in memory together."""
+        return int(native_module().SAMPLE_CHUNK)
+
+    @property
+    def most_extended(self) -> int:
+        """Most requests of a step to whose texts tokens are added that nothing else may follow.
+
+        From some rows on the time of a step grows with its rows alone; and where each thread takes
+        as many of them, one row more makes them uneven.
+        """
+        return max(1, int(self._executor.rows_of_blocks) - 1)
+
+    def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
+        return self.run(batch, kv, check)
+
+    def join(self, kv: KvCache) -> None:
+        num_groups = len(self.kv_layouts)
+        self.run(empty_batch(num_groups, self._num_axes, self._in_width), kv)
+
+    def run(self, batch: StepBatch, kv: KvCache, check: Check | None = None) -> StepOutput:
+        if self._output_axis == "requests":
+            # The head has a row for each request.
+            batch = replace(batch, sample_rows=np.maximum(batch.query_starts[1:] - 1, 0))
+        num_rows = len(batch.token_ids if self._output == "hidden" else batch.sample_rows)
+        if batch.sampling is None:
+            rows = np.empty((num_rows, self._out_width), np.float32)
+            output = StepOutput(arrays={self._output: rows})
+        else:
+            output = StepOutput(_empty_result(batch.sampling, num_rows, self._vocab_size))
+        samples = output.samples
+        check_step = (
+            None
+            if check is None or samples is None
+            else lambda index: check(samples, self._kept_rows)
+        )
+        with fatal_as_engine_dead():
+            self._executor.run(batch, output, kv, check_step)
+        if samples is not None and self._ranks is not None:
+            # The first rank's draw counts, whatever the others know of grammars and histories.
+            self._ranks.from_first(samples.token_ids)
+            self._ranks.from_first(samples.failed)
+        return output
+
+    def decode(
+        self,
+        batch: StepBatch,
+        kv: KvCache,
+        steps: DecodeSteps,
+        check: Check | None,
+    ) -> Iterator[DecodedStep]:
+        assert batch.sampling is not None
+        num_rows = len(batch.sample_rows)
+        whole = _empty_result(batch.sampling, num_rows * steps.num_steps, self._vocab_size)
+        call = native_module().DecodeCall(self._executor, batch, StepOutput(whole), kv, steps)
+        check_step: Callable[[int], Redraw | None] | None = None
+        goes_on, first = True, 0
+        while goes_on:
+            samples = whole.part(first, first + num_rows)
+            if check is not None:
+                check_step = lambda _, samples=samples: check(samples, self._kept_rows)  # noqa: E731
+            try:
+                goes_on = call.step(check_step)
+            except Exception:
+                if first > 0:
+                    return  # met again when the step is computed by itself
+                with fatal_as_engine_dead():
+                    raise
+            yield DecodedStep(samples, is_last=not goes_on)
+            first += num_rows
+
+
+class NativeRows:
+    """The sampled rows of the step that was just run. A `batch.KeptRows`."""
+
+    def __init__(self, executor: Any, vocab_size: int) -> None:
+        self._executor = executor
+        self._vocab_size = vocab_size
+
+    def logits(self, sample: int) -> NDArray[np.float32]:
+        logits = np.empty(self._vocab_size, np.float32)
+        self._executor.copy_logits(sample, logits)
+        return logits
+
+    def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
+        found = np.empty((len(samples), MOST_CANDIDATES), np.int32)
+        self._executor.candidates(samples, found)
+        return found
+
+
+@contextmanager
+def fatal_as_engine_dead() -> Iterator[None]:
+    """Raises EngineDead where no further step can be computed: the file of weights has become
+    shorter, or another rank has ended.
+    """
+    try:
+        yield
+    except (native_module().WeightFileTruncated, native_module().RanksAborted) as error:
+        raise EngineDead(str(error)) from None
+
+
+def _empty_result(sampling: SamplingBatch, count: int, vocab_size: int) -> SampleResult:
+    result = SampleResult(np.zeros(count, np.int32), np.zeros(count, np.bool_))
+    most = min(int(sampling.records["num_logprobs"].max(initial=-1)), vocab_size)
+    if most >= 0:
+        result.logprobs = np.zeros(count, np.float32)
+        result.ranks = np.zeros(count, np.int32)
+        result.top_ids = np.zeros((count, most), np.int32)
+        result.top_logprobs = np.zeros((count, most), np.float32)
+    if sampling.records["mirostat_mode"].any():
+        result.surprises = np.zeros(count, np.float32)
+    if sampling.uncut is not None:
+        result.witnesses = np.full((count, MOST_WITNESSES), -1, np.int32)
+    return result

@@ -1,0 +1,305 @@
+"""Weights that are streamed from a file while the native backend computes.
+
+Cuts an optimized Program's weights into units, one for each product; has their tiles packed into
+the file the first time (weight_file.py), and lays tiles over the memory that the extension reads
+into (csrc/core/weight_stream.h). What stays in memory is the offload pass's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.api.errors import ConfigError
+from octavo.engine.protocol.step import WeightArrivals
+from octavo.executor.base import LoadWeight, WeightsOffDevice
+from octavo.executor.native.extension import native_module
+from octavo.executor.native.formats import PRODUCTS, matrices_of
+from octavo.executor.native.neurons import (
+    NeuronLayer,
+    NeuronPlan,
+    OpenedNeurons,
+    neuron_layers,
+    open_neurons,
+    plan_neurons,
+    records_of,
+)
+from octavo.executor.native.stages import body_first, stages_of
+from octavo.executor.native.weight_file import (
+    PlacedTiles,
+    StoredUnit,
+    check_directory,
+    read_index,
+    writing,
+)
+from octavo.executor.native.weights import NativeWeights
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.ops import (
+    Embedding,
+    HeadLinear,
+    Linear,
+)
+from octavo.program.passes.offload import ALIGN, OffloadPlan, Unit, least_ring, plan_offload
+from octavo.program.program import Op, Program, Weight
+
+logger = logging.getLogger(__name__)
+
+LINE = 64
+"""Bytes of which every weight's place in its unit is a multiple."""
+
+BLOCK_BYTES = 512 << 10
+"""Bytes of one read: with several in flight, more gains nothing on the disks that were measured."""
+
+DEPTH = 16
+"""Number of reads in flight, each in a thread of its own."""
+
+Product = Linear | GroupedLinear | HeadLinear
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedProgram:
+    """The products of a Program whose weights have a place in the file, and the plan for them."""
+
+    products: tuple[Product, ...]
+    units: tuple[Unit, ...]
+    plan: OffloadPlan
+    always_bytes: int
+    """Bytes of the weights that are in no product of their own: tables, norms, biases; and of the
+    neurons' cache.
+    """
+    neurons: NeuronPlan | None = None
+    """Layers that are read neuron by neuron; None: none are."""
+
+    @property
+    def neuron_layers(self) -> tuple[NeuronLayer, ...]:
+        return () if self.neurons is None else self.neurons.layers
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file, but for its index."""
+        records = sum(layer.num_bytes for layer in self.neuron_layers)
+        return ALIGN + sum(unit.num_bytes for unit in self.units) + records
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all weights in memory."""
+        return self.always_bytes + self.plan.memory_bytes
+
+    @property
+    def least_memory_bytes(self) -> int:
+        """Fewest bytes of weights in memory that a plan would take."""
+        return self.always_bytes + least_ring(self.units)
+
+
+def offload(
+    optimized: Program, sizes: Mapping[Weight, int], place: WeightsOffDevice
+) -> OffloadedProgram:
+    """Plans a Program's weights; ConfigError where the memory allowed is too little."""
+    program = body_first(optimized)
+    layers = neuron_layers(program)
+    in_records = {weight for each in layers for weight in each.op.matrices}
+    used = Counter(weight for op in program.ops for weight in matrices_of(op))
+    tables = {op.table for op in program.ops if isinstance(op, Embedding)}
+    products, units = [], []
+    for stage in stages_of(program):
+        for op in stage.ops:
+            if not isinstance(op, PRODUCTS):
+                continue
+            weights = matrices_of(op)
+            if in_records.issuperset(weights):
+                continue
+            if any(used[weight] > 1 or weight in tables for weight in weights):
+                continue
+            num_bytes = sum(_padded_bytes(op, sizes[weight]) for weight in weights)
+            products.append(op)
+            units.append(Unit(weights[0].name, _round_up(num_bytes, ALIGN), stage.range))
+    own = in_records.union(*map(matrices_of, products))
+    always = sum(size for weight, size in sizes.items() if weight not in own)
+    if not units:
+        raise ConfigError("weights_memory_bytes: this model has no product to stream")
+    neurons = None
+    if place.neurons is not None:
+        neurons = plan_neurons(layers, place.neurons)
+        always += neurons.memory_bytes + neurons.scales_bytes
+    else:
+        always += sum(layer.num_bytes for layer in layers)
+    plan = plan_offload(
+        units, allowed_bytes=place.memory_bytes, other_bytes=always, schedule=place.schedule
+    )
+    return OffloadedProgram(tuple(products), tuple(units), plan, always, neurons)
+
+
+class StreamedWeights:
+    """The weights of an offloaded Program, read into memory while steps run."""
+
+    def __init__(
+        self, device: Any, offloaded: OffloadedProgram, place: WeightsOffDevice, numerics: str
+    ) -> None:
+        self._device = device
+        self._offloaded = offloaded
+        shape = repr(
+            [(unit.name, unit.num_bytes) for unit in offloaded.units]
+            + [(each.op.down.name, each.record_bytes) for each in offloaded.neuron_layers]
+        )
+        self._window = 0 if place.neurons is None else place.neurons.window
+        self._key = hashlib.sha256(f"{place.fingerprint} {numerics} {shape}".encode()).digest()
+        self.path = place.directory / f"{self._key.hex()[:32]}.weights"
+        self._chunks = {
+            id(offloaded.products[unit]): index
+            for index, chunk in enumerate(offloaded.plan.streamed)
+            for unit in chunk.units
+        }
+        self.stream: Any = None
+        self.neurons: OpenedNeurons | None = None
+        """The records of neurons once they are opened; None where there are none."""
+
+    def check(self) -> None:
+        """Raises ConfigError where the directory cannot hold the file."""
+        check_directory(self.path.parent, self.path, self._offloaded.file_bytes)
+
+    def open(self, load: LoadWeight, dtype: str, into: NativeWeights) -> None:
+        """Packs the file where it is not there, opens it, and gives the products their tiles."""
+        units = read_index(self.path, self._key) or self._write(load, dtype)
+        plan = self._offloaded.plan
+
+        def spans(chunks: Any) -> list[tuple[int, int, int]]:
+            return [(units[c.units[0]].offset, c.num_bytes, c.offset) for c in chunks]
+
+        native = native_module()
+        try:
+            self.stream = native.WeightStream(
+                str(self.path),
+                spans(plan.resident),
+                spans(plan.streamed),
+                memory_bytes=plan.memory_bytes,
+                num_threads=DEPTH,
+                block_bytes=BLOCK_BYTES,
+            )
+            if self._offloaded.neurons is not None:
+                offsets = [unit.offset for unit in units[len(self._offloaded.units) :]]
+                self.neurons = open_neurons(
+                    self.path, self._offloaded.neurons, offsets, self._window
+                )
+        except (native.WeightReadError, native.WeightFileTruncated) as error:
+            raise ConfigError(
+                f"weights_dir: {error}",
+                hint="remove the file, and the next start writes it again; or name a directory on"
+                " another disk",
+            ) from None
+        if self.neurons is not None:
+            adopt_columns(self.neurons, self._offloaded.neuron_layers, into)
+        if not self.stream.is_direct:
+            logger.warning(
+                "%s: this file system has no direct reads (O_DIRECT); weights go through the"
+                " system's cache of files, beside weights_memory_bytes",
+                self.path.parent,
+            )
+        for chunk in (*plan.resident, *plan.streamed):
+            offset = chunk.offset
+            for index in chunk.units:
+                self._adopt(self._offloaded.products[index], units[index], offset, into)
+                offset += units[index].num_bytes
+
+    def chunk_of(self, op: Op) -> int | None:
+        """Returns the chunk that a product waits for; None where its weights stay in memory."""
+        return self._chunks.get(id(op))
+
+    def arrivals(self) -> WeightArrivals:
+        """Returns what has been read while steps were computed."""
+        stream = self.stream
+        found = WeightArrivals(
+            stream.bytes_read, stream.num_found, stream.num_waited, stream.wait_seconds
+        )
+        if self.neurons is None:
+            return found
+        cache = self.neurons.cache
+        return found + WeightArrivals(
+            cache.bytes_read,
+            wait_s=cache.wait_seconds,
+            neurons_found=cache.num_found,
+            neurons_read=cache.num_read,
+            neurons_foreseen=cache.num_foreseen,
+            neurons_foreseen_used=cache.num_foreseen_used,
+        )
+
+    def _adopt(self, op: Product, unit: StoredUnit, offset: int, into: NativeWeights) -> None:
+        into.adopt(
+            op, [self.stream.tiles(offset + each.offset, each.layout) for each in unit.tiles]
+        )
+
+    def _write(self, load: LoadWeight, dtype: str) -> list[StoredUnit]:
+        """Packs the units one by one, so that no more than one is in memory, and writes them."""
+        with writing(self.path, self._key) as writer:
+            if writer is not None:
+                for op, unit in zip(self._offloaded.products, self._offloaded.units, strict=True):
+                    data, tiles = self._packed(op, load, dtype)
+                    assert len(data) == unit.num_bytes, f"{unit.name}: other bytes than planned"
+                    writer.add(data, tiles)
+                for layer in self._offloaded.neuron_layers:
+                    writer.add(self._records(layer, load, dtype), [])
+                writer.finish()
+        units = read_index(self.path, self._key)
+        assert units is not None, "the file that was just written"
+        return units
+
+    def _records(self, layer: NeuronLayer, load: LoadWeight, dtype: str) -> bytes:
+        return records_of(tiles_of_neurons(self._device, layer, load, dtype), layer)
+
+    def _packed(self, op: Product, load: LoadWeight, dtype: str) -> tuple[bytes, list[PlacedTiles]]:
+        """Returns a unit's bytes and the places of its tiles, in the order of `adopt`."""
+        weights = NativeWeights(self._device, load, dtype, apart=True)
+        handles = [tiles.handle for tiles in weights.of_product(op)]
+        weights.pack()
+        gated = isinstance(op, Linear | GroupedLinear) and op.gate is not None
+        pairs = len(handles) // 2 if gated else 0
+        data, places = bytearray(), dict[int, int]()
+        for index, handle in enumerate(handles):
+            if index in places:
+                continue
+            places[index] = len(data)
+            size = _round_up(handle.num_bytes, LINE)
+            if handle.is_interleaved:
+                *_, stride, _, _ = handle.layout  # the tables of codes are last
+                places[index + pairs] = len(data) + stride // 2
+                data += _filled(handle.raw(2 * handle.num_bytes), 2 * size)
+            else:
+                data += _filled(handle.raw(handle.num_bytes), size)
+        tiles = [PlacedTiles(places[i], handle.layout) for i, handle in enumerate(handles)]
+        return _filled(bytes(data), _round_up(len(data), ALIGN)), tiles
+
+
+def tiles_of_neurons(device: Any, layer: NeuronLayer, load: LoadWeight, dtype: str) -> list[bytes]:
+    """Returns the tiles of the matrices of a layer that is read neuron by neuron."""
+    weights = NativeWeights(device, load, dtype, apart=True)
+    handles = [weights.table(each).handle for each in layer.op.matrices]
+    weights.pack()
+    return [handle.raw(handle.num_bytes) for handle in handles]
+
+
+def adopt_columns(
+    neurons: OpenedNeurons, layers: Sequence[NeuronLayer], into: NativeWeights
+) -> None:
+    """Gives the last product of each layer the columns of its neurons."""
+    for layer, columns in zip(layers, neurons.columns, strict=True):
+        into.adopt_tiles(layer.op.down, columns)
+
+
+def _padded_bytes(op: Product, num_bytes: int) -> int:
+    """Returns a weight's bytes in its unit, where each expert or head has tiles of its own."""
+    if isinstance(op, GroupedLinear):
+        parts = op.weight.shape[0]
+    else:
+        parts = op.num_heads if isinstance(op, HeadLinear) else 1
+    return parts * _round_up(num_bytes // parts, LINE)
+
+
+def _filled(data: bytes, size: int) -> bytes:
+    return data + bytes(size - len(data))
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,119 @@
+"""The numbers of ops as the executor's builder takes them: gates, biases of attention, weights of
+convolutions and scans.
+
+Knows layouts and no stage; `floats` gives a weight's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.executor.native.check import ACTIVATIONS
+from octavo.executor.native.states import StateBlocks
+from octavo.program import expert_ops, ops
+from octavo.program.mixers import SelectiveScan, ShortConv
+from octavo.program.program import CacheGroup, Weight
+from octavo.program.t5_buckets import t5_buckets
+
+FloatsOf = Callable[[Weight], NDArray[np.float32]]
+
+
+def gate_numbers(gate: ops.Gate | None) -> tuple[int, float, float, float, float]:
+    """Returns (activation or -1, clamp or 0, alpha, up_offset, threshold)."""
+    if gate is None:
+        return (-1, 0.0, 1.0, 0.0, 0.0)
+    activation = ACTIVATIONS.index(gate.activation)
+    return (activation, gate.clamp or 0.0, gate.alpha, gate.up_offset, gate.threshold)
+
+
+AnyBias = ops.T5Bias | ops.AlibiBias | ops.NearBias | ops.PlaceBuckets
+
+
+def slopes_of(bias: AnyBias | None) -> NDArray[np.float32] | None:
+    """Returns ALiBi's slopes; None for another bias."""
+    return np.array(bias.slopes, np.float32) if isinstance(bias, ops.AlibiBias) else None
+
+
+def distances_of(
+    bias: AnyBias | None, floats: FloatsOf, num_heads: int
+) -> NDArray[np.float32] | None:
+    """Returns the bias of each head and distance up to one from which on it stays, `[H, 2 d + 1]`;
+    None for another bias.
+    """
+    if isinstance(bias, ops.NearBias):
+        is_far = abs(np.arange(-bias.reach - 1, bias.reach + 2)) > bias.reach
+        return np.tile(np.where(is_far, ops.FAR, 0.0).astype(np.float32), (num_heads, 1))
+    if not isinstance(bias, ops.T5Bias):
+        return None
+    far = np.arange(-bias.max_distance, bias.max_distance + 1)
+    return np.ascontiguousarray(floats(bias.table)[t5_buckets(far, bias)].T)
+
+
+def convolution_parameters(op: ShortConv, floats: FloatsOf) -> dict[str, Any]:
+    """Returns the weights of a convolution by tap, its bias and its activation."""
+    weight = floats(op.weight)[:, 0]
+    if op.factors:
+        factors = np.repeat(np.array(op.factors, np.float32), [part.width for part in op.outs])
+        weight = weight * factors[:, None]
+    return {
+        "weight": np.ascontiguousarray(weight.T),
+        "bias": None if op.bias is None else floats(op.bias),
+        "activation": -1 if op.activation is None else ACTIVATIONS.index(op.activation),
+    }
+
+
+def scan_parameters(op: SelectiveScan, group: CacheGroup, floats: FloatsOf) -> dict[str, Any]:
+    """Returns the sizes and the parameters of a scan, these as its lanes read them."""
+    lanes = StateBlocks.of(group).by_lanes
+    return {
+        "state_size": op.state_size,
+        "head_width": group.k_width,
+        "decay": lanes(np.exp(floats(op.a_log))),
+        "skip": lanes(np.zeros(op.num_heads, np.float32) if op.skip is None else floats(op.skip)),
+        "bias": None if op.dt_bias is None else lanes(floats(op.dt_bias)),
+        "low": op.low,
+        "high": op.high,
+    }
+
+
+def rope_parameters(op: ops.Rope) -> dict[str, Any]:
+    """Returns which columns of a head turn, and in which pairs."""
+    return {
+        "num_heads": op.num_heads,
+        "head_width": op.head_width,
+        "rotary_dim": op.rotary_dim,
+        "rotary_start": op.rotary_start,
+        "interleaved": op.style == "interleaved",
+    }
+
+
+def angles_parameters(table: ops.RopeTable) -> dict[str, Any]:
+    """Returns the frequencies and factors of a table, with those of its long positions."""
+    long = table.long or ops.LongAngles(0, ())
+    return {
+        "inv_freq": list(table.inv_freq),
+        "mscale": table.mscale,
+        "long_start": long.start,
+        "long_inv_freq": list(long.inv_freq),
+        "long_mscale": long.mscale,
+    }
+
+
+def route_parameters(op: expert_ops.Route, floats: FloatsOf) -> dict[str, Any]:
+    """Returns how a row's experts are chosen and weighted."""
+    return {
+        "top_k": op.top_k,
+        "score": op.score,
+        "bias": None if op.bias is None else floats(op.bias),
+        "num_groups": op.num_groups,
+        "top_groups": op.top_groups,
+        "group_rank": op.group_rank,
+        "normalize": op.normalize,
+        "scale": op.scale,
+        "scales_rows": op.scales_rows,
+        "jitter": op.jitter,
+    }

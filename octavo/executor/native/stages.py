@@ -1,0 +1,92 @@
+"""The stages of a Program on the native executor, and the ranges that blocks of rows go through.
+
+Decides both for everything that must agree on them: the plan of the arena, the footprint, and the
+executor (csrc/core/executor.h), which is told. Knows ops, nothing of weights or of C++.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from octavo.executor.native.hidden import HiddenIn, HiddenOut
+from octavo.executor.native.neurons import Neurons
+from octavo.program import expert_ops, family_ops, ops, rank_ops
+from octavo.program.mixers import SelectiveScan, ShortConv
+from octavo.program.passes.plan import Plan, plan
+from octavo.program.program import Op, Program
+
+ROW_LOCAL = (
+    *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
+    *(ops.PoolRows, ops.ScatterRows, expert_ops.Combine),
+    *(family_ops.MatchMagnitude, family_ops.KeepLargest, family_ops.Mix),
+    *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.ActMul),
+    *(HiddenIn, HiddenOut),
+)
+
+BEHIND_BARRIERS = (
+    *(ops.Attention, expert_ops.Route, expert_ops.GroupedLinear, ShortConv, SelectiveScan),
+    *(rank_ops.AllReduce, rank_ops.AllGather, rank_ops.Dispatch, rank_ops.Collect),
+    *(Neurons, ops.Foresee),
+)
+"""Ops with a range of their own, since a row needs what other rows or ranks compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Ops between two barriers: row-local ones that follow one another, or one of another kind."""
+
+    ops: tuple[Op, ...]
+    axis: str
+    """Rows that its ops are over: tokens, samples or requests."""
+    range: int
+    """Index of its range: stages that follow one another without an attention or experts, which a
+    block of rows may go through without a barrier."""
+
+    @property
+    def is_row_local(self) -> bool:
+        return isinstance(self.ops[0], ROW_LOCAL)
+
+
+def body_first(program: Program) -> Program:
+    """Sorts the ops on tokens before those on samples or requests, as the executor runs them.
+
+    No op leads back to tokens.
+    """
+    return replace(program, ops=tuple(sorted(program.ops, key=lambda op: _axis(op) != "tokens")))
+
+
+def stages_of(program: Program) -> tuple[Stage, ...]:
+    """Returns the stages of a Program whose body comes first."""
+    stages: list[Stage] = []
+    for op in program.ops:
+        before = stages[-1] if stages else None
+        if before is None:
+            stages.append(Stage((op,), _axis(op), 0))
+        elif _shares_stage(before.ops[-1], op):
+            stages[-1] = replace(before, ops=(*before.ops, op))
+        else:
+            next_range = before.range + _starts_range(before.ops[-1], op)
+            stages.append(Stage((op,), _axis(op), next_range))
+    return tuple(stages)
+
+
+def plan_arena(program: Program, stages: tuple[Stage, ...]) -> Plan:
+    """Returns where each Value lies, given the Program's stages."""
+    numbered = [(index, stage.range) for index, stage in enumerate(stages) for _ in stage.ops]
+    return plan(program, [index for index, _ in numbered], [number for _, number in numbered])
+
+
+def _shares_stage(before: Op, op: Op) -> bool:
+    both = isinstance(before, ROW_LOCAL) and isinstance(op, ROW_LOCAL)
+    return both and _axis(before) == _axis(op)
+
+
+def _starts_range(before: Op, op: Op) -> bool:
+    waits = isinstance(before, BEHIND_BARRIERS) or isinstance(op, BEHIND_BARRIERS)
+    return waits or _axis(before) != _axis(op)
+
+
+def _axis(op: Op) -> str:
+    """Returns the rows that an op is over; experts' rows are tokens."""
+    axis = op.outputs[0].axis if op.outputs else op.inputs[0].axis
+    return "tokens" if axis == "expert_rows" else axis

@@ -1,0 +1,213 @@
+"""The file of packed tiles that weights are streamed from: written once for a model, found again by
+its name.
+
+    header 4096 | units, each from a multiple of 4096 on | index, JSON
+
+Owns the format and its way to the disk: a file is written under another name, flushed and renamed,
+so that no start meets half a file. Knows nothing of which units stay in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from octavo.api.errors import ConfigError
+from octavo.config.sizes import format_bytes
+from octavo.program.passes.offload import ALIGN
+from octavo.utils.durable import sync_path
+
+MAGIC = b"octavoW5"
+"""First bytes of a file; the number changes with the layout of tiles."""
+HEADER = struct.Struct("<8s32sQQ32s")
+"""Magic, key, offset and length of the index, and its SHA-256."""
+
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+"""File systems whose files are themselves memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTiles:
+    """Place of one weight's tiles in its unit, and their layout as the extension takes it."""
+
+    offset: int
+    layout: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUnit:
+    """A product's weights in the file."""
+
+    offset: int
+    num_bytes: int
+    tiles: tuple[PlacedTiles, ...]
+
+
+class WeightFileWriter:
+    """Writes the units of one file, in their order."""
+
+    def __init__(self, file: IO[bytes], key: bytes) -> None:
+        self._file = file
+        self._key = key
+        self._units: list[StoredUnit] = []
+        self._file.write(bytes(ALIGN))
+
+    def add(self, data: bytes, tiles: Sequence[PlacedTiles]) -> None:
+        """Writes a unit, whose length is a multiple of ALIGN."""
+        self._units.append(StoredUnit(self._file.tell(), len(data), tuple(tiles)))
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Writes the index, then the header, without which the file is no file of weights."""
+        start = self._file.tell()
+        index = json.dumps(
+            [
+                [unit.offset, unit.num_bytes, [[each.offset, each.layout] for each in unit.tiles]]
+                for unit in self._units
+            ]
+        ).encode()
+        self._file.write(index)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        header = HEADER.pack(MAGIC, self._key, start, len(index), hashlib.sha256(index).digest())
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def read_index(path: Path, key: bytes) -> list[StoredUnit] | None:
+    """Returns the units of a whole file of this key; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(HEADER.size)
+            if len(header) < HEADER.size:
+                return None
+            magic, found, start, length, digest = HEADER.unpack(header)
+            size = os.fstat(file.fileno()).st_size
+            if magic != MAGIC or found != key or start + length != size:
+                return None
+            file.seek(start)
+            index = file.read(length)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise refused(path.parent, error) from None
+    if hashlib.sha256(index).digest() != digest:
+        return None
+    return [
+        StoredUnit(offset, size, tuple(PlacedTiles(at, tuple(layout)) for at, layout in tiles))
+        for offset, size, tiles in json.loads(index)
+    ]
+
+
+@contextmanager
+def writing(path: Path, key: bytes) -> Iterator[WeightFileWriter | None]:
+    """Writes a file under another name and renames it at the end; removes it where that fails.
+
+    Yields None where another process has just written it.
+    """
+    partial = _partial(path)
+    try:
+        with _open_alone(partial) as file:
+            try:
+                if read_index(path, key) is None:
+                    file.truncate()
+                    yield WeightFileWriter(file, key)
+                    partial.replace(path)
+                    sync_path(path.parent)
+                else:
+                    partial.unlink()
+                    yield None
+            except BaseException:
+                # Before the lock is free: behind it another start may write under this name.
+                partial.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise refused(path.parent, error) from None
+
+
+def _partial(path: Path) -> Path:
+    """Returns the name under which a file is written."""
+    return path.with_suffix(".partial")
+
+
+def _open_alone(path: Path) -> IO[bytes]:
+    """Opens a file that no other process writes, and makes it where it is not there; waits for
+    others. A file that was renamed or removed by the one waited for is not the one to write.
+    """
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def check_directory(
+    directory: Path, path: Path, num_bytes: int, *, name: str = "weights_dir"
+) -> None:
+    """Makes the directory; raises ConfigError where it lies in memory, or where the file is not
+    there and does not fit. What a start that was killed has left of it makes room.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        kind = file_system_of(directory)
+        free = shutil.disk_usage(directory).free + _taken_bytes(_partial(path))
+    except OSError as error:
+        raise refused(directory, error, name=name) from None
+    if kind in IN_MEMORY:
+        raise ConfigError(
+            f"{name}: {directory} is on {kind}, whose files are memory themselves",
+            hint="name a directory on a disk",
+        )
+    if not path.exists() and free < num_bytes:
+        raise ConfigError(
+            f"{name}: {directory} has {format_bytes(free)} free, needed are"
+            f" {format_bytes(num_bytes)}",
+            hint="free space, or name a directory on another disk",
+        )
+
+
+def _taken_bytes(path: Path) -> int:
+    """Returns the bytes of the disk that a file takes; 0 where there is none."""
+    return 512 * path.stat().st_blocks if path.exists() else 0
+
+
+def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Returns the kind of file system that a directory is on; "" where the system does not say."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    place = directory.resolve()
+    best = -1
+    kind = ""
+    for line in lines:
+        _, where, name, *_ = line.split(" ")
+        root = Path(where.replace("\\040", " "))
+        if place.is_relative_to(root) and len(root.parts) >= best:
+            best, kind = len(root.parts), name
+    return kind
+
+
+def refused(directory: Path, error: OSError, *, name: str = "weights_dir") -> ConfigError:
+    """Makes the error of a directory in which a file cannot be written or read."""
+    hint = "name a directory on a disk that this process may write to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free space, or name a directory on another disk"
+    return ConfigError(f"{name}: {directory} cannot be used: {error.strerror}", hint=hint)

@@ -1,0 +1,448 @@
+"""Weights in the kernels' tiles: loads each weight once and packs it as its readers want.
+
+Owns the packed tiles and the floats of norms and biases. Which formats there are is formats.py's
+business, how a tile looks csrc/kernels/table.h's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.executor.base import LoadWeight
+from octavo.executor.native.extension import native_module
+from octavo.executor.native.formats import (
+    HALF_GROUP,
+    RowTypeOf,
+    has_tile_unit,
+    needs_widening,
+)
+from octavo.program.expert_ops import GroupedLinear
+from octavo.program.family_ops import PlaceScores
+from octavo.program.ops import HeadLinear, Linear
+from octavo.program.place_tables import place_table
+from octavo.program.program import Weight
+from octavo.quant.blocks import BlockWeight, StoredWeight
+from octavo.quant.packed import Levels, PackedWeight
+
+PACKED_AT_ONCE = 64 << 20
+"""Bytes of tiles that are packed in one go by all threads; their sources stay in memory until then.
+"""
+
+
+SMALL_SPAN = 256
+"""Inputs that share the factor of small scales."""
+SMALL_TOP = 127
+"""Largest small scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTiles:
+    """A weight in the kernels' tiles."""
+
+    handle: Any
+    """The extension's PackedTiles."""
+    row_type: str
+    """Type in which its products read their rows at this level (`RowType` in
+    csrc/kernels/table.h)."""
+    permutation: NDArray[np.int32] | None = None
+    """Input of each of its columns, where they do not lie in the inputs' order (GPTQ's act-order).
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.handle.num_bytes)
+
+
+class NativeWeights:
+    """The weights of one Program: tiles for products and tables, floats for norms and biases."""
+
+    def __init__(
+        self,
+        device: Any,
+        load: LoadWeight,
+        dtype: str,
+        row_type_of: RowTypeOf | None = None,
+        *,
+        apart: bool = False,
+        by_columns: Collection[Weight] = (),
+    ) -> None:
+        """`dtype` is what plain weights become, `row_type_of` the device's own unless given.
+        `apart`: tiles lie in memory that is freed with them, not beside the device's others.
+        `by_columns`: weights of which products read few columns, to lie by these where they can.
+        """
+        self._by_columns = frozenset(by_columns)
+        self._row_type_of: RowTypeOf = row_type_of or device.row_type
+        self._load = load
+        self._dtype = dtype
+        self._packer = native_module().Packer(device, apart=apart)
+        self._tiles: dict[Weight, NativeTiles] = {}
+        self._experts: dict[Weight, list[NativeTiles]] = {}
+        """Matrices of each expert, or of each head."""
+        self._floats: dict[Weight, NDArray[np.float32]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tiles and floats."""
+        experts = (tiles for each in self._experts.values() for tiles in each)
+        return sum(tiles.num_bytes for tiles in (*self._tiles.values(), *experts)) + sum(
+            array.nbytes for array in self._floats.values()
+        )
+
+    def tiles(self, weight: Weight) -> NativeTiles:
+        """Returns a weight's tiles, packed now or at the next `pack`."""
+        self._pack_many()
+        if weight not in self._tiles:
+            by_columns = weight in self._by_columns
+            self._tiles[weight] = self._tiles_of(self._load(weight), by_columns=by_columns)
+        return self._tiles[weight]
+
+    def table(self, weight: Weight) -> NativeTiles:
+        """Returns the tiles of a table, whose rows are read one by one."""
+        return _in_order(weight, self.tiles(weight))
+
+    def gate_and_up(self, gate: Weight, up: Weight) -> list[NativeTiles]:
+        """Returns the tiles of the two weights of a gated product, which reads them together.
+
+        They lie tile by tile in turns where they are laid out alike. Codes of 4 bits lie in bytes
+        where the other weight's 8 bits want that.
+        """
+        if gate == up or gate in self._tiles or up in self._tiles:
+            return [self.tiles(gate), self.tiles(up)]
+        self._pack_many()
+        pair = self._pair(
+            [self._load(weight) for weight in (gate, up)],
+            by_columns={gate, up} <= self._by_columns,
+        )
+        first, second = (tiles.permutation for tiles in pair)
+        if first is None or second is None or not np.array_equal(first, second):
+            pair = [_in_order(gate, pair[0]), _in_order(up, pair[1])]
+        self._tiles[gate], self._tiles[up] = pair
+        return pair
+
+    def _pair(self, stored: list[StoredWeight], *, by_columns: bool = False) -> list[NativeTiles]:
+        codes = [_code_of(weight, self._dtype) for weight in stored]
+        wide = needs_widening(map(self._row_type_of, codes))
+        pair = [self._tiles_of(weight, wide=wide, by_columns=by_columns) for weight in stored]
+        self._packer.interleave(*(tiles.handle for tiles in pair))
+        return pair
+
+    def experts(self, weight: Weight) -> list[NativeTiles]:
+        """Returns the tiles of each expert of a weight `[E, out, in]`."""
+        if weight not in self._experts:
+            self._pack_many()
+            stored = self._load(weight)
+            self._experts[weight] = [
+                _in_order(weight, self._tiles_of(stored.matrix(e))) for e in range(weight.shape[0])
+            ]
+        return self._experts[weight]
+
+    def experts_gate_and_up(
+        self, gate: Weight, up: Weight
+    ) -> tuple[list[NativeTiles], list[NativeTiles]]:
+        """Returns each expert's tiles of the two weights of a gated product, as `gate_and_up`
+        lays them.
+        """
+        if gate == up or gate in self._experts or up in self._experts:
+            return self.experts(gate), self.experts(up)
+        stored = [self._load(weight) for weight in (gate, up)]
+        pairs = []
+        for e in range(gate.shape[0]):
+            self._pack_many()
+            pair = self._pair([weight.matrix(e) for weight in stored])
+            pairs.append([_in_order(gate, tiles) for tiles in pair])
+        self._experts[gate] = [first for first, _ in pairs]
+        self._experts[up] = [second for _, second in pairs]
+        return self._experts[gate], self._experts[up]
+
+    def heads(self, op: HeadLinear) -> list[NativeTiles]:
+        """Returns the tiles of each head; those of a transposed matrix are floats."""
+        if op.weight not in self._experts:
+            self._pack_many()
+            stored = self._load(op.weight)
+            rows = op.weight.shape[0] // op.num_heads
+            parts = [stored.rows(slice(h * rows, (h + 1) * rows)) for h in range(op.num_heads)]
+            if op.transposed:
+                parts = [_transposed(part) for part in parts]
+            self._experts[op.weight] = [
+                _in_order(op.weight, self._tiles_of(part)) for part in parts
+            ]
+        return self._experts[op.weight]
+
+    def place_table(self, op: PlaceScores) -> list[NativeTiles]:
+        """Returns the tiles of each head's table of places, in fp32."""
+        self._pack_many()
+        table = place_table(op, lambda weight: self._load(weight).dequantize()).astype(np.float32)
+        return [self._tiles_of(PackedWeight.plain(rows)) for rows in table]
+
+    def of_product(self, op: Linear | GroupedLinear | HeadLinear) -> list[NativeTiles]:
+        """Returns all tiles of a product's weights: gates before their up projections."""
+        if isinstance(op, HeadLinear):
+            return self.heads(op)
+        if isinstance(op, Linear):
+            if op.gate is not None:
+                return self.gate_and_up(*op.weights_)
+            return [self.tiles(weight) for weight in op.weights_]
+        if op.up is None:
+            return self.experts(op.weight)
+        gates, ups = self.experts_gate_and_up(op.weight, op.up)
+        return gates + ups
+
+    def adopt(self, op: Linear | GroupedLinear | HeadLinear, handles: Sequence[Any]) -> None:
+        """Takes a product's tiles as they are, in the order of `of_product`, and loads none."""
+        tiles = [NativeTiles(handle, self._row_type_of(handle.code)) for handle in handles]
+        if isinstance(op, Linear):
+            self._tiles |= zip(op.weights_, tiles, strict=True)
+            return
+        weights = (op.weight,) if isinstance(op, HeadLinear) else op.matrices
+        each = len(tiles) // len(weights)
+        for index, weight in enumerate(weights):
+            self._experts[weight] = tiles[index * each : (index + 1) * each]
+
+    def adopt_tiles(self, weight: Weight, handle: Any) -> None:
+        """Takes a weight's tiles as they are, and loads none."""
+        self._tiles[weight] = NativeTiles(handle, self._row_type_of(handle.code))
+
+    def reads_fp32(self, op: Linear | GroupedLinear | HeadLinear) -> bool:
+        """Whether a product reads its rows as they are."""
+        if isinstance(op, Linear):
+            tiles = [self.tiles(weight) for weight in op.weights_]
+        elif isinstance(op, GroupedLinear):
+            tiles = [self.experts(weight)[0] for weight in op.matrices]
+        else:
+            tiles = self.heads(op)
+        return all(each.row_type == "fp32" for each in tiles)
+
+    def _pack_many(self) -> None:
+        if self._packer.num_waiting_bytes >= PACKED_AT_ONCE:
+            self._packer.run()
+
+    def pack(self) -> None:
+        """Packs what waits to be packed."""
+        self._packer.run()
+
+    def floats(self, weight: Weight) -> NDArray[np.float32]:
+        """Returns a weight's values."""
+        if weight not in self._floats:
+            self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
+        return self._floats[weight]
+
+    def _tiles_of(
+        self, stored: StoredWeight, *, wide: bool = False, by_columns: bool = False
+    ) -> NativeTiles:
+        on_tile_unit = has_tile_unit(self._row_type_of)
+        handle = add_weight(
+            self._packer,
+            stored,
+            self._dtype,
+            wide=wide or (on_tile_unit and _bits_of(stored) > 4),
+            by_columns=by_columns,
+            small_levels=not on_tile_unit and has_small_levels(stored),
+        )
+        permutation = stored.input_permutation if isinstance(stored, PackedWeight) else None
+        return NativeTiles(handle, self._row_type_of(handle.code), permutation)
+
+
+def _in_order(weight: Weight, tiles: NativeTiles) -> NativeTiles:
+    """Returns tiles whose columns lie in the inputs' order; UnsupportedModel for others, which only
+    products by themselves read.
+    """
+    if tiles.permutation is None:
+        return tiles
+    raise UnsupportedModel(
+        f"{weight.name}: the native backend takes permuted inputs (act-order) in plain products,"
+        " and of a gate and its up projection where both have the same",
+        hint="--dtype bfloat16 turns them into floats at load",
+    )
+
+
+def _transposed(matrix: StoredWeight) -> PackedWeight:
+    if matrix.is_float:
+        values: NDArray = matrix.packed().codes
+    else:
+        values = matrix.dequantize().astype(ml_dtypes.bfloat16)
+    return PackedWeight.plain(np.ascontiguousarray(values.T))
+
+
+def add_weight(
+    packer: Any,
+    stored: StoredWeight,
+    dtype: str = "auto",
+    *,
+    wide: bool = False,
+    by_columns: bool = False,
+    small_levels: bool = False,
+) -> Any:
+    """Adds a weight to a packer and returns its PackedTiles, whose bytes the packer's `run` writes.
+
+    Floats become `dtype`, or stay with "auto". `wide` lays codes of 4 to 6 bits in bytes,
+    `by_columns` codes with one scale an output by columns; with `small_levels` scales of two levels
+    stay bytes.
+    """
+    if isinstance(stored, PackedWeight) and stored.is_float:
+        return packer.values(_typed(stored.codes), _code_of(stored, dtype))
+    if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
+        return packer.float_codes(
+            **_float_fields(stored), code=code, group=stored.group, num_inputs=stored.shape[-1]
+        )
+    return packer.codes(
+        **_fields(stored),
+        group=stored.group,
+        num_inputs=stored.shape[-1],
+        small_levels=small_levels,
+        wide=wide,
+        whole_rows=_has_whole_rows(stored),
+        by_columns=by_columns,
+    )
+
+
+def _code_of(stored: StoredWeight, dtype: str) -> str:
+    """Returns the code that a weight has in tiles, unless it is widened."""
+    if isinstance(stored, PackedWeight) and stored.is_float:
+        return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, stored.code)
+    if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
+        return code
+    if _has_whole_rows(stored):
+        return "i8"
+    if isinstance(stored, PackedWeight) and (
+        stored.lookup is not None or (stored.bits == 4 and stored.group == HALF_GROUP)
+    ):
+        return "l4"
+    bits = _bits_of(stored)
+    return f"u{bits}" if bits < 8 else "u8"
+
+
+def _bits_of(stored: StoredWeight) -> int:
+    return stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
+
+
+def _float_code(stored: PackedWeight) -> str | None:
+    """Returns the code of codes that stand for floats; None where they stand for whole numbers."""
+    if stored.code == "e4m3":
+        return "e4m3"
+    return "f4" if stored.lookup is not None and not stored.has_whole_lookup else None
+
+
+def has_small_levels(stored: StoredWeight) -> bool:
+    """Whether scales and mins are small integers, with a factor for each 256 inputs."""
+    if isinstance(stored, BlockWeight):
+        return stored.layout.super_scales is not None
+    if stored.scales is None or stored.scales.super_scale is None:
+        return False
+    levels = [stored.scales] + ([] if stored.mins is None else [stored.mins])
+    return stored.shape[-1] % SMALL_SPAN == 0 and all(
+        each.super_scale is not None
+        and each.span * stored.group == SMALL_SPAN
+        and each.values.dtype.itemsize == 1
+        and (each.values.dtype == np.int8 or int(each.values.max(initial=0)) <= SMALL_TOP)
+        for each in levels
+    )
+
+
+def _has_whole_rows(stored: StoredWeight) -> bool:
+    """Whether a weight has one scale for each output."""
+    return isinstance(stored, PackedWeight) and stored.activation == "per_token"
+
+
+def _fields(weight: StoredWeight) -> dict[str, Any]:
+    """Returns codes, scales and mins as `Packer.codes` takes them: views into a file's blocks, or
+    arrays of their own.
+    """
+    if isinstance(weight, BlockWeight):
+        return _block_fields(weight)
+    _refuse_without_tiles(weight)
+    assert weight.scales is not None
+    return _code_fields(weight) | {
+        "is_signed": weight.codes.dtype == np.int8,
+        "scales": _typed(weight.scales.values),
+        "mins": _values(weight.mins),
+        "zeros": None if weight.zeros is None else _typed(weight.zeros),
+        "table": [] if weight.lookup is None else weight.lookup.astype(np.int8).tolist(),
+        "super_scales": _supers(weight.scales),
+        "super_mins": _supers(weight.mins),
+        "zero_point": weight.zero_point,
+    }
+
+
+def _float_fields(weight: PackedWeight) -> dict[str, Any]:
+    """Returns codes that stand for floats and their scales as `Packer.float_codes` takes them."""
+    assert weight.scales is not None
+    if weight.code == "e4m3" and (weight.codes.view(np.uint8) & 0x7F == 0x7F).any():
+        raise WeightMismatch(
+            f"a weight of shape {list(weight.shape)} holds e4m3 codes that stand for no number",
+            hint="take another copy of the model: the file is damaged",
+        )
+    return _code_fields(weight) | {
+        "scales": _typed(weight.scales.values),
+        "numbers": [] if weight.lookup is None else weight.lookup.tolist(),
+    }
+
+
+def _code_fields(weight: PackedWeight) -> dict[str, Any]:
+    """Returns the rows of codes, and how these lie in bytes."""
+    half = weight.group // 2 if weight.nibbles == "halves" else 1
+    inputs, plane = (32, (0, 8, 32)) if weight.bits != 4 else (max(2 * half, 32), (0, 4, half))
+    return {
+        "codes": _rows(weight.codes).view(np.uint8),
+        "block": (inputs, inputs * plane[1] // 8),
+        "planes": [plane],
+    }
+
+
+def _refuse_without_tiles(weight: PackedWeight) -> None:
+    """Refuses codes that the kernels do not read: `prepare` may be called without `check`."""
+    if weight.has_whole_lookup or (weight.lookup is None and weight.code in ("int", "uint")):
+        return
+    raise UnsupportedModel(
+        f"the native backend has no tiles for {weight.code} codes of {weight.bits} bits,"
+        " it has them for int, uint, e4m3 and lookups",
+        hint="--dtype bfloat16 turns them into floats at load",
+    )
+
+
+def _block_fields(weight: BlockWeight) -> dict[str, Any]:
+    layout, blocks = weight.layout, weight.blocks
+    numbers = {
+        "scales": layout.scales,
+        "mins": layout.mins,
+        "super_scales": layout.super_scales,
+        "super_mins": layout.super_mins,
+    }
+    return {
+        "codes": blocks.reshape(len(blocks), -1),
+        "block": (weight.block_size, blocks.shape[-1]),
+        "planes": [(plane.start, plane.bits, plane.run) for plane in layout.planes],
+        "is_signed": layout.bits == 8,
+        "zero_point": layout.zero_point,
+        "zeros": None,
+        "table": [],
+    } | {
+        name: None if one is None else (one.view(blocks), one.kind) for name, one in numbers.items()
+    }
+
+
+def _rows(array: NDArray) -> NDArray:
+    """Returns the array with the numbers of a row side by side."""
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def _typed(array: NDArray) -> tuple[NDArray, str]:
+    """Returns the array with its type's name; bfloat16, which the exchange of arrays does not
+    know, travels as uint16.
+    """
+    name = array.dtype.name
+    return _rows(array.view(np.uint16) if name == "bfloat16" else array), name
+
+
+def _values(levels: Levels | None) -> tuple[NDArray, str] | None:
+    return None if levels is None else _typed(levels.values)
+
+
+def _supers(levels: Levels | None) -> tuple[NDArray, str] | None:
+    return None if levels is None or levels.super_scale is None else _typed(levels.super_scale)

@@ -1,0 +1,65 @@
+"""The reference formulas of adapters: the update of a product's rows, and of a table's, in float64.
+
+Each row goes alone through its adapter's matrices, so that no row's bits depend on another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.executor.base import PackedAdapter
+from octavo.program.low_rank import LowRank, Site, Updates
+
+Floats = NDArray[np.float64]
+
+
+class ReferenceAdapters:
+    """The adapters of a Program by slot, in float64. Implements `base.AdapterSlots`."""
+
+    def __init__(self) -> None:
+        self.by_slot: dict[int, Updates] = {}
+
+    def pack(self, updates: Updates) -> PackedAdapter:
+        parts = {
+            site: replace(update, a=update.a.astype(np.float64), b=update.b.astype(np.float64))
+            for site, update in updates.items()
+        }
+        return PackedAdapter(sum(each.num_bytes for each in parts.values()), parts)
+
+    def put(self, slot: int, adapter: PackedAdapter) -> None:
+        self.by_slot[slot] = adapter.parts
+
+    def drop(self, slot: int) -> None:
+        self.by_slot.pop(slot, None)
+
+    @property
+    def num_bytes(self) -> int:
+        found = (each for updates in self.by_slot.values() for each in updates.values())
+        return sum(each.num_bytes for each in found)
+
+
+Shrink = Callable[[LowRank, int], Floats]
+"""Computes h `[r]` of an update and a row."""
+
+
+def updated(
+    y: Floats, site: Site, slots: NDArray[np.int32], adapters: Mapping[int, Updates], shrink: Shrink
+) -> Floats:
+    """Returns y `[T, out]` with each row's update by the adapter in its slot `[T]`, -1: none."""
+    result = y.copy()
+    for row in np.flatnonzero(slots >= 0):
+        update = adapters[int(slots[row])].get(site)
+        if update is not None:
+            h = update.scales * shrink(update, int(row))
+            result[row] = _finished(y[row] + update.b @ h, update)
+    return result
+
+
+def _finished(y: Floats, update: LowRank) -> Floats:
+    if update.gain is not None:
+        y = y * update.gain
+    return y if update.bias is None else y + update.bias

@@ -1,0 +1,301 @@
+"""The reference formulas of attention over the paged cache, in float64: masks, biases, sinks,
+latent attention.
+
+Each query row goes by itself through its visible keys, in splits of 256 at absolute places with
+their own (m, l, acc), merged left to right, so its bits depend on its place and its request's keys
+only. Sources: `ops.Attention` and `ops.MlaAttention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import BLOCK_SIZE, SPLIT_KEYS
+from octavo.executor.reference.step import (
+    Floats,
+    Made,
+    ReferenceStep,
+    matvecs,
+    sparse_rows,
+)
+from octavo.program import ops
+from octavo.program.key_selection import LAST_BLOCKS, KeySelection
+from octavo.program.place_tables import place_buckets
+from octavo.program.program import Op
+from octavo.program.t5_buckets import t5_buckets
+
+Adjust = Callable[[Floats, NDArray[np.int64]], Floats]
+"""Maps scores `[H, n]` and their keys' places `[n]` to the scores with softcap and bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One request's keys and values of a layer, `[n, K, width]`, from the place `start` on."""
+
+    start: int
+    k: Floats
+    v: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One row of the step: its number, its place, and the keys it sees, `first` to `last - 1`."""
+
+    row: int
+    place: int
+    first: int
+    last: int
+
+
+def attention(op: ops.Attention, step: ReferenceStep) -> Made:
+    """Computes `ops.Attention`."""
+    q = step.get(op.q).reshape(-1, op.num_heads, step.program.group(op.group).k_width)
+    out = np.zeros((len(q), op.out.width))
+    sinks = None if op.sinks is None else step.weights[op.sinks]
+    for queries, keys in _requests(op, op.mask, op.window, step):
+        for query in queries:
+            adjust = _adjustment(op, query, step)
+            seen = _selected(op, query, keys, step)
+            out[query.row] = attend(q[query.row] * op.scale, *seen, adjust, sinks).reshape(-1)
+    return (out,)
+
+
+def _selected(
+    op: ops.Attention, query: Query, keys: Keys, step: ReferenceStep
+) -> tuple[Keys, Query]:
+    """Returns the keys that a query reads, side by side where it chooses some of them, and the
+    query as it sees these.
+    """
+    if op.selection is None or not sparse_rows(len(step.batch.places), step)[query.row, 0]:
+        return keys, query
+    assert op.partial_q is not None
+    masses = _block_masses(op, op.selection, query, step)
+    chosen = chosen_blocks(masses, op.selection)
+    places = (chosen[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
+    places = places[places < query.last] - keys.start
+    own = Keys(0, keys.k[places], keys.v[places])
+    return own, Query(query.row, len(places) - 1, 0, len(places))
+
+
+def chosen_blocks(masses: Floats, selection: KeySelection) -> NDArray[np.int64]:
+    """Returns the blocks that a row reads, in order, by the shares of its attention `[blocks]`."""
+    ranked = masses.copy()
+    ranked[0] = np.inf
+    ranked[-LAST_BLOCKS:] = np.inf
+    order = np.lexsort((np.arange(len(ranked)), -ranked))
+    return np.sort(order[: selection.num_blocks(len(ranked))])
+
+
+def _block_masses(
+    op: ops.Attention, selection: KeySelection, query: Query, step: ReferenceStep
+) -> Floats:
+    """Returns the shares of a query's attention that fall on each block, by partial keys, summed
+    over the heads.
+    """
+    assert op.partial_q is not None
+    group = step.program.group_index(selection.group)
+    request = int(np.searchsorted(step.batch.query_starts, query.row, side="right")) - 1
+    places = np.arange(query.last)
+    blocks = step.batch.block_tables[group, request][places // BLOCK_SIZE]
+    k = step.kv[group].k[selection.layer][blocks, places % BLOCK_SIZE].astype(np.float64)
+    q = step.get(op.partial_q)[query.row].reshape(k.shape[1], -1, k.shape[2])
+    scores = op.scale * (q @ k.transpose(1, 2, 0)).reshape(op.num_heads, -1)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    shares = (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
+    masses = np.zeros(-(-query.last // BLOCK_SIZE))
+    np.add.at(masses, places // BLOCK_SIZE, shares)
+    return masses
+
+
+def mla_attention(op: ops.MlaAttention, step: ReferenceStep) -> Made:
+    """Computes `ops.MlaAttention`.
+
+    Absorbed: one shared head of latents, q turned into latent space. Expanded: each head's own keys
+    and values.
+    """
+    q_nope = step.get(op.q_nope).reshape(-1, op.num_heads, op.nope_width)
+    q_rope = step.get(op.q_rope).reshape(-1, op.num_heads, op.rope_width)
+    heads = step.weights[op.kv_b].reshape(op.num_heads, op.nope_width + op.v_width, op.latent_width)
+    up_k, up_v = heads[:, : op.nope_width], heads[:, op.nope_width :]
+    out = np.zeros((len(q_nope), op.out.width))
+    for queries, cached in _requests(op, "causal", None, step):
+        latents, k_rope = cached.k[:, :, : op.latent_width], cached.k[:, :, op.latent_width :]
+        if op.form == "absorbed":
+            keys = Keys(cached.start, cached.k, np.ascontiguousarray(latents))
+        else:
+            keys = _expanded(op, cached.start, latents, k_rope, step)
+        for query in queries:
+            part = q_nope[query.row]
+            if op.form == "absorbed":
+                part = (part[:, None, :] @ up_k)[:, 0]
+            q = np.concatenate([part, q_rope[query.row]], axis=1)
+            value = attend(q * op.scale, keys, query, None, None)
+            if op.form == "absorbed":
+                value = (up_v @ value[:, :, None])[:, :, 0]
+            out[query.row] = value.reshape(-1)
+    return (out,)
+
+
+def _expanded(
+    op: ops.MlaAttention, start: int, latents: Floats, k_rope: Floats, step: ReferenceStep
+) -> Keys:
+    """Returns each head's own keys and values, made of the latents."""
+    full = matvecs(step.weights[op.kv_b], np.ascontiguousarray(latents[:, 0])).reshape(
+        len(latents), op.num_heads, -1
+    )
+    shared = np.broadcast_to(k_rope, (len(latents), op.num_heads, op.rope_width))
+    k = np.concatenate([full[:, :, : op.nope_width], shared], axis=2)
+    return Keys(start, k, np.ascontiguousarray(full[:, :, op.nope_width :]))
+
+
+def attend(
+    q: Floats, keys: Keys, query: Query, adjust: Adjust | None, sinks: Floats | None
+) -> Floats:
+    """Returns the attention `[H, v_width]` of scaled queries `q [H, k_width]` to the keys that the
+    query sees.
+    """
+    num_heads, num_kv_heads = len(q), keys.k.shape[1]
+    m, l = np.full(num_heads, -np.inf), np.zeros(num_heads)  # noqa: E741 (the papers' name)
+    acc = np.zeros((num_heads, keys.v.shape[2]))
+    q = q.reshape(num_kv_heads, -1, q.shape[1])
+    for a, b in _splits(query.first, query.last):
+        k, v = keys.k[a - keys.start : b - keys.start], keys.v[a - keys.start : b - keys.start]
+        scores = (q @ k.transpose(1, 2, 0)).reshape(num_heads, b - a)
+        if adjust is not None:
+            scores = adjust(scores, np.arange(a, b))
+        top = np.maximum(m, scores.max(axis=1))
+        p = np.exp(scores - top[:, None])
+        kept = np.exp(m - top)
+        l = l * kept + p.sum(axis=1)  # noqa: E741
+        weighted = p.reshape(num_kv_heads, -1, b - a) @ v.transpose(1, 0, 2)
+        acc = acc * kept[:, None] + weighted.reshape(acc.shape)
+        m = top
+    if sinks is not None:
+        top = np.maximum(m, sinks)
+        kept = np.exp(m - top)
+        l, acc = l * kept + np.exp(sinks - top), acc * kept[:, None]  # noqa: E741
+    out: Floats = acc / l[:, None]
+    return out
+
+
+def _splits(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cuts the keys first .. last - 1 at the multiples of 256."""
+    for split in range(first // SPLIT_KEYS, -(-last // SPLIT_KEYS)):
+        yield max(first, split * SPLIT_KEYS), min(last, (split + 1) * SPLIT_KEYS)
+
+
+def _adjustment(op: ops.Attention, query: Query, step: ReferenceStep) -> Adjust | None:
+    """Returns what the softcap and then the bias do to the scores of a query."""
+    if isinstance(op.bias, ops.PlaceBuckets):
+        return _by_places(op, op.bias, query, step)
+    softcap, add_bias = op.softcap, _bias(op.bias, query.place, step)
+    if softcap is None:
+        return add_bias
+
+    def adjust(scores: Floats, keys: NDArray[np.int64]) -> Floats:
+        capped: Floats = softcap * np.tanh(scores / softcap)
+        return capped if add_bias is None else add_bias(capped, keys)
+
+    return adjust
+
+
+def _bias(
+    bias: ops.T5Bias | ops.AlibiBias | ops.NearBias | None, place: int, step: ReferenceStep
+) -> Adjust | None:
+    """Returns what adds the bias to the scores of the query at `place`; None without a bias."""
+    if isinstance(bias, ops.T5Bias):
+        table = step.weights[bias.table]
+        return lambda scores, keys: scores + table[t5_buckets(keys - place, bias)].T
+    if isinstance(bias, ops.AlibiBias):
+        slopes = np.array(bias.slopes)
+        return lambda scores, keys: scores + slopes[:, None] * (keys - place)
+    if isinstance(bias, ops.NearBias):
+        reach = bias.reach
+        return lambda scores, keys: scores + np.where(abs(keys - place) > reach, ops.FAR, 0.0)
+    return None
+
+
+def _by_places(
+    op: ops.Attention, bias: ops.PlaceBuckets, query: Query, step: ReferenceStep
+) -> Adjust:
+    """Returns what adds the scores by places to those of a query, whose request's rows are all in
+    the step.
+    """
+    assert op.of_queries is not None and op.of_keys is not None
+    of_queries, of_keys = (
+        step.get(value).reshape(-1, op.num_heads, bias.num_buckets)
+        for value in (op.of_queries, op.of_keys)
+    )
+    own, first = of_queries[query.row], query.row - query.place
+
+    def adjust(scores: Floats, keys: NDArray[np.int64]) -> Floats:
+        buckets = place_buckets(query.place - keys, bias)
+        its = of_keys[first + keys, :, buckets].T
+        added: Floats = scores + op.scale * (own[:, buckets] + its)
+        return added
+
+    return adjust
+
+
+def _requests(
+    op: ops.Attention | ops.MlaAttention,
+    mask: ops.MaskKind,
+    window: int | None,
+    step: ReferenceStep,
+) -> Iterator[tuple[list[Query], Keys]]:
+    """Yields each request's live rows and all keys that any of them sees."""
+    group = step.program.group_index(op.group)
+    starts = step.batch.query_starts
+    for request in range(len(starts) - 1):
+        context = int(step.batch.context_lens[group, request])
+        queries = [
+            _query(step.batch, row, context, mask, window)
+            for row in range(starts[request], starts[request + 1])
+            if step.live[row]
+        ]
+        queries = [query for query in queries if query.first < query.last]
+        if queries:
+            span = range(
+                min(query.first for query in queries), max(query.last for query in queries)
+            )
+            yield queries, _read(op, step, group, request, span)
+
+
+def _query(
+    batch: StepBatch, row: int, context: int, mask: ops.MaskKind, window: int | None
+) -> Query:
+    place = int(batch.places[row])
+    if mask == "full":
+        return Query(row, place, 0, context)
+    first = 0
+    if window is not None:
+        first = place - place % window if mask == "chunk" else max(0, place + 1 - window)
+    limit = place + 1 if batch.limits is None else int(batch.limits[row])
+    return Query(row, place, first, min(limit, context))
+
+
+def _read(
+    op: ops.Attention | ops.MlaAttention, step: ReferenceStep, group: int, request: int, span: range
+) -> Keys:
+    """Gathers the keys at the places of the span through the block table."""
+    places = np.arange(span.start, span.stop)
+    blocks = step.batch.block_tables[group, request][places // BLOCK_SIZE]
+    at = (blocks, places % BLOCK_SIZE)
+    arrays = step.kv[group]
+    return Keys(
+        span.start,
+        arrays.k[op.layer][at].astype(np.float64),
+        arrays.v[op.layer][at].astype(np.float64),
+    )
+
+
+ATTENTION_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
+    ops.Attention: attention,
+    ops.MlaAttention: mla_attention,
+}

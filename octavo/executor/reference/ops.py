@@ -1,0 +1,486 @@
+"""The reference formulas of the ops that mix no rows, one function a kind, in float64;
+`ROW_FORMULAS` is the dispatch table.
+
+A formula takes the op and the step and returns what the op makes, in the order of its outputs.
+`octavo/program/ops.py` states the formulas and their sources. Matrix products go row by row through
+a matrix-vector product of fixed shape, so that no row's bits depend on another's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.executor.batch import KvCopies
+from octavo.executor.reference.step import Floats, Made, ReferenceStep, matvecs, sparse_rows
+from octavo.program import expert_ops, family_ops, ops, rank_ops
+from octavo.program.place_tables import place_table
+from octavo.program.program import Op, Weight
+
+# -- rows in, rows out -----------------------------------------------------------------------------
+
+
+def embedding(op: ops.Embedding, step: ReferenceStep) -> Made:
+    if op.ids is None:
+        ids = step.positions(op.axis) + op.offset
+    else:
+        ids = np.where(step.live, step.get(op.ids).reshape(-1), 0)
+    if op.others_first:
+        ids = np.where(ids < op.table.shape[0], ids, 0)
+    rows = ids - (op.first_row or 0)
+    here = (rows >= 0) & (rows < op.table.shape[0])
+    if op.first_row is None:
+        here[:] = True
+    found = np.where(here, rows, 0)
+    y = step.weights[op.table][found] * op.scale
+    y = step.updated(
+        y, (op.site, op.table), op.out.axis, lambda update, row: update.a[found[row]] * op.scale
+    )
+    return (np.where(here[:, None], y, 0.0),)
+
+
+def rms_norm(op: ops.RmsNorm, step: ReferenceStep) -> Made:
+    x = step.get(op.x)
+    width = op.group_width or x.shape[1]
+    groups = x.reshape(len(x), x.shape[1] // width, width)
+    weight = step.weights[op.weight].reshape(-1, width) + op.weight_offset
+    return (_rms(groups, weight, op.eps).reshape(x.shape),)
+
+
+def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
+    """Divides by the root mean square over the last axis, then multiplies with the weight."""
+    normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+    return normed
+
+
+def layer_norm(op: ops.LayerNorm, step: ReferenceStep) -> Made:
+    x = step.get(op.x)
+    width = op.group_width or x.shape[1]
+    groups = x.reshape(len(x), x.shape[1] // width, width)
+    return (_centered(groups, op, step).reshape(x.shape),)
+
+
+def _centered(x: Floats, norm: ops.LayerNorm | ops.PreNorm, step: ReferenceStep) -> Floats:
+    x = x - x.mean(axis=-1, keepdims=True)
+    weight = step.weights[norm.weight]
+    weight = weight.reshape(-1, x.shape[-1]) if x.ndim > 2 else weight
+    y = _rms(x, weight + norm.weight_offset, norm.eps)
+    return y if norm.bias is None else y + step.weights[norm.bias]
+
+
+def linear(op: ops.Linear, step: ReferenceStep) -> Made:
+    x = step.get(op.x) if op.norm is None else _pre_norm(op.norm, step.get(op.x), step)
+    biases = op.biases or (None,) * len(op.weights_)
+    sites = op.sites or ("",) * len(op.weights_)
+    multiplied = np.where(_below(x, op.threshold, step), 0.0, x) if op.threshold else x
+    parts = [
+        step.updated(
+            step.multiply(step.weights[weight], multiplied),
+            (site, weight),
+            op.x.axis,
+            lambda update, row: update.a @ x[row],
+        )
+        + (0.0 if bias is None else step.weights[bias])
+        for weight, bias, site in zip(op.weights_, biases, sites, strict=True)
+    ]
+    if op.gate is not None:
+        parts = [_predicted(op, gated(parts[0], parts[1], op.gate, step), step)]
+    y = np.concatenate(parts, axis=1)
+    if op.activation is not None:
+        y = ACTIVATIONS[op.activation](y)
+    if op.residual is not None:
+        y = y + step.get(op.residual)
+    return tuple(np.split(y, np.cumsum([out.width for out in op.outs])[:-1], axis=1))
+
+
+def _below(x: Floats, threshold: float, step: ReferenceStep) -> NDArray[np.bool_]:
+    """Says which numbers of rows of tokens are below a threshold and in a sparse row."""
+    found: NDArray[np.bool_] = (np.abs(x) < threshold) & sparse_rows(len(x), step)
+    return found
+
+
+def _predicted(op: ops.Linear | ops.ActMul, made: Floats, step: ReferenceStep) -> Floats:
+    """Returns what an op has made, with zeros in sparse rows where its scores are negative."""
+    if op.scores is None:
+        return made
+    return np.where((step.get(op.scores) < 0) & sparse_rows(len(made), step), 0.0, made)
+
+
+def _pre_norm(norm: ops.PreNorm, x: Floats, step: ReferenceStep) -> Floats:
+    if norm.centered:
+        return _centered(x, norm, step)
+    return _rms(x, step.weights[norm.weight] + norm.weight_offset, norm.eps)
+
+
+def add(op: ops.Add, step: ReferenceStep) -> Made:
+    return (step.get(op.a) + step.get(op.b),)
+
+
+def mul(op: ops.Mul, step: ReferenceStep) -> Made:
+    return (step.get(op.a) * step.get(op.b),)
+
+
+def scale(op: ops.Scale, step: ReferenceStep) -> Made:
+    return (step.get(op.x) * op.factor,)
+
+
+def soft_cap(op: ops.SoftCap, step: ReferenceStep) -> Made:
+    return (op.cap * np.tanh(step.get(op.x) / op.cap),)
+
+
+def clip(op: ops.Clip, step: ReferenceStep) -> Made:
+    return (np.clip(step.get(op.x), -op.limit, op.limit),)
+
+
+def match_magnitude(op: family_ops.MatchMagnitude, step: ReferenceStep) -> Made:
+    own, its = (np.square(step.get(value)).mean(axis=1, keepdims=True) for value in (op.x, op.like))
+    return (step.get(op.x) * np.sqrt(its / np.maximum(own, op.least)),)
+
+
+def keep_largest(op: family_ops.KeepLargest, step: ReferenceStep) -> Made:
+    x = step.get(op.x)
+    cutoff = x.mean(axis=1, keepdims=True) + op.deviations * x.std(axis=1, keepdims=True)
+    return (np.maximum(x - cutoff, 0),)
+
+
+def mix(op: family_ops.Mix, step: ReferenceStep) -> Made:
+    xs, coefs = [step.get(x) for x in op.xs], step.get(op.coefs) + op.offset
+    made = []
+    for i, base in enumerate(op.bases):
+        total = step.get(base)
+        for k, x in enumerate(xs):
+            total = total + coefs[:, [i * len(xs) + k]] * x
+        made.append(total)
+    return tuple(made)
+
+
+def act(op: ops.Act, step: ReferenceStep) -> Made:
+    return (ACTIVATIONS[op.activation](step.get(op.x)),)
+
+
+def act_mul(op: ops.ActMul, step: ReferenceStep) -> Made:
+    made = gated(step.get(op.gate), step.get(op.up), op, step)
+    return (_predicted(op, made, step),)
+
+
+def gated(
+    gate: Floats, up: Floats, how: ops.ActMul | ops.Gate, step: ReferenceStep | None = None
+) -> Floats:
+    """Returns f(gate) * (up + up_offset), clamped first where the op says so."""
+    if how.clamp is not None:
+        gate, up = np.minimum(gate, how.clamp), np.clip(up, -how.clamp, how.clamp)
+    f = (
+        gate * sigmoid(how.alpha * gate)
+        if how.activation == "silu"
+        else ACTIVATIONS[how.activation](gate)
+    )
+    made = f * (up + how.up_offset)
+    if how.threshold and step is not None:
+        return np.where(_below(f, how.threshold, step), 0.0, made)
+    return made
+
+
+def sigmoid(x: Floats) -> Floats:
+    result: Floats = 1.0 / (1.0 + np.exp(-x))
+    return result
+
+
+def gelu(x: Floats) -> Floats:
+    erf = np.array([math.erf(value / math.sqrt(2.0)) for value in x.flat]).reshape(x.shape)
+    return 0.5 * x * (1.0 + erf)
+
+
+def gelu_tanh(x: Floats) -> Floats:
+    result: Floats = (
+        0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    )
+    return result
+
+
+def relu(x: Floats) -> Floats:
+    return np.maximum(x, 0.0)
+
+
+ACTIVATIONS: dict[ops.Activation, Callable[[Floats], Floats]] = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "relu2": lambda x: relu(x) ** 2,
+    "sigmoid": sigmoid,
+    "tanh": np.tanh,
+}
+
+
+# -- positions and the cache -----------------------------------------------------------------------
+
+
+def rope(op: ops.Rope, step: ReferenceStep) -> Made:
+    x = step.get(op.x).reshape(-1, op.num_heads, op.head_width)
+    axes = op.table.axes or (0,)
+    positions = np.stack([step.positions(axis) for axis in axes], axis=1)
+    angles, mscale = positions * np.array(op.table.inv_freq), np.array(op.table.mscale)
+    if op.table.long is not None:
+        long, is_long = op.table.long, positions >= op.table.long.start
+        angles = np.where(is_long, (positions - long.start) * np.array(long.inv_freq), angles)
+        mscale = np.where(is_long, long.mscale, mscale)
+    cos, sin = ((f(angles) * mscale)[:, None, :] for f in (np.cos, np.sin))
+    turning = x[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
+    half = op.rotary_dim // 2
+    first, second = (
+        (slice(0, half), slice(half, None))
+        if op.style == "half"
+        else (slice(0, None, 2), slice(1, None, 2))
+    )
+    out = x.copy()
+    turned = out[:, :, op.rotary_start : op.rotary_start + op.rotary_dim]
+    turned[:, :, first] = turning[:, :, first] * cos - turning[:, :, second] * sin
+    turned[:, :, second] = turning[:, :, second] * cos + turning[:, :, first] * sin
+    return (out.reshape(len(x), op.x.width),)
+
+
+def place_scores(op: family_ops.PlaceScores, step: ReferenceStep) -> Made:
+    table = place_table(op, lambda weight: step.weights[weight])
+    x = step.get(op.x).reshape(-1, op.num_heads, table.shape[2])
+    heads = [matvecs(rows, x[:, head]) for head, rows in enumerate(table)]
+    return (np.stack(heads, axis=1).reshape(len(x), op.out.width),)
+
+
+def foresee(op: ops.Foresee, step: ReferenceStep) -> Made:
+    """Does nothing: all weights are in memory."""
+    return ()
+
+
+def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
+    group = step.program.group_index(op.group)
+    arrays, slots = step.kv[group], step.batch.slots[group]
+    stored = slots >= 0
+    num_heads = step.program.groups[group].num_kv_heads
+    parts = [
+        step.get(part).reshape(len(slots), num_heads, part.width // num_heads)
+        for part in op.k_parts
+    ]
+    k = arrays.k[op.layer].reshape(-1, num_heads, arrays.k.shape[-1])
+    k[slots[stored]] = arrays.as_stored(np.concatenate(parts, axis=-1)[stored])
+    written = [k]
+    if op.v is not None:
+        v = arrays.v[op.layer].reshape(-1, num_heads, arrays.v.shape[-1])
+        written.append(v)
+        v[slots[stored]] = arrays.as_stored(
+            step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored]
+        )
+    if step.batch.copies is not None:
+        sources, targets = _copied_slots(slots, step.batch.copies, group)
+        for array in written:
+            array[targets] = array[sources]
+    return ()
+
+
+def _copied_slots(
+    slots: NDArray[np.int32], copies: KvCopies, group: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Returns the slots of one group that are copied, and those that they are copied to."""
+    sources = slots.repeat(np.diff(copies.starts))
+    copied = copies.slots[group] >= 0
+    return sources[copied], copies.slots[group][copied]
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+def route(op: expert_ops.Route, step: ReferenceStep) -> Made:
+    logits = step.get(op.logits)
+    scores = (
+        sigmoid(logits)
+        if op.score == "sigmoid"
+        else softmax(logits)
+        if op.score == "softmax"
+        else logits
+    )
+    choice = scores if op.bias is None else scores + step.weights[op.bias]
+    if op.num_groups > 1:
+        choice = _best_groups(choice, op)
+    ids = largest(choice, op.top_k)
+    weights = np.take_along_axis(scores, ids, axis=1)
+    if op.score == "softmax_top_k":
+        weights = softmax(weights)
+    elif op.score == "sigmoid_top_k":
+        weights = sigmoid(weights)
+    elif op.score == "sparsemixer":
+        weights = _mixed(logits, ids, op.jitter)
+    if op.normalize:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    rows, weights = np.repeat(step.get(op.x), op.top_k, axis=0), weights * op.scale
+    if op.scales_rows:
+        rows, weights = rows * weights.reshape(-1, 1), np.ones_like(weights)
+    return rows, ids.astype(np.int32), weights
+
+
+def _mixed(logits: Floats, ids: NDArray[np.intp], jitter: float) -> Floats:
+    """Returns the weight of each chosen expert among those that it leaves and that come near it."""
+    left, weights = logits.copy(), np.empty(ids.shape, logits.dtype)
+    for j in range(ids.shape[1]):
+        chosen = ids[:, j : j + 1]
+        best = np.take_along_axis(logits, chosen, axis=1)
+        far = best - logits > 2 * jitter * np.maximum(np.abs(logits), best)
+        gates = softmax(np.where(far, -np.inf, left))
+        weights[:, j : j + 1] = np.take_along_axis(gates, chosen, axis=1)
+        np.put_along_axis(left, chosen, -np.inf, axis=1)
+    return weights
+
+
+def _best_groups(choice: Floats, op: expert_ops.Route) -> Floats:
+    """Sets the experts outside the best groups to -inf."""
+    groups = choice.reshape(len(choice), op.num_groups, choice.shape[1] // op.num_groups)
+    ranked = 2 if op.group_rank == "two_best" else 1
+    rank = np.sort(groups, axis=-1)[:, :, -ranked:].sum(axis=-1)
+    keep = np.zeros(rank.shape, np.bool_)
+    np.put_along_axis(keep, largest(rank, op.top_groups), True, axis=1)
+    return np.where(keep[:, :, None], groups, -np.inf).reshape(choice.shape)
+
+
+def largest(x: Floats, count: int) -> NDArray[np.intp]:
+    """Returns the columns of each row's `count` largest, best first; of equals the lower column."""
+    return np.argsort(-x, axis=1, kind="stable")[:, :count]
+
+
+def softmax(x: Floats) -> Floats:
+    """Returns the softmax over the last axis."""
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    result: Floats = e / e.sum(axis=-1, keepdims=True)
+    return result
+
+
+def grouped_linear(op: expert_ops.GroupedLinear, step: ReferenceStep) -> Made:
+    x, experts = step.get(op.x), step.get(op.ids).reshape(-1)
+
+    def product(weight: Weight, bias: Weight | None) -> Floats:
+        matrices = step.weights[weight]
+        y = np.zeros((len(x), op.out.width))
+        for at in np.flatnonzero(experts >= 0):
+            y[at] = matrices[experts[at]] @ x[at]
+        return y if bias is None else y + step.weights[bias][experts]
+
+    y = product(op.weight, op.bias)
+    if op.up is None or op.gate is None:
+        return (y,)
+    return (gated(y, product(op.up, op.up_bias), op.gate),)
+
+
+def dispatch(op: rank_ops.Dispatch, step: ReferenceStep) -> Made:
+    ids = step.get(op.ids)
+    others: Made = ()
+    if op.rows is not None:
+        ids = np.concatenate(_of_engines(step, ids, op.num_engines))
+        others = (np.concatenate(_of_engines(step, step.get(op.rows), op.num_engines)),)
+    return (np.where((op.first <= ids) & (ids < op.last), ids - op.first, -1), *others)
+
+
+def collect(op: rank_ops.Collect, step: ReferenceStep) -> Made:
+    own = step.get(op.ids)
+    ids = [own] if op.num_engines == 1 else _of_engines(step, own, op.num_engines)
+    parts = np.stack(step.exchange(step.get(op.x)))
+    owners = np.searchsorted(op.firsts, np.concatenate(ids).reshape(-1), side="right") - 1
+    rows = parts[owners, np.arange(len(owners))]
+    engine = next(at for at, one in enumerate(ids) if one is own)
+    first = sum(one.size for one in ids[:engine])
+    return (rows[first : first + own.size],)
+
+
+def _of_engines(step: ReferenceStep, x: NDArray, num_engines: int) -> list[NDArray]:
+    """Returns each engine's x, which its ranks have alike; this rank's own object among them."""
+    parts = step.exchange(x)
+    ranks = len(parts) // num_engines
+    return [
+        next((part for part in parts[at : at + ranks] if part is x), parts[at])
+        for at in range(0, len(parts), ranks)
+    ]
+
+
+def combine(op: expert_ops.Combine, step: ReferenceStep) -> Made:
+    weights = step.get(op.weights_value)
+    x = step.get(op.x).reshape(*weights.shape, op.out.width)
+    total = weights[:, 0, None] * x[:, 0]
+    for j in range(1, weights.shape[1]):
+        total = total + weights[:, j, None] * x[:, j]
+    return (total,)
+
+
+# -- rows chosen -----------------------------------------------------------------------------------
+
+
+def gather_rows(op: ops.GatherRows, step: ReferenceStep) -> Made:
+    return (step.get(op.x)[step.batch.sample_rows],)
+
+
+def scatter_rows(op: ops.ScatterRows, step: ReferenceStep) -> Made:
+    batch = step.batch
+    out = (
+        np.zeros((len(batch.token_ids), op.out.width))
+        if op.base is None
+        else step.get(op.base).copy()
+    )
+    if batch.given is not None and batch.given_rows is not None:
+        taken = batch.given_rows >= 0
+        out[taken] = batch.given[batch.given_rows[taken]]
+    return (out,)
+
+
+def pool_rows(op: ops.PoolRows, step: ReferenceStep) -> Made:
+    x = step.get(op.x)
+    pooled = np.zeros((len(step.batch.query_starts) - 1, op.out.width))
+    for request, (a, b) in enumerate(pairwise(step.batch.query_starts)):
+        if a < b:
+            pooled[request] = {"last": x[b - 1], "cls": x[a], "mean": x[a:b].mean(axis=0)}[op.mode]
+    return (pooled,)
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def all_reduce(op: rank_ops.AllReduce, step: ReferenceStep) -> Made:
+    first, *rest = step.exchange(step.get(op.x))
+    for part in rest:
+        first = first + part
+    return (first,)
+
+
+def all_gather(op: rank_ops.AllGather, step: ReferenceStep) -> Made:
+    return (np.concatenate(step.exchange(step.get(op.x)), axis=1),)
+
+
+ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
+    ops.Embedding: embedding,
+    ops.RmsNorm: rms_norm,
+    ops.LayerNorm: layer_norm,
+    ops.Linear: linear,
+    ops.Add: add,
+    ops.Mul: mul,
+    ops.Scale: scale,
+    ops.SoftCap: soft_cap,
+    ops.Clip: clip,
+    family_ops.MatchMagnitude: match_magnitude,
+    family_ops.KeepLargest: keep_largest,
+    family_ops.Mix: mix,
+    family_ops.PlaceScores: place_scores,
+    ops.Act: act,
+    ops.ActMul: act_mul,
+    ops.Rope: rope,
+    ops.KvWrite: kv_write,
+    ops.Foresee: foresee,
+    expert_ops.Route: route,
+    expert_ops.GroupedLinear: grouped_linear,
+    rank_ops.Dispatch: dispatch,
+    rank_ops.Collect: collect,
+    expert_ops.Combine: combine,
+    ops.GatherRows: gather_rows,
+    ops.PoolRows: pool_rows,
+    ops.ScatterRows: scatter_rows,
+    rank_ops.AllReduce: all_reduce,
+    rank_ops.AllGather: all_gather,
+}

@@ -1,0 +1,184 @@
+"""Adapters on a PyTorch device: the updates of products' rows, and of a table's, by slot.
+
+Sums are in fp32 and rounded once. Rows of one adapter go through its matrices together; rows
+without one are left as they are. A step of one row alone has bits of its own row only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.executor.base import PackedAdapter
+from octavo.executor.torch.weights.device_weight import to_device
+from octavo.program import ops
+from octavo.program.low_rank import LowRank, Site, Updates
+from octavo.program.program import Op, Program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchUpdate:
+    """A LowRank of tensors, of some columns of an op's product or of a table."""
+
+    start: int
+    """First of the product's columns."""
+    end: int
+    a: Tensor
+    b: Tensor
+    scales: Tensor
+    gain: Tensor | None
+    bias: Tensor | None
+
+    def on(self, device: torch.device) -> TorchUpdate:
+        """Returns the same update with its numbers on a device."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return TorchUpdate(
+            self.start,
+            self.end,
+            self.a.to(device),
+            self.b.to(device),
+            self.scales.to(device),
+            gain=moved(self.gain),
+            bias=moved(self.bias),
+        )
+
+    def change(self, y: Tensor, base_bias: Tensor | None, h: Tensor) -> Tensor:
+        """Returns y `[rows, out]` with the update, given A x `[rows, r]`, all in fp32.
+        `base_bias` is in y and no part of what the gain is of.
+        """
+        added = (self.scales * h) @ self.b.float().T
+        if self.gain is None:
+            y = y + added
+        elif base_bias is None:
+            y = (y + added) * self.gain
+        else:
+            y = (y - base_bias + added) * self.gain + base_bias
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.a, self.b, self.scales, self.gain, self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+OpUpdates = Mapping[int, tuple[TorchUpdate, ...]]
+"""The updates of one adapter by the identity of the op that they change."""
+
+
+class TorchAdapters:
+    """The adapters of a Program by slot. Implements `base.AdapterSlots`."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self.by_slot: dict[int, OpUpdates] = {}
+        self._device = device
+        self._places = {id(op): _places(op) for op in program.ops if _places(op)}
+
+    def pack(self, updates: Updates) -> PackedAdapter:
+        parts: dict[int, tuple[TorchUpdate, ...]] = {}
+        for op, places in self._places.items():
+            found = tuple(
+                _packed(updates[site], start, end) for site, start, end in places if site in updates
+            )
+            if found:
+                parts[op] = found
+        num_bytes = sum(update.num_bytes for some in parts.values() for update in some)
+        return PackedAdapter(num_bytes, parts)
+
+    def put(self, slot: int, adapter: PackedAdapter) -> None:
+        self.by_slot[slot] = {
+            op: tuple(update.on(self._device) for update in updates)
+            for op, updates in adapter.parts.items()
+        }
+
+    def drop(self, slot: int) -> None:
+        self.by_slot.pop(slot, None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            update.num_bytes
+            for updates in self.by_slot.values()
+            for some in updates.values()
+            for update in some
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The adapters of one step's rows."""
+
+    by_slot: Mapping[int, OpUpdates]
+    slots: tuple[int, ...]
+    """Slots that rows of the step have."""
+
+    @staticmethod
+    def of(adapters: TorchAdapters, rows: NDArray[np.int32] | None) -> StepAdapters | None:
+        """Returns the adapters of rows `[T]`; None where no row has one."""
+        if rows is None:
+            return None
+        slots = tuple(int(slot) for slot in np.unique(rows) if slot >= 0)
+        return StepAdapters(adapters.by_slot, slots) if slots else None
+
+    def product(
+        self, op: ops.Linear, x: Tensor, y: Tensor, rows: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Returns the product y `[T, out]` of x `[T, in]` with the updates of the adapters in the
+        slots `rows [T]`.
+        """
+        for slot in self.slots:
+            for update in self.by_slot[slot].get(id(op), ()):
+                at = (rows == slot).nonzero()[:, 0]
+                columns = slice(update.start, update.end)
+                h = x[at].float() @ update.a.float().T
+                base_bias = None if bias is None else bias[columns].float()
+                changed = update.change(y[at, columns].float(), base_bias, h)
+                y[at, columns] = changed.to(y.dtype)
+        return y
+
+    def table(self, op: ops.Embedding, ids: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+        """Returns the rows y `[T, W]` of a table, in fp32, with the updates of the ids' rows."""
+        for slot in self.slots:
+            for update in self.by_slot[slot].get(id(op), ()):
+                at = (rows == slot).nonzero()[:, 0]
+                h = update.a[ids[at]].float() * op.scale
+                y[at] = update.change(y[at], None, h)
+        return y
+
+
+def _places(op: Op) -> list[tuple[Site, int, int]]:
+    """Returns the sites of an op, each with its first column and one past its last."""
+    if isinstance(op, ops.Embedding):
+        return [((op.site, op.table), 0, op.table.shape[1])] if op.site else []
+    if not isinstance(op, ops.Linear) or not op.sites:
+        return []
+    found, start = [], 0
+    for site, weight in zip(op.sites, op.weights_, strict=True):
+        end = start + weight.shape[0]
+        found.append(((site, weight), start, end))
+        start = end
+    return found
+
+
+def _packed(update: LowRank, start: int, end: int) -> TorchUpdate:
+    host = torch.device("cpu")
+
+    def tensor(array: NDArray | None) -> Tensor | None:
+        return None if array is None else to_device(array, host)
+
+    return TorchUpdate(
+        start,
+        end,
+        to_device(update.a, host),
+        to_device(update.b, host),
+        to_device(update.scales.astype(np.float32), host),
+        gain=tensor(update.gain),
+        bias=tensor(update.bias),
+    )

@@ -1,0 +1,90 @@
+"""Which kernels compute attention: by the option `attention_backend`, the device, and what the
+kernels refuse of a Program.
+
+The one place that knows all sets of kernels; Triton and FlashInfer are imported when they are
+chosen, and never before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from octavo.api.errors import BackendUnavailable
+from octavo.executor.base import BackendOptions
+from octavo.executor.torch.attention.call import AttentionKernels
+from octavo.executor.torch.attention.flashinfer import flashinfer_on
+from octavo.executor.torch.attention.sdpa import Sdpa
+from octavo.executor.torch.triton.device import is_interpreted
+from octavo.executor.torch.triton.device import refusal as triton_refusal
+from octavo.program import ops
+from octavo.program.program import Program
+
+logger = logging.getLogger(__name__)
+
+
+def _triton_on(options: BackendOptions, device: torch.device) -> AttentionKernels:
+    if refused := triton_refusal(device):
+        why, hint = refused
+        raise BackendUnavailable(f"attention_backend: got 'triton', but {why}", hint=hint)
+    from octavo.executor.torch.triton.attention import TritonAttention
+    from octavo.executor.torch.triton.fit import shared_bytes
+
+    return TritonAttention(
+        device,
+        fixed_tiles=options.batch_invariant,
+        share_prefixes=options.shared_prefix_attention,
+        shared_bytes=None if is_interpreted() else shared_bytes(device),
+    )
+
+
+MAKERS: dict[str, Callable[[BackendOptions, torch.device], AttentionKernels]] = {
+    "triton": _triton_on,
+    "sdpa": lambda options, device: Sdpa(),
+    "flashinfer": lambda options, device: flashinfer_on(device),
+}
+"""Makers of kernels by the value of `attention_backend`; each raises BackendUnavailable where its
+kernels cannot run."""
+
+
+def choose_attention(options: BackendOptions, device: torch.device) -> tuple[AttentionKernels, ...]:
+    """Returns the kernels to try, in order. "auto" on CUDA is triton where it runs, then sdpa for
+    what triton refuses; elsewhere it is sdpa.
+    """
+    if options.attention_backend != "auto":
+        return (MAKERS[options.attention_backend](options, device),)
+    sdpa = MAKERS["sdpa"](options, device)
+    if device.type != "cuda":
+        return (sdpa,)
+    try:
+        return MAKERS["triton"](options, device), sdpa
+    except BackendUnavailable as error:
+        logger.warning("attention is computed with sdpa: %s", error.message)
+        return (sdpa,)
+
+
+def first_that_computes(
+    choices: Sequence[AttentionKernels], program: Program, kv_dtype: torch.dtype
+) -> AttentionKernels:
+    """Returns the first kernels that compute all of a Program's attention, and logs why earlier
+    ones do not. Raises BackendUnavailable with every reason where none does.
+    """
+    refused: list[str] = []
+    for choice in choices:
+        calls = [op for op in program.ops if isinstance(op, ops.Attention | ops.MlaAttention)]
+        reasons = {why for op in calls if (why := choice.refusal(op, kv_dtype)) is not None}
+        if not reasons:
+            if refused:
+                logger.warning(
+                    "attention of the %s is computed with %s, for %s",
+                    program.name,
+                    choice.name,
+                    "; ".join(refused),
+                )
+            return choice
+        refused.append(f"{choice.name}: {', '.join(sorted(reasons))}")
+    raise BackendUnavailable(
+        f"the torch backend cannot run attention with {'; '.join(refused)} (in {program.name})"
+    )

@@ -1,0 +1,98 @@
+"""Rows of a step by request, and the keys they see: worked out on the host, once a step and kind of
+mask.
+
+Requests of one row (decode) are computed together. Requests of several rows (prefill, drafts) are
+computed one by one, each from its first visible key to its last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.torch.streams import on_device
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows start .. stop - 1 of one request, and the keys first_key .. last_key - 1 they see."""
+
+    request: int
+    start: int
+    stop: int
+    first_key: int
+    last_key: int
+
+    @property
+    def blocks(self) -> slice:
+        """Entries of the request's block table that hold its visible keys."""
+        return slice(self.first_key // BLOCK_SIZE, -(-self.last_key // BLOCK_SIZE))
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRows:
+    """A step's rows, by requests of one row (`singles`) and of several (`spans`)."""
+
+    spans: tuple[Span, ...]
+    num_singles: int
+    first_block: int = 0
+    """First entry of a block table that any single row reads."""
+    last_block: int = 0
+    """End of the entries of a block table that any single row reads."""
+    singles: Tensor | None = None
+    """Requests that have one row, `[n] int64` on the device; None where every row of the step is
+    such a request, in order."""
+    rows: Tensor | None = None
+    """Rows of `singles`, `[n] int64` on the device; None where `singles` is."""
+
+
+def query_rows_of(
+    batch: StepBatch,
+    group: int,
+    *,
+    full: bool,
+    window: int | None,
+    chunks: bool = False,
+    device: torch.device,
+) -> QueryRows:
+    starts = batch.query_starts
+    context, places = batch.context_lens[group], batch.places
+    num_rows = np.diff(starts)
+    singles = np.flatnonzero((num_rows == 1) & (context > 0))
+    firsts = first_keys(places[starts[:-1][singles]], window, chunks=chunks)
+    spans = [
+        _span(batch, group, int(r), full=full, window=window, chunks=chunks)
+        for r in np.flatnonzero((num_rows > 1) & (context > 0))
+    ]
+    first_block = max(0, int(firsts.min(initial=1 << 30))) // BLOCK_SIZE if len(singles) else 0
+    last_block = -(-int(context[singles].max(initial=0)) // BLOCK_SIZE)
+    if len(singles) == len(num_rows) == len(batch.token_ids):
+        return QueryRows((), len(singles), first_block, last_block)
+    at = on_device(np.stack([singles, starts[:-1][singles]]).astype(np.int64), device)
+    return QueryRows(tuple(spans), len(singles), first_block, last_block, at[0], at[1])
+
+
+def first_keys(places: NDArray[np.int32], window: int | None, *, chunks: bool) -> NDArray[np.int32]:
+    """Returns the first key that each row sees, below 0 where all before it are seen."""
+    if window is None:
+        return np.zeros_like(places)
+    firsts: NDArray[np.int32] = places - places % window if chunks else places + 1 - window
+    return firsts
+
+
+def _span(
+    batch: StepBatch, group: int, request: int, *, full: bool, window: int | None, chunks: bool
+) -> Span:
+    start, stop = int(batch.query_starts[request]), int(batch.query_starts[request + 1])
+    context = int(batch.context_lens[group, request])
+    last = int(batch.places[stop - 1]) + 1
+    if batch.limits is not None:
+        last = int(batch.limits[start:stop].max())
+    first = max(0, int(first_keys(batch.places[start : start + 1], window, chunks=chunks)[0]))
+    return Span(request, start, stop, first, context if full else min(last, context))

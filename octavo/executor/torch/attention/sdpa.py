@@ -1,0 +1,185 @@
+"""Attention in plain torch, on any device: keys are gathered through the block tables, then
+multiplied by PyTorch's scaled dot product attention.
+
+Where a call has a soft cap, sinks or a bias, the formula is computed in fp32 instead. At most
+`MOST_SCORES` scores are in memory at a time. Computes every call, whatever its attributes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.torch.attention.call import AttentionCall, StepArraysMaker
+from octavo.executor.torch.attention.query_rows import Span
+from octavo.program.program import Op, Program
+
+MOST_SCORES = 1 << 26
+"""Upper bound on the scores computed at a time."""
+
+
+class Sdpa:
+    """PyTorch's scaled dot product attention. Implements `AttentionKernels`."""
+
+    name = "sdpa"
+    for_graphs = False
+    is_invariant = False
+    rope_write = None
+
+    def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
+        return 0
+
+    def arrays_of(self, program: Program) -> StepArraysMaker:
+        return lambda batch, *, fixed: {}
+
+    def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
+        return None
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return _attend(call)
+
+
+class _Keys(NamedTuple):
+    """The keys of rows that are the only ones of their requests."""
+
+    places: Tensor
+    """Places of the rows, `[R]`."""
+    tables: Tensor
+    context_lens: Tensor
+    limits: Tensor | None
+    """One past the last key that each row sees, `[R]`; None: its place + 1."""
+
+
+def _attend(call: AttentionCall) -> Tensor:
+    rows = call.rows
+    keys = _Keys(call.places, call.block_tables, call.context_lens, call.limits)
+    if rows.singles is None and not rows.spans:
+        return _decode(call, call.q, keys)
+    out = torch.zeros(
+        len(call.q), call.q.shape[1], call.v_width, dtype=call.q.dtype, device=call.q.device
+    )
+    if rows.num_singles:
+        assert rows.singles is not None and rows.rows is not None
+        keys = _Keys(
+            call.places[rows.rows],
+            call.block_tables[rows.singles],
+            call.context_lens[rows.singles],
+            None if call.limits is None else call.limits[rows.rows],
+        )
+        out[rows.rows] = _decode(call, call.q[rows.rows], keys)
+    for span in rows.spans:
+        out[span.start : span.stop] = _prefill(call, span)
+    return out
+
+
+def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
+    """Computes requests of one row, `q [R, H, Dk]`, all over as many blocks as the longest."""
+    places, tables, context_lens, limits = rows
+    first, last = call.rows.first_block, call.rows.last_block
+    at_once = max(1, MOST_SCORES // max(1, (last - first) * BLOCK_SIZE * q.shape[1] * 4))
+    made = []
+    for start in range(0, len(q), at_once):
+        part = slice(start, start + at_once)
+        keys = torch.arange(first * BLOCK_SIZE, last * BLOCK_SIZE, device=q.device)
+        at, limit = places[part, None], context_lens[part, None]
+        own = at + 1 if limits is None else limits[part, None]
+        seen = (keys < limit) if call.full else (keys < limit) & (keys < own)
+        if call.window is not None:
+            seen = seen & (keys >= _first_keys(at, call.window, chunks=call.chunks))
+        k, v = _gather(call, tables[part, first:last], seen)
+        bias = None if call.bias is None else call.bias.make(keys[None], at)
+        made.append(_product(call, q[part, None], (k, v), seen[:, None], bias)[:, 0])
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _prefill(call: AttentionCall, span: Span) -> Tensor:
+    """Computes the rows of one request, `[t, H, v_width]`."""
+    blocks = span.blocks
+    keys = torch.arange(blocks.start * BLOCK_SIZE, blocks.stop * BLOCK_SIZE, device=call.q.device)
+    within = ((keys >= span.first_key) & (keys < span.last_key))[None]
+    k, v = _gather(call, call.block_tables[span.request : span.request + 1, blocks], within)
+    at_once = max(1, MOST_SCORES // (len(keys) * call.q.shape[1]))
+    made = []
+    for start in range(span.start, span.stop, at_once):
+        part = slice(start, min(start + at_once, span.stop))
+        at = call.places[part]
+        own = at + 1 if call.limits is None else call.limits[part]
+        seen = within if call.full else within & (keys < own[:, None])
+        if call.window is not None:
+            seen = seen & (keys >= _first_keys(at, call.window, chunks=call.chunks)[:, None])
+        bias = None if call.bias is None else call.bias.make(keys[None], at[None])
+        seen = seen.expand(len(at), len(keys))
+        made.append(_product(call, call.q[None, part], (k, v), seen[None], bias)[0])
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _first_keys(places: Tensor, window: int, *, chunks: bool) -> Tensor:
+    """Returns the first key that each row sees."""
+    return places - places % window if chunks else places + 1 - window
+
+
+def _gather(call: AttentionCall, tables: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values `[N, n, K, width]` of `tables [N, B]`, with zeros where `seen [N, n]`
+    is False: unused slots may hold NaN, which a weight of 0 would not remove.
+    """
+    k, v = (
+        stored.read(tables).masked_fill(~seen[:, :, None, None], 0) for stored in (call.k, call.v)
+    )
+    return (k, v) if call.expand is None else call.expand(k, v)
+
+
+def _product(
+    call: AttentionCall, q: Tensor, kv: tuple[Tensor, Tensor], seen: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Computes `[N, M, H, Dv]` in q's dtype from `q [N, M, H, Dk]`, keys and values
+    `kv [N, n, K, Dk]` and `[N, n, K, Dv]`, and `seen [N, M, n]`. The query heads of one KV head are
+    rows of one product.
+    """
+    num, rows, heads, _ = q.shape
+    kv_heads = kv[0].shape[2]
+    share = heads // kv_heads
+    kind = torch.promote_types(q.dtype, kv[0].dtype)
+    queries = (
+        q.view(num, rows, kv_heads, share, -1)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(num, kv_heads, share * rows, -1)
+        .to(kind)
+    )
+    k, v = (part.transpose(1, 2).to(kind) for part in kv)
+    mask = seen[:, None].repeat(1, 1, share, 1)
+    if call.softcap is None and call.sinks is None and bias is None:
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=call.scale)
+    else:
+        weights = _weights(call, queries, k, mask, bias)
+        out = weights @ v.float()
+    out = out.view(num, kv_heads, share, rows, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(num, rows, heads, -1).to(q.dtype)
+
+
+def _weights(
+    call: AttentionCall, q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Returns each key's weight `[N, K, H / K * M, n] fp32` for `q [N, K, H / K * M, Dk]`."""
+    num, kv_heads, _, _ = q.shape
+    scores = (q.float() * call.scale) @ k.float().transpose(-1, -2)
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if bias is not None:
+        scores = scores + bias.expand(num, *bias.shape[1:]).reshape(scores.shape)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    if call.sinks is not None:
+        sinks = call.sinks.view(1, kv_heads, -1, 1).expand(
+            num, -1, -1, scores.shape[2] // (call.sinks.numel() // kv_heads)
+        )
+        sinks = sinks.reshape(num, kv_heads, -1, 1)
+        top = torch.maximum(top, sinks)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    if call.sinks is not None:
+        total = total + torch.exp(sinks - top)
+    return weights / total

@@ -1,0 +1,299 @@
+"""The torch backend: Programs on any device PyTorch has, computed in fp32, bf16 or fp16.
+
+Owns the choice of device and precision, the weights on the device and the layout of the KV cache.
+Imported by the factory in `wiring/model.py` only, once `executor/devices.py` has found PyTorch;
+nothing here or below needs the compiled extension.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Sequence
+
+import torch
+
+from octavo.api.errors import BackendUnavailable, ConfigError
+from octavo.executor.base import (
+    BackendOptions,
+    Ceilings,
+    DeviceMemory,
+    Footprint,
+    FormatOf,
+    LoadWeight,
+)
+from octavo.executor.kv import BLOCK_SIZE, KvLayout
+from octavo.executor.rank_grid import ALONE
+from octavo.executor.torch.attention.call import AttentionKernels
+from octavo.executor.torch.attention.choose import choose_attention, first_that_computes
+from octavo.executor.torch.check import check_program
+from octavo.executor.torch.footprint import TorchFootprint, graphs_footprint, torch_footprint
+from octavo.executor.torch.graphs import CudaGraphs, sizes_up_to
+from octavo.executor.torch.invariant import kernels_suffice
+from octavo.executor.torch.kernels import choose_kernels
+from octavo.executor.torch.kv_cache import TorchKvCache, layout_of
+from octavo.executor.torch.memory import CudaMemory, blocks_of, largest_step
+from octavo.executor.torch.program import Runtime, TorchProgram
+from octavo.executor.torch.ranks import TorchRanks
+from octavo.executor.torch.rates import measured_ceilings
+from octavo.executor.torch.step import staging_bytes
+from octavo.executor.torch.weights.fp8 import E4M3
+from octavo.executor.torch.weights.program_weights import load_weights
+from octavo.program import expert_ops, ops
+from octavo.program.passes.optimize import optimize
+from octavo.program.program import Program, Weight
+from octavo.quant.packed import PackedWeight
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES_OF_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": E4M3}
+
+logger = logging.getLogger(__name__)
+
+LEAST_BF16_CAPABILITY = (8, 0)
+"""First compute capability with bf16 products; older GPUs compute bf16 in fp32."""
+
+
+class TorchBackend:
+    """The torch backend on one device. Implements `base.Backend`."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        options: BackendOptions,
+        device: str = "cpu",
+        ranks: TorchRanks | None = None,
+        attention: tuple[AttentionKernels, ...] | None = None,
+    ) -> None:
+        """`device` is what `devices.choose_device` returns, or one of several; `ranks` are given
+        where several share a Program; `attention` is what the first fitting kernels are taken from,
+        by default what the options name.
+        """
+        if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
+            raise BackendUnavailable(
+                f"kv_cache_dtype: the torch backend has {', '.join(KV_DTYPES)}, got"
+                f" {options.kv_cache_dtype}"
+            )
+        self.options = options
+        self.device = torch.device(device)
+        self.ranks = ranks
+        self._attention = attention or choose_attention(options, self.device)
+        self._kernels = choose_kernels(
+            options.torch_kernels, self.device, fixed_tiles=options.batch_invariant
+        )
+        kernels = " or ".join(choice.name for choice in self._attention)
+        self.numerics = (
+            f"torch {torch.__version__} on {self.device_name}, attention with {kernels}, kernels"
+            f" {self._kernels.name}"
+        )
+        self._uncaptured: list[tuple[TorchProgram, tuple[int, ...]]] = []
+        """Programs whose decode steps of these sizes become graphs once there is a KV cache."""
+        self._memory = (
+            CudaMemory(self.device, options.gpu_memory_utilization)
+            if self.device.type == "cuda"
+            else None
+        )
+
+    @property
+    def device_name(self) -> str:
+        return (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"CPU ({platform.machine()})"
+        )
+
+    def check(self, program: Program, format_of: FormatOf) -> None:
+        """Refuses an op, a cache group, a format, or K and V that no kernels of attention take."""
+        optimized = optimize(program)
+        self._check(optimized)
+        dtype = self._footprint(optimized, format_of).dtype
+        first_that_computes(self._attention, optimized, self._kv_dtype(dtype))
+
+    def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
+        optimized, once = optimize(program), _FirstWeightKept(load)
+        self._check(optimized)
+        dtype = DTYPES.get(self.options.dtype) or self._dtype_of_products(optimized, once.load)
+        attention = first_that_computes(self._attention, optimized, self._kv_dtype(dtype))
+        weights = load_weights(optimized, once.load, self.device, dtype)
+        runtime = self._runtime(optimized, dtype, attention)
+        prepared = TorchProgram(optimized, weights, runtime, self._kv_layouts(optimized, dtype))
+        if self._memory is not None:
+            self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
+            self._plan_graphs(prepared, runtime, self._memory)
+        return prepared
+
+    def _check(self, optimized: Program) -> None:
+        check_program(
+            optimized,
+            grid=ALONE if self.ranks is None else self.ranks.grid,
+            batch_invariant=self.options.batch_invariant,
+        )
+
+    def _runtime(
+        self, optimized: Program, dtype: torch.dtype, attention: AttentionKernels
+    ) -> Runtime:
+        options = self.options
+        whole_steps = kernels_suffice(optimized, self._kernels, attention, self.device)
+        return Runtime(
+            device=self.device,
+            dtype=dtype,
+            attention=attention,
+            kernels=self._kernels,
+            batch_invariant=options.batch_invariant,
+            rows_alone=options.batch_invariant and not whole_steps,
+            num_threads=self._num_threads,
+            staging_bytes=staging_bytes(options, len(optimized.groups)),
+            max_rows=options.max_rows,
+            ranks=self.ranks,
+        )
+
+    def _plan_graphs(self, prepared: TorchProgram, runtime: Runtime, memory: CudaMemory) -> None:
+        """Reserves the memory of captured steps, or says why there will be none."""
+        program, dtype = prepared.program, runtime.dtype
+        if sizes := self.graph_sizes(program, dtype):
+            states = runtime.attention.graph_bytes(program, max(sizes), self.options.max_context)
+            memory.reserve("graphs", graphs_footprint(program, sizes, dtype) + states)
+            self._uncaptured.append((prepared, sizes))
+        elif self._wants_graphs(program) and (why := self.against_graphs(program, dtype)):
+            logger.warning(
+                "decode steps of the %s are not captured as graphs: %s", program.name, why
+            )
+
+    @property
+    def computes_apart(self) -> bool:
+        return self.device.type == "cuda"
+
+    def graph_sizes(self, program: Program, dtype: torch.dtype) -> tuple[int, ...]:
+        """Returns the numbers of requests whose decode steps are captured; () where none can or
+        should be.
+        """
+        if not self._wants_graphs(program) or self.against_graphs(program, dtype):
+            return ()
+        most, expert_rows = self.options.max_requests, self._kernels.captured_rows
+        most_experts = max(
+            (op.top_k for op in program.ops if isinstance(op, expert_ops.Route)), default=0
+        )
+        if most_experts and expert_rows is not None:
+            most = min(most, expert_rows // most_experts)
+        return sizes_up_to(most)
+
+    def against_graphs(self, program: Program, dtype: torch.dtype) -> str:
+        """Says which option keeps decode steps from being captured, or "" where none does."""
+        if self.ranks is not None:
+            return "not with several ranks (tensor_parallel_size)"
+        if self.options.batch_invariant:
+            return "not with batch_invariant"
+        attention = first_that_computes(self._attention, program, self._kv_dtype(dtype))
+        return (
+            ""
+            if attention.for_graphs
+            else f"not with the attention of {attention.name}, which reads lengths on the host"
+        )
+
+    def _wants_graphs(self, program: Program) -> bool:
+        return (
+            self.device.type == "cuda"
+            and not self.options.enforce_eager
+            and "logits" in program.outputs
+        )
+
+    def run_largest_step(self, prepared: TorchProgram) -> None:
+        """Runs a Program's largest step over a KV cache of its own, which is freed at once."""
+        layouts = prepared.kv_layouts
+        batch = largest_step(self.options, len(layouts), prepared.program.vocab_size)
+        prepared.run(batch, self._cache(layouts, [blocks_of(batch)] * len(layouts)))
+
+    def memory(self) -> DeviceMemory | None:
+        return None if self._memory is None else self._memory.now()
+
+    def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
+        found = self._footprint(optimize(program), format_of)
+        layouts = self._kv_layouts(program, found.dtype)
+        return Footprint(found.weight_bytes, found.step_bytes, layouts, found.code)
+
+    def _footprint(self, optimized: Program, format_of: FormatOf) -> TorchFootprint:
+        return torch_footprint(
+            optimized,
+            format_of,
+            self.options.max_tokens,
+            DTYPES.get(self.options.dtype),
+            self.packed_dtype,
+        )
+
+    def measure(self, num_bytes: int, footprint: Footprint) -> Ceilings:
+        return measured_ceilings(
+            num_bytes, DTYPES_OF_CODES.get(footprint.code, self.packed_dtype), self.device
+        )
+
+    def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
+        """Makes the KV cache, then captures graphs over it, which hold its addresses."""
+        kv = self._cache(layouts, num_blocks)
+        width = -(-self.options.max_context // BLOCK_SIZE)
+        for prepared, sizes in self._uncaptured:
+            if prepared.kv_layouts == tuple(layouts):
+                prepared.capture(kv, sizes, width, CudaGraphs())
+        return kv
+
+    def _cache(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
+        try:
+            return TorchKvCache(layouts, num_blocks, self.device)
+        except (MemoryError, RuntimeError) as error:
+            needed = sum(
+                layout.block_bytes * count
+                for layout, count in zip(layouts, num_blocks, strict=True)
+            )
+            raise ConfigError(
+                f"the KV cache needs {needed} bytes, which the device does not give: {error}"
+            ) from None
+
+    def close(self) -> None:
+        """Does nothing: memory is freed with the tensors."""
+
+    @property
+    def _num_threads(self) -> int | None:
+        return self.options.num_threads if self.device.type == "cpu" else None
+
+    @property
+    def packed_dtype(self) -> torch.dtype:
+        """Type in which products with packed weights are computed where the options name none."""
+        if self.device.type != "cuda":
+            return torch.float32
+        return (
+            torch.bfloat16
+            if torch.cuda.get_device_capability(self.device) >= LEAST_BF16_CAPABILITY
+            else torch.float16
+        )
+
+    def _kv_layouts(self, program: Program, dtype: torch.dtype) -> tuple[KvLayout, ...]:
+        return tuple(layout_of(group, self._kv_dtype(dtype)) for group in program.groups)
+
+    def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type of K and V: what the options say, or `dtype`, that of Values."""
+        return KV_DTYPES.get(self.options.kv_cache_dtype, dtype)
+
+    def _dtype_of_products(self, program: Program, load: LoadWeight) -> torch.dtype:
+        """Returns the type of products where the options say "auto": that of the first product's
+        weight in the file, which stands for all.
+        """
+        first = next((op.weights_[0] for op in program.ops if isinstance(op, ops.Linear)), None)
+        return (
+            self.packed_dtype
+            if first is None
+            else DTYPES_OF_CODES.get(load(first).packed().code, self.packed_dtype)
+        )
+
+
+class _FirstWeightKept:
+    """Keeps the first weight that is read: it says which type products have, and is packed
+    later.
+    """
+
+    def __init__(self, load: LoadWeight) -> None:
+        self._load = load
+        self._first: tuple[Weight, PackedWeight] | None = None
+
+    def load(self, weight: Weight) -> PackedWeight:
+        if self._first is None:
+            self._first = (weight, self._load(weight).packed())
+        return self._first[1] if self._first[0] == weight else self._load(weight).packed()

@@ -1,0 +1,125 @@
+"""The filters of a draw that look at whole distributions, for all rows at once: steps 5 and 9 of
+`executor/sampling.py`, in fp64.
+
+Each takes z or weights `[S, V]` and the rows' records `[S, WORDS]`, and leaves rows that do not
+ask for it as they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.executor.filters import LEAST_TEMPERATURE, MIROSTAT_TOKENS
+from octavo.executor.sampling import XTC_PURPOSE
+from octavo.executor.torch.draws import field, noise_words
+
+
+def narrowed(z: Tensor, temperature: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns z without what top_n_sigma and typical_p remove, and the temperatures `[S, 1]`."""
+    z = _above_sigmas(z, _column(records, "top_n_sigma"))
+    temperature = _dynamic_temperature(z, temperature, records)
+    return _typical(z, temperature, _column(records, "typical_p")), temperature
+
+
+def steered(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
+    """Returns the weights of the tokens left, in any row's order, by XTC and mirostat."""
+    order = torch.where(weights > 0, d, -torch.inf).sort(dim=1, descending=True, stable=True)
+    sorted_weights = weights.gather(1, order.indices)
+    left = _without_top_choices(sorted_weights, records)
+    left = _unsurprising(order.values, left, records)
+    return torch.zeros_like(weights).scatter_(1, order.indices, left)
+
+
+def surprises(weights: Tensor, tokens: Tensor) -> Tensor:
+    """Returns the bits of surprise of `tokens [S]` among those with a weight."""
+    own = weights.gather(1, tokens[:, None])[:, 0]
+    return (weights.sum(dim=1) / own).log2()
+
+
+def _column(records: Tensor, name: str) -> Tensor:
+    return field(records, name).double()[:, None]
+
+
+def _above_sigmas(z: Tensor, num_sigmas: Tensor) -> Tensor:
+    finite = z.isfinite()
+    count = finite.sum(dim=1, keepdim=True)
+    mean = torch.where(finite, z, 0.0).sum(dim=1, keepdim=True) / count
+    squares = torch.where(finite, (z - mean) ** 2, 0.0).sum(dim=1, keepdim=True)
+    least = z.amax(dim=1, keepdim=True) - num_sigmas * (squares / count).sqrt()
+    return torch.where((num_sigmas <= 0) | (z >= least), z, -torch.inf)
+
+
+def _entropy(d: Tensor, weights: Tensor) -> Tensor:
+    """Returns the entropies in nats `[S, 1]` of the softmax of each row of d."""
+    total = weights.sum(dim=1, keepdim=True)
+    sums = torch.where(weights > 0, weights * d, 0.0).sum(dim=1, keepdim=True)
+    return total.log() - sums / total
+
+
+def _dynamic_temperature(z: Tensor, temperature: Tensor, records: Tensor) -> Tensor:
+    reach = _column(records, "dynatemp_range")
+    d = z - z.amax(dim=1, keepdim=True)
+    count = z.isfinite().sum(dim=1, keepdim=True)
+    share = (_entropy(d, d.exp()) / count.double().log()).clamp(0.0, 1.0)
+    low, high = (temperature - reach).clamp(min=LEAST_TEMPERATURE), temperature + reach
+    dynamic = low + (high - low) * share ** _column(records, "dynatemp_exponent")
+    return torch.where((reach > 0) & (count > 1), dynamic, temperature)
+
+
+def _typical(z: Tensor, temperature: Tensor, typical_p: Tensor) -> Tensor:
+    d = (z - z.amax(dim=1, keepdim=True)) / temperature
+    weights = d.exp()
+    distances = (weights.sum(dim=1, keepdim=True).log() - d - _entropy(d, weights)).abs()
+    distances = torch.where(weights > 0, distances, torch.inf)
+    order = distances.sort(dim=1, stable=True).indices
+    sums = weights.gather(1, order).cumsum(dim=1)
+    before = torch.cat([torch.full_like(sums[:, :1], -1.0), sums[:, :-1]], dim=1)
+    sorted_kept = before < typical_p * sums[:, -1:]
+    kept = torch.zeros_like(sorted_kept).scatter_(1, order, sorted_kept) & (weights > 0)
+    return torch.where((typical_p >= 1) | kept, z, -torch.inf)
+
+
+def _without_top_choices(weights: Tensor, records: Tensor) -> Tensor:
+    """Returns sorted `weights`, 0 for the tokens that XTC removes."""
+    words = noise_words(records, 1, purpose=XTC_PURPOSE).double()
+    throws = (words + 0.5) * 2.0**-32 < _column(records, "xtc_probability")
+    p = weights / weights.sum(dim=1, keepdim=True)
+    num_viable = (p >= _column(records, "xtc_threshold")).logical_and(weights > 0).sum(1, True)
+    places = torch.arange(weights.shape[1], device=weights.device)
+    return torch.where(throws & (places < num_viable - 1), 0.0, weights)
+
+
+def _unsurprising(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
+    """Returns sorted `weights`, of sorted d, 0 for the tokens that mirostat removes."""
+    modes, mu = field(records, "mirostat_mode")[:, None], _column(records, "mirostat_mu")
+    first = (weights > 0).int().argmax(dim=1, keepdim=True)
+    p = weights / weights.sum(dim=1, keepdim=True)
+    bounded = (-p.log2() <= mu).logical_and(weights > 0).sum(dim=1, keepdim=True)
+    wanted = torch.where(modes == 2, bounded, _zipf_counts(d, weights, first, mu)).clamp(min=1)
+    places = torch.arange(weights.shape[1], device=weights.device)
+    return torch.where((modes > 0) & (places >= first + wanted), 0.0, weights)
+
+
+def _zipf_counts(d: Tensor, weights: Tensor, first: Tensor, mu: Tensor) -> Tensor:
+    """Returns how many tokens give a surprise of mu bits by Zipf's law `[S, 1]`; `filters` of the
+    reference explains it.
+    """
+    vocab_size = d.shape[1]
+    steps = torch.arange(min(MIROSTAT_TOKENS, vocab_size), device=d.device)
+    at = (first + steps).clamp(max=vocab_size - 1)
+    present = (weights.gather(1, at) > 0) & (first + steps < vocab_size)
+    best = torch.where(present, d.gather(1, at), 0.0)
+    t = ((steps[1:] + 1) / steps[1:].double()).log()
+    pairs = present[:, 1:] & present[:, :-1]
+    products = torch.where(pairs, t * (best[:, :-1] - best[:, 1:]), 0.0).sum(1, True)
+    exponent = products / torch.where(pairs, t * t, 0.0).sum(1, True)
+    epsilon, log_vocab = exponent - 1, math.log(vocab_size)
+    quotient = (epsilon / -torch.expm1(-epsilon * log_vocab)).log()
+    quotient = torch.where(epsilon.abs() > 1e-9, quotient, -math.log(max(log_vocab, 1e-300)))
+    log_count = (quotient + mu * math.log(2.0)) / exponent
+    count = log_count.clamp(max=40.0).exp().clamp(max=float(vocab_size))
+    count = torch.where(exponent > 0, count, float(vocab_size))
+    return torch.where(pairs.any(dim=1, keepdim=True), count, 1.0).nan_to_num(1.0).long()

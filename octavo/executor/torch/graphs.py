@@ -1,0 +1,143 @@
+"""Decode steps captured for some numbers of requests, and replayed with a step's arrays in the same
+place.
+
+A graph holds addresses: of the weights, of the KV cache, and of the staging buffer's views, which
+are the same for equal shapes. A step of one row a request is therefore padded to the next captured
+size with rows of slot -1, whose results are dropped. What records a graph is a `Record`: CUDA's
+own, or in tests one that runs the ops again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import BLOCK_SIZE
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Captured numbers of requests. From 16 on a step is padded by at most half of its own rows."""
+
+GRAPH_BYTES = 8 << 20
+"""Bytes that each graph takes beside the memory that all share, for launches and their arguments.
+"""
+
+
+class Graph(Protocol):
+    def replay(self) -> Tensor:
+        """Returns the logits `[size, V]`, which hold until the next replay."""
+        ...
+
+
+Record = Callable[[Callable[[], Tensor]], Graph]
+"""Runs what makes the logits, and returns what makes them again from the same inputs."""
+
+
+def sizes_up_to(most: int) -> tuple[int, ...]:
+    """Returns the captured sizes for up to `most` requests; the last one is `most` itself, or the
+    largest size.
+    """
+    return (
+        (*(size for size in SIZES if size < most), most)
+        if 0 < most <= SIZES[-1]
+        else SIZES[: len(SIZES) if most else 0]
+    )
+
+
+class CudaGraphs:
+    """Records CUDA graphs. All share one pool of memory, in which the largest, captured first,
+    leaves room for the rest.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> Graph:
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = run()
+        return CudaGraph(graph, logits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaGraph:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+    def replay(self) -> Tensor:
+        self.graph.replay()
+        return self.logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeGraphs:
+    """Graphs by size, for block tables of `width` blocks."""
+
+    graphs: Mapping[int, Graph]
+    width: int
+
+    def padded(self, batch: StepBatch) -> StepBatch | None:
+        """Pads a step to the next captured size. Returns None where there is no such size, or where
+        the step is not one decode row a request.
+        """
+        num = len(batch.token_ids)
+        size = next((size for size in sorted(self.graphs) if size >= num), None)
+        if size is None or not _is_decode(batch) or batch.block_tables.shape[2] > self.width:
+            return None
+        return StepBatch(
+            token_ids=_filled(batch.token_ids, (size,), 0),
+            places=_filled(batch.places, (size,), 0),
+            positions=_filled(batch.positions, (len(batch.positions), size), 0),
+            query_starts=np.arange(size + 1, dtype=np.int32),
+            context_lens=_filled(batch.context_lens, (len(batch.slots), size), 1),
+            slots=_filled(batch.slots, (len(batch.slots), size), -1),
+            block_tables=_filled(batch.block_tables, (len(batch.slots), size, self.width), -1),
+            sample_rows=np.arange(size, dtype=np.int32),
+        )
+
+
+def longest_decode(size: int, width: int, num_groups: int, num_axes: int = 1) -> StepBatch:
+    """Returns the step that is captured: rows that write nowhere, whose tables of `width` blocks
+    are full and whose windows begin at the first key, with positions on `num_axes` axes.
+    """
+    context = width * BLOCK_SIZE
+    return StepBatch(
+        token_ids=np.zeros(size, np.int32),
+        places=np.zeros(size, np.int32),
+        positions=np.zeros((num_axes, size), np.int32),
+        query_starts=np.arange(size + 1, dtype=np.int32),
+        context_lens=np.full((num_groups, size), context, np.int32),
+        slots=np.full((num_groups, size), -1, np.int32),
+        block_tables=np.zeros((num_groups, size, width), np.int32),
+        sample_rows=np.arange(size, dtype=np.int32),
+    )
+
+
+def _is_decode(batch: StepBatch) -> bool:
+    """Returns whether every request has one row, and each row is sampled once, in order."""
+    num = len(batch.token_ids)
+    if (
+        not num
+        or batch.hidden is not None
+        or batch.given is not None
+        or batch.limits is not None
+        or batch.copies is not None
+        or len(batch.query_starts) != num + 1
+        or len(batch.sample_rows) != num
+    ):
+        return False
+    return batch.query_starts[-1] == num and bool((batch.sample_rows == np.arange(num)).all())
+
+
+def _filled(array: NDArray[np.int32], shape: tuple[int, ...], value: int) -> NDArray[np.int32]:
+    filled = np.full(shape, value, np.int32)
+    filled[tuple(slice(0, length) for length in array.shape)] = array
+    return filled

@@ -1,0 +1,85 @@
+"""A Program's ops as instructions of the torch backend: each op with its formula and the Values
+that end with it, divided into a body over all rows and a head over sampled rows.
+
+`FORMULAS` says which ops the backend has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.executor.torch.attention.formulas import ATTENTION_FORMULAS
+from octavo.executor.torch.collectives import RANK_FORMULAS
+from octavo.executor.torch.experts import EXPERT_FORMULAS
+from octavo.executor.torch.mixers import MIXER_FORMULAS
+from octavo.executor.torch.rope_write import with_rope_writes
+from octavo.executor.torch.row_ops import ROW_FORMULAS
+from octavo.executor.torch.step import Made, Step
+from octavo.program.program import Op, Program, Value
+
+FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = (
+    ROW_FORMULAS | MIXER_FORMULAS | EXPERT_FORMULAS | ATTENTION_FORMULAS | RANK_FORMULAS
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An op and its formula."""
+
+    op: Op
+    formula: Callable[[Any, Step], Made]
+    dead: tuple[str, ...]
+    """Names of the Values that no later op reads."""
+
+    def run(self, step: Step) -> None:
+        made = self.formula(self.op, step)
+        for value, tensor in zip(self.op.outputs, made, strict=True):
+            step.values[value.name] = tensor
+        for name in self.dead:
+            del step.values[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """A Program's instructions: the body, and the head, which computes gathered rows."""
+
+    body: list[Instruction]
+    head: list[Instruction]
+
+    @staticmethod
+    def of(program: Program, *, write_with_rope: bool) -> Instructions:
+        """Divides a Program's ops. `write_with_rope` makes `RopeWrite`s of ropes and writes."""
+        head = _head_of(program)
+        in_head = set(map(id, head))
+        body = [op for op in program.ops if id(op) not in in_head]
+        kept = {value.name for op in head for value in op.inputs}
+        kept |= {value.name for value in program.outputs.values()}
+        if write_with_rope:
+            body = with_rope_writes(body, kept)
+        return Instructions(
+            _freeing(body, kept), [Instruction(op, FORMULAS[type(op)], ()) for op in head]
+        )
+
+
+def _head_of(program: Program) -> list[Op]:
+    """Returns the ops that make Values over sampled rows, and those that read these."""
+    sampled: set[Value] = set()
+    head: list[Op] = []
+    for op in program.ops:
+        gathers = any(value.axis == "samples" for value in op.outputs)
+        if gathers or any(value in sampled for value in op.inputs):
+            head.append(op)
+            sampled.update(op.outputs)
+    return head
+
+
+def _freeing(body: Sequence[Op], kept: Collection[str]) -> list[Instruction]:
+    """Returns the instructions of the body, each freeing the Values that it reads or makes last."""
+    last = {value.name: at for at, op in enumerate(body) for value in op.inputs}
+    made = []
+    for at, op in enumerate(body):
+        names = {v.name for v in (*op.inputs, *op.outputs) if last.get(v.name, at) == at}
+        made.append(Instruction(op, FORMULAS[type(op)], tuple(names.difference(kept))))
+    return made

@@ -1,0 +1,227 @@
+"""The ops that mix a request's rows without attention, in plain torch on any device;
+`MIXER_FORMULAS` is the dispatch table.
+
+`octavo/program/mixers.py` states the formulas, which are computed in fp32 and rounded once. A block
+of a group of kind `state` has two states, each beside the number of tokens that it stands for: a
+step reads the one of its first place and writes the other, so that a step which is computed again
+reads what it read before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.torch.kv_cache import GroupTensors
+from octavo.executor.torch.plain import ACTIVATIONS
+from octavo.executor.torch.step import Made, Step
+from octavo.program.mixers import SelectiveScan, ShortConv
+from octavo.program.program import Op
+
+
+def short_conv(op: ShortConv, step: Step) -> Made:
+    at = step.program.group_index(op.group)
+    x, weight = step.get(op.x).float(), step.weights.vector(op.weight)[:, 0]
+    if op.factors:
+        widths = torch.tensor([part.width for part in op.outs])
+        factors = torch.tensor(op.factors).repeat_interleave(widths)
+        weight = weight * factors[:, None].to(step.device)
+    own = weight.shape[1] - 1
+    places, tables = step.inputs["places"].long(), _tables_of_rows(step, at)
+    rows = step.kv[at].k.layer(op.layer).numbers[:, :, 0]
+    out = torch.zeros_like(x)
+    for tap in range(own):
+        earlier = places - own + tap
+        found = earlier.clamp(min=0)
+        blocks = tables.gather(1, (found // BLOCK_SIZE)[:, None])[:, 0]
+        row = torch.where((earlier >= 0)[:, None], rows[blocks, found % BLOCK_SIZE], 0.0)
+        out = out + weight[:, tap] * row
+    out = out + weight[:, own] * x
+    if op.bias is not None:
+        out = out + step.weights.vector(op.bias)
+    if op.activation is not None:
+        out = ACTIVATIONS[op.activation](out)
+    return torch.split(out.to(step.dtype), [part.width for part in op.outs], dim=1)
+
+
+def _tables_of_rows(step: Step, group: int) -> Tensor:
+    """Returns the block table of each row's request, `[T, B]`; padding has the last request's."""
+
+    def find() -> Tensor:
+        tables, ends = step.inputs["block_tables"][group], step.inputs["query_starts"][1:]
+        rows = torch.arange(step.inputs["places"].shape[0], device=step.device, dtype=ends.dtype)
+        request = torch.searchsorted(ends, rows, right=True).clamp(max=len(tables) - 1)
+        return tables[request].long()
+
+    return step.once(("tables of rows", group), find)
+
+
+def selective_scan(op: SelectiveScan, step: Step) -> Made:
+    x = step.get(op.x).float()
+    if not len(x):
+        return (step.get(op.x),)
+    spans = step.once("spans", lambda: RequestSpans.of(step))
+    rows = _ScanRows.of(op, step)
+    group = step.program.group_index(op.group)
+    places = StatePlaces.of(step.kv[group], op.layer, step.inputs["slots"][group], spans)
+    state = places.read()
+    # A row behind the last takes what requests with fewer rows would write.
+    out = torch.empty(len(x) + 1, *rows.x.shape[1:], device=x.device)
+    for index in range(spans.longest):
+        at = (spans.firsts + index).clamp(max=len(x) - 1)
+        state_after, mixed = rows.advance(state, at)
+        if index < spans.shortest:
+            state, target = state_after, at
+        else:
+            active = index < spans.counts
+            state = torch.where(active[:, None, None, None], state_after, state)
+            target = torch.where(active, at, len(x))
+        out[target] = mixed
+    places.write(state)
+    read = out[:-1]
+    if op.skip is not None:
+        read = read + step.weights.vector(op.skip)[:, None] * rows.x
+    return (read.flatten(1).to(step.dtype),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestSpans:
+    """The rows of a step's `R` requests."""
+
+    firsts: Tensor
+    """First row of each request, `[R]`; that of one without rows is any."""
+    counts: Tensor
+    """Number of rows of each request, `[R]`."""
+    places: Tensor
+    """Place of the first row of each request, `[R]`."""
+    shortest: int
+    longest: int
+    """Least and greatest number of rows of a request."""
+
+    @staticmethod
+    def of(step: Step) -> RequestSpans:
+        starts, places = step.inputs["query_starts"].long(), step.inputs["places"]
+        firsts = starts[:-1].clamp(max=len(places) - 1)
+        counts = np.diff(step.batch.query_starts)
+        return RequestSpans(
+            firsts,
+            starts[1:] - starts[:-1],
+            places[firsts].long(),
+            int(counts.min(initial=0)),
+            int(counts.max(initial=0)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ScanRows:
+    """The rows that a scan reads, in fp32."""
+
+    x: Tensor
+    """`[T, H, P]`."""
+    rates: Tensor
+    """Step widths, `[T, H, 1]`."""
+    b: Tensor
+    c: Tensor
+    """`[T, H, 1, N]`, with one head where all heads share it."""
+    a: Tensor
+    """Rates of decay, `[H, 1, N]`, or `[H, 1, 1]` where all of a head's are the same."""
+    beta: Tensor | None
+    """Shares of what the state lacks that enter it, `[T, H, 1]`."""
+
+    @staticmethod
+    def of(op: SelectiveScan, step: Step) -> _ScanRows:
+        x, dt = step.get(op.x).float(), step.get(op.dt).float()
+        if op.dt_bias is not None:
+            dt = dt + step.weights.vector(op.dt_bias)
+        rates = torch.logaddexp(dt, torch.zeros_like(dt)).clamp(op.low, op.high)
+
+        def by_head(runs: Tensor) -> Tensor:
+            runs = runs.float().view(len(x), op.num_runs, 1, op.state_size)
+            return (
+                runs.repeat_interleave(op.num_heads // op.num_runs, 1) if op.num_runs > 1 else runs
+            )
+
+        return _ScanRows(
+            x.view(len(x), op.num_heads, -1),
+            rates[:, :, None],
+            by_head(step.get(op.b)),
+            by_head(step.get(op.c)),
+            step.weights.vector(op.a_log).exp().view(op.num_heads, 1, -1),
+            None if op.beta is None else step.get(op.beta).float()[:, :, None],
+        )
+
+    def advance(self, state: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the state `[R, H, P, N]` after one more row of each request, and what the row
+        reads of it, `[R, H, P]`.
+        """
+        rates = self.rates[at]
+        decay = torch.exp(-rates[..., None] * self.a)
+        kept, entering = decay * state, rates * self.x[at]
+        if self.beta is not None:
+            entering = self.beta[at] * (self.x[at] - (kept * self.b[at]).sum(dim=-1))
+        after = kept + entering[..., None] * self.b[at]
+        return after, (after * self.c[at]).sum(dim=-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatePlaces:
+    """The two states of each request of a step in one layer."""
+
+    states: Tensor
+    """`[blocks + 1, 2, H, P, N]`."""
+    kept: Tensor
+    """Tokens that each state stands for, `[blocks + 1, 2]`."""
+    blocks: Tensor
+    """Block of each request, `[R]`; the spare one where it has no rows."""
+    begins: Tensor
+    """Tokens of each request before the step, `[R]`."""
+    ends: Tensor
+    """Tokens of each request behind the step, `[R]`."""
+
+    @staticmethod
+    def of(group: GroupTensors, layer: int, slots: Tensor, spans: RequestSpans) -> StatePlaces:
+        blocks = torch.where(spans.counts > 0, slots[spans.firsts] // BLOCK_SIZE, group.num_blocks)
+        return StatePlaces(
+            group.k.layer(layer).numbers,
+            group.v.layer(layer).numbers,
+            blocks,
+            spans.places,
+            spans.places + spans.counts,
+        )
+
+    def read(self) -> Tensor:
+        """Returns the states before the step: zeros at a request's beginning, NaN where the block
+        has another one, `[R, H, P, N]`.
+        """
+        found = self._found
+        state = self.states[self.blocks, (~found[:, 0]).long()]
+        known = found.any(dim=1)[:, None, None, None]
+        state = torch.where(known, state, torch.nan)
+        return torch.where((self.begins == 0)[:, None, None, None], 0.0, state)
+
+    def write(self, states: Tensor) -> None:
+        """Keeps the states behind the step beside those that were read."""
+        fresh = self.begins == 0
+        target = (self._found[:, 0] & ~fresh).long()
+        kept = self.kept[self.blocks]
+        kept[:, 1] = torch.where(fresh, -1.0, kept[:, 1])  # what an earlier request has left
+        kept.scatter_(1, target[:, None], self.ends[:, None].to(kept.dtype))
+        self.kept[self.blocks] = kept
+        self.states[self.blocks, target] = states
+
+    @property
+    def _found(self) -> Tensor:
+        """Whether each of the two states stands for the tokens before the step, `[R, 2]`."""
+        return self.kept[self.blocks] == self.begins[:, None]
+
+
+MIXER_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
+    ShortConv: short_conv,
+    SelectiveScan: selective_scan,
+}

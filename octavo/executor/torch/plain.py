@@ -1,0 +1,126 @@
+"""The formulas that Triton kernels compute too, in plain torch on any device: norms, gates,
+products, experts, draws.
+
+Tests compare the kernels with them, and what the kernels do not carry falls back to them. Knows
+tensors and weights, no op and no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.executor.torch import draws
+from octavo.executor.torch.weights.device_weight import DeviceWeight
+from octavo.executor.torch.weights.program_weights import Product
+from octavo.program import ops
+
+GATHERED_ROWS = 8
+"""Most expert rows of which each takes a copy of its expert's matrix."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """A norm's numbers: y = x / sqrt(mean(x^2) + eps) * (weight + offset) + bias over groups of
+    `width` columns, where 0 is the whole row; `centered` takes x - mean(x) for x. `weight` and
+    `bias` are `[width] fp32`, or `weight` is that of the whole row.
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+    width: int = 0
+    bias: Tensor | None = None
+    centered: bool = False
+
+
+class PlainKernels:
+    """Plain torch on any device. Implements `kernels.Kernels`."""
+
+    name = "plain"
+    is_invariant = False
+    captured_rows: int | None = GATHERED_ROWS
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        width = norm.width or x.shape[1]
+        groups = x.float().view(len(x), x.shape[1] // width, width)
+        if norm.centered:
+            groups = groups - groups.mean(dim=-1, keepdim=True)
+        scale = torch.rsqrt((groups * groups).mean(dim=-1, keepdim=True) + norm.eps)
+        weight = norm.weight.view(-1, width)
+        normed = groups * scale * (weight + norm.offset if norm.offset else weight)
+        normed = normed if norm.bias is None else normed + norm.bias
+        return normed.view(x.shape).to(x.dtype)
+
+    def add_norm(self, a: Tensor, b: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        total = a + b
+        return total, self.norm(total, norm)
+
+    def gated(self, gate: Tensor, up: Tensor, how: ops.ActMul | ops.Gate) -> Tensor:
+        dtype = gate.dtype
+        gate = gate.float()
+        up = up.float()
+        if how.clamp is not None:
+            gate, up = gate.clamp(max=how.clamp), up.clamp(-how.clamp, how.clamp)
+        f = (
+            gate * torch.sigmoid(how.alpha * gate)
+            if how.activation == "silu"
+            else ACTIVATIONS[how.activation](gate)
+        )
+        return (f * (up + how.up_offset)).to(dtype)
+
+    def product(self, x: Tensor, product: Product) -> Tensor:
+        return product(x)
+
+    def rows_of_experts(self, experts: Tensor, num_experts: int) -> Tensor:
+        return experts
+
+    def grouped(self, x: Tensor, rows: Tensor, matrix: DeviceWeight, bias: Tensor | None) -> Tensor:
+        """Multiplies expert rows. With few rows each gathers its own matrix, which needs no count
+        from the device; with many, experts are computed one by one.
+        """
+        y = _gathered(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
+        return y if bias is None else (y.float() + bias[rows]).to(x.dtype)
+
+    def combined(self, x: Tensor, weights: Tensor) -> Tensor:
+        rows = x.view(*weights.shape, x.shape[1]).float()
+        total = weights[:, 0, None] * rows[:, 0]
+        for j in range(1, weights.shape[1]):
+            total = total + weights[:, j, None] * rows[:, j]
+        return total.to(x.dtype)
+
+    def sums(self, x: Tensor) -> Tensor:
+        return x.sum(dim=1)
+
+    def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
+        kept = draws.kept(d, weights, records) if cuts else weights > 0
+        noise = draws.gumbel(draws.noise_words(records, d.shape[1]))
+        return torch.where(kept, d + noise, -torch.inf).argmax(dim=1)
+
+
+ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x) ** 2,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+def _gathered(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
+    return torch.bmm(matrix.take(experts).floats(x.dtype), x[:, :, None])[:, :, 0]
+
+
+def _one_by_one(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
+    y = torch.empty(len(x), matrix.codes.shape[1], dtype=x.dtype, device=x.device)
+    for expert in range(len(matrix.codes)):
+        rows = (experts == expert).nonzero()[:, 0]
+        if len(rows):
+            y[rows] = F.linear(x[rows], matrix.take(expert).floats(x.dtype))
+    return y

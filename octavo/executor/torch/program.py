@@ -1,0 +1,358 @@
+"""A Program prepared for a PyTorch device, and its steps: inputs in one copy, ops in order, tokens
+drawn, results back.
+
+Rows of tokens go through the body once; sampled rows go through the head in chunks, so that no `[T,
+V]` array exists. With `rows_alone` each row is a step of its own, and no shape it is computed in
+depends on other rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.api.errors import BackendUnavailable
+from octavo.api.outputs import Profile
+from octavo.executor.batch import SampleResult, SamplingBatch, StepBatch, StepOutput
+from octavo.executor.kv import KvCache, KvLayout
+from octavo.executor.torch.adapters import StepAdapters, TorchAdapters
+from octavo.executor.torch.attention.call import AttentionKernels
+from octavo.executor.torch.fetch import Fetch, PendingStep, out_of_memory_named
+from octavo.executor.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
+from octavo.executor.torch.instructions import Instruction, Instructions
+from octavo.executor.torch.invariant import joined, rows_alone
+from octavo.executor.torch.kernels import Kernels
+from octavo.executor.torch.kv_cache import TorchKvCache
+from octavo.executor.torch.last_tokens import source_arrays, target_arrays
+from octavo.executor.torch.profile import OpTimes
+from octavo.executor.torch.ranks import TorchRanks, broadcast_drawn
+from octavo.executor.torch.row_ops import norms_ahead
+from octavo.executor.torch.sampling import (
+    Drawn,
+    Wants,
+    draw,
+    draw_arrays,
+    result_of,
+    wants_of,
+)
+from octavo.executor.torch.step import Staging, Step, step_arrays
+from octavo.executor.torch.weights.program_weights import ProgramWeights
+from octavo.program import ops
+from octavo.program.program import Program
+from octavo.utils.progress import Bar
+
+HEAD_ROWS = 128
+"""Number of sampled rows that go through the head at a time; with a vocabulary of 150,000 an fp64
+array of them takes 154 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The device, type, kernels and limits that a backend's prepared Programs share."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: AttentionKernels
+    kernels: Kernels
+    batch_invariant: bool
+    rows_alone: bool
+    """Whether `batch_invariant` is kept by a step of its own for each row. Otherwise it is kept by
+    kernels whose tiles do not depend on the other rows."""
+    num_threads: int | None
+    staging_bytes: int
+    """Size of the buffer for the largest step's inputs."""
+    max_rows: int
+    """Number of permanent rows, whose last tokens are kept."""
+    ranks: TorchRanks | None = None
+    """The ranks that share the Program, of which the first draws; None where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDraws:
+    """How one chunk of a step's sampled rows is drawn."""
+
+    chunk: slice
+    wants: Wants
+    arrays: dict[str, NDArray]
+
+
+ValuesOf = Callable[[slice], dict[str, Tensor]]
+
+
+class TorchProgram:
+    """A prepared Program. Implements `base.Runnable`."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: ProgramWeights,
+        runtime: Runtime,
+        kv_layouts: tuple[KvLayout, ...],
+    ) -> None:
+        self.program = program
+        self.kv_layouts = kv_layouts
+        self._weights = weights
+        self._runtime = runtime
+        self.instructions = Instructions.of(
+            program, write_with_rope=runtime.attention.rope_write is not None
+        )
+        self._norms_ahead = norms_ahead([each.op for each in self.instructions.body])
+        self.adapters = TorchAdapters(program, runtime.device)
+        self._attention_arrays = runtime.attention.arrays_of(program)
+        self._progress = 0
+        self._staging = Staging(runtime.device, runtime.staging_bytes)
+        self._late_staging = Staging(runtime.device)
+        self._last_tokens = torch.zeros(
+            runtime.max_rows + 1, dtype=torch.int32, device=runtime.device
+        )
+        """Last token that each permanent row has drawn, `[N + 1]`; the spare entry takes what
+        belongs to no row."""
+        self._graphs: DecodeGraphs | None = None
+        self._times: OpTimes | None = None
+
+    @property
+    def progress(self) -> int:
+        """Number of ops that have run so far."""
+        return self._progress
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weights.num_bytes
+
+    def start_profile(self) -> None:
+        self._times = OpTimes(self._weights, self._runtime.device, self._runtime.dtype)
+
+    def stop_profile(self) -> Profile:
+        if self._times is None:
+            raise BackendUnavailable("no profile was started")
+        times, self._times = self._times, None
+        return times.result(self.weight_bytes)
+
+    def run(self, batch: StepBatch, kv: KvCache) -> StepOutput:
+        return self.launch(batch, kv).result()
+
+    def launch(self, batch: StepBatch, kv: KvCache) -> PendingStep:
+        """Queues a step's kernels and returns what waits for them. On the CPU the step is computed
+        when this returns.
+        """
+        assert isinstance(kv, TorchKvCache)
+        self._set_threads()
+        with out_of_memory_named():
+            return self._launch(batch, kv)
+
+    def _launch(self, batch: StepBatch, kv: TorchKvCache) -> PendingStep:
+        fetch = Fetch(self._runtime.device)
+        with torch.inference_mode():
+            if not self._runtime.rows_alone:
+                finish = self._run(batch, kv, fetch)
+                return fetch.then(finish)
+            found = [(part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)]
+        sampled = [
+            finish for sample, finish in sorted(found, key=lambda entry: entry[0]) if sample >= 0
+        ]
+        return fetch.then(lambda: joined(batch, [finish() for finish in sampled]))
+
+    def capture(self, kv: TorchKvCache, sizes: Sequence[int], width: int, record: Record) -> None:
+        """Captures decode steps of these sizes as graphs, over this KV cache and block tables of at
+        most `width` blocks; steps that fit replay them from then on.
+        """
+        graphs: dict[int, Graph] = {}
+        with Bar("graphs", len(sizes)) as bar, torch.inference_mode():
+            for size in sorted(sizes, reverse=True):
+                batch = longest_decode(
+                    size, width, len(kv.groups), ops.num_position_axes(self.program)
+                )
+                inputs = self._staging.put(self._arrays(batch, kv, fixed=True))
+                graphs[size] = record(partial(self._decode, batch, kv, inputs))
+                bar.advance()
+        self._graphs = DecodeGraphs(graphs, width)
+
+    def _decode(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Tensor:
+        """Computes the logits of all rows."""
+        step = self._new_step(batch, kv, inputs)
+        self._execute(self.instructions.body, step)
+        return self._through_head(step, step.inputs["sample_rows"])[
+            self.program.outputs["logits"].name
+        ]
+
+    def _run(self, batch: StepBatch, kv: TorchKvCache, fetch: Fetch) -> Callable[[], StepOutput]:
+        """Queues one step and returns what makes its output, to be called once `fetch` has brought
+        it.
+        """
+        if any(value.axis == "requests" for value in self.program.outputs.values()):
+            # The head is over requests, all of them at once.
+            batch = dataclasses.replace(batch, sample_rows=batch.sample_rows[:0])
+        chunks = [
+            slice(start, min(start + HEAD_ROWS, len(batch.sample_rows)))
+            for start in range(0, len(batch.sample_rows), HEAD_ROWS)
+        ]
+        draws = (
+            []
+            if batch.sampling is None
+            else [self._draws(batch, batch.sampling, chunk) for chunk in chunks]
+        )
+        # Graphs hold the plain Program: rows with adapters are computed op by op.
+        replays = self._times is None and StepAdapters.of(self.adapters, batch.adapter_rows) is None
+        padded = self._graphs.padded(batch) if self._graphs is not None and replays else None
+        draw_inputs = {
+            f"{index}/{name}": array
+            for index, part in enumerate(draws)
+            for name, array in part.arrays.items()
+        }
+        inputs = self._put(
+            self._arrays(padded or batch, kv, fixed=padded is not None),
+            draw_inputs | source_arrays(batch.last_tokens),
+        )
+        self._take_last_tokens(inputs)
+        values_of = (
+            self._replayed(len(padded.token_ids))
+            if padded is not None
+            else self._computed(self._new_step(batch, kv, inputs))
+        )
+        if batch.sampling is None:
+            return self._outputs(chunks, fetch, values_of)
+        return self._drawn_outputs(draws, inputs, fetch, values_of)
+
+    def _replayed(self, size: int) -> ValuesOf:
+        assert self._graphs is not None
+        logits = self._graphs.graphs[size].replay()
+        return lambda chunk: {self.program.outputs["logits"].name: logits[chunk]}
+
+    def _computed(self, step: Step) -> ValuesOf:
+        self._execute(self.instructions.body, step)
+        return lambda chunk: self._through_head(step, step.inputs["sample_rows"][chunk])
+
+    def _draws(self, batch: StepBatch, sampling: SamplingBatch, chunk: slice) -> ChunkDraws:
+        """Returns how a chunk's rows are drawn. Every chunk asks for as many top alternatives as
+        the whole step wants, and for surprises, because the chunks' arrays are joined.
+        """
+        part = sampling.part(chunk.start, chunk.stop)
+        whole = wants_of(sampling, self.program.vocab_size)
+        wants = dataclasses.replace(
+            wants_of(part, self.program.vocab_size),
+            num_top=whole.num_top,
+            surprises=whole.surprises,
+        )
+        return ChunkDraws(
+            chunk,
+            wants,
+            draw_arrays(part, wants)
+            | target_arrays(batch.last_tokens, chunk, spare=self._runtime.max_rows),
+        )
+
+    def _take_last_tokens(self, inputs: dict[str, Tensor]) -> None:
+        """Replaces token ids that only the device knows, in place, because graphs read them
+        there.
+        """
+        sources = inputs.get("last_sources")
+        if sources is not None:
+            token_ids = inputs["token_ids"][: len(sources)]
+            token_ids.copy_(
+                torch.where(sources >= 0, self._last_tokens[sources.clamp(min=0)], token_ids)
+            )
+
+    def _keep_last_tokens(self, inputs: dict[str, Tensor], drawn: Drawn) -> None:
+        targets = inputs.get("last_targets")
+        if targets is not None:
+            self._last_tokens.index_copy_(0, targets, drawn.token_ids.int())
+
+    def _new_step(self, batch: StepBatch, kv: TorchKvCache, inputs: dict[str, Tensor]) -> Step:
+        runtime = self._runtime
+        return Step(
+            program=self.program,
+            weights=self._weights,
+            dtype=runtime.dtype,
+            device=runtime.device,
+            batch=batch,
+            kv=kv.groups,
+            inputs=inputs,
+            attention=runtime.attention,
+            kernels=runtime.kernels,
+            norms_ahead=self._norms_ahead,
+            ranks=runtime.ranks,
+            adapters=StepAdapters.of(self.adapters, batch.adapter_rows),
+        )
+
+    def _arrays(self, batch: StepBatch, kv: TorchKvCache, *, fixed: bool) -> dict[str, NDArray]:
+        return step_arrays(batch, kv.num_blocks) | self._attention_arrays(batch, fixed=fixed)
+
+    def _put(self, arrays: dict[str, NDArray], draws: dict[str, NDArray]) -> dict[str, Tensor]:
+        """Copies arrays to the device: all at once, unless the masks of draws are too large for the
+        buffer.
+        """
+        if self._staging.fits(arrays | draws):
+            return self._staging.put(arrays | draws)
+        return self._staging.put(arrays) | self._late_staging.put(draws)
+
+    def _outputs(
+        self, chunks: list[slice], fetch: Fetch, values_of: ValuesOf
+    ) -> Callable[[], StepOutput]:
+        """Returns what makes the Program's outputs of the sampled rows, which `values_of` computes
+        chunk by chunk.
+        """
+        found = [values_of(chunk) for chunk in chunks or [slice(0, 0)]]
+        outputs = self.program.outputs.items()
+        arrays = {
+            name: fetch.take(torch.cat([part[value.name] for part in found]).float())
+            for name, value in outputs
+        }
+        return lambda: StepOutput(arrays={name: array.numpy() for name, array in arrays.items()})
+
+    def _drawn_outputs(
+        self, draws: list[ChunkDraws], inputs: dict[str, Tensor], fetch: Fetch, values_of: ValuesOf
+    ) -> Callable[[], StepOutput]:
+        """Returns what makes the drawn tokens of the sampled rows."""
+        drawn: list[Drawn] = []
+        for index, part in enumerate(draws):
+            own = {name: inputs[f"{index}/{name}"] for name in part.arrays}
+            if part.wants.last_ids:
+                own["last_ids"] = self._last_tokens[own["last_targets"]]
+            one = self._drawn(
+                values_of(part.chunk)[self.program.outputs["logits"].name], own, part.wants
+            )
+            self._keep_last_tokens(own, one)
+            drawn.append(fetch.take_drawn(one))
+        return lambda: StepOutput(
+            result_of(drawn)
+            if drawn
+            else SampleResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
+        )
+
+    def _drawn(self, logits: Tensor, inputs: dict[str, Tensor], wants: Wants) -> Drawn:
+        """Draws tokens. With several ranks the first one draws and sends them to the others."""
+        ranks, kernels = self._runtime.ranks, self._runtime.kernels
+        if ranks is None:
+            return draw(logits, inputs, wants, kernels)
+        return broadcast_drawn(
+            ranks, draw(logits, inputs, wants, kernels) if ranks.rank == 0 else None, len(logits)
+        )
+
+    def _through_head(self, step: Step, sample_rows: Tensor) -> dict[str, Tensor]:
+        head = dataclasses.replace(step, inputs=step.inputs | {"sample_rows": sample_rows})
+        head.values = dict(step.values)
+        self._execute(self.instructions.head, head)
+        return head.values
+
+    def _execute(self, instructions: list[Instruction], step: Step) -> None:
+        for instruction in instructions:
+            if self._times is None:
+                instruction.run(step)
+            else:
+                rows = next((len(step.values[value.name]) for value in instruction.op.inputs), 0)
+                self._times.run(instruction.op, rows, partial(instruction.run, step))
+            self._progress += 1
+
+    def _set_threads(self) -> None:
+        """Sets the number of PyTorch's threads, which belongs to the process: another engine in it
+        may have changed it.
+        """
+        wanted = 1 if self._runtime.batch_invariant else self._runtime.num_threads
+        if wanted is not None and torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)

@@ -1,0 +1,195 @@
+"""The ranks of one engine, each a process with a device, and what they exchange through
+torch.distributed: sums, columns, drawn tokens.
+
+Gloo on a CPU, NCCL on CUDA, as process groups of their own: PyTorch's default group is left alone,
+so that one process may belong to several engines. Ranks meet at a store of the first one, on
+127.0.0.1 unless they come from other machines. Knows tensors and no op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+from torch import Tensor
+
+from octavo.api.errors import BackendUnavailable
+from octavo.executor.rank_grid import RankGrid
+from octavo.executor.torch.sampling import Drawn
+
+dist: Any = torch_distributed  # its stores and groups are not in its typed names
+
+HOST = "127.0.0.1"
+"""Address at which ranks meet that are processes of one machine."""
+
+MEETING_S = 120.0
+"""Time that the first rank waits for the last one to start, in seconds."""
+
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0
+"""Timeout of a collective, in seconds. A rank waits in it for as long as another rank's step takes,
+so it is no watchdog: the front is, with `stall_timeout`."""
+
+
+class Rendezvous:
+    """The first rank's store, at which the other ranks join. Implements `ranks.Meeting`."""
+
+    def __init__(self, num_ranks: int, host: str = HOST) -> None:
+        """`host` is the address of this machine by which the other ranks reach it."""
+        self.host = host
+        self._listener = socket.create_server((host, 0))
+        self.address: int = self._listener.getsockname()[1]
+        """Port of the store, which the other ranks have to be given."""
+        self.store = dist.TCPStore(
+            host,
+            self.address,
+            num_ranks,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.fileno(),
+            timeout=timedelta(seconds=MEETING_S),
+        )
+        self._listener.detach()  # the store closes it
+
+    def address_of(self, rank: int) -> list[int]:
+        return [self.address]
+
+    def inherited_by(self, rank: int) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None:
+        """Does nothing: the first rank keeps the store as long as it lives."""
+
+
+class TorchRanks:
+    """This process's place among the ranks, and its connection to them.
+
+    Implements `ranks.Ranks`.
+    """
+
+    def __init__(
+        self, grid: RankGrid, device: str, rendezvous: Rendezvous | int, host: str = HOST
+    ) -> None:
+        """Waits until all ranks are connected. `rendezvous` is the store itself on the first rank
+        and its port at `host` on the others. Each rank has a CUDA device of its own: of several on
+        one machine, the one of its number, else the first that it sees.
+        """
+        self.grid = grid
+        self.rank = rank = grid.rank
+        self.num_ranks = num_ranks = grid.num_ranks
+        at = rank if host == HOST else 0
+        self.device = torch.device(device, at) if device == "cuda" else torch.device(device)
+        self.host = own_address(host)
+        """Address of this machine by which the others reach it."""
+        self._store = (
+            rendezvous.store
+            if isinstance(rendezvous, Rendezvous)
+            else _joined_store(host, rendezvous, num_ranks)
+        )
+        self._group = _nccl(self) if device == "cuda" else _gloo(self)
+        self.all_reduce(torch.zeros(1, device=self.device))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Returns the sum of the x of the ranks that share out heads and widths, added in fp32 in
+        rank order; x itself does not change.
+
+        The parts are gathered and added here: a library's sum takes an order of its own, which
+        differs from place to place in x.
+        """
+        everyone = self._parts(x)
+        parts = [everyone[rank] for rank in self.grid.tensor_ranks]
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """Joins the columns of the ranks that share out heads and widths: `x [T, widths[place]]`
+        to `[T, sum of widths]`. On the way each rank's part is padded to the widest.
+        """
+        everyone = self._parts(torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])))
+        parts = [everyone[rank] for rank in self.grid.tensor_ranks]
+        return torch.cat(
+            [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
+        )
+
+    def collect(self, x: Tensor, owners: Tensor) -> Tensor:
+        """Returns each row of `x [R, W]` as the rank has it whose place among those of the experts
+        `owners [R]` names.
+        """
+        everyone = self._parts(x)
+        parts = torch.stack([everyone[rank] for rank in self.grid.expert_ranks])
+        return parts[owners, torch.arange(len(owners), device=x.device)]
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """Returns the x of every rank."""
+        mine = x.contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        self._group.allgather([parts], [mine]).wait()
+        return parts
+
+    def from_first(self, x: Tensor) -> Tensor:
+        """Returns the first rank's x, which replaces the contents of x on the other ranks."""
+        self._group.broadcast([x]).wait()
+        return x
+
+    def abort(self) -> None:
+        """Ends a collective that waits for a dead rank, with an error. Gloo needs no abort: its
+        connection breaks.
+        """
+        if self.device.type == "cuda":
+            with contextlib.suppress(Exception):
+                self._group.abort()
+
+
+def broadcast_drawn(ranks: TorchRanks, drawn: Drawn | None, count: int) -> Drawn:
+    """Returns what the first rank has drawn for `count` rows. The other ranks pass None and get
+    tokens and failures, without logprobs.
+    """
+    message = torch.zeros(2, count, dtype=torch.int32, device=ranks.device)
+    if drawn is not None:
+        message.copy_(torch.stack([drawn.token_ids, drawn.failed]))
+    if count:
+        message = ranks.from_first(message)
+    return drawn or Drawn(message[0], message[1].bool(), None)
+
+
+def own_address(host: str) -> str:
+    """Returns the address of this machine from which it reaches a host; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        found: str = probe.getsockname()[0]
+    return found
+
+
+def _joined_store(host: str, port: int, num_ranks: int) -> Any:
+    return dist.TCPStore(
+        host,
+        port,
+        num_ranks,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=MEETING_S),
+    )
+
+
+def _gloo(ranks: TorchRanks) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=ranks.host)]
+    options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    return dist.ProcessGroupGloo(ranks._store, ranks.rank, ranks.num_ranks, options)
+
+
+def _nccl(ranks: TorchRanks) -> Any:
+    if not dist.is_nccl_available():
+        raise BackendUnavailable(
+            "tensor_parallel_size: this PyTorch is built without NCCL",
+            hint="`octavo doctor` says what is here",
+        )
+    torch.cuda.set_device(ranks.device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    return dist.ProcessGroupNCCL(ranks._store, ranks.rank, ranks.num_ranks, options)

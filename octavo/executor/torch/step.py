@@ -1,0 +1,235 @@
+"""One step on the device: the batch's arrays in one staging buffer, the Values made so far, and
+what several layers share.
+
+Owns the copy of a step's inputs: one transfer, asynchronous from pinned memory on CUDA. Knows
+shapes and no formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.executor.base import BackendOptions
+from octavo.executor.batch import KvCopies, StepBatch
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.torch.adapters import StepAdapters
+from octavo.executor.torch.attention.call import AttentionKernels
+from octavo.executor.torch.kernels import Kernels
+from octavo.executor.torch.kv_cache import GroupTensors
+from octavo.executor.torch.ranks import TorchRanks
+from octavo.executor.torch.weights.program_weights import ProgramWeights
+from octavo.program import ops
+from octavo.program.program import Program, Value
+
+Made = tuple[Tensor, ...]
+"""An op's results, in the order of its outputs."""
+NormOp = ops.RmsNorm | ops.LayerNorm | ops.PreNorm
+Shared = TypeVar("Shared")
+
+ALIGN_BYTES = 64
+
+SHARING_BYTES = 36
+"""Bytes of one request in each cache group for the arrays of shared prefixes and its context
+length."""
+
+TYPES: dict[str, torch.dtype] = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bool": torch.bool,
+}
+
+
+class Staging:
+    """A buffer on the host and one on the device, through which a step's arrays are copied in one
+    transfer.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = 1 << 16) -> None:
+        self._device = device
+        self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._make(num_bytes)
+
+    def put(self, arrays: Mapping[str, NDArray]) -> dict[str, Tensor]:
+        """Copies arrays to the device and returns views of the buffer, which hold until the next
+        call. Arrays of equal shapes always get equal addresses.
+        """
+        places, end = _places(arrays)
+        if end > len(self._host):
+            self._make(max(end, 2 * len(self._host)))
+        if self._copied is not None:
+            self._copied.synchronize()
+        host = self._host.numpy()
+        for name, array in arrays.items():
+            host[places[name] : places[name] + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
+        if self._on_device is not self._host:
+            self._on_device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return {name: self._view(places[name], array) for name, array in arrays.items()}
+
+    def fits(self, arrays: Mapping[str, NDArray]) -> bool:
+        """Returns whether `put` can keep its buffer. A new one would have other addresses than
+        those that captured graphs read.
+        """
+        return _places(arrays)[1] <= len(self._host)
+
+    def _view(self, start: int, array: NDArray) -> Tensor:
+        return (
+            self._on_device[start : start + array.nbytes]
+            .view(TYPES[array.dtype.name])
+            .view(array.shape)
+        )
+
+    def _make(self, num_bytes: int = 1 << 16) -> None:
+        cuda = self._device.type == "cuda"
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cuda)
+        self._on_device = (
+            torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) if cuda else self._host
+        )
+
+
+def staging_bytes(options: BackendOptions, num_groups: int) -> int:
+    """Returns the bytes of the largest step's arrays, twice: the sampling arrays are counted as
+    large as the rest. Token masks and biases are not counted.
+    """
+    table = options.max_requests * -(-options.max_context // BLOCK_SIZE)
+    of_requests = SHARING_BYTES * options.max_requests
+    return 2 * (
+        options.max_tokens * (12 + 8 * num_groups)
+        + 4 * num_groups * (table + of_requests)
+        + (64 << 10)
+    )
+
+
+def _places(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
+    """Returns the offset of each array in the buffer, and the end of the last."""
+    places, end = {}, 0
+    for name, array in arrays.items():
+        places[name] = end
+        end += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return places, end
+
+
+def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
+    """Returns the arrays of a batch that ops read. A padded row gets the id, the place and the
+    positions 0, and a slot in the spare block behind each group's last.
+    """
+    live = live_rows(batch)
+    spare = np.array(num_blocks, np.int32)[:, None] * BLOCK_SIZE
+    arrays: dict[str, NDArray] = {
+        "token_ids": np.where(live, batch.token_ids, 0),
+        "places": np.where(live, batch.places, 0),
+        "positions": np.where(live, batch.positions, 0),
+        "slots": np.where(batch.slots < 0, spare, batch.slots).astype(np.int64),
+        "query_starts": batch.query_starts,
+        "context_lens": batch.context_lens,
+        "block_tables": np.maximum(batch.block_tables, 0),
+        "sample_rows": batch.sample_rows,
+    }
+    if batch.hidden is not None:
+        arrays["hidden"] = batch.hidden
+    if batch.given is not None and batch.given_rows is not None:
+        arrays["given"] = batch.given
+        arrays["given_rows"] = batch.given_rows.astype(np.int32)
+    if batch.limits is not None:
+        arrays["limits"] = batch.limits
+    if batch.adapter_rows is not None:
+        arrays["adapter_rows"] = batch.adapter_rows.astype(np.int32)
+    return arrays if batch.copies is None else arrays | _copy_arrays(batch.slots, batch.copies)
+
+
+def _copy_arrays(slots: NDArray[np.int32], copies: KvCopies) -> dict[str, NDArray]:
+    """Returns for each cache group the slots that are copied, and those they are copied to."""
+    arrays: dict[str, NDArray] = {}
+    for group, own in enumerate(slots):
+        copied = copies.slots[group] >= 0
+        sources = own.repeat(np.diff(copies.starts))[copied]
+        arrays[f"{group}/copy sources"] = sources.astype(np.int64)
+        arrays[f"{group}/copy targets"] = copies.slots[group][copied].astype(np.int64)
+    return arrays
+
+
+def live_rows(batch: StepBatch) -> NDArray[np.bool_]:
+    """Returns which rows are no padding, `[T]`: those with a slot in any cache group."""
+    live: NDArray[np.bool_] = (
+        np.any(batch.slots >= 0, axis=0)
+        if len(batch.slots)
+        else np.ones(len(batch.token_ids), np.bool_)
+    )
+    return live
+
+
+@dataclass(slots=True)
+class Step:
+    """One run of a Program: what its ops read, and the Values made so far."""
+
+    program: Program
+    weights: ProgramWeights
+    dtype: torch.dtype
+    """Type of Values."""
+    device: torch.device
+    batch: StepBatch
+    kv: list[GroupTensors]
+    inputs: dict[str, Tensor]
+    """`step_arrays` on the device, and the arrays of the attention kernels and the draw."""
+    attention: AttentionKernels
+    kernels: Kernels
+    norms_ahead: Mapping[str, NormOp]
+    """`row_ops.norms_ahead` of the Program."""
+    ranks: TorchRanks | None = None
+    """The ranks that share the Program; None where there is one."""
+    adapters: StepAdapters | None = None
+    """Adapters of the step's rows; None where no row has one."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    normed: dict[str, Tensor] = field(default_factory=dict)
+    """Norms that were computed together with the sum they norm, by the sum's name, until the op
+    that reads them takes them."""
+    _shared: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in self.program.inputs.items():
+            self.values[value.name] = (
+                self.inputs["token_ids"]
+                if name == "token_ids"
+                else self.inputs["hidden"].to(self.dtype)
+            )
+
+    def get(self, value: Value) -> Tensor:
+        return self.values[value.name]
+
+    def adapter_rows(self, value: Value) -> Tensor:
+        """Returns the adapter slot of each row of a Value, -1: none."""
+        slots = self.inputs["adapter_rows"]
+        if value.axis == "samples":
+            return slots[self.inputs["sample_rows"]]
+        if value.axis == "requests":
+            return slots[(self.inputs["query_starts"][1:] - 1).clamp(min=0)]
+        return slots
+
+    def copy_written(self, group: int, layer: int) -> None:
+        """Copies K and V that rows have written to a layer to the further places that they have in
+        a group, where any row has one.
+        """
+        targets = self.inputs.get(f"{group}/copy targets")
+        if targets is not None:
+            sources = self.inputs[f"{group}/copy sources"]
+            for tensor in (self.kv[group].k, self.kv[group].v):
+                tensor.layer(layer).copy(sources, targets)
+
+    def once(self, key: Any, make: Callable[[], Shared]) -> Shared:
+        """Returns what `make` makes, which is called for the step's first use of `key` only."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: Shared = self._shared[key]
+        return found

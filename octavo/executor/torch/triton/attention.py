@@ -1,0 +1,258 @@
+"""Attention by Triton's kernels: which ops they compute, and how a call is launched.
+
+Rows of requests of one row go to `decode.py` and `merge.py`, all others to `prefill.py`; both read
+the step's arrays on the device alone, so a captured launch serves any lengths. Tiles come from
+`attention_tiles.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import BLOCK_SIZE, SPLIT_KEYS
+from octavo.executor.torch.attention.call import AttentionCall, StepArraysMaker
+from octavo.executor.torch.rope_write import RopeWriteCall
+from octavo.executor.torch.triton.attention_arguments import (
+    HeadTile,
+    Mask,
+    PagedKv,
+    Queries,
+    Requests,
+    Runs,
+    Scoring,
+    Slots,
+    SplitStates,
+    Widths,
+)
+from octavo.executor.torch.triton.attention_tiles import AttentionTiles
+from octavo.executor.torch.triton.decode import decode_kernel
+from octavo.executor.torch.triton.device import device_name
+from octavo.executor.torch.triton.merge import merge_kernel
+from octavo.executor.torch.triton.prefill import prefill_kernel
+from octavo.executor.torch.triton.rope_write import rope_write
+from octavo.executor.torch.triton.shared_prefix import PrefixMask, array_names
+from octavo.program import ops
+from octavo.program.program import Op, Program
+
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+
+MOST_STATE_BYTES = 256 << 20
+"""Upper bound on the states of splits in memory at a time: 256 requests of 32 heads of 128 and
+contexts of 8,192 in one launch. Further requests go in launches of their own."""
+
+ENOUGH_PROGRAMS = 8192
+"""Number of programs beyond which a launch of decode is not cut further: some waves of what a large
+GPU runs at once. With more runs and heads each takes fewer programs, so that a captured launch for
+the longest context does not consist of programs without keys."""
+
+
+class TritonAttention:
+    """Triton's attention kernels on one device. Implements `AttentionKernels`."""
+
+    name = "triton"
+    for_graphs = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        fixed_tiles: bool = False,
+        share_prefixes: bool = True,
+        shared_bytes: int | None = None,
+    ) -> None:
+        """`shared_bytes` is the shared memory that a program may have (`fit.shared_bytes`); None
+        where it has any.
+        """
+        self._device = device_name(device)
+        self._tiles = AttentionTiles(device, fixed_tiles=fixed_tiles, shared_bytes=shared_bytes)
+        self.is_invariant = fixed_tiles
+        self._share_prefixes = share_prefixes
+
+    def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
+        if isinstance(op, ops.MlaAttention) and op.form != "absorbed":
+            return "expanded latent attention makes keys of its own, which no kernel reads"
+        if kv_dtype not in KV_DTYPES:
+            return f"its kernels read no KV cache of {str(kv_dtype).removeprefix('torch.')}"
+        if isinstance(op, ops.Attention) and op.sees_ahead:
+            return "its kernels know no tokens that see later ones"
+        assert isinstance(op, ops.Attention | ops.MlaAttention)
+        return self._tiles.refusal(*_widths_of(op), kv_dtype)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        rows, shape = call.rows, (*call.q.shape[:2], call.v_width)
+        all_singles = rows.singles is None and not rows.spans
+        make = torch.empty if all_singles else torch.zeros
+        out = make(shape, dtype=call.q.dtype, device=call.q.device)
+        if rows.num_singles:
+            self._decode(call, out)
+        if rows.spans:
+            self._prefill(call, out)
+        return out
+
+    def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
+        """Returns the bytes of the states of splits; all layers use the same memory."""
+        shapes = {
+            _state_shape(op, program)
+            for op in program.ops
+            if isinstance(op, ops.Attention | ops.MlaAttention)
+        }
+        num_splits = -(-max_context // SPLIT_KEYS)
+        sizes = [num_requests * _state_bytes(*shape, num_splits) for shape in shapes]
+        return min(MOST_STATE_BYTES, max(sizes, default=0))
+
+    def arrays_of(self, program: Program) -> StepArraysMaker:
+        """Returns what finds the runs over shared prefixes, for each kind of mask that the
+        Program's attention has.
+        """
+        masks: dict[str, PrefixMask] = {}
+        for op in program.ops if self._share_prefixes else ():
+            if isinstance(op, ops.Attention | ops.MlaAttention):
+                mask = PrefixMask.of(op, program, self._tiles.rows_a_run)
+                masks[mask.name] = mask
+
+        def arrays(batch: StepBatch, *, fixed: bool) -> dict[str, NDArray]:
+            found: dict[str, NDArray] = {}
+            for mask in masks.values():
+                found |= mask.arrays(batch, fixed=fixed)
+            return found
+
+        return arrays
+
+    def rope_write(self, call: RopeWriteCall) -> Tensor:
+        return rope_write(call, self._device)
+
+    def _decode(self, call: AttentionCall, out: Tensor) -> None:
+        num_heads, num_slots = call.q.shape[1], call.rows.num_singles
+        num_splits = max(1, -(-call.block_tables.shape[1] * BLOCK_SIZE // SPLIT_KEYS))
+        at_once = max(1, MOST_STATE_BYTES // _state_bytes(num_heads, call.v_width, num_splits))
+        # Shared runs name slots of the whole step, so they need the states of all in one launch.
+        own, shared = _runs_of(call) if at_once >= num_slots else (_own_runs(None), None)
+        for first in range(0, num_slots, at_once):
+            count = min(at_once, num_slots - first)
+            shape = (count, num_heads, num_splits)
+            states = SplitStates(
+                sums=torch.empty((*shape, 2), dtype=torch.float32, device=out.device),
+                accs=torch.empty((*shape, call.v_width), dtype=torch.float32, device=out.device),
+                num_splits=num_splits,
+            )
+            slots = Slots(
+                places=call.places,
+                context_lens=call.context_lens,
+                row_of=call.rows.rows,
+                request_of=call.rows.singles,
+                first=first,
+            )
+            _launch_decode(call, states, slots, own, count, self._tiles.decode(call))
+            if shared is not None and shared.slots is not None:
+                tile = self._tiles.shared(call)
+                _launch_decode(call, states, slots, shared, len(shared.slots), tile)
+            self._merge(call, out, states, slots, count)
+
+    def _merge(
+        self, call: AttentionCall, out: Tensor, states: SplitStates, slots: Slots, count: int
+    ) -> None:
+        tile = self._tiles.merge(call)
+        num_heads = call.q.shape[1]
+        merge_kernel[(count, -(-num_heads // tile["HEADS_A_TILE"]))](
+            out,
+            states=states,
+            slots=slots,
+            mask=Mask.of(call),
+            widths=Widths.of(call),
+            sinks=call.sinks,
+            HEADS=num_heads,
+            **tile,
+        )
+
+    def _prefill(self, call: AttentionCall, out: Tensor) -> None:
+        tile = self._tiles.prefill(call)
+        heads = HeadTile.of(call, tile["BLOCK_M"])
+        starts = call.inputs["query_starts"]
+        requests = Requests(call.places, call.context_lens, starts, len(starts) - 1)
+        num_tiles = len(call.q) // heads.ROWS.value + requests.num
+        prefill_kernel[(num_tiles, call.k.numbers.shape[-2] * heads.PARTS.value)](
+            out,
+            q=Queries.of(call),
+            kv=PagedKv.of(call),
+            scoring=Scoring.of(call),
+            mask=Mask.of(call),
+            widths=Widths.of(call),
+            heads=heads,
+            requests=requests,
+            sinks=call.sinks,
+            BY_SPLIT=self.is_invariant,
+            **tile,
+        )
+
+
+def _launch_decode(
+    call: AttentionCall,
+    states: SplitStates,
+    slots: Slots,
+    runs: Runs,
+    num_runs: int,
+    tile: dict[str, int],
+) -> None:
+    heads = HeadTile.of(call, tile["BLOCK_M"])
+    assert runs.ROWS.value <= heads.ROWS.value, "BLOCK_M does not depend on the cache's dtype"
+    num_tiles = call.k.numbers.shape[-2] * heads.PARTS.value
+    num_programs = programs_a_tile(num_runs * num_tiles, states.num_splits)
+    decode_kernel[(num_runs, num_tiles, num_programs)](
+        states=states,
+        q=Queries.of(call),
+        kv=PagedKv.of(call),
+        scoring=Scoring.of(call),
+        mask=Mask.of(call),
+        widths=Widths.of(call),
+        heads=heads,
+        slots=slots,
+        runs=runs,
+        **tile,
+    )
+
+
+def programs_a_tile(num_tiles: int, num_splits: int) -> int:
+    """Returns how many programs share a tile's splits: one for each split, unless fewer make enough
+    programs together.
+    """
+    return min(num_splits, -(-ENOUGH_PROGRAMS // num_tiles))
+
+
+def _own_runs(own_splits: Tensor | None) -> Runs:
+    """Returns the runs of one slot each, which leave the splits before `own_splits` to others."""
+    return Runs(slots=None, splits=None, own_splits=own_splits, ROWS=tl.constexpr(1))
+
+
+def _runs_of(call: AttentionCall) -> tuple[Runs, Runs | None]:
+    """Returns the runs of one slot each, and those over shared prefixes, which are None where no
+    requests share one.
+    """
+    names = array_names(call.group, call.window, full=call.full)
+    if names.slots not in call.inputs:
+        return _own_runs(None), None
+    slots, splits = call.inputs[names.slots], call.inputs[names.splits]
+    shared = Runs(slots, splits, own_splits=None, ROWS=tl.constexpr(slots.shape[1]))
+    return _own_runs(call.inputs[names.own_splits]), shared
+
+
+def _widths_of(op: ops.Attention | ops.MlaAttention) -> tuple[int, int]:
+    """Returns the columns of a key and of a value; of latent attention in its absorbed form."""
+    if isinstance(op, ops.MlaAttention):
+        return op.latent_width + op.rope_width, op.latent_width
+    return op.q.width // op.num_heads, op.out.width // op.num_heads
+
+
+def _state_shape(op: ops.Attention | ops.MlaAttention, program: Program) -> tuple[int, int]:
+    """Returns the number of query heads, and the width of each head's sum of values."""
+    if isinstance(op, ops.MlaAttention):
+        return op.num_heads, op.latent_width
+    return op.num_heads, program.group(op.group).v_width
+
+
+def _state_bytes(num_heads: int, v_width: int, num_splits: int) -> int:
+    """Returns the bytes of one row's states: m, l and acc of each head and split."""
+    return 4 * num_heads * num_splits * (v_width + 2)

@@ -1,0 +1,85 @@
+"""Which tiles the attention kernels of one device use: those of the table (`tuning.py`), made small
+enough for its shared memory where they were not measured on it (`fit.py`).
+
+With fixed tiles, prefill and shared prefixes have decode's tile, so that a row's bits do not depend
+on which kernel computes it. Knows widths and dtypes, no kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.executor.torch.attention.call import AttentionCall
+from octavo.executor.torch.triton import fit
+from octavo.executor.torch.triton.attention_arguments import tile_width, two_widths
+from octavo.executor.torch.triton.device import device_name
+from octavo.executor.torch.triton.numbers import dot_dtype
+from octavo.executor.torch.triton.tuning import is_measured, tuned
+
+
+class AttentionTiles:
+    """The tiles of one device."""
+
+    def __init__(
+        self, device: torch.device, *, fixed_tiles: bool, shared_bytes: int | None
+    ) -> None:
+        """`shared_bytes` is the shared memory that a program may have; None where it has any."""
+        self._device = device_name(device)
+        self._shared_bytes = shared_bytes
+        self._prefill = "decode_attention" if fixed_tiles else "prefill_attention"
+        self._shared = "decode_attention" if fixed_tiles else "shared_attention"
+
+    def refusal(self, k_width: int, v_width: int, kv_dtype: torch.dtype) -> str | None:
+        """Says in words why no tile of such heads fits into shared memory; None where one does."""
+        if self._shared_bytes is None:
+            return None
+        itemsize = 4 if kv_dtype == torch.float32 else 2
+        return fit.refusal(_tile_widths(k_width, v_width), itemsize, self._shared_bytes)
+
+    def decode(self, call: AttentionCall) -> dict[str, int]:
+        return self._tile("decode_attention", call)
+
+    def shared(self, call: AttentionCall) -> dict[str, int]:
+        return self._tile(self._shared, call)
+
+    def merge(self, call: AttentionCall) -> dict[str, int]:
+        return self._tile("merge_attention", call)
+
+    def prefill(self, call: AttentionCall) -> dict[str, int]:
+        return self._tile(self._prefill, call)
+
+    def rows_a_run(self, k_width: int, v_width: int, share: int) -> int:
+        """Returns the number of rows, each with `share` query heads a KV head, that a run over a
+        shared prefix has. It cannot depend on the cache's dtype, since runs are planned before any
+        call is made.
+        """
+        launch = tuned(self._shared, self._device, width=max(k_width, v_width), group=share)
+        return self._fitted_rows(launch, _tile_widths(k_width, v_width))["BLOCK_M"] // share
+
+    def _fitted_rows(self, launch: dict[str, int], widths: tuple[int, int]) -> dict[str, int]:
+        if self._shared_bytes is None:
+            return launch
+        return fit.fitted_rows(launch, widths, self._shared_bytes)
+
+    def _tile(self, kernel: str, call: AttentionCall) -> dict[str, int]:
+        k, v = call.k.numbers, call.v.numbers
+        shape: dict[str, int | str] = {
+            "width": max(k.shape[-1], call.v_width),
+            "group": call.q.shape[1] // k.shape[-2],
+            "kv": str(k.dtype).removeprefix("torch."),
+        }
+        launch = tuned(kernel, self._device, **shape)
+        widths = _tile_widths(k.shape[-1], call.v_width)
+        if kernel == self._shared:
+            launch = self._fitted_rows(launch, widths)
+        measured = is_measured(kernel, self._device, **shape)
+        if self._shared_bytes is None or "BLOCK_N" not in launch or measured:
+            return launch
+        itemsize = dot_dtype(call.q.dtype, k.dtype, v.dtype).primitive_bitwidth // 8
+        keep_rows = kernel != "prefill_attention"
+        return fit.fitted(launch, widths, itemsize, self._shared_bytes, keep_rows=keep_rows)
+
+
+def _tile_widths(k_width: int, v_width: int) -> tuple[int, int]:
+    """Returns the columns of a tile of keys, and of a tile of values."""
+    return sum(two_widths(k_width)), tile_width(v_width)

@@ -1,0 +1,153 @@
+"""Integer codes as floats, made of their bits.
+
+A GPU converts one integer in the time of eight other operations of a lane. But where a float's
+lowest bits are a code, and the bits above them those of a power of two, the float is that power
+plus the code:
+
+    fp32   4300 00cc << 16      128 + c       c of 4 bits; the upper half is a bf16
+    fp32   4700 cc00            32768 + c     c of 8 bits
+    bf16   43cc                 128 + c where c < 128; bit 7 of c is the exponent's lowest
+
+PTX makes four codes, the bytes of a word, at a time. Without PTX (Triton's interpreter, AMD's GPUs)
+codes are converted, to the same numbers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.executor.torch.triton.numbers import PTX, rounded
+
+NIBBLE_BASE = tl.constexpr(128.0)
+"""Number that `based_nibbles` adds to a code."""
+
+
+@triton.jit
+def based_nibbles(packed):
+    """Returns NIBBLE_BASE plus the low and the high half of each byte, two tiles in fp32."""
+    if PTX:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            and.b32 low, $8, 0x0f0f0f0f;
+            shr.u32 high, $8, 4;
+            and.b32 high, high, 0x0f0f0f0f;
+            prmt.b32 $0, low, 0x43000000, 0x7044;
+            prmt.b32 $1, low, 0x43000000, 0x7144;
+            prmt.b32 $2, low, 0x43000000, 0x7244;
+            prmt.b32 $3, low, 0x43000000, 0x7344;
+            prmt.b32 $4, high, 0x43000000, 0x7044;
+            prmt.b32 $5, high, 0x43000000, 0x7144;
+            prmt.b32 $6, high, 0x43000000, 0x7244;
+            prmt.b32 $7, high, 0x43000000, 0x7344;
+            }""",
+            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
+            args=[packed],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = (packed & 15).to(tl.float32) + NIBBLE_BASE
+        high = (packed >> 4).to(tl.float32) + NIBBLE_BASE
+    return low, high
+
+
+@triton.jit
+def bytes_in_fp32(codes):
+    """Returns codes of up to 8 bits in fp32."""
+    if PTX and codes.dtype == tl.int8:
+        based = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 unsigned;
+            xor.b32 unsigned, $4, 0x80808080;
+            prmt.b32 $0, unsigned, 0x47000000, 0x7404;
+            prmt.b32 $1, unsigned, 0x47000000, 0x7414;
+            prmt.b32 $2, unsigned, 0x47000000, 0x7424;
+            prmt.b32 $3, unsigned, 0x47000000, 0x7434;
+            }""",
+            constraints="=r,=r,=r,=r,r",
+            args=[codes],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        values = based - (32768.0 + 128.0)
+    elif PTX:
+        based = tl.inline_asm_elementwise(
+            """
+            prmt.b32 $0, $4, 0x47000000, 0x7404;
+            prmt.b32 $1, $4, 0x47000000, 0x7414;
+            prmt.b32 $2, $4, 0x47000000, 0x7424;
+            prmt.b32 $3, $4, 0x47000000, 0x7434;
+            """,
+            constraints="=r,=r,=r,=r,r",
+            args=[codes],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        values = based - 32768.0
+    else:
+        values = codes.to(tl.float32)
+    return values
+
+
+@triton.jit
+def bytes_in(codes, dtype: tl.constexpr):
+    """Returns int8 codes in `dtype`, which holds them all. In bf16, with b the bit 7 of a code and
+    c its other bits, it is (128 + c) - (128 + 128 b).
+    """
+    if PTX and codes.dtype == tl.int8 and dtype == tl.bfloat16:
+        values = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 one, first, second, first_base, second_base;
+            mov.b32 one, 0x3f803f80;
+            prmt.b32 first, $2, 0x43434343, 0x4140;
+            prmt.b32 second, $2, 0x43434343, 0x4342;
+            lop3.b32 first_base, first, 0x00800080, 0xc300c300, 0xea;
+            lop3.b32 second_base, second, 0x00800080, 0xc300c300, 0xea;
+            and.b32 first, first, 0xff7fff7f;
+            and.b32 second, second, 0xff7fff7f;
+            fma.rn.bf16x2 $0, first, one, first_base;
+            fma.rn.bf16x2 $1, second, one, second_base;
+            }""",
+            constraints="=r,=r,r",
+            args=[codes],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        values = rounded(bytes_in_fp32(codes), dtype)
+    return values
+
+
+@triton.jit
+def pairs_in(words, dtype: tl.constexpr):
+    """Returns the low and the high byte of int16 words, int8 codes, as two tiles in `dtype`."""
+    if PTX and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 one, low, high, low_base, high_base;
+            mov.b32 one, 0x3f803f80;
+            prmt.b32 low, $2, 0x43434343, 0x4240;
+            prmt.b32 high, $2, 0x43434343, 0x4341;
+            lop3.b32 low_base, low, 0x00800080, 0xc300c300, 0xea;
+            lop3.b32 high_base, high, 0x00800080, 0xc300c300, 0xea;
+            and.b32 low, low, 0xff7fff7f;
+            and.b32 high, high, 0xff7fff7f;
+            fma.rn.bf16x2 $0, low, one, low_base;
+            fma.rn.bf16x2 $1, high, one, high_base;
+            }""",
+            constraints="=r,=r,r",
+            args=[words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = rounded(((words << 8) >> 8).to(tl.float32), dtype)
+        high = rounded((words >> 8).to(tl.float32), dtype)
+    return low, high

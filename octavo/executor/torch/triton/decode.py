@@ -1,0 +1,102 @@
+"""Attention of requests of one row each, split over their contexts: writes the states of splits,
+which `merge.py` turns into results.
+
+    program (run, kv head and part of its query heads, z) takes the splits first + z, first + z + Z
+    ... of its run, one by one
+
+    lanes of a tile, 3 query heads a KV head, BLOCK_M = 16:
+        a run of one row      h0 h1 h2  .  .  .  .  .  .  .  .  .  .  .  .  .
+        a shared run          h0 h1 h2 h0 h1 h2 h0 h1 h2 h0 h1 h2 h0 h1 h2  .
+                              \\ row 0 / \\ row 7 / \\ row 9 / ...
+
+    slot: one of the step's requests of one row
+
+The rows of a shared run belong to requests whose block tables begin with the same splits
+(`shared_prefix.py`): the run reads these splits once for all of them, and each request's own run
+reads what it has beyond. Context lengths are read on the device, so that a captured launch serves
+any lengths.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.executor.torch.triton.splits import (
+    SPLIT_KEYS,
+    KeyRange,
+    attend_keys,
+    load_lanes,
+    no_keys,
+)
+
+
+@triton.jit
+def decode_kernel(
+    states,
+    q,
+    kv,
+    scoring,
+    mask,
+    widths,
+    heads,
+    slots,
+    runs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes `states` (`SplitStates`). The arguments are bundles of `attention_arguments.py`: in
+    their order `SplitStates`, `Queries`, `PagedKv`, `Scoring`, `Mask`, `Widths`, `HeadTile`,
+    `Slots`, `Runs`.
+    """
+    run = tl.program_id(0)
+    kv_head = tl.program_id(1) // heads.PARTS
+    lane = tl.arange(0, BLOCK_M)
+    lane_row = lane // heads.LANE_HEADS
+    head = tl.program_id(1) % heads.PARTS * heads.LANE_HEADS + lane % heads.LANE_HEADS
+    if runs.slots is not None:
+        first = runs.slots + run * runs.ROWS
+        slot = tl.load(first + lane_row, mask=lane_row < runs.ROWS, other=-1)
+        leader = tl.maximum(tl.load(first), 0)
+    else:
+        slot = tl.where(lane_row == 0, slots.first + run, -1)
+        leader = slots.first + run
+    valid = (slot >= 0) & (head < heads.SHARE)
+    slot = tl.where(valid, slot, 0)
+    head = tl.where(valid, kv_head * heads.SHARE + head, 0)
+    row = slot
+    request = slot
+    table = kv.block_tables + leader.to(tl.int64) * kv.table_width
+    if slots.row_of is not None:
+        row = tl.load(slots.row_of + slot)
+        request = tl.load(slots.request_of + slot)
+        owner = tl.load(slots.request_of + leader).to(tl.int64)
+        table = kv.block_tables + owner * kv.table_width
+    place = tl.load(slots.places + row)
+    context = tl.load(slots.context_lens + request)
+    lanes = load_lanes(q, row, head, valid, place, context, mask, widths)
+    first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)
+    last_key = tl.max(lanes.high, axis=0)
+    first_split = first_key // SPLIT_KEYS
+    last_split = (last_key + SPLIT_KEYS - 1) // SPLIT_KEYS
+    if runs.splits is not None:
+        first_split = 0
+        last_split = tl.load(runs.splits + run)
+    elif runs.own_splits is not None:
+        first_split = tl.maximum(first_split, tl.load(runs.own_splits + leader))
+    column = tl.arange(0, widths.V_TILE)
+    for split in range(first_split + tl.program_id(2), last_split, tl.num_programs(2)):
+        begin = tl.maximum(first_key, split * SPLIT_KEYS)
+        end = tl.minimum(last_key, (split + 1) * SPLIT_KEYS)
+        state = no_keys(BLOCK_M, widths.V_TILE)
+        keys = KeyRange(table, kv_head, begin, end)
+        state = attend_keys(state, lanes, keys, kv, scoring, widths, BLOCK_N=BLOCK_N, MASKED=True)
+        state_row = (slot - slots.first).to(tl.int64) * heads.HEADS + head
+        at = state_row * states.num_splits + split
+        tl.store(states.sums + 2 * at, state.m, mask=valid)
+        tl.store(states.sums + 2 * at + 1, state.l, mask=valid)
+        tl.store(
+            states.accs + at[:, None] * widths.V + column[None, :],
+            state.acc,
+            mask=valid[:, None] & (column < widths.V)[None, :],
+        )

@@ -1,0 +1,276 @@
+"""Draws a token of each row after cutting to top_k and top_p, without sorting: the value at which a
+row is cut is searched for.
+
+    program s  one row:  d, weights [V] fp64 (0 for tokens that may not be drawn)  ->  tokens[s]
+
+1. top_k: the largest value `cut` such that at least k tokens have d >= cut. Tokens above it are
+   kept; of those that equal it the first by id, as many as are missing.
+2. top_p: the same with weights in place of counts, among the tokens left.
+3. Of the tokens left the one with the largest d + g, the lowest id among equals.
+
+A search (`_cut_at`) holds two values of tokens, one known to be low enough and the largest that may
+be the answer. Each pass over the row takes PIVOTS values between them: how much weighs what is at
+or above, which token's value is next above, which next below. The search ends when the two are one;
+every pass moves one of them past a token, and most divide the distance by PIVOTS. Ties need no more
+passes. All sums are in fp64 over tiles in order: a row's token is the same in any batch. They are
+added in another order than the reference's, which moves borders by some 1e-16 of the whole.
+
+Noise is made only where it can matter (`_lead`): a token far below the best score gets none, and
+logarithms are taken only in tiles of which some token may lead. Source of the text:
+`executor/sampling.py`, steps 5 and 6. Reference: `plain.PlainKernels.pick`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.executor.batch import SAMPLING_RECORD
+from octavo.executor.sampling import DRAW_PURPOSE
+from octavo.executor.torch.draws import word_of
+from octavo.executor.torch.triton.tuning import tuned
+
+WORDS = tl.constexpr(SAMPLING_RECORD.itemsize // 4)
+SEED = tl.constexpr(word_of("seed"))
+POSITION = tl.constexpr(word_of("position"))
+SAMPLE_INDEX = tl.constexpr(word_of("sample_index"))
+TOP_K = tl.constexpr(word_of("top_k"))
+TOP_P = tl.constexpr(word_of("top_p"))
+PURPOSE = tl.constexpr(DRAW_PURPOSE)
+
+LEAST_NOISE = tl.constexpr(-3.14)
+"""Lower bound on g, which is least at u = 2^-33; the token with d = 0 exceeds it."""
+LARGEST_NOISE = tl.constexpr(22.88)
+"""Upper bound on g, which is largest at u = 1 - 2^-33."""
+OCTAVE = tl.constexpr(float(1 << 23))
+"""A float's bits, read as an integer, rise by this from a power of two to the next."""
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+def pick(d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool, device: str) -> Tensor:
+    """Returns a token of each row `[S] int64`, as `kernels.Kernels.pick` says."""
+    num_rows, vocab_size = d.shape
+    tokens = torch.zeros(num_rows, dtype=torch.int64, device=d.device)
+    if num_rows:
+        launch = tuned("pick", device, vocab_size=vocab_size)
+        launch["BLOCK"] = min(launch["BLOCK"], max(4, triton.next_power_of_2(vocab_size)))
+        pick_kernel[(num_rows,)](
+            d.contiguous(),
+            weights.contiguous(),
+            records.contiguous(),
+            tokens,
+            vocab_size,
+            CUTS=cuts,
+            **launch,
+        )
+    return tokens
+
+
+@triton.jit
+def pick_kernel(
+    d,
+    weights,
+    records,
+    tokens,
+    vocab_size,
+    CUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    d += row * vocab_size
+    weights += row * vocab_size
+    records += row * WORDS
+    low, high, count = _ends(d, weights, vocab_size, BLOCK)
+    if count > 0:
+        cut, taken = low, count
+        if CUTS:
+            cut, taken = _cut(
+                d,
+                weights,
+                vocab_size,
+                low,
+                high,
+                count,
+                tl.load(records + TOP_K),
+                tl.load(records + TOP_P).to(tl.float32, bitcast=True),
+                BLOCK,
+                PIVOTS,
+            )
+        tl.store(tokens + row, _lead(d, weights, records, vocab_size, cut, taken, BLOCK))
+
+
+@triton.jit
+def _cut(
+    d,
+    weights,
+    vocab_size,
+    low,
+    high,
+    count,
+    top_k,
+    top_p,
+    BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    """Returns the least d that is kept, and how many tokens of just that d are."""
+    cut = low
+    if (top_k > 0) & (top_k < count):
+        cut = _cut_at(d, weights, vocab_size, low, high, top_k.to(tl.float64), True, BLOCK, PIVOTS)
+    above, num_above, num_equal, weight = _around(d, weights, vocab_size, cut, BLOCK)
+    taken = num_equal
+    if (top_k > 0) & (top_k < count):
+        taken = top_k - num_above
+    if top_p < 1.0:
+        target = top_p.to(tl.float64) * (above + taken.to(tl.float64) * weight)
+        found = _cut_at(d, weights, vocab_size, cut, high, target, False, BLOCK, PIVOTS)
+        if found > cut:
+            above, num_above, taken, weight = _around(d, weights, vocab_size, found, BLOCK)
+            cut = found
+        missing = tl.maximum(tl.ceil((target - above) / weight), 1.0)
+        taken = tl.minimum(missing, taken.to(tl.float64)).to(tl.int32)
+    return cut, taken
+
+
+@triton.jit
+def _cut_at(
+    d,
+    weights,
+    vocab_size,
+    low,
+    high,
+    target,
+    BY_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    """Returns the largest d for which tokens at or above it weigh (or count) at least `target`, as
+    those at or above `low` are known to.
+    """
+    lane, place = tl.arange(0, BLOCK), tl.arange(0, PIVOTS)
+    while low < high:
+        pivots = low + (high - low) * ((place + 1).to(tl.float64) / PIVOTS)
+        pivots = tl.where(place == PIVOTS - 1, high, pivots)
+        reached = tl.zeros((BLOCK, PIVOTS), tl.float64)
+        above = tl.full((BLOCK, PIVOTS), float("inf"), tl.float64)
+        below = tl.full((BLOCK, PIVOTS), float("-inf"), tl.float64)
+        for start in range(0, vocab_size, BLOCK):
+            at = start + lane
+            values = tl.load(d + at, mask=at < vocab_size, other=0.0)[:, None]
+            mass = tl.load(weights + at, mask=at < vocab_size, other=0.0)[:, None]
+            kept = mass > 0
+            if BY_COUNT:
+                mass = kept.to(tl.float64)
+            reaches = values >= pivots[None, :]
+            reached += tl.where(reaches, mass, 0.0)
+            above = tl.minimum(above, tl.where(kept & reaches, values, float("inf")))
+            below = tl.maximum(
+                below, tl.where(kept & (values < pivots[None, :]), values, float("-inf"))
+            )
+        enough = tl.sum(reached, 0) >= target
+        low = tl.maximum(low, tl.max(tl.where(enough, tl.min(above, 0), float("-inf")), 0))
+        high = tl.minimum(high, tl.min(tl.where(enough, float("inf"), tl.max(below, 0)), 0))
+    return low
+
+
+@triton.jit
+def _ends(d, weights, vocab_size, BLOCK: tl.constexpr):
+    """Returns the least and the largest d of tokens that may be drawn, and how many there are."""
+    lane = tl.arange(0, BLOCK)
+    lows, highs = (
+        tl.full((BLOCK,), float("inf"), tl.float64),
+        tl.full((BLOCK,), float("-inf"), tl.float64),
+    )
+    counts = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + lane
+        values = tl.load(d + at, mask=at < vocab_size, other=0.0)
+        kept = tl.load(weights + at, mask=at < vocab_size, other=0.0) > 0
+        lows = tl.minimum(lows, tl.where(kept, values, float("inf")))
+        highs = tl.maximum(highs, tl.where(kept, values, float("-inf")))
+        counts += kept.to(tl.int32)
+    return tl.min(lows, 0), tl.max(highs, 0), tl.sum(counts, 0)
+
+
+@triton.jit
+def _around(d, weights, vocab_size, cut, BLOCK: tl.constexpr):
+    """Returns the weight of the tokens above `cut` together and their number, the number of tokens
+    that equal it, and the weight of one of these.
+    """
+    lane = tl.arange(0, BLOCK)
+    above, equal_weight = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    num_above, num_equal = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + lane
+        values = tl.load(d + at, mask=at < vocab_size, other=0.0)
+        mass = tl.load(weights + at, mask=at < vocab_size, other=0.0)
+        over, equal = (mass > 0) & (values > cut), (mass > 0) & (values == cut)
+        above += tl.where(over, mass, 0.0)
+        equal_weight = tl.maximum(equal_weight, tl.where(equal, mass, 0.0))
+        num_above += over.to(tl.int32)
+        num_equal += equal.to(tl.int32)
+    return tl.sum(above, 0), tl.sum(num_above, 0), tl.sum(num_equal, 0), tl.max(equal_weight, 0)
+
+
+@triton.jit
+def _lead(d, weights, records, vocab_size, cut, taken, BLOCK: tl.constexpr):
+    """Returns the token with the largest d + g among the kept ones: all above `cut`, and the first
+    `taken` of those that equal it.
+    """
+    lane = tl.arange(0, BLOCK)
+    best, drawn = tl.full([], LEAST_NOISE, tl.float64), tl.full([], 0, tl.int32)
+    ties = tl.full([], 0, tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + lane
+        values = tl.load(d + at, mask=at < vocab_size, other=0.0)
+        mass = tl.load(weights + at, mask=at < vocab_size, other=0.0)
+        equal = ((mass > 0) & (values == cut)).to(tl.int32)
+        first = (equal > 0) & (ties + tl.cumsum(equal, 0) <= taken)
+        values = tl.where((mass > 0) & ((values > cut) | first), values, float("-inf"))
+        ties += tl.sum(equal, 0)
+        if tl.max(values, 0) > best - LARGEST_NOISE:
+            words = _words(records, start, BLOCK)
+            if tl.max(_may_lead(values, words, best).to(tl.int32), 0) > 0:
+                score = values + _gumbel(words)
+                top = tl.max(score, 0)
+                if top > best:
+                    best = top
+                    drawn = tl.min(tl.where(score == top, at, vocab_size), 0)
+    return drawn.to(tl.int64)
+
+
+@triton.jit
+def _words(records, start, BLOCK: tl.constexpr):
+    """Returns the random words of tokens start .. start + BLOCK - 1; both are multiples of 4."""
+    low = tl.load(records + SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(records + SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    quads = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    none = tl.zeros_like(quads)
+    position = none + tl.load(records + POSITION).to(tl.uint32, bitcast=True)
+    sample = none + tl.load(records + SAMPLE_INDEX).to(tl.uint32, bitcast=True)
+    w0, w1, w2, w3 = tl.philox((high << 32) | low, position, sample, quads, none + PURPOSE)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def _may_lead(values, words, best):
+    """Returns where d + g may exceed `best`; false only where it does not.
+
+    g > x only where 1 - u < e^-x. A float's bits, read as a number, are its logarithm to base 2, at
+    most 0.09 too small: two conversions in place of two logarithms.
+    """
+    rest = ((words ^ 0xFFFFFFFF) >> 1).to(tl.int32).to(tl.float32)
+    logarithm = rest.to(tl.int32, bitcast=True).to(tl.float32)
+    # `rest` is (1 - u) * 2^31, rounded down; exponents count from -127. The last term is more than
+    # what rounding takes.
+    bound = (values - best) / LN2 + (31 + 127 + 0.001)
+    return logarithm < (bound * OCTAVE).to(tl.float32)
+
+
+@triton.jit
+def _gumbel(words):
+    """Returns g in fp64, which holds u exactly, so that no logarithm of 1 - u is needed."""
+    u = (words.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+    return -tl.log(-tl.log(u))

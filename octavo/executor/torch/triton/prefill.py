@@ -1,0 +1,121 @@
+"""Attention of requests of several rows each, all in one launch: prompts, chunks at the end of
+longer contexts, drafts to verify.
+
+    rows of the step       | request 0 (9 rows)    | request 1 | request 2 (6 rows) | padding
+    tiles of ROWS = 4      | 0 1 2 3|4 5 6 7|8 . . | (1 row)   | 0 1 2 3|4 5 . .
+
+    program (tile, kv head and part of its query heads) walks over the keys that its rows see; with
+    fixed tiles split by split, merging them left to right
+
+A tile finds its request in `query_starts` by bisection: request r's tiles begin at
+query_starts[r] // ROWS + r, so that the host makes no list of them. Tiles that no request fills end
+at once, and requests of one row are `decode.py`'s.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.executor.torch.triton.numbers import rounded
+from octavo.executor.torch.triton.splits import (
+    SPLIT_KEYS,
+    KeyRange,
+    attend_keys,
+    finished,
+    load_lanes,
+    merged,
+    no_keys,
+)
+
+
+@triton.jit
+def request_of_tile(tile, requests, ROWS: tl.constexpr):
+    """Returns the last request whose tiles begin at or before this one; -1 before the first."""
+    known = 0
+    beyond = requests.num
+    while known < beyond:
+        middle = (known + beyond) // 2
+        if tl.load(requests.query_starts + middle) // ROWS + middle <= tile:
+            known = middle + 1
+        else:
+            beyond = middle
+    return known - 1
+
+
+@triton.jit
+def prefill_kernel(
+    out,
+    q,
+    kv,
+    scoring,
+    mask,
+    widths,
+    heads,
+    requests,
+    sinks,
+    BY_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes `out [T, H, V]`. The arguments are bundles of `attention_arguments.py`: from `q` on
+    `Queries`, `PagedKv`, `Scoring`, `Mask`, `Widths`, `HeadTile`, `Requests`.
+
+    BY_SPLIT: each split has a state of its own, which keeps a row's bits the same in any company.
+    Otherwise one state takes in all keys, and keys that every row of the tile sees are not compared
+    with anything.
+    """
+    # The last tiles see most keys, so they come first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    request = request_of_tile(tile, requests, heads.ROWS)
+    if request < 0:
+        return
+    start = tl.load(requests.query_starts + request)
+    stop = tl.load(requests.query_starts + request + 1)
+    first_row = start + (tile - start // heads.ROWS - request) * heads.ROWS
+    if (first_row >= stop) | (stop - start == 1):
+        return
+    kv_head = tl.program_id(1) // heads.PARTS
+    lane = tl.arange(0, BLOCK_M)
+    lane_row = lane // heads.LANE_HEADS
+    head = tl.program_id(1) % heads.PARTS * heads.LANE_HEADS + lane % heads.LANE_HEADS
+    row = first_row + lane_row
+    valid = (row < stop) & (head < heads.SHARE) & (lane_row < heads.ROWS)
+    row = tl.where(valid, row, start)
+    head = tl.where(valid, kv_head * heads.SHARE + head, 0)
+    place = tl.load(requests.places + row)
+    context = tl.load(requests.context_lens + request)
+    lanes = load_lanes(q, row, head, valid, place, context, mask, widths)
+    first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)
+    last_key = tl.max(lanes.high, axis=0)
+    table = kv.block_tables + request.to(tl.int64) * kv.table_width
+    state = no_keys(BLOCK_M, widths.V_TILE)
+    if BY_SPLIT:
+        for split in range(first_key // SPLIT_KEYS, (last_key + SPLIT_KEYS - 1) // SPLIT_KEYS):
+            begin = tl.maximum(first_key, split * SPLIT_KEYS)
+            end = tl.minimum(last_key, (split + 1) * SPLIT_KEYS)
+            own = no_keys(BLOCK_M, widths.V_TILE)
+            keys = KeyRange(table, kv_head, begin, end)
+            own = attend_keys(own, lanes, keys, kv, scoring, widths, BLOCK_N=BLOCK_N, MASKED=True)
+            state = merged(state, own)
+    else:
+        # Three parts: keys before those that all rows see, these, and the keys behind them.
+        top_low = tl.max(tl.where(valid, lanes.low, 0), axis=0)
+        all_from = (top_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        least_high = tl.min(tl.where(valid, lanes.high, 1 << 30), axis=0)
+        all_to = tl.maximum(all_from, least_high // BLOCK_N * BLOCK_N)
+        for part in tl.static_range(0 if mask.WINDOW + mask.CHUNK > 0 else 1, 3):
+            begin = first_key if part == 0 else all_from if part == 1 else all_to
+            end = tl.minimum(all_from, last_key) if part == 0 else all_to if part == 1 else last_key
+            keys = KeyRange(table, kv_head, begin, end)
+            state = attend_keys(
+                state, lanes, keys, kv, scoring, widths, BLOCK_N=BLOCK_N, MASKED=part != 1
+            )
+    values = finished(state, sinks, head, valid)
+    column = tl.arange(0, widths.V_TILE)
+    to = (row.to(tl.int64) * heads.HEADS + head)[:, None] * widths.V + column[None, :]
+    tl.store(
+        out + to,
+        rounded(values, out.dtype.element_ty),
+        mask=valid[:, None] & (column < widths.V)[None, :],
+    )

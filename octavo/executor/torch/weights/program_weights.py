@@ -1,0 +1,190 @@
+"""The weights of a prepared Program on a PyTorch device, and the products that read them.
+
+Each weight is loaded once and kept as the ops that read it want it. Knows which ops have which
+weights, and nothing of how a packed weight's numbers are made (`device_weight.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.api.errors import WeightMismatch
+from octavo.executor.base import LoadWeight
+from octavo.executor.torch.weights.device_weight import DeviceWeight, to_device
+from octavo.program import expert_ops, family_ops, ops
+from octavo.program.ops import Linear
+from octavo.program.place_tables import place_table
+from octavo.program.program import Op, Program, Weight
+from octavo.quant.packed import PackedWeight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """The weights of one Linear; those that can be joined are one, so that they are one product."""
+
+    parts: tuple[DeviceWeight, ...]
+    bias: Tensor | None
+    """Biases of all outputs, `[sum of out]`."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiplies `x [T, in]`: `[T, sum of out]`."""
+        if len(self.parts) == 1:
+            return self.parts[0].product(x, self.bias)
+        made = torch.cat([part.product(x, None) for part in self.parts], dim=1)
+        return made if self.bias is None else made + self.bias
+
+
+class ProgramWeights:
+    """The weights of a Program, each loaded once and kept as its readers want it: matrices as they
+    are packed, vectors in fp32.
+
+    In a step weights are found by the identity of the Program's own objects: hashing a weight's
+    name and sources takes longer than a small product.
+    """
+
+    def __init__(
+        self, load: LoadWeight, device: torch.device, dtype: torch.dtype, shared: Collection[Weight]
+    ) -> None:
+        """`shared` are the weights that more than one op reads; others are dropped where a joined
+        product has a copy of them.
+        """
+        self._load = load
+        self._device = device
+        self._dtype = dtype
+        self._shared = shared
+        self._matrices: dict[Weight, DeviceWeight] = {}
+        self._vectors: dict[Weight, Tensor] = {}
+        self._kept: dict[int, Any] = {}
+        self._products: list[Product] = []
+        self._tables: list[Tensor] = []
+
+    def add_matrix(self, weight: Weight) -> None:
+        self._kept[id(weight)] = self._matrix(weight)
+
+    def add_vector(self, weight: Weight) -> None:
+        """Adds a weight as a vector in fp32, however it is stored."""
+        self._kept[id(weight)] = self._vector(weight)
+
+    def add_product(self, linear: Linear) -> None:
+        weights = linear.weights_
+        parts = tuple(self._matrix(weight) for weight in weights)
+        if len(parts) > 1 and all(part.joins(parts[0]) for part in parts):
+            parts = (DeviceWeight.joined(parts),)
+            for weight in weights:
+                if weight not in self._shared:
+                    self._matrices.pop(weight, None)
+        product = Product(parts, self._bias(linear) if any(linear.biases) else None)
+        self._products.append(product)
+        self._kept[id(linear)] = product
+
+    def add_constant(self, owner: object, values: Sequence[float]) -> None:
+        """Adds numbers of an op, in fp64."""
+        self._kept[id(owner)] = torch.tensor(values, dtype=torch.float64, device=self._device)
+
+    def add_place_table(self, op: family_ops.PlaceScores) -> None:
+        """Adds what an op's columns are multiplied with, `[H, R, D] fp32`."""
+        table = place_table(op, lambda weight: self._packed(weight).dequantize())
+        self._tables.append(to_device(table.astype(np.float32), self._device))
+        self._kept[id(op)] = self._tables[-1]
+
+    def matrix(self, weight: Weight) -> DeviceWeight:
+        found: DeviceWeight = self._kept[id(weight)]
+        return found
+
+    def vector(self, weight: Weight) -> Tensor:
+        found: Tensor = self._kept[id(weight)]
+        return found
+
+    def product(self, linear: Linear) -> Product:
+        found: Product = self._kept[id(linear)]
+        return found
+
+    def constant(self, owner: object) -> Tensor:
+        found: Tensor = self._kept[id(owner)]
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        merged = [part for product in self._products for part in product.parts]
+        held = {id(weight): weight.num_bytes for weight in [*self._matrices.values(), *merged]}
+        vectors = sum(each.nbytes for each in [*self._vectors.values(), *self._tables])
+        return (
+            sum(held.values())
+            + vectors
+            + sum(product.bias.nbytes for product in self._products if product.bias is not None)
+        )
+
+    def _matrix(self, weight: Weight) -> DeviceWeight:
+        if weight not in self._matrices:
+            self._matrices[weight] = DeviceWeight.of(
+                self._packed(weight), self._device, self._dtype
+            )
+        return self._matrices[weight]
+
+    def _vector(self, weight: Weight) -> Tensor:
+        if weight not in self._vectors:
+            self._vectors[weight] = to_device(self._packed(weight).dequantize(), self._device)
+        return self._vectors[weight]
+
+    def _bias(self, linear: Linear) -> Tensor:
+        """Returns the biases of all slices, zeros where a slice has none."""
+        pairs = zip(linear.weights_, linear.biases, strict=True)
+        parts = [
+            torch.zeros(w.shape[0]) if b is None else torch.from_numpy(self._packed(b).dequantize())
+            for w, b in pairs
+        ]
+        return torch.cat(parts).to(self._device, self._dtype)
+
+    def _packed(self, weight: Weight) -> PackedWeight:
+        packed = self._load(weight).packed()
+        if packed.shape != weight.shape:
+            raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {weight.shape}")
+        return packed
+
+
+def load_weights(
+    program: Program, load: LoadWeight, device: torch.device, dtype: torch.dtype
+) -> ProgramWeights:
+    """Loads all weights of a Program; plain floats of products get the type `dtype`."""
+    reads = Counter(weight for op in program.ops for weight in op.weights)
+    shared = {weight for weight, count in reads.items() if count > 1}
+    weights = ProgramWeights(load, device, dtype, shared)
+    for op in program.ops:
+        _add_weights(op, weights)
+    return weights
+
+
+def _add_weights(op: Op, weights: ProgramWeights) -> None:
+    """Adds an op's weights: matrices as they are packed, everything else as vectors in fp32."""
+    matrices: tuple[Weight | None, ...] = ()
+    if isinstance(op, ops.Linear):
+        weights.add_product(op)
+        matrices = (*op.weights_, *op.biases)
+    elif isinstance(op, ops.Embedding):
+        matrices = (op.table,)
+        weights.add_matrix(op.table)
+    elif isinstance(op, expert_ops.GroupedLinear):
+        matrices = (op.weight,)
+        weights.add_matrix(op.weight)
+    elif isinstance(op, ops.MlaAttention):
+        matrices = (op.kv_b,)
+        weights.add_matrix(op.kv_b)
+    elif isinstance(op, family_ops.PlaceScores):
+        matrices = op.weights
+        weights.add_place_table(op)
+    elif isinstance(op, ops.Rope):
+        weights.add_constant(op.table, op.table.inv_freq)
+        if op.table.long is not None:
+            weights.add_constant(op.table.long, op.table.long.inv_freq)
+    elif isinstance(op, ops.Attention) and isinstance(op.bias, ops.AlibiBias):
+        weights.add_constant(op.bias, op.bias.slopes)
+    for weight in op.weights:
+        if weight not in matrices:
+            weights.add_vector(weight)

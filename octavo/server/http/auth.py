@@ -1,0 +1,141 @@
+"""API keys: every route needs one when the server has any, but for /health, those under it, and the
+page's own files.
+
+Plain ASGI, so that it stands before routing and costs nothing per streamed token. Each of several
+keys is a tenant of its own under the fair policy, and may have limits.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.api.errors import OctavoError, Overloaded, Unauthorized
+from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
+from octavo.frontend.input_processor import RequestContext
+from octavo.server.http.error_forms import form_of
+from octavo.server.http.errors import error_response
+from octavo.server.http.key_file import ApiKey
+from octavo.server.settings import ServerSettings
+from octavo.server.state.account import Account
+from octavo.server.state.key_ring import KeyRing
+from octavo.server.state.request_record import record_of
+
+OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/")
+"""Paths that need no key: what is served there is the same for everyone."""
+OPEN_FOLDER = "/web/"
+"""Beginning of the paths of the page's files, which need none either."""
+METRICS_PATH = "/metrics"
+KEY_NAME = "octavo_key_name"
+"""Key of the ASGI scope whose value names the key that was sent; the key itself is never kept."""
+OPERATOR = "octavo_operator"
+"""Key of the ASGI scope whose value says whether an operator's key was sent."""
+
+IS_BACKGROUND = "octavo_is_background"
+"""Key of the ASGI scope of requests that the server makes itself, on which no client waits."""
+
+
+class ApiKeys:
+    """ASGI middleware: 401 to requests without a valid key, 429 to those beyond a key's limits."""
+
+    def __init__(self, app: ASGIApp, ring: KeyRing, *, open_metrics: bool = False) -> None:
+        self._app = app
+        self._ring = ring
+        self._open_paths = {*OPEN_PATHS, *([METRICS_PATH] if open_metrics else [])}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_open(scope):
+            await self._app(scope, receive, send)
+            return
+        secret = _secret_of(Headers(scope=scope))
+        key = self._ring.find(secret) if secret is not None else None
+        if key is None:
+            error = Unauthorized(
+                "a valid API key is needed", hint="send the header Authorization: Bearer KEY"
+            )
+            await error_response(error, form_of(scope))(scope, receive, send)
+            return
+        await self._pass_on(key, scope, receive, send)
+
+    async def _pass_on(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+        """Notes whose request it is; one that asks for work counts against the key's limits."""
+        account = self._ring.account(key.name)
+        record = record_of(scope)
+        record.owner, record.account = key.name, account
+        scope[KEY_NAME], scope[OPERATOR] = key.name, self._ring.may_operate(key)
+        if account is None:
+            await self._app(scope, receive, send)
+            return
+        send = _with_limits(account, send)
+        if scope["method"] == "POST":
+            try:
+                account.count_request()
+            except Overloaded as error:
+                await error_response(error, form_of(scope))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        return path in self._open_paths or path.startswith(OPEN_FOLDER)
+
+
+def owner_of(request: Request) -> str:
+    """Returns the name of who sent a request: that of its key, "" where the server has none."""
+    return str(request.scope.get(KEY_NAME, ""))
+
+
+def require_operator(request: Request) -> None:
+    """Raises 403 unless the operator sent a request.
+
+    Without an operator's key the only key is the operator's; without any keys, everyone is, where
+    only this machine can reach the server.
+    """
+    settings: ServerSettings = request.app.state.service.settings
+    if request.scope.get(OPERATOR):
+        return
+    if not settings.has_keys and not settings.is_open_to_all:
+        return
+    raise HTTPException(
+        403, "only the operator may do this (hint: start the server with --operator-key, send it)"
+    )
+
+
+def tenant_of(request: Request, user: str | None) -> str:
+    """Returns the tenant of a request: its key where the server has several, else its `user`."""
+    return request.scope.get(KEY_NAME) or user or ""
+
+
+def is_operator(request: Request) -> bool:
+    """Returns whether a request may see and change what others' keys have made."""
+    try:
+        require_operator(request)
+    except (HTTPException, OctavoError):
+        return False
+    return True
+
+
+def origin_of(request: Request, priority: int | None, user: str | None) -> RequestContext:
+    """Returns where a request comes from, as the engine is told; a batch's line is background."""
+    if request.scope.get(IS_BACKGROUND):
+        priority = BACKGROUND_PRIORITY
+    return RequestContext(priority or 0, tenant_of(request, user), owner_of(request))
+
+
+def _secret_of(headers: Headers) -> str | None:
+    """Returns the key that was sent: a bearer token, or Anthropic's header for it."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+
+
+def _with_limits(account: Account, send: Send) -> Send:
+    """Returns a `send` that adds to an answer what is left of the limits as it starts."""
+
+    async def send_with_limits(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(account.headers())
+        await send(message)
+
+    return send_with_limits

@@ -1,0 +1,88 @@
+"""API keys with names and limits, and the file that holds them: YAML, TOML or JSON by its name.
+
+A file has a list `keys`; each entry has a `name`, a `key` or its `sha256` digest, and may have
+`operator` and limits. Only digests are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from octavo.api.errors import ConfigError
+from octavo.config.data_file import read_data_file
+
+MAX_FILE_BYTES = 4 << 20
+Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+
+
+class KeyLimits(msgspec.Struct, frozen=True):
+    """Limits of the requests of one key; None is no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Prompt and generated tokens a minute."""
+    max_running: int | None = None
+    """Requests that are being answered at the same time, jobs too."""
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """One key that opens the server."""
+
+    name: str
+    """Name by which requests, logs and limits know the key; "" for the only key of a flag."""
+    digest: bytes
+    """SHA-256 of the key."""
+    is_operator: bool = False
+    limits: KeyLimits = KeyLimits()
+
+
+class KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
+    """One entry of a key file, as it is written."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._@-]{1,64}$")]
+    key: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)] | None = None
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Fa-f]{64}$")] | None = None
+    operator: bool = False
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    max_running: Limit | None = None
+
+    def api_key(self, where: str) -> ApiKey:
+        if (self.key is None) == (self.sha256 is None):
+            got = "neither" if self.key is None else "both"
+            raise ConfigError(
+                f"api_key_file: {where}: {self.name}: got {got}, allowed is one of key and sha256"
+            )
+        digest = bytes.fromhex(self.sha256) if self.sha256 else digest_of(self.key or "")
+        limits = KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.max_running)
+        return ApiKey(self.name, digest, self.operator, limits)
+
+
+class KeyList(msgspec.Struct, forbid_unknown_fields=True):
+    """A whole key file."""
+
+    keys: list[KeyEntry]
+
+
+def digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def read_key_file(path: str) -> list[ApiKey]:
+    """Returns the keys of a file; raises ConfigError that names what is wrong, and shows no key."""
+    file = read_data_file(path, name="api_key_file", max_bytes=MAX_FILE_BYTES, has_secrets=True)
+    entries = file.convert(KeyList, hint="docs/guides/serving.md shows a key file").keys
+    keys = [entry.api_key(file.where("keys", at)) for at, entry in enumerate(entries)]
+    for part in ("name", "digest"):
+        values = [getattr(key, part) for key in keys]
+        twice = next((at for at, value in enumerate(values) if value in values[:at]), None)
+        if twice is not None:
+            raise ConfigError(
+                f"api_key_file: {file.where('keys', twice)}: got another key with the same {part}"
+            )
+    if not keys:
+        raise ConfigError(f"api_key_file: {path} holds no key")
+    return keys

@@ -1,0 +1,98 @@
+"""The socket that a server listens on, TCP or unix, and the certificate that it shows.
+
+All is checked before a model loads; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from octavo.api.errors import ConfigError
+from octavo.server.settings import ServerSettings
+
+BACKLOG = 2048
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """Returns the socket of the settings; raises ConfigError for what cannot be had."""
+    check_certificate(settings)
+    if settings.uds is not None:
+        return take_path(settings.uds)
+    return take_port(settings.host, settings.port)
+
+
+def take_port(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; raises ConfigError for a port in use or a foreign address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="choose another with --port or --host",
+        ) from error
+    return listener
+
+
+def take_path(path: str) -> socket.socket:
+    """Returns a listening unix socket; replaces one that no server listens on any more."""
+    try:
+        if os.path.lexists(path):
+            _remove_stale(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(path)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"uds: cannot listen on {path}: {error.strerror or error}",
+            hint="choose another path with --uds",
+        ) from error
+    return listener
+
+
+def leave_path(path: str) -> None:
+    """Removes the socket of a server that has ended."""
+    with suppress(OSError):
+        Path(path).unlink()
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Raises ConfigError where TLS is asked for and its files cannot be used."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # An empty password, so that a key that needs one fails instead of asking the terminal.
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile: cannot use {settings.ssl_certfile} with the key"
+            f" {settings.ssl_keyfile or 'in it'}: {error}",
+            hint="needed are a certificate chain and its key without a password, both PEM",
+        ) from error
+
+
+def _remove_stale(path: str) -> None:
+    if not stat.S_ISSOCK(Path(path).lstat().st_mode):
+        raise ConfigError(f"uds: {path} exists and is no socket", hint="choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(1)
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+            return
+    raise ConfigError(f"uds: another server listens on {path}", hint="choose another path")

@@ -1,0 +1,87 @@
+"""What FastAPI does not see of a route, in the OpenAPI description: its body, from the class that
+checks it, the type of its stream, and the form of its errors.
+
+The routes read their bodies (`body.body_of`) and write their answers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from octavo.server.http.body import Body
+from octavo.server.http.error_forms import Fault, form_of
+
+REFERENCE = "$ref"
+EXAMPLE = Fault("a message", "AType", 400)
+
+
+def describe(router: APIRouter) -> None:
+    """Adds to each route of a router what it reads and answers."""
+    for route in router.routes:
+        if not isinstance(route, APIRoute):
+            continue
+        route.responses.update(error_responses(route.path))
+        kind = _body_of(route)
+        if kind is None:
+            continue
+        route.openapi_extra = {"requestBody": request_body(kind)}
+        if kind.stream_type is not None and "stream" in kind.model_fields:
+            route.responses[200] = {"content": {kind.stream_type: {}}}
+
+
+def bodies_of(router: APIRouter) -> dict[str, type[Body]]:
+    """Returns the class that checks the body of each route that reads one, by "METHOD path"."""
+    return {
+        f"{method} {route.path}": kind
+        for route in router.routes
+        if isinstance(route, APIRoute) and (kind := _body_of(route)) is not None
+        for method in sorted(route.methods or ())
+    }
+
+
+def _body_of(route: APIRoute) -> type[Body] | None:
+    kinds = (getattr(dependency.call, "kind", None) for dependency in route.dependant.dependencies)
+    return next((kind for kind in kinds if kind is not None), None)
+
+
+def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
+    """Returns the descriptions of a route's errors: a client's, and the server's."""
+    form = form_of({"type": "http", "path": path, "headers": []})
+    content = {"application/json": {"schema": _schema_of(form(EXAMPLE))}}
+    return {
+        "4XX": {"description": "The request is at fault.", "content": content},
+        "5XX": {"description": "The server is at fault, or full.", "content": content},
+    }
+
+
+def request_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Returns OpenAPI's description of a JSON body, parts of its schema written out in place."""
+    schema = kind.model_json_schema()
+    parts = schema.pop("$defs", {})
+    return {"required": True, "content": {"application/json": {"schema": _whole(schema, parts)}}}
+
+
+def _whole(node: Any, parts: Mapping[str, Any]) -> Any:
+    """Returns a schema in which each reference is what it refers to."""
+    if isinstance(node, list):
+        return [_whole(entry, parts) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    if REFERENCE in node:
+        return _whole(parts[node[REFERENCE].rpartition("/")[2]], parts)
+    return {name: _whole(entry, parts) for name, entry in node.items()}
+
+
+def _schema_of(example: Any) -> dict[str, Any]:
+    """Returns the schema of an error's body, in which a null stands for a text that may be."""
+    if example is None:
+        return {"type": ["string", "null"]}
+    if isinstance(example, dict):
+        properties = {name: _schema_of(value) for name, value in example.items()}
+        return {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "integer" if isinstance(example, int) else "string"}

@@ -1,0 +1,64 @@
+"""Limits on what one request may ask for, in every API's dialect; the server's settings set them.
+
+The types and ranges of single fields are the bodies' own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.api.errors import InvalidRequest
+from octavo.api.pooling_params import RequestParams
+from octavo.server.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits that hold beside those of the model and of the sampler."""
+
+    max_prompts: int
+    max_n: int
+    max_stop_strings: int
+    max_stop_characters: int
+    max_tools: int
+    max_tool_bytes: int
+
+    @staticmethod
+    def of(settings: ServerSettings) -> RequestLimits:
+        return RequestLimits(
+            settings.max_prompts,
+            settings.max_n,
+            settings.max_stop_strings,
+            settings.max_stop_characters,
+            settings.max_tools,
+            settings.max_tool_bytes,
+        )
+
+    def check(self, num_prompts: int, params: RequestParams) -> None:
+        """Raises InvalidRequest for what is beyond a limit, and names its flag."""
+        stops, words = params.stop_strings, params.bad_words or []
+        for param, what, got, allowed, flag in (
+            ("prompt", "prompts", num_prompts, self.max_prompts, "max-prompts"),
+            ("n", "samples", params.num_samples, self.max_n, "max-n"),
+            ("stop", "texts", len(stops), self.max_stop_strings, "max-stop-strings"),
+            (
+                "stop",
+                "characters",
+                max(map(len, stops), default=0),
+                self.max_stop_characters,
+                "max-stop-characters",
+            ),
+            (
+                "bad_words",
+                "characters",
+                max(map(len, words), default=0),
+                self.max_stop_characters,
+                "max-stop-characters",
+            ),
+        ):
+            if got > allowed:
+                raise InvalidRequest(
+                    f"{param}: got {got} {what}, allowed are at most {allowed}",
+                    hint=f"the server's --{flag} sets it",
+                    param=param,
+                )

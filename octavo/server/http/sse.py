@@ -1,0 +1,121 @@
+"""Server-sent events: a response over a generator that ends with [DONE], or as a subclass says.
+
+A client that disconnects ends the generator. A slow reader slows the generator: nothing is queued
+here. Source of the format: WHATWG HTML, section 9.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.api.errors import OctavoError
+from octavo.server.http.connection import unless_gone
+from octavo.server.http.errors import error_body
+from octavo.server.http.time_limit import DEADLINE, Deadline
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+PING_INTERVAL_S = 15.0
+"""Longest silence on a stream, in seconds: many clients and proxies give up on a connection that
+sends nothing for some minutes, which a long prompt takes on a slow machine.
+"""
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+Events = AsyncGenerator[list[Any], None]
+"""Stream of payload lists; the payloads of one list are sent together."""
+
+
+class EventStream(Response):
+    """A streamed response of server-sent events."""
+
+    end = DONE
+    """Bytes that follow the last event."""
+    ping = b": ping\n\n"
+    """Bytes that a client skips, sent while there is no event; empty for none."""
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Events, headers: Mapping[str, str] = NO_HEADERS) -> None:
+        super().__init__(
+            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._events = events
+        self._encoder = msgspec.json.Encoder()
+        self._sent_at_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        try:
+            with suppress(ClientDisconnect):
+                await unless_gone(receive, self._write(send, scope.get(DEADLINE, Deadline())))
+        finally:
+            await self._events.aclose()
+
+    async def _write(self, send: Send, deadline: Deadline) -> None:
+        """Sends all events; an error becomes an event of its own, as the status has been sent."""
+        pings = asyncio.ensure_future(self._send_pings(send))
+        try:
+            async with asyncio.timeout_at(deadline.at_s) as limit:
+                async for payloads in self._events:
+                    await self._send_part(send, self.format_events(payloads))
+        except Exception as error:
+            told: Exception = deadline.error if limit.expired() else error
+            if told is error and not isinstance(error, OctavoError):
+                logger.exception("a stream failed")
+            await self._send_part(send, self.format_events(self.failure(told)))
+        finally:
+            pings.cancel()
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
+
+    async def _send_pings(self, send: Send) -> None:
+        """Sends a ping after each `PING_INTERVAL_S` without an event, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        self._sent_at_s = loop.time()
+        with suppress(OSError, ClientDisconnect):
+            while self.ping:
+                silence_left_s = self._sent_at_s + PING_INTERVAL_S - loop.time()
+                if silence_left_s > 0:
+                    await asyncio.sleep(silence_left_s)
+                else:
+                    await self._send_part(send, self.ping)
+
+    async def _send_part(self, send: Send, body: bytes) -> None:
+        self._sent_at_s = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def failure(self, error: Exception) -> list[Any]:
+        """Returns the events that tell of an error."""
+        return [error_body(error)]
+
+    def format_events(self, payloads: Iterable[Any]) -> bytes:
+        """Returns the bytes of some events."""
+        return b"".join([b"data: " + self.encode(payload) + b"\n\n" for payload in payloads])
+
+    def encode(self, payload: Any) -> bytes:
+        return self._encoder.encode(payload)
+
+
+class NamedEventStream(EventStream):
+    """A stream of events that bear their `type` as a name, and end without a mark."""
+
+    end = b""
+
+    def format_events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
+        parts = [
+            b"event: %b\ndata: %b\n\n" % (payload["type"].encode(), self.encode(payload))
+            for payload in payloads
+        ]
+        return b"".join(parts)

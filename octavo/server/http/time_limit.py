@@ -1,0 +1,64 @@
+"""A limit on how long a request may take from its arrival to its last byte.
+
+ASGI middleware for POST, which alone asks for work. An answer that has not begun becomes a 504; a
+stream ends with an error of its own, by the deadline that it finds in the scope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server.http.error_forms import form_of
+from octavo.server.http.errors import error_response
+
+DEADLINE = "octavo_deadline"
+"""Key of the ASGI scope whose value is the request's Deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The last moment of a request."""
+
+    at_s: float | None = None
+    """Moment on the event loop's clock, in seconds; None is never."""
+    limit_s: float = 0
+
+    @property
+    def error(self) -> HTTPException:
+        """Error of a request that has taken too long."""
+        return HTTPException(
+            504,
+            f"the request took longer than {self.limit_s:g} seconds (hint: ask for fewer tokens)",
+        )
+
+
+class TimeLimit:
+    """Ends requests that take too long, and what the engine does for them."""
+
+    def __init__(self, app: ASGIApp, limit_s: float) -> None:
+        self._app = app
+        self._limit_s = limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        now_s = asyncio.get_running_loop().time()
+        deadline = scope[DEADLINE] = Deadline(now_s + self._limit_s, self._limit_s)
+        try:
+            async with asyncio.timeout_at(deadline.at_s) as timeout:
+
+                async def send_in_time(message: Message) -> None:
+                    if message["type"] == "http.response.start":
+                        timeout.reschedule(None)  # a stream keeps the deadline itself
+                    await send(message)
+
+                await self._app(scope, receive, send_in_time)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            await error_response(deadline.error, form_of(scope))(scope, receive, send)

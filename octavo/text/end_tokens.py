@@ -1,0 +1,133 @@
+"""Decides which tokens control a model and which end a text: those that the files name, and those
+with well-known texts.
+
+The files name the ids of eos, eot and eom tokens, often not all of them. Texts, and the rules for
+vocabularies in which such a text means something else, are those of llama.cpp's `llama-vocab.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from octavo.checkpoint.ports import CONTROL, NORMAL, UNKNOWN, Vocabulary
+
+END_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "▁<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+)
+"""Texts of tokens that end a turn, a tool call or a document."""
+
+INFILL_END_TEXTS = (
+    "<|fim_pad|>",
+    "<fim-pad>",
+    "<fim_pad>",
+    "<PAD>",
+    "[PAD]",
+    "<|fim_repo|>",
+    "<|repo_name|>",
+    "<fim-repo>",
+    "<REPO>",
+    "<reponame>",
+    "<|file_sep|>",
+)
+"""Texts of tokens behind which a model that fills in the middle begins another file."""
+
+INFILL_TEXTS = (
+    *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    *("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    *("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    *("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    *("▁<PRE>", "▁<SUF>", "▁<MID>", "<PRE>", "<SUF>", "<MID>"),
+    *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    *("<|prefix|>", "<|suffix|>", "<|middle|>"),
+)
+"""Texts of tokens around the parts of a fill-in-the-middle prompt."""
+
+MEDIA_TEXTS = (
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("<start_of_audio>", "<end_of_audio>", "<audio_soft_token>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
+    *("<|image_start|>", "<|image_end|>", "<|image|>", "<|audio|>"),
+)
+"""Texts of tokens around images and sounds, and in their place. A model writes them where its
+training text had a picture; an answer's text never shows them, as in transformers."""
+
+CONTROL_TEXTS = frozenset(
+    text.encode() for text in (*END_TEXTS, *INFILL_END_TEXTS, *INFILL_TEXTS, *MEDIA_TEXTS)
+)
+
+
+def find_end_tokens(tokens: Mapping[str, int], named: Iterable[int]) -> tuple[int, ...]:
+    """Returns the ids of the tokens that end a text, those that the files name first.
+
+    `tokens` maps the texts of the tokens that are no plain text to their ids.
+    """
+    listed = tuple(named)
+    found = [*listed, *(tokens[text] for text in END_TEXTS + INFILL_END_TEXTS if text in tokens)]
+    excluded = _other_meanings(tokens) - ({"</s>"} if tokens.get("</s>") in listed else set())
+    excluded_ids = {tokens.get(text) for text in excluded}
+    return tuple(i for i in dict.fromkeys(found) if i not in excluded_ids)
+
+
+def _other_meanings(tokens: Collection[str]) -> set[str]:
+    """Returns the texts among END_TEXTS that end nothing in a vocabulary with these tokens."""
+    found = set()
+    has_calls = "<|call|>" in tokens or "<|calls|>" in tokens
+    if has_calls and ("<|return|>" in tokens or "<|flush|>" in tokens):
+        found.add("<|end|>")  # ends a message within the answer (gpt-oss, Solar Open)
+    if "<end_of_turn>" in tokens or "<|tool_response>" in tokens:
+        found.add("</s>")  # a tag of HTML (Gemma)
+    return found
+
+
+def find_control_tokens(vocabulary: Vocabulary) -> dict[str, int]:
+    """Returns the control tokens of a GGUF vocabulary that are known by their texts, also those to
+    which the file gives another type.
+
+    A token that the merges spell is plain text: Qwen2's `</s>` is a tag of HTML.
+    """
+    found = {
+        text.decode(): vocabulary.tokens.index(text)
+        for text in CONTROL_TEXTS.intersection(vocabulary.tokens)
+    }
+    types = vocabulary.types
+    wrong = {
+        text for text, i in found.items() if i >= len(types) or types[i] not in (CONTROL, UNKNOWN)
+    }
+    if wrong:
+        spelled = {merge.replace(b" ", b"").decode(errors="replace") for merge in vocabulary.merges}
+        wrong &= spelled | _other_meanings(found)
+    return {text: i for text, i in found.items() if text not in wrong}
+
+
+def correct_token_types(vocabulary: Vocabulary) -> list[int]:
+    """Returns the token types of a GGUF vocabulary, with CONTROL for the tokens that are known to
+    control a model; NORMAL if the file has no types.
+    """
+    types = list(vocabulary.types) or [NORMAL] * len(vocabulary.tokens)
+    for i in find_control_tokens(vocabulary).values():
+        if i < len(types) and types[i] != UNKNOWN:
+            types[i] = CONTROL
+    return types

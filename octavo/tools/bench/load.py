@@ -1,0 +1,140 @@
+"""Sends the requests of a benchmark to a server, each at its time, and waits for all answers.
+
+Decides neither which requests are sent (`traffic.py`) nor what is made of the answers
+(`serve_figures.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import uvloop
+
+from octavo.api.errors import ConfigError, WorkerFailed
+from octavo.tools.bench.serve_figures import Outcome
+from octavo.tools.bench.stream_client import StreamClient
+from octavo.tools.bench.traffic import TrafficRequest, prompt_of
+from octavo.utils.progress import Bar
+
+WARM_UP = TrafficRequest("warm-up", 0.0, 8, 2)
+"""Request that is sent first and not counted."""
+MAX_OPEN_FILES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTest:
+    """A server, and the requests to send to it."""
+
+    url: str
+    api_key: str | None
+    model: str | None
+    """Name of the model; None for the first that the server has."""
+    requests: Sequence[TrafficRequest]
+    seed: int = 0
+    max_concurrency: int | None = None
+    """Upper bound on requests in progress; others are sent later than planned."""
+
+
+def run_load(test: LoadTest) -> tuple[str, list[Outcome], float]:
+    """Returns the model's name, the outcome of each request in order, and the elapsed time.
+
+    The time is in seconds, from the first request sent to the last one answered.
+    """
+    _allow_many_files()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(test))
+
+
+async def _run(test: LoadTest) -> tuple[str, list[Outcome], float]:
+    client = StreamClient(test.url, test.api_key)
+    card = _card(await client.models(), test)
+    _check_fits(test.requests, card.get("max_model_len"))
+    model = str(card["id"])
+    try:
+        await client.complete(_body(model, WARM_UP, test.seed))
+    except WorkerFailed as error:
+        raise ConfigError(f"{test.url}: the first request fails: {error.message}") from error
+    with Bar("requests", len(test.requests)) as bar:
+        sender = Sender(client, model, test, bar)
+        outcomes = await asyncio.gather(*map(sender.send, test.requests))
+    return model, outcomes, time.perf_counter() - sender.began
+
+
+class Sender:
+    """Sends each request at its time, counted from the moment when this object was made."""
+
+    def __init__(self, client: StreamClient, model: str, test: LoadTest, bar: Bar) -> None:
+        self.began = time.perf_counter()
+        self._client = client
+        self._model = model
+        self._seed = test.seed
+        self._places: AbstractAsyncContextManager[Any] = nullcontext()
+        if test.max_concurrency is not None:
+            self._places = asyncio.Semaphore(test.max_concurrency)
+        self._bar = bar
+
+    async def send(self, request: TrafficRequest) -> Outcome:
+        """Sends a request at its time, or later if too many are in progress."""
+        await asyncio.sleep(self.began + request.at_s - time.perf_counter())
+        async with self._places:
+            body = _body(self._model, request, self._seed)
+            late_s = time.perf_counter() - self.began - request.at_s
+            try:
+                return Outcome(request, late_s, await self._client.complete(body))
+            except WorkerFailed as error:
+                return Outcome(request, late_s, error=error.message)
+            finally:
+                self._bar.advance()
+
+
+def _body(model: str, request: TrafficRequest, seed: int) -> bytes:
+    body = {
+        "model": model,
+        "prompt": prompt_of(request, seed),
+        "max_tokens": request.output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    return msgspec.json.encode(
+        body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    )
+
+
+def _card(cards: Sequence[dict[str, Any]], test: LoadTest) -> dict[str, Any]:
+    names = [str(card["id"]) for card in cards]
+    if not names or (test.model is not None and test.model not in names):
+        raise ConfigError(
+            f"model: got {test.model!r}, {test.url} serves {', '.join(names) or 'none'}"
+        )
+    return cards[0 if test.model is None else names.index(test.model)]
+
+
+def _check_fits(requests: Sequence[TrafficRequest], context: int | None) -> None:
+    """Raises ConfigError for the first request that does not fit, before any is sent.
+
+    A server that does not say its context (None) refuses the request itself.
+    """
+    for request in requests:
+        if context is not None and request.input_len + request.output_len > context:
+            wanted = f"{request.input_len} + {request.output_len} tokens"
+            raise ConfigError(
+                f"{request.name}: {wanted} exceed the server's context of {context}",
+                hint="give a smaller --scale, or shorter lengths",
+            )
+
+
+def _allow_many_files() -> None:
+    """Raises the limit of open files: each request in progress has a connection, and a server that
+    this process starts inherits the limit and needs as many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

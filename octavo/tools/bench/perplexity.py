@@ -1,0 +1,40 @@
+"""Perplexity of a model as the engine computes it, over a text cut into windows that are each run
+alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from octavo.api.errors import ConfigError, WorkerFailed
+
+if TYPE_CHECKING:
+    from octavo.api.llm import LLM
+
+
+def perplexity(llm: LLM, text: str, window: int, num_windows: int | None = None) -> float:
+    """Returns exp of the mean negative logprob of each token after a window's first, given the
+    tokens before it in the window, which stands behind what the tokenizer puts first.
+    """
+    from octavo.api.sampling_params import SamplingParams
+
+    tokenizer = llm.get_tokenizer()
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    first = tokenizer.encode("")
+    windows = [
+        token_ids[start : start + window] for start in range(0, len(token_ids) - window + 1, window)
+    ][:num_windows]
+    if not windows:
+        raise ConfigError(f"the text has {len(token_ids)} tokens, a window needs {window}")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    total, count = 0.0, 0
+    for output in llm.generate([{"prompt_token_ids": first + ids} for ids in windows], params):
+        if output.error or output.prompt_logprobs is None:
+            raise WorkerFailed(f"a window failed: {output.error}")
+        pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
+        for token_id, logprobs in pairs[len(first) + 1 :]:
+            assert logprobs is not None
+            total -= logprobs[token_id].logprob
+            count += 1
+    return math.exp(total / count)

@@ -1,0 +1,198 @@
+"""The figures of a server's benchmark, as a dict and as a table.
+
+They are latencies, throughput, prefix hits and goodput.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.api.errors import ConfigError
+from octavo.tools.bench.percentiles import percentiles
+from octavo.tools.bench.stream_client import StreamedAnswer
+from octavo.tools.bench.traffic import TrafficRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of one request: an answer or an error."""
+
+    request: TrafficRequest
+    late_s: float
+    """Seconds by which it was sent later than planned."""
+    streamed: StreamedAnswer | None = None
+    error: str | None = None
+
+
+def first_token_s(streamed: StreamedAnswer) -> float:
+    return streamed.token_times[0] - streamed.sent
+
+
+def per_token_s(streamed: StreamedAnswer) -> float | None:
+    """Returns the mean time of the tokens after the first; None if there are none."""
+    later = num_tokens(streamed) - 1
+    return (streamed.token_times[-1] - streamed.token_times[0]) / later if later > 0 else None
+
+
+def longest_gap_s(streamed: StreamedAnswer) -> float | None:
+    """Returns the longest wait between two arrivals of tokens; None if all came at once."""
+    return max(gaps_s(streamed), default=None)
+
+
+def gaps_s(streamed: StreamedAnswer) -> Iterator[float]:
+    """Yields the time between each arrival of tokens and the next."""
+    return (later - earlier for earlier, later in itertools.pairwise(streamed.token_times))
+
+
+def whole_s(streamed: StreamedAnswer) -> float:
+    return streamed.ended - streamed.sent
+
+
+def num_tokens(streamed: StreamedAnswer) -> int:
+    """Returns the number of tokens that the server counted; if it does not say, that received."""
+    return streamed.num_tokens if streamed.usage is None else streamed.usage.completion_tokens
+
+
+LIMITS: dict[str, Callable[[StreamedAnswer], float | None]] = {
+    "ttft": first_token_s,
+    "tpot": per_token_s,
+    "itl": longest_gap_s,
+    "e2el": whole_s,
+}
+"""Times that a goodput limit can bound, by the names that vLLM gives them; itl bounds the longest
+gap of an answer.
+"""
+
+
+def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
+    """Reads limits in milliseconds, such as "ttft:500 tpot:50"; returns them by name."""
+    limits = {}
+    for text in itertools.chain.from_iterable(text.split() for text in texts):
+        name, _, value = text.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in LIMITS or not limits[name] > 0:
+            raise ConfigError(
+                f"goodput: got {text!r}, allowed is NAME:MILLISECONDS of {', '.join(LIMITS)}, such"
+                " as ttft:500"
+            )
+    return limits
+
+
+def figures(
+    outcomes: Sequence[Outcome], elapsed_s: float, goodput: Mapping[str, float]
+) -> dict[str, Any]:
+    """Returns all figures; times named _ms are in milliseconds and leave failed requests out."""
+    done = [outcome.streamed for outcome in outcomes if outcome.streamed is not None]
+    per_token = [seconds for streamed in done if (seconds := per_token_s(streamed)) is not None]
+    num_prompt = sum(_num_prompt(outcome) for outcome in outcomes if outcome.streamed is not None)
+    num_output = sum(map(num_tokens, done))
+    found: dict[str, Any] = {
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "elapsed_s": elapsed_s,
+        "prompt_tokens": num_prompt,
+        "output_tokens": num_output,
+        "requests_per_s": len(done) / elapsed_s,
+        "prompt_tokens_per_s": num_prompt / elapsed_s,
+        "output_tokens_per_s": num_output / elapsed_s,
+        "total_tokens_per_s": (num_prompt + num_output) / elapsed_s,
+        "time_to_first_token_ms": percentiles(
+            first_token_s(streamed) for streamed in done if streamed.token_times
+        ),
+        "inter_token_ms": percentiles(itertools.chain.from_iterable(map(gaps_s, done))),
+        "time_per_output_token_ms": percentiles(per_token),
+        "request_latency_ms": percentiles(map(whole_s, done)),
+        "sent_late_ms": percentiles(outcome.late_s for outcome in outcomes),
+        "prefix_hit_rate": _hit_rate(done, num_prompt),
+        "errors": _errors(outcomes),
+    }
+    if goodput:
+        good = sum(_is_good(streamed, goodput) for streamed in done)
+        found["goodput"] = {
+            "limits_ms": dict(goodput),
+            "requests": good,
+            "requests_per_s": good / elapsed_s,
+            "share": good / len(outcomes),
+        }
+    return found
+
+
+def table(found: Mapping[str, Any], shared: float | None) -> str:
+    """Returns the figures as lines to read; `shared` is the result of `shared_share` if known."""
+    lines = [
+        f"{'completed':26}{found['completed']} in {found['elapsed_s']:.1f} s, failed"
+        f" {found['failed']}"
+    ]
+    for name in ("requests", "prompt_tokens", "output_tokens", "total_tokens"):
+        lines.append(f"{name.replace('_', ' ') + '/s':26}{found[name + '_per_s']:10.2f}")
+    for name in (
+        "time_to_first_token_ms",
+        "inter_token_ms",
+        "time_per_output_token_ms",
+        "request_latency_ms",
+        "sent_late_ms",
+    ):
+        lines.append(
+            f"{name.replace('_', ' '):26}"
+            + "  ".join(f"{key} {value:9.2f}" for key, value in found[name].items())
+        )
+    hit_rate = found["prefix_hit_rate"]
+    known = (
+        ""
+        if shared is None
+        else f" ({shared:.1%} of the prompt tokens begin an earlier prompt too)"
+    )
+    lines.append(
+        f"{'prefix hit rate':26}"
+        + ("the server does not say" if hit_rate is None else f"{hit_rate:.1%}{known}")
+    )
+    if "goodput" in found:
+        good = found["goodput"]
+        limits = ", ".join(f"{name} <= {value:g} ms" for name, value in good["limits_ms"].items())
+        lines.append(
+            f"{'goodput':26}{good['requests_per_s']:.2f} requests/s, {good['share']:.1%} of all:"
+            f" {limits}"
+        )
+    lines += [
+        f"failed {one['count']} times, first {one['first']}: {one['message']}"
+        for one in found["errors"]
+    ]
+    return "\n".join(lines)
+
+
+def _num_prompt(outcome: Outcome) -> int:
+    usage = outcome.streamed.usage if outcome.streamed is not None else None
+    return outcome.request.input_len if usage is None else usage.prompt_tokens
+
+
+def _hit_rate(done: Sequence[StreamedAnswer], num_prompt: int) -> float | None:
+    details = [
+        streamed.usage.prompt_tokens_details for streamed in done if streamed.usage is not None
+    ]
+    counts = [
+        one.cached_tokens for one in details if one is not None and one.cached_tokens is not None
+    ]
+    return sum(counts) / num_prompt if counts and num_prompt else None
+
+
+def _is_good(streamed: StreamedAnswer, limits: Mapping[str, float]) -> bool:
+    measured = [(LIMITS[name](streamed), limit) for name, limit in limits.items()]
+    return all(seconds is None or 1000 * seconds <= limit for seconds, limit in measured)
+
+
+def _errors(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Returns each message once, most frequent first, with the first request that met it."""
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    first = {outcome.error: outcome.request.name for outcome in reversed(failed)}
+    counts = Counter(outcome.error for outcome in failed)
+    return [
+        {"message": message, "count": count, "first": first[message]}
+        for message, count in counts.most_common()
+    ]

@@ -1,0 +1,338 @@
+"""A fleet that exists only on clocks: several real schedulers behind a real router, whose steps
+take as long as those of a recording did.
+
+A discrete-event simulation: the next event is an arrival, the end of an engine's step, or the
+arrival of blocks that another engine has computed. Prompts may be computed by engines of their own
+and go over a link of a given rate, as fast as they are computed or as the link carries them. Knows
+no model and no file.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from octavo.api.errors import ConfigError
+from octavo.api.sampling_params import SamplingParams
+from octavo.config.cache_options import CacheOptions
+from octavo.config.scheduler_options import SchedulerOptions
+from octavo.engine.core import EngineCore
+from octavo.engine.kv.block_pool import BlockGroup
+from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.cached_names import CachedNames
+from octavo.engine.protocol.outputs import EngineOutput
+from octavo.engine.protocol.ports import Executor
+from octavo.engine.protocol.requests import EngineRequest
+from octavo.engine.protocol.step import ScheduledRequest
+from octavo.engine.protocol.step_costs import StepCosts
+from octavo.engine.scheduler.build import build_scheduler
+from octavo.routing.job import RoutingJob
+from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName
+from octavo.routing.router import Router
+from octavo.routing.target import Target
+from octavo.worker.simulated import SimulatedClock, SimulatedExecutor, SimulatedPipeline
+
+MAX_IDLE_STEPS = 10_000
+"""Steps of an engine that may compute nothing one after the other before the simulation gives up.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """An engine as a recording describes it."""
+
+    scheduler: SchedulerOptions
+    cache: CacheOptions
+    groups: Sequence[BlockGroup]
+    block_size: int
+    max_model_len: int
+    costs: StepCosts
+    token_bytes: float
+    """Bytes of one token's K and V in all groups, which a link carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLayout:
+    """Engines that share the requests: all compute prompts, or some of them only prompts."""
+
+    num_engines: int
+    num_prefill: int = 0
+    """Engines that compute prompts for the others; 0: each computes its own."""
+    num_stages: int = 1
+    """Machines of each engine, which share out its layers and have as many steps in flight."""
+
+    @property
+    def num_machines(self) -> int:
+        return self.num_engines * self.num_stages
+
+    def __str__(self) -> str:
+        if self.num_stages > 1:
+            return f"{self.num_engines} x both in {self.num_stages} stages"
+        if not self.num_prefill:
+            return f"{self.num_engines} x both"
+        return f"{self.num_prefill} x prefill + {self.num_engines - self.num_prefill} x decode"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptionsSimulated:
+    """How requests are placed, and how blocks travel."""
+
+    policy: RoutingPolicyName = "kv"
+    link_bytes_per_s: float = 125e6
+    """Rate of the link of each machine, in each direction."""
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """A request and, once it is simulated, its times in seconds."""
+
+    name: str
+    arrives: float
+    prompt: list[int]
+    num_output: int
+    first_token: float = math.inf
+    end: float = math.inf
+    num_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrives
+
+    @property
+    def tpot(self) -> float:
+        """Mean time between its tokens; 0 where there is one."""
+        if self.num_tokens < 2:
+            return 0.0
+        return (self.end - self.first_token) / (self.num_tokens - 1)
+
+
+class MeasuredExecutor(SimulatedExecutor):
+    """An executor whose steps take the time that steps of their size were measured to take."""
+
+    def __init__(
+        self, clock: SimulatedClock, costs: StepCosts, comes_computed: Callable[[str], bool]
+    ) -> None:
+        """`comes_computed` tells requests whose prompts another engine has computed."""
+        super().__init__(clock)
+        self._measured = costs
+        self._comes_computed = comes_computed
+
+    def compute_s(self, rows: list[ScheduledRequest]) -> float:
+        """Counts the last token alone of a prompt that another engine has computed."""
+        num_tokens = num_keys = 0
+        for row in rows:
+            fetched = row.num_tokens > 1 and self._comes_computed(row.request_id)
+            num_tokens += 1 if fetched else row.num_tokens
+            num_keys += row.start + row.num_tokens
+        seconds = self._measured.step_s(num_tokens, num_keys) if rows else 0.0
+        assert seconds is not None, "costs without a measured step are refused before"
+        return seconds
+
+
+@dataclass(slots=True)
+class _Member:
+    """One engine of the fleet."""
+
+    core: EngineCore
+    clock: SimulatedClock
+    is_busy: bool = False
+    link_free: float = 0.0
+    """Time at which its link has carried all that it was given."""
+    busy_s: float = 0.0
+    """Seconds that its steps have taken."""
+    num_idle_steps: int = 0
+
+
+class SimulatedFleet:
+    """Runs requests through a fleet once."""
+
+    def __init__(
+        self, engine: SimulatedEngine, layout: FleetLayout, options: FleetOptionsSimulated
+    ) -> None:
+        if not engine.costs.points:
+            raise ConfigError(
+                "costs: the recording holds no measured step",
+                hint="record requests that are like those to come: octavo serve --record FILE",
+            )
+        self._engine = engine
+        self._options = options
+        self._layout = layout
+        self._fetched: set[str] = set()
+        """Requests whose prompts were computed elsewhere."""
+        self._members = [self._member() for _ in range(layout.num_engines)]
+        targets = [
+            Target(f"engine {index}", CachedNames(self._groups[0].num_blocks))
+            for index in range(layout.num_engines)
+        ]
+        self._router = Router(ROUTING_POLICIES[options.policy](), targets)
+        prefill = range(layout.num_prefill)
+        self._first = prefill if prefill else range(layout.num_engines)
+        self._last = range(layout.num_prefill, layout.num_engines)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._count = itertools.count()
+        self._requests: dict[str, SimulatedRequest] = {}
+        self._naming = BlockNaming()
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> Sequence[SimulatedRequest]:
+        """Returns the requests with their times."""
+        for request in requests:
+            self._requests[request.name] = request
+            self._at(request.arrives, partial(self._arrive, request))
+        while self._events:
+            now, _, act = heapq.heappop(self._events)
+            act(now)
+        return requests
+
+    @property
+    def busy_s(self) -> list[float]:
+        """Seconds that the steps of each engine have taken."""
+        return [member.busy_s for member in self._members]
+
+    def _member(self) -> _Member:
+        engine, num_stages = self._engine, self._layout.num_stages
+        clock = SimulatedClock()
+        options = engine.scheduler
+        if num_stages > 1:  # a stage learns of a token when the last one has drawn it
+            options = replace(options, num_scheduler_steps=1)
+        scheduler = build_scheduler(
+            options,
+            engine.cache,
+            self._groups,
+            block_size=engine.block_size,
+            max_model_len=engine.max_model_len,
+            num_lanes=num_stages,
+        )
+        own = clock if num_stages == 1 else SimulatedClock()
+        whole = MeasuredExecutor(own, engine.costs, self._fetched.__contains__)
+        executor: Executor = whole
+        if num_stages > 1:
+            executor = SimulatedPipeline(clock, num_stages, whole=whole)
+        core = EngineCore(
+            scheduler, executor, clock=clock, costs=engine.costs, num_lanes=num_stages
+        )
+        return _Member(core, clock)
+
+    @property
+    def _groups(self) -> Sequence[BlockGroup]:
+        """Cache groups of an engine: each of its machines keeps a part of every token's K and V, so
+        that together they have as many times the blocks.
+        """
+        num_stages = self._layout.num_stages
+        return [
+            BlockGroup(
+                num_stages * group.num_blocks, group.life, num_stages * group.num_host_blocks
+            )
+            for group in self._engine.groups
+        ]
+
+    def _at(self, when: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._count), act))
+
+    def _arrive(self, request: SimulatedRequest, now: float) -> None:
+        names = (
+            self._naming.digests(request.prompt, self._engine.block_size)
+            if self._router.reads_names
+            else ()
+        )
+        job = RoutingJob(len(request.prompt), names, self._engine.block_size)
+        if not self._layout.num_prefill:
+            index = self._router.choose(job, self._first, now)
+            self._router.sent(request.name, job, index, now)
+            self._add(index, request, request.num_output, now)
+            return
+        index = self._router.choose(job, self._first, now)
+        self._router.sent(f"prefill {request.name}", job, index, now)
+        self._add(index, request, 1, now, name=f"prefill {request.name}")
+
+    def _add(
+        self,
+        index: int,
+        request: SimulatedRequest,
+        num_output: int,
+        now: float,
+        *,
+        name: str | None = None,
+    ) -> None:
+        member = self._members[index]
+        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+        member.core.add(
+            EngineRequest(
+                name or request.name,
+                request.prompt,
+                params,
+                seed=0,
+                arrival_time=now,
+            )
+        )
+        if not member.is_busy:
+            self._step(index, now)
+
+    def _step(self, index: int, now: float) -> None:
+        """Computes a step of an engine, whose outputs come when it ends."""
+        member = self._members[index]
+        member.is_busy = member.core.has_work
+        if not member.is_busy:
+            return
+        member.clock.now = max(member.clock.now, now)
+        pause_s = member.core.pause_s()
+        if pause_s:
+            member.is_busy = False
+            self._at(now + pause_s, partial(self._resume, index))
+            return
+        began = member.clock.now
+        outputs = member.core.step().outputs
+        member.busy_s += member.clock.now - began
+        member.num_idle_steps = 0 if member.clock.now > began else member.num_idle_steps + 1
+        assert member.num_idle_steps < MAX_IDLE_STEPS, "an engine has work and computes none of it"
+        self._at(member.clock.now, partial(self._done, index, outputs))
+
+    def _resume(self, index: int, now: float) -> None:
+        if not self._members[index].is_busy:
+            self._step(index, now)
+
+    def _done(self, index: int, outputs: Sequence[EngineOutput], now: float) -> None:
+        for output in outputs:
+            self._router.yielded(output.request_id, len(output.token_ids), now)
+            if output.finish_reason is not None:
+                self._router.ended(output.request_id)
+            self._take(index, output, now)
+        self._step(index, now)
+
+    def _take(self, index: int, output: EngineOutput, now: float) -> None:
+        is_prefill = output.request_id.startswith("prefill ")
+        request = self._requests[output.request_id.removeprefix("prefill ")]
+        if output.error is not None:
+            request.error = output.error
+        elif is_prefill:
+            if output.finish_reason is not None:
+                self._send(index, request, now)
+        else:
+            if output.token_ids and not request.num_tokens:
+                request.first_token = now
+            request.num_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                request.end = now
+
+    def _send(self, index: int, request: SimulatedRequest, now: float) -> None:
+        """Lets the blocks of a computed prompt go over the engine's link. They went along with the
+        computing, which took as long as it would have alone, so that decoding starts at the end of
+        the computing or when the link has carried all, whichever is later.
+        """
+        member, engine = self._members[index], self._engine
+        carried_s = len(request.prompt) * engine.token_bytes / self._options.link_bytes_per_s
+        chunk = engine.scheduler.max_num_batched_tokens
+        computed_s = engine.costs.prefill_s(len(request.prompt), chunk) or 0.0
+        member.link_free = max(member.link_free, now - computed_s) + carried_s
+        self._at(max(now, member.link_free), partial(self._decode, request))
+
+    def _decode(self, request: SimulatedRequest, now: float) -> None:
+        self._fetched.add(request.name)
+        job = RoutingJob(len(request.prompt), (), self._engine.block_size)
+        index = min(self._last, key=lambda index: self._router.targets[index].held_tokens)
+        self._router.sent(request.name, job, index, now)
+        self._add(index, request, request.num_output, now)

@@ -1,0 +1,120 @@
+"""Child processes that run Octavo's own code: how one is started, ended and asked why it ended.
+
+A child that is bound to its parent has a pipe as its standard input to which nothing is written. It
+closes when the parent's process ends, however that happens, and then the child ends too. Knows
+nothing of what a child does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from octavo.api.errors import EngineDead, OctavoError, error_named
+
+RUN_MAIN = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    " from {module} import {function}; {function}()"
+)
+"""Code of a bound child. Ctrl-C reaches the whole process group, and only the parent knows what to
+do about it, so it is ignored before anything else is imported.
+"""
+
+
+class ChildFailed(msgspec.Struct, tag=True):
+    """A child's last message: the exception that ends it."""
+
+    kind: str
+    """Class name of the exception, one of octavo.api.errors or any other."""
+    message: str
+    hint: str | None = None
+
+    @staticmethod
+    def of(error: Exception) -> ChildFailed:
+        message = getattr(error, "message", str(error))
+        return ChildFailed(type(error).__name__, message, getattr(error, "hint", None))
+
+    def error(self, child: str) -> OctavoError:
+        """Returns the same error if it is one of ours, else EngineDead; `child` is its name."""
+        known = error_named(self.kind, self.message, self.hint)
+        return known or EngineDead(f"{child} has failed: {self.kind}: {self.message}")
+
+
+def start_python(
+    arguments: Sequence[str],
+    *,
+    unset: Collection[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> subprocess.Popen[Any]:
+    """Starts this interpreter once more, finding modules where this process finds them.
+
+    `unset` names environment variables that the child does not inherit, `environment` has some of
+    its own; `options` are Popen's. With -P modules are not looked for in the child's current
+    directory first.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", *arguments],
+        env=kept | {"PYTHONPATH": path, **environment},
+        **options,
+    )
+
+
+def start_bound(
+    main: str,
+    arguments: Sequence[str],
+    *,
+    pass_fds: Sequence[int] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[bytes]:
+    """Starts a child bound to this process, in `main` ("module:function"), which must call
+    `bind_to_parent`.
+    """
+    module, _, function = main.partition(":")
+    code = RUN_MAIN.format(module=module, function=function)
+    return start_python(
+        ["-c", code, *arguments],
+        environment=environment,
+        stdin=subprocess.PIPE,
+        pass_fds=pass_fds,
+    )
+
+
+def bind_to_parent(clean_up: Callable[[], None] | None = None) -> None:
+    """Makes this process end, after `clean_up`, when its parent has ended."""
+    threading.Thread(target=_end_with_parent, args=(clean_up,), daemon=True).start()
+
+
+def _end_with_parent(clean_up: Callable[[], None] | None) -> None:
+    while os.read(0, 1):
+        pass
+    if clean_up is not None:
+        clean_up()
+    os._exit(0)
+
+
+def end_process(process: subprocess.Popen[Any], patience_s: float) -> None:
+    """Waits for a child that was told to end, and kills it if that takes longer."""
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+def describe_exit(code: int) -> str:
+    """Returns words for a Popen return code, which is a signal's number if it is negative."""
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

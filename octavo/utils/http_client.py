@@ -1,0 +1,106 @@
+"""A client of a server's HTTP API for the commands of the terminal: whole answers, and events as
+they come. `stream_client.py` is the one for measurements.
+
+httpx2 is imported when the first client is made, since importing it takes 0.1 s.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.api.errors import Unavailable, WorkerFailed
+from octavo.config.server_url import parse_server_url
+
+if TYPE_CHECKING:
+    from httpx2 import Response
+
+TIMEOUT_S = 10.0
+"""Time that a server has to connect or to answer a GET, in seconds."""
+
+
+class HttpClient:
+    """A client of one server."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        import httpx2
+
+        address = parse_server_url(url)
+        self.url = str(address)
+        self._client = httpx2.Client(
+            base_url=self.url,
+            headers={"User-Agent": "octavo", "Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            # Loading the certificates takes 0.1 s, and plain HTTP needs none.
+            verify=ssl.create_default_context() if address.is_tls else False,
+            trust_env=False,
+            timeout=TIMEOUT_S,
+        )
+
+    def get(self, path: str) -> Response:
+        """Returns the response, of any status; raises Unavailable if no server answers."""
+        with self._reported():
+            return self._client.get(path)
+
+    def events(self, path: str, body: Any) -> Iterator[Any]:
+        """Yields the JSON of each event of a stream; raises WorkerFailed if the server refuses.
+
+        Waits for the next event as long as it takes: a prompt may be long.
+        """
+        import httpx2
+
+        content = msgspec.json.encode(body)
+        with (
+            self._reported(),
+            self._client.stream("POST", path, content=content, timeout=None) as response,
+        ):
+            if response.status_code != 200:
+                response.read()
+                raise WorkerFailed(describe_refusal(response))
+            for event in httpx2.EventSource(response, max_event_size=None):
+                if event.data != "[DONE]":
+                    yield parse_json(event.data)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        import httpx2
+
+        try:
+            yield
+        except httpx2.HTTPError as error:
+            raise Unavailable(
+                f"url: no server answers at {self.url}: {_get_reason(error)}",
+                hint="start one with `octavo serve`, or name another with --url",
+            ) from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the content of a response or an event; raises WorkerFailed if it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise WorkerFailed(f"the answer is no JSON: {error}") from error
+
+
+def describe_refusal(response: Response) -> str:
+    return f"HTTP {response.status_code}: {parse_error_message(response.content)}"
+
+
+def parse_error_message(body: bytes) -> str:
+    """Returns the message of an error's body, in OpenAI's form or any other."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:200].decode(errors="replace") or "no reason given"
+
+
+def _get_reason(error: BaseException) -> str:
+    """Returns the system's reason, such as "Connection refused", or else the client's."""
+    cause = error
+    while cause.__context__ is not None:
+        cause = cause.__context__
+    return getattr(cause, "strerror", None) or str(error) or type(error).__name__

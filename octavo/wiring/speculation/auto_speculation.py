@@ -1,0 +1,88 @@
+"""Chooses how tokens are guessed where the options leave that to the engine: with spec_method auto
+suffix lookups, together with the head of the checkpoint where it has one that can be used; without
+a spec_method the text that forms leave no choice of, where guesses change no bit.
+
+Knows headers and options; nothing is refused for a choice that was not asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal
+
+from octavo.api.errors import ConfigError, UnsupportedModel
+from octavo.checkpoint.ports import ModelHeader
+from octavo.config.engine_config import EngineConfig
+from octavo.models.draft_heads import mtp_head
+from octavo.program.program import Program
+from octavo.wiring.speculation.draft import check_keeps_tokens
+
+
+def with_spec_method(
+    config: EngineConfig, header: ModelHeader, program: Program, names: Collection[str] | None
+) -> EngineConfig:
+    """Returns the config with what spec_method auto comes to: auto where suffix lookups go with the
+    checkpoint's own head, suffix without one, and None where nothing can be guessed. `names` are
+    the checkpoint's tensors, None where its header alone is known.
+    """
+    options = config.scheduler
+    if options.spec_method != "auto":
+        return config
+    method: Literal["suffix", "auto"] | None = None
+    if _can_guess(config, program):
+        method = "auto" if _can_ask(config) and _has_head(header, program, names) else "suffix"
+    return replace(config, scheduler=replace(options, spec_method=method))
+
+
+def with_forced_guesses(config: EngineConfig, program: Program) -> EngineConfig:
+    """Returns a derived config with what no spec_method comes to: grammar where answers with
+    guesses are bitwise those without, and guesses keep no other request from running ahead.
+    """
+    options, backend = config.scheduler, config.backend
+    if options.spec_method is not None or not _can_guess(config, program):
+        return config
+    if config.cache.weighs_prefixes:  # its requests have no draft tokens
+        return config
+    keeps = backend.backend != "torch" or (
+        backend.batch_invariant and options.async_scheduling == "off"
+    )
+    return replace(config, scheduler=replace(options, spec_method="grammar")) if keeps else config
+
+
+def _can_guess(config: EngineConfig, program: Program) -> bool:
+    """Returns whether anything that is guessed could be verified."""
+    backend = config.backend
+    if any(group.kind == "state" for group in program.groups):
+        returns = not (backend.backend == "torch" and backend.batch_invariant)
+    else:
+        returns = True
+    return returns and backend.pipeline_parallel_size == 1 and "pooled" not in program.outputs
+
+
+def _can_ask(config: EngineConfig) -> bool:
+    """Returns whether the options let a Program of its own guess."""
+    return (
+        config.backend.num_stage_ranks == 1
+        and config.offload.weights_memory_bytes is None
+        and config.transfer.kv_transfer is None
+        and config.cache.kv_cache
+    )
+
+
+def _has_head(header: ModelHeader, program: Program, names: Collection[str] | None) -> bool:
+    """Returns whether the checkpoint has a head that reads the model's hidden states, and the model
+    keeps K and V of each token.
+    """
+    try:
+        check_keeps_tokens(program, "the model", "mtp")
+        head = mtp_head(header.config, program, names or ())
+    except (ConfigError, UnsupportedModel):
+        return False
+    # Some checkpoints are published without the layer that their config names.
+    module = next(
+        weight.name.removesuffix("weight")
+        for weight in head.program.weights
+        if weight.name.endswith("eh_proj.weight")
+    )
+    return names is None or any(name.startswith(module) for name in names)

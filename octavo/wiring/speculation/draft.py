@@ -1,0 +1,115 @@
+"""Opens the model that drafts for another, and refuses one whose tokens are others.
+
+Knows headers and tokenizers; its Program is loaded beside the target's (`octavo/wiring/model.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.api.errors import ConfigError
+from octavo.config.backend_options import SparsityOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.protocol.original_context import ONE_CONTEXT
+from octavo.executor.base import Footprint
+from octavo.program.ops import original_context
+from octavo.program.program import Program
+from octavo.text.ports import Tokenizer
+
+
+def draft_config(config: EngineConfig) -> EngineConfig | None:
+    """Returns the config that the draft model is opened with; None without one."""
+    name = config.scheduler.spec_model
+    if name is None or config.scheduler.spec_method != "draft_model":
+        return None
+    model = replace(
+        config.model,
+        model=name,
+        served_model_name=None,
+        tokenizer=None,
+        chat_template=None,
+    )
+    scheduler = replace(config.scheduler, spec_method="none", spec_model=None, spec_tree_width=1)
+    usual = SparsityOptions()
+    sparsity = replace(
+        config.sparsity,
+        sparsity_predictor=None,
+        predicted_share=usual.predicted_share,
+        kv_selection=None,
+        kv_budget=usual.kv_budget,
+    )
+    return replace(config, model=model, scheduler=scheduler, sparsity=sparsity)
+
+
+def check_draft_program(target: Program, draft: Program, name: str) -> None:
+    """Raises ConfigError where a Program cannot draft for another."""
+    if "pooled" in draft.outputs:
+        raise ConfigError(
+            f"spec_model: got {name}, which is an encoder; allowed is a model that generates"
+        )
+    check_keeps_tokens(target, "the model", "draft_model")
+    check_keeps_tokens(draft, f"spec_model {name}", "draft_model")
+    own = original_context(draft)
+    if own not in (ONE_CONTEXT, original_context(target)):
+        raise ConfigError(
+            f"spec_model: the angles of {name} change behind {own.num_tokens:,} tokens, and the"
+            " model's do not",
+            hint="take a draft model with one list of rope factors, or with the model's own",
+        )
+
+
+def check_keeps_tokens(program: Program, role: str, method: str) -> None:
+    """Raises ConfigError where a Program keeps anything but numbers of single tokens."""
+    kinds = {group.life for group in program.groups} - {"growing", "window"}
+    if kinds:
+        raise ConfigError(
+            f"spec_method: {method} is for models that keep K and V of each token; {role}"
+            f" has a cache of the kind {min(kinds)}",
+            hint="take --spec-method suffix",
+        )
+
+
+def check_same_tokens(
+    target: Tokenizer | None, draft: Tokenizer | None, sizes: tuple[int, int], name: str
+) -> None:
+    """Raises ConfigError where an id is another token in the draft model. The vocabularies, of
+    `sizes` ids, may be padded differently behind the tokenizers' ids.
+    """
+    if target is None or draft is None:
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"spec_model: {name} has {sizes[1]:,} ids, the model {sizes[0]:,}; without"
+                " tokenizers (skip_tokenizer_init) they must be as many",
+                hint="leave skip_tokenizer_init out, so that the tokens are compared",
+            )
+        return
+    for token_id in range(max(target.vocab_size, draft.vocab_size)):
+        ours, theirs = _token_of(target, token_id), _token_of(draft, token_id)
+        if ours != theirs:
+            raise ConfigError(
+                f"spec_model: the tokens of {name} are others: id {token_id:,} is {theirs!r}, of"
+                f" the model {ours!r}",
+                hint="take a smaller model of the same family",
+            )
+
+
+def _token_of(tokenizer: Tokenizer, token_id: int) -> bytes | str:
+    """Returns a token's bytes; the name of one that has none, "" where there is no token."""
+    if token_id >= tokenizer.vocab_size:
+        return ""
+    return tokenizer.token_bytes(token_id) or tokenizer.token_text(token_id)
+
+
+def footprint_of_both(target: Footprint, draft: Footprint, role: str = "draft") -> Footprint:
+    """Returns the memory that both Programs take: they run one after the other. The weights of the
+    second one are its own, and get names of its `role`.
+    """
+    own = {
+        replace(weight, name=f"{role}.{weight.name}"): size
+        for weight, size in draft.weight_bytes.items()
+    }
+    return replace(
+        target,
+        weight_bytes={**target.weight_bytes, **own},
+        step_bytes=target.step_bytes + draft.step_bytes,
+    )

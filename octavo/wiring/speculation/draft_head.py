@@ -1,0 +1,162 @@
+"""Opens the head that drafts for a model, EAGLE-3's in a checkpoint of its own or the one behind
+the model's last layer, and says where each of its weights comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.api.errors import ConfigError, WeightMismatch
+from octavo.checkpoint.catalogue import resolve
+from octavo.checkpoint.dummy import DummyWeights
+from octavo.checkpoint.open import open_checkpoint
+from octavo.checkpoint.ports import Checkpoint
+from octavo.checkpoint.safetensors import read_integers
+from octavo.checkpoint.tensor_check import check_weights, drafting_tensors
+from octavo.checkpoint.weights import WeightReader, loaded_formats
+from octavo.config.engine_config import EngineConfig
+from octavo.executor.base import FormatOf
+from octavo.models.draft_heads import MTP_FAMILIES, DraftHead, eagle3_head, mtp_head
+from octavo.program.passes.draft_groups import PREFIX, beside
+from octavo.program.passes.features import FEATURES, with_features
+from octavo.program.program import Program, Weight
+from octavo.quant.blocks import StoredWeight
+from octavo.wiring.speculation.draft import check_keeps_tokens
+
+ID_TENSORS = ("d2t", "t2d")
+"""Tensors of an EAGLE-3 head that map ids."""
+
+
+class Reader(Protocol):
+    """Reads weights."""
+
+    def load(self, weight: Weight) -> StoredWeight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedHead:
+    """A head, and the checkpoints that its weights are in."""
+
+    config: EngineConfig
+    head: DraftHead
+    target: Checkpoint
+    own: Checkpoint
+    offsets: NDArray[np.int64] | None = None
+    """Numbers that are added to the head's ids to make them the model's."""
+
+    def beside(self, target: Program) -> tuple[Program, Program]:
+        """Returns the model's Program, which writes features, and the head's, over the groups of
+        both.
+        """
+        both, drafting = beside(target, self.head.program)
+        return with_features(both, self.head.features, PREFIX + FEATURES), drafting
+
+    def target_formats(self, formats: FormatOf, target: Program) -> FormatOf:
+        """Returns the formats of a model's weights, of which some are the head's."""
+        theirs, others = self._formats(self.own, target), set(self.head.features.weights)
+        return lambda weight: theirs(weight) if weight in others else formats(weight)
+
+    def target_reader(self, reader: Reader, target: Program) -> Reader:
+        """Returns what reads the model's weights, of which some are the head's."""
+        if not self.head.features.weights:
+            return reader
+        return JoinedReader(
+            reader, self._reader(self.own, target), frozenset(self.head.features.weights)
+        )
+
+    def formats(self, program: Program) -> FormatOf:
+        """Returns the formats of the head's weights."""
+        ours, theirs = self._formats(self.own, program), self._formats(self.target, program)
+        shared = self.head.shared
+        return lambda weight: theirs(weight) if weight in shared else ours(weight)
+
+    def reader(self, program: Program) -> Reader:
+        """Returns what reads the head's weights."""
+        own, target = self._reader(self.own, program), self._reader(self.target, program)
+        return JoinedReader(own, target, self.head.shared)
+
+    def _formats(self, checkpoint: Checkpoint, program: Program) -> FormatOf:
+        options = self.config.model
+        return loaded_formats(checkpoint, options.dtype, options.quantization, program)
+
+    def _reader(self, checkpoint: Checkpoint, program: Program) -> Reader:
+        options = self.config.model
+        if options.load_format == "dummy":
+            return DummyWeights(self._formats(checkpoint, program))
+        return WeightReader(checkpoint, options.dtype, options.quantization, program)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedReader:
+    """Reads some weights from another checkpoint than the rest."""
+
+    first: Reader
+    second: Reader
+    of_second: frozenset[Weight]
+
+    def load(self, weight: Weight) -> StoredWeight:
+        """Returns a weight."""
+        return (self.second if weight in self.of_second else self.first).load(weight)
+
+
+def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> OpenedHead | None:
+    """Opens the head that drafts for a model, and checks its tensors; None where none does."""
+    method = config.scheduler.spec_method
+    if method == "auto":
+        method = "mtp"  # a head was found when the options were derived
+    if method not in ("eagle3", "mtp"):
+        return None
+    check_keeps_tokens(program, "the model", method)
+    if method == "mtp":
+        head = mtp_head(target.config, program, target.names())
+        if config.model.load_format != "dummy":
+            check_weights(target, head.program.weights)
+        return OpenedHead(config, head, target, target)
+    name = config.scheduler.spec_model
+    assert name is not None, "derive() has checked it"
+    if config.model.load_format == "dummy":
+        raise ConfigError(
+            "spec_method: got eagle3 with load_format dummy, which makes up the weights of one"
+            " checkpoint",
+            hint="leave load_format or spec_method out",
+        )
+    own = open_checkpoint(resolve(name, progress=True))
+    head = eagle3_head(own.config, program, own.names())
+    read = {*head.program.weights, *head.features.weights} - head.shared
+    found = check_weights(own, read)
+    left = sorted(set(own.names()) - found - set(ID_TENSORS))
+    if left:
+        raise WeightMismatch(
+            f"{own.path}: the tensor {left[0]} is not read of an EAGLE-3 head",
+            hint="the head has a part that is not supported, or config.json is another head's",
+        )
+    opened = OpenedHead(config, head, target, own)
+    return replace(opened, offsets=_offsets(own, head)) if head.id_offsets else opened
+
+
+def describe_unread(method: str | None, target: Checkpoint) -> str:
+    """Returns what a start says of a head in the checkpoint that drafts and that nothing reads; ""
+    without one.
+    """
+    if method in ("mtp", "auto"):
+        return ""
+    unread = drafting_tensors(target.names(), target.config)
+    if not unread:
+        return ""
+    known = target.config.get("model_type") in MTP_FAMILIES
+    way = "; --spec-method mtp drafts with it" if known else ""
+    return f"a layer that drafts is left out, {len(unread)} tensors such as {unread[0]}{way}"
+
+
+def _offsets(own: Checkpoint, head: DraftHead) -> NDArray[np.int64]:
+    stored = own.stored(head.id_offsets)
+    if stored.shape != (head.program.vocab_size,):
+        raise WeightMismatch(
+            f"{own.path}: {stored.name} has shape {stored.shape}, expected"
+            f" {(head.program.vocab_size,)}"
+        )
+    return read_integers(stored.file, stored.name)

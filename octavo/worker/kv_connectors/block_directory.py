@@ -1,0 +1,358 @@
+"""A directory of KV blocks in files, named by what they hold, for any number of engines at once;
+the least recently used are removed first.
+
+    ROOT/<fingerprint>/<first byte of the digest>/<digest>-<group>.kv
+    ROOT/tmp/ for files being written
+
+A file's time of change says when it was last used; a time in the future, until when it is pinned.
+So nothing has to agree with anything else after a crash, or between engines: each sees what is
+there, and a file that another one removed is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from octavo.api.errors import ConfigError
+from octavo.config.paths import user_path
+from octavo.engine.protocol.kv_messages import BlockName, BlockPin, SlotBlock, StoredBytes
+from octavo.worker.kv_connectors.block_file import (
+    DamagedFile,
+    header_of,
+    read_block_file,
+    write_block_file,
+)
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".kv"
+TOUCH_S = 60.0
+"""Seconds within which a file's time of use is not written a second time."""
+ABANDONED_S = 60.0
+"""Seconds after which a file that is still being written counts as a crashed engine's."""
+ROOM = 0.1
+"""Share of the size that is freed at a time, so that the directory is not listed for every block.
+"""
+
+
+class DirectoryFull(Exception):
+    """Pinned files leave no room."""
+
+
+@dataclass(slots=True)
+class StoredFile:
+    """One block's file."""
+
+    num_bytes: int
+    used_at: float
+    """Time of its last use, or until which it is pinned, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryChanges:
+    """Changes of this fingerprint's blocks since the directory was last looked at."""
+
+    found: list[BlockName] = field(default_factory=list)
+    gone: list[BlockName] = field(default_factory=list)
+    pinned: list[BlockPin] = field(default_factory=list)
+    """All pins of this fingerprint's blocks."""
+
+
+class BlockDirectory:
+    """Used by two threads: one reads, one does all else. `clock`: seconds since 1970."""
+
+    def __init__(
+        self,
+        root: Path,
+        fingerprint: bytes,
+        *,
+        max_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._root = root
+        self._fingerprint = fingerprint
+        self._folder = root / fingerprint.hex()[:32]
+        self._temporary = root / "tmp"
+        self._clock = clock
+        self._counter = itertools.count()
+        self._files: dict[Path, StoredFile] = {}
+        self._num_bytes = 0
+        self._pinned_bytes = self._foreign_pinned_bytes = 0
+        self._pins: dict[BlockName, float] = {}
+        """Pins of blocks that are not there yet."""
+        self._num_damaged = 0
+        self._num_write_errors = 0
+        self._make_folders()
+
+    def _make_folders(self) -> None:
+        # Where that fails, because the disk is full, the next write says why.
+        with contextlib.suppress(OSError):
+            for folder in (self._root, self._folder, self._temporary):
+                folder.mkdir(mode=0o700, exist_ok=True)
+
+    def look(self) -> DirectoryChanges:
+        """Lists the directory, removes what crashed engines left half written, and the least
+        recently used files where there is too much.
+
+        A directory that was removed is made again.
+        """
+        before = self._names()
+        self._make_folders()
+        self._list_again()
+        self._remove_abandoned()
+        self._make_room(0)
+        now = self._names()
+        pins = [
+            BlockPin(name, entry.used_at)
+            for path, entry in self._pinned()
+            if (name := self._name_of(path)) is not None
+        ]
+        return DirectoryChanges(sorted(now - before), sorted(before - now), pins)
+
+    def stored(self) -> StoredBytes:
+        """Returns the sizes as far as this engine knows without looking."""
+        pinned = (self._pinned_bytes, self._foreign_pinned_bytes)
+        return StoredBytes(self._num_bytes, *pinned, self._num_damaged, self._num_write_errors)
+
+    # -- one block ---------------------------------------------------------------------------------
+
+    def write(self, block: SlotBlock, data: memoryview) -> list[BlockName]:
+        """Writes a block's file; returns the names of those that had to go. OSError or
+        DirectoryFull where it cannot be kept, and then nothing of it is left.
+
+        A file that another engine has written and pinned stays pinned.
+        """
+        path = self.path_of(block.name)
+        until = max(self._pins.get(block.name, 0.0), _time_of(path))
+        header = header_of(self._fingerprint, block.group, block.key, len(data))
+        gone = self._make_room(len(header) + len(data))
+        try:
+            num_bytes = write_block_file(path, self._new_temporary(), header, data)
+        except OSError:
+            self._num_write_errors += 1
+            raise
+        self._drop(path)
+        self._files[path] = StoredFile(num_bytes, self._clock())
+        self._num_bytes += num_bytes
+        self._pins.pop(block.name, None)
+        if until > self._clock() and self._set_time(path, until):
+            self._pinned_bytes += num_bytes
+        return gone
+
+    def read(self, block: SlotBlock, into: memoryview) -> bool:
+        """Reads a block's bytes; False where its file is not there, or damaged, which is reported
+        and ends with its removal.
+        """
+        path = self.path_of(block.name)
+        try:
+            read_block_file(
+                path, header_of(self._fingerprint, block.group, block.key, len(into)), into
+            )
+        except FileNotFoundError:
+            return False
+        except DamagedFile as error:
+            logger.warning("%s is removed from the prefix cache: %s", path, error)
+            self._num_damaged += 1
+            _unlink(path)
+            return False
+        except OSError as error:
+            logger.warning("%s cannot be read, it is computed instead: %s", path, error)
+            return False
+        return True
+
+    def touch(self, name: BlockName) -> None:
+        """Notes that a block is used now."""
+        path, now = self.path_of(name), self._clock()
+        entry = self._files.get(path)
+        if entry is not None and entry.used_at < now - TOUCH_S:
+            self._set_time(path, now)
+
+    def pin(self, pins: Iterable[BlockPin]) -> None:
+        """Pins blocks; a time that is past unpins one, and a block that is not there yet is pinned
+        once it is.
+        """
+        for name, until in pins:
+            path = self.path_of(name)
+            if path not in self._files or not self._set_time(path, max(until, self._clock())):
+                self._pins[name] = until
+        self._count_pinned()
+
+    def remove(self, name: BlockName) -> None:
+        """Removes a block's file and its pin."""
+        path = self.path_of(name)
+        self._pins.pop(name, None)
+        self._drop(path)
+        _unlink(path)
+
+    def remove_all(self) -> None:
+        """Removes all files of this fingerprint."""
+        self._list_again()
+        for path in [path for path in self._files if self._name_of(path) is not None]:
+            self._drop(path)
+            _unlink(path)
+        self._pins.clear()
+        self._count_pinned()
+
+    def path_of(self, name: BlockName) -> Path:
+        """Returns the path of a block's file, whether or not it is there."""
+        digest = name.digest.hex()
+        return self._folder / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
+
+    # -- the files ---------------------------------------------------------------------------------
+
+    def _list(self) -> Iterator[tuple[Path, StoredFile]]:
+        for folder in _folders(self._root):
+            if folder == self._temporary:
+                continue
+            for part in _folders(folder):
+                for entry in _entries(part):
+                    if entry.name.endswith(SUFFIX) and (status := _status(entry)) is not None:
+                        yield Path(entry.path), StoredFile(status.st_size, status.st_mtime)
+
+    def _list_again(self) -> None:
+        self._files = dict(self._list())
+        self._num_bytes = sum(entry.num_bytes for entry in self._files.values())
+        self._count_pinned()
+
+    def _count_pinned(self) -> None:
+        pinned = self._pinned()
+        self._pinned_bytes = sum(entry.num_bytes for _, entry in pinned)
+        self._foreign_pinned_bytes = sum(
+            entry.num_bytes for path, entry in pinned if self._name_of(path) is None
+        )
+
+    def _pinned(self) -> list[tuple[Path, StoredFile]]:
+        now = self._clock()
+        return [(path, entry) for path, entry in self._files.items() if entry.used_at > now]
+
+    def _names(self) -> set[BlockName]:
+        return {name for path in self._files if (name := self._name_of(path)) is not None}
+
+    def _drop(self, path: Path) -> None:
+        entry = self._files.pop(path, None)
+        self._num_bytes -= 0 if entry is None else entry.num_bytes
+
+    def _remove_abandoned(self) -> None:
+        for entry in _entries(self._temporary):
+            status = _status(entry)
+            if status is not None and status.st_mtime < self._clock() - ABANDONED_S:
+                logger.warning(
+                    "%s was left half written by an engine that ended; it is removed", entry.path
+                )
+                _unlink(Path(entry.path))
+
+    def _make_room(self, num_bytes: int) -> list[BlockName]:
+        """Removes the least recently used files until `num_bytes` more fit, and some room besides;
+        DirectoryFull where they cannot. Returns the names of those that went.
+        """
+        if self._num_bytes + num_bytes <= self.max_bytes:
+            return []
+        before = self._names()
+        if num_bytes:
+            self._list_again()  # others use and remove blocks too
+        now = self._clock()
+        bytes_left = self.max_bytes * (1 - ROOM) - num_bytes
+        for path, entry in sorted(self._files.items(), key=lambda item: item[1].used_at):
+            if self._num_bytes <= bytes_left or entry.used_at > now:
+                break
+            _unlink(path)
+            self._drop(path)
+        if num_bytes and self._num_bytes + num_bytes > self.max_bytes:
+            raise DirectoryFull
+        return sorted(before - self._names())
+
+    def _set_time(self, path: Path, when: float) -> bool:
+        """Sets a file's time; False where it is gone: another engine has removed it, or it was
+        damaged.
+        """
+        try:
+            os.utime(path, (when, when))
+        except OSError:
+            self._drop(path)
+            return False
+        self._files[path].used_at = when
+        return True
+
+    def _new_temporary(self) -> Path:
+        return self._temporary / f"{os.getpid()}-{id(self):x}-{next(self._counter)}"
+
+    def _name_of(self, path: Path) -> BlockName | None:
+        """Returns the block that a file holds; None for another fingerprint's, and for what is no
+        block at all.
+        """
+        if path.parent.parent != self._folder:
+            return None
+        digest, _, group = path.stem.partition("-")
+        try:
+            return BlockName(int(group), bytes.fromhex(digest))
+        except ValueError:
+            return None
+
+
+def open_root(text: str) -> Path:
+    """Returns the directory that an option names, made where it is not there; ConfigError where
+    nothing can be written into it.
+    """
+    root = user_path(text).absolute()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix="probe-", dir=root):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"prefix_cache_dir: {root} cannot be written into: {error.strerror}"
+        ) from error
+    return root
+
+
+def check_size(max_bytes: int, block_bytes: Sequence[int]) -> None:
+    """Raises ConfigError where not even one block of each cache group fits."""
+    if max_bytes < sum(block_bytes):
+        raise ConfigError(
+            f"prefix_cache_size: got {max_bytes}, allowed is at least one block of each cache"
+            f" group, {sum(block_bytes)} bytes"
+        )
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [Path(entry.path) for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:
+        return []
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """Reads a file's status; None where another engine has removed it since it was listed."""
+    try:
+        return entry.stat(follow_symlinks=False)
+    except OSError:
+        return None
+
+
+def _time_of(path: Path) -> float:
+    """Returns a file's time of change; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        logger.debug("%s is gone already", path)

@@ -1,0 +1,392 @@
+"""The side of a transfer worker that other engines ask for blocks: it answers from an `Outbox`,
+lends what a mover reads, and sends the layers of blocks that are being computed.
+
+A peer asks by name, often before a block is computed, and waits; its memory is its own concern. It
+wants all of this rank's heads, or a piece of them, which is cut when its turn comes and always goes
+in messages. One thread uses this, that of `transfer_mail.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from octavo.api.errors import ConfigError
+from octavo.engine.protocol.kv_messages import BlockName, SlotBlock
+from octavo.transfer.address import TransferEnds
+from octavo.transfer.block_transport import BlockTransport
+from octavo.transfer.messages import (
+    PART_BYTES,
+    UNREADABLE,
+    BlockAt,
+    BlockPart,
+    DropBlocks,
+    HoldBlocks,
+    LayerPart,
+    NoBlocks,
+    NotYours,
+    StillThere,
+    TookBlocks,
+    WantBlocks,
+    WorkerRequestMessage,
+)
+from octavo.transfer.sockets import lock_server
+from octavo.worker.kv_connectors.block_arena import BlockArena
+from octavo.worker.kv_connectors.checksum import checksum_of
+from octavo.worker.kv_connectors.held_heads import HeldHeads
+from octavo.worker.kv_connectors.layer_stream import LayerStream, StreamedGroup
+from octavo.worker.kv_connectors.mail_note import BUSY_MS, IDLE_MS, Note
+from octavo.worker.kv_connectors.outbox import Ask, BlockData, Outbox
+
+logger = logging.getLogger(__name__)
+
+PARTS_IN_TURN = 16
+"""Messages that one peer is sent before the next one's turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingPart:
+    """A part of a block that is to be sent, from `offset` on."""
+
+    name: BlockName
+    data: BlockData
+    offset: int
+    epoch: int
+
+    def frames(self, *, more: bool) -> tuple[BlockPart, Any]:
+        """Returns the message and its bytes; `more`: another one waits behind it."""
+        part = _view(self.data)[self.offset : self.offset + PART_BYTES]
+        size, checksum = len(self.data), checksum_of(part)
+        return BlockPart(self.name, size, self.offset, checksum, self.epoch, more), part
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingPiece:
+    """Some heads of a block that are to be cut out and sent."""
+
+    name: BlockName
+    data: bytes | None
+    """Bytes of the block; None where the outbox has them, whose places others may get."""
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingLayers:
+    """One layer of some blocks that is to be sent."""
+
+    names: list[BlockName]
+    data: NDArray[np.uint8]
+    """Bytes, `[blocks, layer_bytes]`."""
+    offset: int
+    """Offset of the layer's bytes in a block."""
+    epoch: int
+
+    def frames(self, *, more: bool) -> tuple[LayerPart, Any]:
+        """Returns the message and its bytes; `more`: another one waits behind it."""
+        data = self.data.reshape(-1).data
+        return LayerPart(self.names, self.offset, checksum_of(data), self.epoch, more), data
+
+
+Leaving = LeavingPart | LeavingLayers | bytes
+
+
+class BlockSender:
+    """The socket at which other engines ask, and what is on its way out through it."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        slots: Sequence[NDArray[np.uint8]],
+        ends: TransferEnds,
+        note: Note,
+        *,
+        mover: BlockTransport | None,
+        heads: HeldHeads,
+    ) -> None:
+        self._slots = slots
+        self._heads = heads
+        self._ends = ends
+        self._note = note
+        self._mover = mover
+        self._arena = None if mover is None else _arena_of(mover, slots, ends)
+        self.outbox = Outbox(ends.max_bytes, self._release)
+        self.socket = None if ends.listen is None else _listen(context, ends.listen, ends.secret)
+        """Socket at which others ask; None where this engine only fetches."""
+        self._leaving: defaultdict[bytes, deque[Leaving | LeavingPiece]] = defaultdict(deque)
+        """Messages that a peer's socket did not take yet."""
+        self._stream: LayerStream | None = None
+        """Blocks that are being computed."""
+        self._num_sent: dict[tuple[Ask, BlockName], int] = {}
+        """Layers of the stream's blocks that each ask has been sent."""
+        self._streamed: set[BlockName] = set()
+        """Blocks that have been sent in layers, until they are kept or their prompt has ended."""
+        self._requests = msgspec.msgpack.Decoder(WorkerRequestMessage)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+
+    def _release(self, data: BlockData) -> None:
+        if self._arena is not None:
+            assert not isinstance(data, bytes)
+            self._arena.release(data)
+
+    # -- what the scheduler half wants -------------------------------------------------------------
+
+    def keep(self, block: SlotBlock) -> None:
+        """Keeps a block for others and sends it to those that wait for it."""
+        now, slot = time.monotonic(), self._slots[block.group][block.slot]
+        gone = self.outbox.make_room(len(slot), now)
+        place = slot.tobytes() if self._arena is None else self._arena.put(slot)
+        has_room = place is not None and self.outbox.put(block.name, block.key, place, now)[0]
+        self._note(gone=gone, **{"kept" if has_room else "not_kept": [block.name]})
+        if place is not None and not has_room:
+            self._release(place)
+        data = place if place is not None and has_room else slot.tobytes()
+        asks = self.outbox.waiting(block.name)
+        was_streamed = block.name in self._streamed
+        self._streamed.discard(block.name)
+        if (asks or was_streamed) and has_room:
+            self.outbox.take(block.name, block.key)
+        for ask in asks:
+            self.send_block(ask, block.name, data)
+
+    def tell_absent(self, names: Iterable[BlockName]) -> None:
+        """Tells those that wait for blocks that these will not come."""
+        absent: defaultdict[Ask, list[BlockName]] = defaultdict(list)
+        for name in names:
+            self._streamed.discard(name)
+            for ask in self.outbox.ended(name, time.monotonic()):
+                absent[ask].append(name)
+        for ask, missing in absent.items():
+            self._leaving[ask.peer].append(self._encode(NoBlocks(missing, ask.epoch)))
+
+    # -- layers of blocks that are being computed --------------------------------------------------
+
+    def stream(self, stream: LayerStream) -> None:
+        """Sends the layers of some blocks to those that wait for them, as they are written."""
+        self.send_layers()
+        self._stream = stream
+        self._num_sent.clear()
+
+    def send_layers(self) -> None:
+        """Queues the layers that have been written since the last call."""
+        stream = self._stream
+        if stream is None:
+            return
+        is_last = stream.is_over  # what has been copied by then is all there will be
+        stream.copy_written()
+        for group in stream.groups.values():
+            self._send_group(group, len(group.layers))
+        if is_last:
+            self._stream = None
+
+    def _send_group(self, group: StreamedGroup, num_layers: int) -> None:
+        """Queues the first `num_layers` copied layers of a group for each ask that waits for its
+        blocks, but for those that it has been sent.
+        """
+        waiting: defaultdict[tuple[Ask, int], list[int]] = defaultdict(list)
+        for at, block in enumerate(group.blocks):
+            for ask in self.outbox.asks(block.name):
+                waiting[ask, self._num_sent.get((ask, block.name), 0)].append(at)
+        for (ask, first), places in waiting.items():
+            names = [group.blocks[at].name for at in places]
+            for layer in group.layers[first:num_layers]:
+                self.send_layer(ask, names, layer.offset, layer.data[places])
+            self._num_sent |= dict.fromkeys([(ask, name) for name in names], num_layers)
+            if num_layers == group.num_layers:
+                self._streamed.update(names)
+                self.outbox.served(ask, names)
+
+    def send_layer(
+        self, ask: Ask, names: Sequence[BlockName], offset: int, data: NDArray[np.uint8]
+    ) -> None:
+        """Sends one layer of some blocks of a group, `[blocks, layer_bytes]`, in as few messages as
+        may be large; it lies at `offset` of each block.
+        """
+        group = names[0].group
+        if not self._heads.is_whole(group, ask.heads[group]):
+            data, offset = self._heads.cut_layer(group, data, offset, ask.heads[group])
+        in_one = max(1, PART_BYTES // data.shape[1])
+        for first in range(0, len(names), in_one):
+            some = slice(first, first + in_one)
+            message = LeavingLayers(list(names[some]), data[some], offset, ask.epoch)
+            self._leaving[ask.peer].append(message)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def take_requests(self) -> None:
+        """Takes in what other engines ask."""
+        while self.socket is not None and self.socket.poll(0):
+            self._take(self.socket.recv_multipart())
+
+    def _take(self, frames: list[bytes]) -> None:
+        peer, *rest = frames
+        try:
+            message = self._requests.decode(rest[0] if len(rest) == 1 else b"")
+        except UNREADABLE as error:
+            self._leaving[peer].append(self._encode(NotYours(f"not understood: {error}")))
+            return
+        if isinstance(message, DropBlocks):
+            self.outbox.drop(peer, message.names)
+        elif isinstance(message, HoldBlocks):
+            self.outbox.renew(Ask(peer, message.epoch), message.names, time.monotonic())
+        elif isinstance(message, TookBlocks):
+            self.outbox.give_back(Ask(peer, message.epoch), message.names)
+        elif reason := self._refusal(message):
+            self._leaving[peer].append(self._encode(NotYours(reason)))
+        else:
+            self._answer(peer, message)
+
+    def _refusal(self, message: WantBlocks) -> str:
+        """Says why a peer gets no block of this engine; "" where it may."""
+        if message.fingerprint != self._ends.fingerprint:
+            return "this engine's blocks have other bytes: model, options or versions differ"
+        if len(message.heads) != len(self._heads.groups):
+            return f"got heads of {len(message.heads)} cache groups, not {len(self._heads.groups)}"
+        for group in {block.group for block in message.blocks} & set(range(len(message.heads))):
+            heads = message.heads[group]
+            if not self._heads.has(group, heads):
+                first, last = self._heads.span(group)
+                got = f"got the KV heads {heads[0]} to {heads[1]} of cache group {group}"
+                return f"{got}, this rank has {first} to {last}"
+        return ""
+
+    def _answer(self, peer: bytes, message: WantBlocks) -> None:
+        coming = []
+        refused = []
+        now = time.monotonic()
+        ask = Ask(peer, message.epoch, tuple(message.heads))
+        for block in message.blocks:
+            data = self.outbox.take(block.name, block.key)
+            if data is not None:
+                self.send_block(ask, block.name, data)
+            elif self.outbox.is_absent(block.name, now):
+                refused.append(block.name)
+            else:
+                coming.append(block)
+        wait_s = min(max(0.0, message.wait_s), self._ends.timeout_s)
+        refused += self.outbox.wait(ask, coming, now + wait_s)
+        if refused:
+            self._leaving[peer].append(self._encode(NoBlocks(refused, ask.epoch)))
+
+    def send_block(self, ask: Ask, name: BlockName, data: BlockData) -> None:
+        """Sends a block's bytes, or lends those in memory that the peer reads."""
+        messages = self._leaving[ask.peer]
+        if not self._heads.is_whole(name.group, ask.heads[name.group]):
+            own = data if isinstance(data, bytes) else None
+            if own is None:
+                self.outbox.lend(name, ask, time.monotonic())
+            messages.append(LeavingPiece(name, own, ask))
+            return
+        if self._mover is not None and not isinstance(data, bytes):
+            checksum = self.outbox.lend(name, ask, time.monotonic())
+            session, address = self._mover.session, data.ctypes.data
+            offer = BlockAt(name, session, address, len(data), checksum, ask.epoch)
+            messages.append(self._encode(offer))
+            return
+        messages.extend(_parts_of(name, data, ask))
+
+    def _first(self, messages: deque[Leaving | LeavingPiece]) -> Leaving:
+        """Returns the first of some messages; a piece becomes those that it is sent in."""
+        first = messages[0]
+        if not isinstance(first, LeavingPiece):
+            return first
+        messages.popleft()
+        parts = self._cut(first)
+        messages.extendleft(reversed(parts))
+        return parts[0]
+
+    def _cut(self, piece: LeavingPiece) -> list[Leaving]:
+        """Returns the messages of a piece; that the block is absent where it has gone by now."""
+        name, ask = piece.name, piece.ask
+        data = self.outbox.look(name) if piece.data is None else piece.data
+        self.outbox.give_back(ask, [name])
+        if data is None:
+            return [self._encode(NoBlocks([name], ask.epoch))]
+        cut = self._heads.cut(name.group, np.frombuffer(data, np.uint8), ask.heads[name.group])
+        return list(_parts_of(name, cut, ask))
+
+    def sign(self, now: float) -> None:
+        """Ends waits whose time is up, and shows the other peers a sign of life."""
+        self.outbox.expire(now)
+        for peer in self.outbox.waiting_peers:
+            self._leaving[peer].append(self._encode(StillThere()))
+
+    def _frames(self, peer: bytes, message: Leaving) -> list[Any]:
+        if isinstance(message, bytes):
+            return [peer, message]
+        head, data = message.frames(more=len(self._leaving[peer]) > 1)
+        return [peer, self._encode(head), data]
+
+    def send_leaving(self) -> int:
+        """Sends what the sockets take now, of each peer's messages a few in turn; returns the
+        milliseconds for which there is nothing to send unless a message comes.
+        """
+        pause_ms = IDLE_MS if self._stream is None else BUSY_MS
+        for peer, messages in list(self._leaving.items()):
+            try:
+                for _ in range(min(PARTS_IN_TURN, len(messages))):
+                    assert self.socket is not None
+                    frames = self._frames(peer, self._first(messages))
+                    self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                    messages.popleft()
+                if messages:
+                    pause_ms = 0
+                    continue
+            except zmq.Again:
+                pause_ms = min(pause_ms, BUSY_MS)
+                continue
+            except zmq.ZMQError as error:
+                logger.info("a peer that fetched KV blocks is gone: %s", error)
+            del self._leaving[peer]
+        return pause_ms
+
+
+def _listen(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, secret: str | None
+) -> zmq.Socket[bytes]:
+    router = context.socket(zmq.ROUTER)
+    lock_server(router, secret)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        router.close()
+        raise ConfigError(
+            f"kv_transfer_address: its next port, {address}, cannot be listened on: {error}"
+        ) from error
+    return router
+
+
+def _parts_of(name: BlockName, data: BlockData, ask: Ask) -> Iterator[LeavingPart]:
+    """Yields the messages of a block, or of a piece of one."""
+    for offset in range(0, len(data), PART_BYTES):
+        yield LeavingPart(name, data, offset, ask.epoch)
+
+
+def _view(data: BlockData) -> memoryview:
+    return memoryview(data) if isinstance(data, bytes) else data.data
+
+
+def _arena_of(
+    mover: BlockTransport, slots: Sequence[NDArray[np.uint8]], ends: TransferEnds
+) -> BlockArena | None:
+    """Registers the slots, and the memory that others read blocks from, where they may."""
+    for group in slots:
+        mover.register(group.reshape(-1))
+    if ends.listen is None:
+        return None
+    arena = BlockArena(ends.max_bytes, max(group.shape[1] for group in slots))
+    mover.register(arena.memory)
+    return arena

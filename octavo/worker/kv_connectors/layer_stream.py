@@ -1,0 +1,82 @@
+"""The blocks that one step fills, as they are sent: layer by layer, while it computes.
+
+A copy of each layer is taken once the step has counted its write, by the thread that sends or, at
+the step's end, by the one that computed it. A step that fails, or is computed once more, leaves a
+stream without its last layers; its blocks come whole later, or not at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.engine.protocol.kv_messages import StreamedBlock
+from octavo.worker.kv_layers import KvLayers
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedLayer:
+    """One layer of all blocks of a group."""
+
+    offset: int
+    """Offset of the layer's bytes in a block."""
+    data: NDArray[np.uint8]
+    """Bytes, `[blocks, layer_bytes]`."""
+
+
+@dataclass(slots=True)
+class StreamedGroup:
+    """The blocks of one cache group, and those of their layers that have been copied."""
+
+    blocks: list[StreamedBlock]
+    num_layers: int
+    layers: list[StreamedLayer] = field(default_factory=list)
+
+
+class LayerStream:
+    """The layers of one step's blocks. Two threads may use it."""
+
+    def __init__(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
+        """`blocks` are those that the step fills which begins now."""
+        self._layers = layers
+        self._step = layers.written[0] + 1
+        self._lock = threading.Lock()
+        self._num_copied = 0
+        """Number of the step's writes whose bytes have been copied, if they are of its blocks."""
+        self.is_over = False
+        """Whether no layer is copied any more."""
+        self.groups = {
+            index: StreamedGroup(
+                [block for block in blocks if block.group == index],
+                sum(group == index for group, _ in layers.writes),
+            )
+            for index in sorted({block.group for block in blocks})
+        }
+        """The groups that have blocks, by their numbers."""
+
+    def copy_written(self) -> None:
+        """Copies the layers that have been written since the last call."""
+        with self._lock:
+            if not self.is_over:
+                self._copy()
+
+    def end(self) -> None:
+        """Copies what the step has written by its end, and no more from now on."""
+        with self._lock:
+            self._copy()
+            self.is_over = True
+
+    def _copy(self) -> None:
+        step, num_written = self._layers.written
+        if step != self._step:
+            return  # it has not begun, or the rows are computed again in another one
+        for group, layer in self._layers.writes[self._num_copied : num_written]:
+            if found := self.groups.get(group):
+                ids = [block.block_id for block in found.blocks]
+                data = self._layers.read(group, layer, ids)
+                found.layers.append(StreamedLayer(layer * self._layers.layer_bytes(group), data))
+        self._num_copied = max(self._num_copied, num_written)

@@ -1,0 +1,146 @@
+"""What the transfer workers of one engine have to report, until its scheduler half takes it.
+
+Every rank moves its own share of a block. A block has come, or is kept, when that is so on all
+ranks; it has not when all have told and one has failed. A rank that dies takes the engine along, so
+that none is waited for in vain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from octavo.engine.protocol.kv_messages import (
+    BlockName,
+    ConnectorPlan,
+    ConnectorReport,
+    StoredBytes,
+)
+
+EMPTY = ConnectorReport()
+
+
+class Reports(Protocol):
+    """Takes the reports of a rank's transfer worker; threads may use it."""
+
+    def begin(self, plan: ConnectorPlan) -> None:
+        """Notes what is under way from now on."""
+        ...
+
+    def add(self, report: ConnectorReport) -> None:
+        """Adds what has become of plans on this rank."""
+        ...
+
+    def take(self, *, wait_s: float) -> ConnectorReport | None:
+        """Returns all that has been added since the last call; waits at most `wait_s` seconds for
+        the first of it while something is under way.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class JoinedOutcome:
+    """The outcomes of one block on the ranks that have told."""
+
+    num_told: int = 0
+    is_good: bool = True
+
+
+class ReportBox:
+    """The reports of all ranks of an engine as those of one worker; the first rank's. Implements
+    `Reports`.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self._num_ranks = num_ranks
+        self._report = ConnectorReport()
+        self._num_under_way = 0
+        self._changed = threading.Condition()
+        """Guards all of it; notified when something is added."""
+        self._fetches: dict[BlockName, JoinedOutcome] = {}
+        """Fetches that some ranks have told of, and not all."""
+        self._keeps: dict[BlockName, JoinedOutcome] = {}
+        self._stored: dict[int, StoredBytes] = {}
+        """Newest sums of each rank."""
+
+    def begin(self, plan: ConnectorPlan) -> None:
+        with self._changed:
+            self._num_under_way += len(plan.fetch) + len(plan.keep)
+
+    def add(self, report: ConnectorReport) -> None:
+        self.add_of(0, report)
+
+    def add_of(self, rank: int, report: ConnectorReport) -> None:
+        """Adds what one rank has to report."""
+        with self._changed:
+            sums = self._report
+            for name in report.gone:  # which other ranks may be about to keep
+                if name in self._keeps:
+                    self._keeps[name].is_good = False
+            sums.gone += report.gone
+            fetched, kept = self._fetches, self._keeps
+            self._join(fetched, report.fetched, sums.fetched, sums.not_fetched)
+            self._join(fetched, report.not_fetched, sums.fetched, sums.not_fetched, is_good=False)
+            self._join(kept, report.kept, sums.kept, sums.not_kept)
+            self._join(kept, report.not_kept, sums.kept, sums.not_kept, is_good=False)
+            if report.stored is not None:
+                self._stored[rank] = report.stored
+                sums.stored = sum_of(self._stored.values())
+            self._changed.notify_all()
+
+    def _join(
+        self,
+        told: dict[BlockName, JoinedOutcome],
+        names: Iterable[BlockName],
+        good: list[BlockName],
+        bad: list[BlockName],
+        *,
+        is_good: bool = True,
+    ) -> None:
+        """Takes in a rank's outcome of some blocks; those of which all have told are reported."""
+        for name in names:
+            outcome = told.setdefault(name, JoinedOutcome())
+            outcome.num_told += 1
+            outcome.is_good &= is_good
+            if outcome.num_told == self._num_ranks:
+                del told[name]
+                (good if outcome.is_good else bad).append(name)
+                self._num_under_way -= 1
+
+    def take(self, *, wait_s: float) -> ConnectorReport | None:
+        with self._changed:
+            if self._report == EMPTY and self._num_under_way > 0 and wait_s:
+                self._changed.wait(wait_s)
+            report, self._report = self._report, ConnectorReport()
+        return None if report == EMPTY else report
+
+
+class SentReports:
+    """The reports of a rank other than the first, which go to that one at once. Implements
+    `Reports`.
+    """
+
+    def __init__(self, send: Callable[[ConnectorReport], None]) -> None:
+        self._send = send
+
+    def begin(self, plan: ConnectorPlan) -> None:
+        """Does nothing: the first rank counts."""
+
+    def add(self, report: ConnectorReport) -> None:
+        self._send(report)
+
+    def take(self, *, wait_s: float) -> ConnectorReport | None:
+        return None
+
+
+def sum_of(stored: Iterable[StoredBytes]) -> StoredBytes:
+    """Adds up what the ranks of an engine store and fetch, which they do at the same time."""
+    ranks = list(stored)
+    return StoredBytes(
+        sum(one.num_bytes for one in ranks),
+        num_expired_leases=sum(one.num_expired_leases for one in ranks),
+        link_bytes=sum(one.link_bytes for one in ranks),
+        link_s=sum(one.link_s for one in ranks) / len(ranks),
+    )

@@ -1,0 +1,267 @@
+"""The worker half of the prefix cache's lower tiers: blocks in slots of host memory, and behind
+them files on disk.
+
+Owns the slots' bytes and two threads: one prefetches from files, one writes to them. A block stays
+in its slot until it is written, so the memory is bounded. Decides nothing: the scheduler half
+(`engine/kv/tier_connector.py`) says which block lies in which slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.engine.protocol.kv_messages import (
+    BlockName,
+    ConnectorPlan,
+    ConnectorReport,
+    PrefixProbe,
+    ProbedPrefix,
+    SlotBlock,
+)
+from octavo.worker.cache_engine import HostShape
+from octavo.worker.kv_connectors.block_directory import (
+    BlockDirectory,
+    DirectoryChanges,
+    DirectoryFull,
+)
+from octavo.worker.prefix_weigher import PrefixWeigher
+
+logger = logging.getLogger(__name__)
+
+
+LATE_S = 5.0
+"""Seconds after which a request that waits for a file, or for an answer about files, computes
+instead."""
+LOOK_S = 30.0
+"""Seconds between two listings of the directory for what other engines have done, while there is
+something to do.
+"""
+PAUSE_S = 30.0
+"""Seconds for which nothing is written after the disk has refused a write."""
+CLOSE_S = 3.0
+"""Seconds for which writes may go on after the engine has closed."""
+NICENESS = 10
+"""Niceness of the thread that writes: computing goes first."""
+
+
+class TierWorker:
+    """Slots of host memory with a directory of files behind them, or none. Implements
+    `ports.ConnectorWorker`.
+    """
+
+    def __init__(
+        self, shapes: Sequence[HostShape], directory: BlockDirectory | None = None
+    ) -> None:
+        self._slots = [
+            np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
+        ]
+        self._directory = directory
+        self.weigher: PrefixWeigher | None = None
+        """Answers probes; set once the model is there, None where nothing is asked."""
+        self._report = ConnectorReport()
+        self._changed = threading.Condition()
+        """Guards the report; notified when something is added."""
+        self._fetching: dict[BlockName, float] = {}
+        """Start of each fetch, on the monotonic clock; a late one is no longer in it."""
+        self._weighing: dict[str, float] = {}
+        """Start of each probe by request, likewise."""
+        self._num_under_way = 0
+        self._closing = False
+        self._paused_until = 0.0
+        self._looked_at = float("-inf")
+        self._reader = _JobThread("octavo-cache-read")
+        self._writer = _JobThread("octavo-cache-write", niceness=NICENESS)
+        if directory is not None:
+            self._look()
+
+    def slot(self, group: int, slot: int) -> NDArray[np.uint8]:
+        found: NDArray[np.uint8] = self._slots[group][slot]
+        return found
+
+    def begin(self, plan: ConnectorPlan) -> None:
+        if self._directory is None:
+            return
+        directory, write = self._directory, self._writer.put
+        with self._changed:
+            self._num_under_way += len(plan.fetch) + len(plan.keep) + len(plan.probes)
+            self._fetching.update(
+                dict.fromkeys((block.name for block in plan.fetch), time.monotonic())
+            )
+        if plan.forget_all:
+            write(directory.remove_all)
+        for block in plan.fetch:
+            self._reader.put(partial(self._fetch, block))
+        for probe in plan.probes:
+            self._answer(probe)
+        for block in plan.keep:
+            write(partial(self._keep, block))
+        for name in plan.touch:
+            write(partial(directory.touch, name))
+        if plan.pin:
+            write(partial(directory.pin, plan.pin))
+        for name in plan.forget:
+            write(partial(directory.remove, name))
+        write(self._look)
+
+    def report(self, *, wait_s: float) -> ConnectorReport | None:
+        with self._changed:
+            if self._report == EMPTY and self._num_under_way and wait_s:
+                self._changed.wait(wait_s)
+            self._report.late += _take_late(self._fetching)
+            self._report.probed += [ProbedPrefix(each, []) for each in _take_late(self._weighing)]
+            report, self._report = self._report, ConnectorReport()
+        if report == EMPTY:
+            return None
+        report.stored = None if self._directory is None else self._directory.stored()
+        return report
+
+    def close(self) -> None:
+        self._closing = True
+        self._reader.close(0.0)
+        self._writer.close(CLOSE_S)
+
+    def _answer(self, probe: PrefixProbe) -> None:
+        """Has a probe answered once its keys are in slots: the thread that reads them weighs them,
+        behind the fetches of its plan. The queries are made here, while it reads.
+        """
+        assert self.weigher is not None, "nothing is asked of an engine that cannot answer"
+        queries = self.weigher.queries(probe)
+        since = time.monotonic()
+        with self._changed:
+            self._weighing[probe.request_id] = since
+        self._reader.put(partial(self._weigh, self.weigher, probe, queries, since))
+
+    # -- in the threads ----------------------------------------------------------------------------
+
+    def _weigh(
+        self,
+        weigher: PrefixWeigher,
+        probe: PrefixProbe,
+        queries: NDArray[np.float32] | None,
+        since: float,
+    ) -> None:
+        masses: list[float] = []
+        try:
+            if queries is not None and not self._closing:
+                # A slot whose file was gone holds anything; its block is then known to be lost.
+                with np.errstate(all="ignore"):
+                    keys = self._slots[probe.group][probe.slots]
+                    masses = weigher.masses(probe, queries, keys)
+        finally:
+            with self._reporting() as report:
+                self._num_under_way -= 1
+                if self._weighing.get(probe.request_id) == since:  # else it came too late
+                    del self._weighing[probe.request_id]
+                    report.probed.append(ProbedPrefix(probe.request_id, masses))
+
+    def _fetch(self, block: SlotBlock) -> None:
+        assert self._directory is not None
+        ok = False
+        try:
+            ok = not self._closing and self._directory.read(
+                block, self.slot(block.group, block.slot).data
+            )
+        finally:
+            with self._reporting() as report:
+                self._fetching.pop(block.name, None)
+                self._num_under_way -= 1
+                (report.fetched if ok else report.not_fetched).append(block.name)
+
+    def _keep(self, block: SlotBlock) -> None:
+        gone = None
+        try:
+            gone = self._write(block)
+        finally:
+            with self._reporting() as report:
+                self._num_under_way -= 1
+                report.gone += gone or []
+                (report.not_kept if gone is None else report.kept).append(block.name)
+
+    def _write(self, block: SlotBlock) -> list[BlockName] | None:
+        """Writes a block's file; returns the names of those that went for it, None where it could
+        not be written.
+        """
+        assert self._directory is not None
+        if time.monotonic() < self._paused_until:
+            return None
+        try:
+            return self._directory.write(block, self.slot(block.group, block.slot).data)
+        except DirectoryFull:
+            return None
+        except OSError as error:
+            logger.warning("the prefix cache writes nothing for %.0f s: %s", PAUSE_S, error)
+            self._paused_until = time.monotonic() + PAUSE_S
+            return None
+
+    def _look(self) -> None:
+        """Reports how the directory has changed; it is listed every LOOK_S seconds at most."""
+        assert self._directory is not None
+        changes = DirectoryChanges()
+        if time.monotonic() - self._looked_at > LOOK_S:
+            changes = self._directory.look()
+            self._looked_at = time.monotonic()
+        with self._reporting() as report:
+            report.found += changes.found
+            report.gone += changes.gone
+            report.pinned += changes.pinned
+            report.stored = self._directory.stored()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[ConnectorReport]:
+        with self._changed:
+            yield self._report
+            self._changed.notify_all()
+
+
+EMPTY = ConnectorReport()
+
+
+def _take_late(since: dict[Any, float]) -> list[Any]:
+    """Removes what has taken too long, by its starts on the monotonic clock, and returns it."""
+    late = [name for name, start in since.items() if time.monotonic() - start > LATE_S]
+    for name in late:
+        del since[name]
+    return late
+
+
+class _JobThread:
+    """A thread that does jobs one after another; started with the first."""
+
+    def __init__(self, name: str, *, niceness: int = 0) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._niceness = niceness
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = False
+
+    def put(self, job: Callable[[], object]) -> None:
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        if self._started:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        # On Linux a priority belongs to a thread, not to its process.
+        if self._niceness and hasattr(os, "setpriority"):
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("the prefix cache's thread goes on after a fault")

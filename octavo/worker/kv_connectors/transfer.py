@@ -1,0 +1,165 @@
+"""The worker half of a connector to other engines: blocks in slots of host memory, sent to those
+that ask for them and fetched from those that compute them, over ZeroMQ.
+
+Owns the slots' bytes and one thread, which has all sockets. A block is asked for by its name,
+often before it is computed: the engine that computes it sends it once its own scheduler half has
+saved it, and those of a prompt's last step layer by layer, as the step writes them. The bytes go
+to memory that the fetching side holds until it has told the outcome, so that nothing that comes
+late can land elsewhere. Any failure is a miss: the prompt is computed here. Where several ranks
+share out the heads each has such a worker, for its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from octavo.engine.protocol.kv_messages import (
+    BlockName,
+    ConnectorPlan,
+    ConnectorReport,
+    StoredBytes,
+    StreamedBlock,
+)
+from octavo.transfer.address import TransferEnds
+from octavo.transfer.block_transport import BlockTransport
+from octavo.worker.cache_engine import HostShape
+from octavo.worker.kv_connectors.held_heads import HeldHeads, whole_blocks
+from octavo.worker.kv_connectors.layer_stream import LayerStream
+from octavo.worker.kv_connectors.report_box import ReportBox, Reports
+from octavo.worker.kv_connectors.transfer_mail import TransferMail
+from octavo.worker.kv_layers import KvLayers
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
+"""Seconds in which the thread must end."""
+
+
+class TransferWorker:
+    """Slots of host memory, and the sockets behind them. Implements `ports.ConnectorWorker` and
+    `kv_layers.LayerSender`.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[HostShape],
+        ends: TransferEnds,
+        mover: BlockTransport | None = None,
+        heads: HeldHeads | None = None,
+        reports: Reports | None = None,
+    ) -> None:
+        """Takes a `mover` that reads whole blocks out of memory; without one they come in messages,
+        as layers always do. `heads` are those of this rank, and `reports` is where its reports go;
+        the only rank has all heads, and keeps its reports.
+        """
+        self._slots = [
+            np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
+        ]
+        self._reports: Reports = reports or ReportBox()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wake, listener = self._pair()
+        self.sends_layers = ends.listen is not None
+        """Whether layers of a block may leave while the step computes that fills it."""
+        self._stream: LayerStream | None = None
+        """Blocks of the step that is being computed."""
+        self._plans: deque[ConnectorPlan | LayerStream | None] = deque()
+        """Plans and streams for the thread; None ends it."""
+        try:
+            self._mail = TransferMail(
+                self._context,
+                self._slots,
+                ends,
+                self._note,
+                mover=mover,
+                heads=heads or whole_blocks([shape.block_bytes for shape in shapes]),
+            )
+        except BaseException:
+            # A context that is collected with open sockets waits for them without end.
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(
+            target=self._run, args=(listener,), name="octavo-kv-transfer", daemon=True
+        )
+        self._thread.start()
+
+    def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Returns two joined sockets, one for each thread."""
+        ends = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        ends[0].bind("inproc://plans")
+        ends[1].connect("inproc://plans")
+        return ends
+
+    def slot(self, group: int, slot: int) -> NDArray[np.uint8]:
+        found: NDArray[np.uint8] = self._slots[group][slot]
+        return found
+
+    def begin(self, plan: ConnectorPlan) -> None:
+        self._reports.begin(plan)
+        self._tell(plan)
+
+    def begin_stream(self, blocks: Sequence[StreamedBlock], layers: KvLayers) -> None:
+        self._stream = LayerStream(blocks, layers)
+        self._tell(self._stream)
+
+    def end_stream(self) -> None:
+        assert self._stream is not None, "it was begun"
+        self._stream.end()
+        self._stream = None
+
+    def _tell(self, plan: ConnectorPlan | LayerStream | None) -> None:
+        self._plans.append(plan)
+        self._wake.send(b"")
+
+    def report(self, *, wait_s: float) -> ConnectorReport | None:
+        return self._reports.take(wait_s=wait_s)
+
+    def _note(self, **found: list[BlockName]) -> None:
+        """Adds to the report; called by the thread."""
+        outbox, link = self._mail.sender.outbox, self._mail.fetcher.link
+        stored = StoredBytes(
+            outbox.num_bytes,
+            num_expired_leases=outbox.num_expired,
+            link_bytes=link.num_bytes,
+            link_s=link.seconds,
+        )
+        report = ConnectorReport(stored=stored)
+        for name, blocks in found.items():
+            setattr(report, name, blocks)
+        self._reports.add(report)
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        self._tell(None)
+        self._thread.join(CLOSE_S)
+        self._wake.close()
+        if not self._thread.is_alive():
+            self._context.term()
+
+    def _run(self, listener: zmq.Socket[bytes]) -> None:
+        """Moves messages until the worker is closed; a fault of one message ends no other."""
+        with contextlib.closing(self._mail), contextlib.closing(listener):
+            self._mail.poller.register(listener, zmq.POLLIN)
+            while True:
+                self._mail.wait()
+                try:
+                    while listener.poll(0):
+                        listener.recv()
+                        plan = self._plans.popleft()
+                        if plan is None:
+                            return
+                        if isinstance(plan, LayerStream):
+                            self._mail.stream(plan)
+                        else:
+                            self._mail.carry_out(plan)
+                    self._mail.move()
+                except Exception:
+                    logger.exception("the transfer of KV blocks goes on after a fault")

@@ -1,0 +1,273 @@
+"""Reads an adapter for one Program: finds the site of each of its modules and cuts its matrices to
+the Program's.
+
+Owns no bytes: what it returns goes into a backend's slot. An adapter none of whose modules is the
+Program's, or one with a module that is not, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.api.errors import WeightMismatch, did_you_mean
+from octavo.checkpoint.peft import ModuleUpdate, PeftAdapter, bare_name, read_peft
+from octavo.program.low_rank import LowRank, Site, Updates
+from octavo.program.ops import Linear
+from octavo.program.passes.adapters import sites_of, tables_of
+from octavo.program.program import Program, Weight
+from octavo.worker.lora.adapter_numbers import KeptMatrices, LoraDtype, kept_digest
+
+HEADER_BYTES = 1 << 12
+"""Bytes of a file's header that are more than enough for one module."""
+
+SAME_MATRIX = 0.2
+"""Largest error, as a share of the whole, of a packed matrix against the one it was packed from."""
+
+Dequantize = Callable[[Weight], NDArray[np.float32]]
+"""Gives the values of a weight as it is packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that fits its Program."""
+
+    digest: bytes
+    """A digest of its content, in the precision that it is kept in."""
+    updates: Updates
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(update.num_bytes for update in self.updates.values())
+
+
+class AdapterReader:
+    """Reads adapters of one Program, one rank's part of it or the whole."""
+
+    def __init__(
+        self,
+        program: Program,
+        dequantize: Dequantize,
+        *,
+        max_rank: int,
+        dtype: LoraDtype = "auto",
+        whole: Program | None = None,
+    ) -> None:
+        """Takes the whole Program, with its sites, where `program` is one rank's part of it."""
+        everywhere = dict(sites_of(whole or program))
+        self._elsewhere = frozenset(map(bare_name, everywhere))
+        """Modules that this rank or another has."""
+        self._shapes = list(map(_whole_shape, everywhere.values()))
+        self._dequantize = dequantize
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._sites: dict[str, list[Site]] = {}
+        for site in dict.fromkeys(sites_of(program)):
+            self._sites.setdefault(bare_name(site[0]), []).append(site)
+        self._tables = tables_of(program)
+        self._biases = _biases_of(program)
+
+    def read(self, path: Path) -> Adapter:
+        """Reads and checks an adapter; WeightMismatch or UnsupportedModel names what is wrong."""
+        found = read_peft(path, max_rank=self._max_rank, max_bytes=self._max_bytes())
+        updates: dict[Site, LowRank] = {}
+        num_elsewhere = 0
+        for update in found.updates.values():
+            if update.module not in self._sites and update.module in self._elsewhere:
+                num_elsewhere += 1
+                continue
+            for site in self._sites_of(update, found):
+                if (low_rank := self._fitted(update, site, found)) is not None:
+                    updates[site] = low_rank
+        if not (updates or num_elsewhere):
+            raise WeightMismatch(
+                f"{path}: no tensor of the adapter changes a module of this model",
+                hint="it was made for another model, or its files are damaged",
+            )
+        return Adapter(kept_digest(found.digest, self._dtype), updates)
+
+    def _max_bytes(self) -> int:
+        """Returns the bytes of the largest adapter there can be, with the tables saved along."""
+        numbers = sum(
+            self._max_rank * (rows + inputs) + 3 * rows + HEADER_BYTES
+            for rows, inputs in self._shapes
+        )
+        tables = 2 * max((rows * inputs for rows, inputs in self._shapes), default=0)
+        return 4 * (numbers + tables)
+
+    def _sites_of(self, update: ModuleUpdate, found: PeftAdapter) -> list[Site]:
+        """Returns the module's sites: a table's, or those of products."""
+        sites = [
+            site
+            for site in self._sites.get(update.module, ())
+            if (site in self._tables) == (update.is_table or self._is_base_table(update, site))
+        ]
+        if not sites:
+            raise WeightMismatch(
+                f"{found.path}: this model has no {'table' if update.is_table else 'linear'}"
+                f" {update.module} that an adapter may change",
+                hint=did_you_mean(update.module, self._sites),
+            )
+        return sites
+
+    def _is_base_table(self, update: ModuleUpdate, site: Site) -> bool:
+        """Whether an update holds nothing but a table's own rows, saved along."""
+        return update.a is None and update.base is not None and self.is_table(site)
+
+    def is_table(self, site: Site) -> bool:
+        return site in self._tables
+
+    def _fitted(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> LowRank | None:
+        """Returns the part of a module's update that is a site's; None where it changes nothing."""
+        self._check_base(update, site[1], found)
+        self._check_shapes(update, site, found)
+        kept = self._kept(update, site, found)
+        scales = update.scale * kept.scales
+        if self.is_table(site):
+            return _table(kept, scales, site[1]) if len(kept.a) else None
+        weight = site[1]
+        gain = None if update.magnitude is None else self._gain(update, kept, weight, found)
+        bias = self._bias(update, weight, gain, found)
+        if len(kept.a) == 0 and bias is None:
+            return None
+        mine = np.ascontiguousarray(kept.a[:, _own_inputs(weight)])
+        return LowRank(mine, kept.b[_own(weight)], scales, gain, bias)
+
+    def _check_shapes(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> None:
+        rows, inputs = self._shape(site)
+        rank = 0 if update.a is None else len(update.a)
+        for name, array, wanted in (
+            ("A", update.a, (rank, inputs)),
+            ("B", update.b, (rows, rank)),
+            ("its magnitude", update.magnitude, (rows,)),
+            ("its bias", update.bias, (rows,)),
+            ("the bias of B", update.added_bias, (rows,)),
+        ):
+            if array is not None and array.shape != wanted:
+                raise WeightMismatch(
+                    f"{found.path}: {name} of {site[0]} has shape {array.shape}, this model wants"
+                    f" {wanted}",
+                    hint="the adapter was made for another model, or a file is damaged",
+                )
+
+    def _shape(self, site: Site) -> tuple[int, int]:
+        """Returns the outputs and inputs of a module; a table's inputs are its rows."""
+        shape = _whole_shape(site[1])
+        return shape[::-1] if self.is_table(site) else shape
+
+    def _kept(self, update: ModuleUpdate, site: Site, found: PeftAdapter) -> KeptMatrices:
+        """Returns the matrices as they are kept; empty ones where the module has none."""
+        rows, inputs = self._shape(site)
+        a, b = update.a, update.b
+        if a is None or b is None:
+            a, b = np.zeros((0, inputs), np.float32), np.zeros((rows, 0), np.float32)
+        kept = KeptMatrices.of(a, b, self._dtype)
+        if not kept.is_finite:
+            raise WeightMismatch(
+                f"{found.path}: {site[0]} has numbers that are too large for {self._dtype}",
+                hint="set lora_dtype to float32",
+            )
+        return kept
+
+    def _gain(
+        self, update: ModuleUpdate, kept: KeptMatrices, weight: Weight, found: PeftAdapter
+    ) -> NDArray[np.float32]:
+        """Returns the gain of each output: its magnitude over the norm of its row, W + scale * B A.
+        The norm is of whole rows, of which a rank may have a part.
+        """
+        assert update.magnitude is not None
+        own = _own(weight)
+        whole = self._dequantize(weight.whole)
+        rows = weight.cut.rows if weight.cut is not None else None
+        base = whole if rows is None else whole[slice(*rows)]
+        norms = np.linalg.norm(base + update.scale * kept.product(own), axis=1)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            gain: NDArray[np.float32] = (update.magnitude[own] / norms).astype(np.float32)
+        if not np.isfinite(gain).all():
+            raise WeightMismatch(
+                f"{found.path}: {update.module} has DoRA's gain over a row of zeros"
+            )
+        return gain
+
+    def _bias(
+        self,
+        update: ModuleUpdate,
+        weight: Weight,
+        gain: NDArray[np.float32] | None,
+        found: PeftAdapter,
+    ) -> NDArray[np.float32] | None:
+        """Returns what is added to the outputs beside the base's biases; None for nothing, as on
+        ranks that have a later part of the inputs.
+        """
+        if weight.cut is not None and weight.cut.inputs is not None and weight.cut.inputs[0] > 0:
+            return None
+        own = _own(weight)
+        total: NDArray[np.float32] | None = None
+        if update.added_bias is not None:
+            total = np.float32(update.scale) * update.added_bias[own]
+            total = total if gain is None else total * gain
+        if update.bias is not None:
+            base = self._biases.get(weight)
+            if base is None:
+                raise WeightMismatch(
+                    f"{found.path}: a bias of {update.module}, which has none in this model"
+                )
+            change = update.bias[own] - self._dequantize(base)
+            total = change if total is None else total + change
+        return total
+
+    def _check_base(self, update: ModuleUpdate, weight: Weight, found: PeftAdapter) -> None:
+        """Checks that a matrix of the base model that was saved along is this model's own."""
+        if update.base is None:
+            return
+        own = _own(weight)
+        shape = _whole_shape(weight)
+        saved = update.base.astype(np.float32)
+        saved = saved.T if weight.transposed and saved.shape == shape[::-1] != shape else saved
+        if saved.shape == shape:
+            mine = self._dequantize(weight)
+            saved = saved[own][:, _own_inputs(weight)]
+            if np.linalg.norm(saved - mine) <= SAME_MATRIX * np.linalg.norm(saved):
+                return
+        raise WeightMismatch(
+            f"{found.path}: {update.module} was saved along and is not this model's"
+            f" ({update.base.shape} numbers beside {shape})",
+            hint="the adapter trains it whole, or was made for another model",
+        )
+
+
+def _own(weight: Weight) -> slice | list[int]:
+    """Returns the rows of the module's matrix that a weight is."""
+    return slice(None) if weight.row_indices is None else list(weight.row_indices)
+
+
+def _own_inputs(weight: Weight) -> slice:
+    """Returns the inputs of the module's matrix that a weight has; of a table, its columns."""
+    span = None if weight.cut is None else weight.cut.inputs
+    return slice(None) if span is None else slice(*span)
+
+
+def _table(kept: KeptMatrices, scales: NDArray[np.float64], table: Weight) -> LowRank:
+    """Returns the update of a table, or of the part of its rows and columns that is here."""
+    a = np.ascontiguousarray(kept.a.T[_own(table)])
+    return LowRank(a, kept.b[_own_inputs(table)], scales)
+
+
+def _whole_shape(weight: Weight) -> tuple[int, int]:
+    """Returns the outputs and inputs of the module that a matrix is, or is a part of."""
+    return weight.tensor_rows, weight.whole.shape[-1]
+
+
+def _biases_of(program: Program) -> dict[Weight, Weight]:
+    """Returns the bias of each matrix that has one."""
+    found: dict[Weight, Weight] = {}
+    linears: Iterable[Linear] = (op for op in program.ops if isinstance(op, Linear))
+    for op in linears:
+        for weight, bias in zip(op.weights_, op.biases, strict=False):
+            if bias is not None:
+                found[weight] = bias
+    return found

@@ -1,0 +1,40 @@
+"""Runs the encoder before a decoder over the inputs of requests, once for each of them.
+
+Leaves the keys and values that the decoder attends to; knows rows and arrays, nothing of queues,
+blocks' owners or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from octavo.engine.protocol.step import RowResult, ScheduledRequest
+from octavo.executor.batch import StepOutput
+from octavo.worker.model_input import ModelInput, ProgramRunner
+from octavo.worker.step_arrays import gather_inputs
+
+
+class EncoderRunner(ProgramRunner):
+    """Runs one encoder Program over the inputs of the requests that have a row."""
+
+    def prepare(
+        self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
+    ) -> list[ModelInput]:
+        """Gathers the inputs that a step encodes; [] if there are none."""
+        own = [row for row in scheduled if row.num_encoded]
+        if not own:
+            return []
+        rows = self._rows.indices(own)
+        return [ModelInput(self, own, gather_inputs(self._rows, rows), rows)]
+
+    def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
+        """Returns the results of the requests whose input could not be encoded."""
+        what = "the rows that the encoder made of the input hold what is not a number (NaN)"
+        fit = np.isfinite(output.arrays["encoded"]).all(axis=1)
+        return [
+            RowResult(row.request_id, failure=what)
+            for row, is_fit in zip(model_input.scheduled, fit.tolist(), strict=True)
+            if not is_fit
+        ]

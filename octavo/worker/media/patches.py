@@ -1,0 +1,162 @@
+"""The rows that a tower reads of an image, and the step that computes them.
+
+Knows pixels, layouts and batches; what the tower makes of them is its Programs' business. Source of
+the orders: the image processors and towers of transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.engine.protocol.step import MediaPixels
+from octavo.executor.batch import StepBatch
+from octavo.executor.kv import BLOCK_SIZE
+from octavo.models.vision import WINDOW, ImageLayout
+from octavo.program.program import CacheGroup
+
+Rows = NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True)
+class PixelScale:
+    """The numbers that pixels become: (pixel * factor - mean) / std, colour by colour."""
+
+    factor: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def apply(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Returns pixels `[rows, columns, colours]` as numbers, rounded as transformers does."""
+        scaled = (pixels.astype(np.float64) * self.factor).astype(np.float32)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        made: NDArray[np.float32] = (scaled - mean) / std
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """An image's patches in the order of a tower's rows."""
+
+    rows: NDArray[np.float32]
+    """Pixels of each patch: colours, frames, rows, columns, `[T, ...]`."""
+    positions: NDArray[np.int32]
+    """Positions of each patch, `[P, T]`."""
+    window_starts: NDArray[np.int32]
+    """First patch of each window, `[R+1]`; one window where the tower has none."""
+    cell_order: NDArray[np.intp]
+    """Index of each cell, row by row on the image, among the tower's cells."""
+
+
+def patches_of(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> Patches:
+    """Cuts an image into patches: cell by cell, window by window where the layout has windows."""
+    pixels = np.frombuffer(image.data, np.uint8).reshape(image.height, image.width, -1)
+    rows, columns = layout.grid_of(image.height, image.width)
+    order, counts = _windows(rows, columns, layout.window)
+    size, cell = layout.patch_size, layout.cell
+    cut = scale.apply(pixels).reshape((rows, cell, size, columns, cell, size, -1))
+    by_cell = cut.transpose((0, 3, 1, 4, 6, 2, 5))  # cells, patches within, colours, pixels
+    num_colours = by_cell.shape[4]
+    flat = by_cell.reshape((rows * columns, cell * cell, num_colours, 1, size, size))[order]
+    whole = np.broadcast_to(flat, (*flat.shape[:3], layout.num_frames, size, size))
+    num_patches = rows * columns * cell * cell
+    ends = np.cumsum([0, *counts]) * cell * cell
+    return Patches(
+        np.ascontiguousarray(whole.reshape(num_patches, -1)),
+        _positions(rows, columns, layout)[:, order].reshape(-1, num_patches),
+        ends.astype(np.int32),
+        np.argsort(order),
+    )
+
+
+def _windows(rows: int, columns: int, window: int | None) -> tuple[NDArray[np.intp], list[int]]:
+    """Returns the cells in the order of windows, and the number of cells of each window."""
+    cells = np.arange(rows * columns).reshape(rows, columns)
+    if window is None:
+        return cells.reshape(-1), [cells.size]
+    parts = [
+        cells[top : top + window, left : left + window].reshape(-1)
+        for top in range(0, rows, window)
+        for left in range(0, columns, window)
+    ]
+    return np.concatenate(parts), [len(part) for part in parts]
+
+
+def _positions(rows: int, columns: int, layout: ImageLayout) -> NDArray[np.int32]:
+    """Returns the positions of each cell's patches, `[P, cells, patches of a cell]`."""
+    cell = layout.cell
+    across, down = np.meshgrid(np.arange(columns * cell), np.arange(rows * cell))
+    axes = [down, across] if layout.has_grid_positions else [down * columns * cell + across]
+    by_cell = np.stack(axes).reshape((-1, rows, cell, columns, cell)).transpose((0, 1, 3, 2, 4))
+    return by_cell.reshape(len(axes), rows * columns, cell * cell).astype(np.int32)
+
+
+def tower_batch(patches: Patches, groups: tuple[CacheGroup, ...]) -> StepBatch:
+    """Returns the step that makes a row of each patch. Each window is a request; in groups of the
+    whole image all of them read the same blocks.
+    """
+    starts, count = patches.window_starts, len(patches.rows)
+    lengths = np.diff(starts)
+    places = np.arange(count, dtype=np.int32)
+    tables, slots, contexts = [], [], []
+    for group in groups:
+        if group.name == WINDOW:
+            num_blocks = -(-lengths // BLOCK_SIZE)
+            firsts = np.cumsum([0, *num_blocks])[:-1]
+            within = places - starts[:-1].repeat(lengths)
+            slots.append(firsts.repeat(lengths) * BLOCK_SIZE + within)
+            tables.append([range(a, a + n) for a, n in zip(firsts, num_blocks, strict=True)])
+            contexts.append(lengths)
+        else:
+            slots.append(places)
+            tables.append([range(-(-count // BLOCK_SIZE))] * len(lengths))
+            contexts.append(np.full(len(lengths), count))
+    num = len(lengths)
+    return StepBatch(
+        token_ids=np.zeros(count, np.int32),
+        places=places,
+        positions=patches.positions,
+        query_starts=starts,
+        context_lens=np.array(contexts, np.int32).reshape(len(groups), num),
+        slots=np.array(slots, np.int32).reshape(len(groups), count),
+        block_tables=_padded(tables, num),
+        sample_rows=places,
+        given=patches.rows,
+        given_rows=places,
+    )
+
+
+def num_blocks_of(batch: StepBatch) -> list[int]:
+    """Returns how many blocks of each group a step writes to."""
+    return [int(table.max(initial=-1)) + 1 for table in batch.block_tables]
+
+
+def rows_batch(rows: Rows, rows_a_request: int) -> StepBatch:
+    """Returns a step without keys over given rows, `rows_a_request` of them in each request."""
+    count = len(rows)
+    starts = np.arange(0, count + 1, rows_a_request, dtype=np.int32)
+    num = len(starts) - 1
+    at = np.arange(count, dtype=np.int32)
+    return StepBatch(
+        token_ids=np.zeros(count, np.int32),
+        places=np.zeros(count, np.int32),
+        positions=np.zeros((1, count), np.int32),
+        query_starts=starts,
+        context_lens=np.zeros((0, num), np.int32),
+        slots=np.zeros((0, count), np.int32),
+        block_tables=np.zeros((0, num, 1), np.int32),
+        sample_rows=at,
+        given=rows,
+        given_rows=at,
+    )
+
+
+def _padded(tables: list[list[range]], num_requests: int) -> NDArray[np.int32]:
+    width = max((len(row) for table in tables for row in table), default=1)
+    made = np.full((len(tables), num_requests, width), -1, np.int32)
+    for group, table in enumerate(tables):
+        for request, row in enumerate(table):
+            made[group, request, : len(row)] = row
+    return made

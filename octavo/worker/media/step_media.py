@@ -1,0 +1,122 @@
+"""The images of an engine's steps: rows by digest, and what a step's arrays say of them.
+
+Encodes and drops what plans say; which images are kept is the scheduler's business
+(`engine/media.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.engine.protocol.step import MediaItem, MediaPixels, StepPlan
+from octavo.executor.batch import StepBatch
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.media.image_tower import ImageTower
+from octavo.worker.media.patches import Rows
+from octavo.worker.step_arrays import Spans
+
+logger = logging.getLogger(__name__)
+
+
+class StepMedia:
+    """Rows of images, and their places in steps. `num_axes`: axes of the decoder's positions."""
+
+    def __init__(self, tower: ImageTower, rows: InputBatch, *, num_axes: int) -> None:
+        self._tower = tower
+        self._rows = rows
+        self._num_axes = num_axes
+        self._made: dict[bytes, Rows] = {}
+        self._faults: dict[bytes, str] = {}
+        self._dropping: list[bytes] = []
+        """Images that the plan before dropped; a step in flight may be computed again."""
+
+    def apply(self, plan: StepPlan) -> list[bytes]:
+        """Drops and encodes a plan's images; returns those that could not be encoded."""
+        for digest in self._dropping:
+            self._made.pop(digest, None)
+        self._dropping = list(plan.dropped_media)
+        self._faults.clear()
+        for image in plan.encodes:
+            if image.digest in self._dropping:
+                self._dropping.remove(image.digest)
+            if image.digest not in self._made:
+                self._encode(image)
+        return list(self._faults)
+
+    def _encode(self, image: MediaPixels) -> None:
+        try:
+            self._made[image.digest] = self._tower.encode(image)
+        except Exception as error:
+            logger.exception("an image of %d x %d cannot be encoded", image.width, image.height)
+            self._faults[image.digest] = f"{type(error).__name__}: {error}"
+
+    def add(self, batch: StepBatch, spans: Spans) -> None:
+        """Adds the images of a step's requests to its arrays."""
+        found = [
+            (index, self._rows.media[row])
+            for index, row in enumerate(spans.rows.tolist())
+            if row in self._rows.media
+        ]
+        if self._num_axes > 1:
+            batch.positions = np.repeat(batch.places[None], self._num_axes, axis=0)
+        if not found:
+            return
+        given: list[Rows] = []
+        taken = np.full(len(batch.places), -1, np.int32)
+        limits = batch.places + np.int32(1)
+        for index, media in found:
+            part = slice(int(spans.query_starts[index]), int(spans.query_starts[index + 1]))
+            places = batch.places[part]
+            if self._num_axes > 1:
+                batch.positions[:, part] = positions_of(places, media, self._num_axes)
+            for item in media:
+                inside = np.flatnonzero((places >= item.place) & (places < item.end))
+                if not len(inside):
+                    continue
+                at = part.start + inside
+                first = sum(map(len, given))
+                taken[at] = first + np.arange(len(inside), dtype=np.int32)
+                given.append(self._rows_of(item)[places[inside] - item.place])
+                if item.is_whole:
+                    limits[at] = item.end
+        if given:
+            batch.given, batch.given_rows = np.concatenate(given), taken
+        if (limits > batch.places + 1).any():
+            batch.limits = limits
+
+    def _rows_of(self, item: MediaItem) -> Rows:
+        if item.digest in self._faults:
+            raise RuntimeError(f"an image cannot be encoded: {self._faults[item.digest]}")
+        return self._made[item.digest]
+
+    @property
+    def progress(self) -> int:
+        """Counter that grows while an image is encoded; another thread may read it."""
+        return sum(runnable.progress for runnable in self._tower.runnables.values())
+
+    def close(self) -> None:
+        self._tower.close()
+
+
+def positions_of(
+    places: NDArray[np.int32], media: Iterable[MediaItem], num_axes: int
+) -> NDArray[np.int32]:
+    """Returns the positions of tokens by time, row and column, `[num_axes, T]`: an image's turn by
+    its grid, and text goes on behind the largest of them (M-RoPE, Wang et al. 2024).
+    """
+    positions = np.repeat(places[None], num_axes, axis=0)
+    shift = 0
+    for item in media:
+        inside = np.flatnonzero((places >= item.place) & (places < item.end))
+        index = places[inside] - item.place
+        start = item.place + shift
+        positions[0, inside] = start
+        positions[1, inside] = start + index // item.grid[1]
+        positions[2, inside] = start + index % item.grid[1]
+        shift += max(item.grid) - item.num_tokens
+        positions[:, places >= item.end] = places[places >= item.end] + shift
+    return positions

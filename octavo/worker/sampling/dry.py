@@ -1,0 +1,168 @@
+"""DRY: penalises tokens that would go on with a repetition, by how long it is already.
+
+For each place i of the last `penalty_last_n` tokens, let n be the number of tokens, the one at i
+the last, that stand at the end of all tokens too, none of them a sequence breaker. Where
+n >= allowed_length, the logit of the token after i loses multiplier * base^(n - allowed_length), by
+its longest n; a sequence breaker loses nothing. Prompt and answer count alike. Source: P. E.
+Weidmann, text-generation-webui 5677, 2024.
+
+The lengths of one step follow from those of the step before in one pass; only after a return or a
+rollback they are found again, which takes linear time too (the Z-function of the tokens reversed).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.api.sampling_params import SamplingParams
+
+MAX_FOLLOWED = 32
+"""Most tokens that are followed one by one; the lengths of more are computed from scratch."""
+LARGEST_PENALTY = 1e30
+"""Upper bound on a penalty, far above any logit and far below the end of fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRule:
+    """How a request's repetitions are penalised."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    penalty_last_n: int
+    """Tokens that are looked at; -1: all of them."""
+    breaker_ids: frozenset[int]
+
+
+class DryMatches:
+    """The repetitions that end with a row's last token."""
+
+    def __init__(self, rule: DryRule) -> None:
+        self._rule = rule
+        self._num_tokens = -1
+        self._first = 0
+        self._lengths = np.zeros(0, np.int64)
+        """Lengths for the places `_first` to `_num_tokens - 2`, whatever breaks them."""
+        self._num_unbroken = 0
+        """Tokens at the end among which there is no breaker."""
+
+    def copy(self) -> DryMatches:
+        """Returns matches of the same tokens, which follow others by themselves."""
+        return copy.copy(self)
+
+    def penalties(self, token_ids: NDArray[np.int32]) -> dict[int, float]:
+        """Returns what the logits of the token after `token_ids` lose, by token id."""
+        rule = self._rule
+        if len(token_ids) < 2:
+            return {}
+        self._follow(token_ids)
+        places = np.arange(1, len(self._lengths) + 1)
+        lengths = np.minimum(np.minimum(self._lengths, places), self._num_unbroken)
+        found = np.flatnonzero(lengths >= rule.allowed_length)
+        longest: dict[int, int] = {}
+        followers = token_ids[self._first + 1 :][found].tolist()
+        for token_id, length in zip(followers, lengths[found].tolist(), strict=True):
+            if token_id not in rule.breaker_ids:
+                longest[token_id] = max(length, longest.get(token_id, 0))
+        return {token_id: self._penalty(length) for token_id, length in longest.items()}
+
+    def penalties_after(self, token_ids: NDArray[np.int32]) -> dict[tuple[int, int], float]:
+        """Returns what the logits of the token after `token_ids` and one more lose, which is not
+        known: by that one and by the token that loses it.
+        """
+        rule = self._rule
+        first = self._first_of(len(token_ids) + 1)
+        window = token_ids[first:]
+        if len(window) == 0:
+            return {}
+        self._follow(token_ids)
+        before = np.concatenate([[0], self._lengths])[first - self._first :]
+        places = np.arange(1, len(before) + 1)
+        lengths = np.minimum(np.minimum(before + 1, places), self._num_unbroken + 1)
+        found = np.flatnonzero(lengths >= rule.allowed_length)
+        lasts = window[found].tolist()
+        # The last place is followed by the token that is the same.
+        followers = np.append(window[1:], window[-1])[found].tolist()
+        longest: dict[tuple[int, int], int] = {}
+        pairs = zip(lasts, followers, strict=True)
+        for key, length in zip(pairs, lengths[found].tolist(), strict=True):
+            if rule.breaker_ids.isdisjoint(key):
+                longest[key] = max(length, longest.get(key, 0))
+        return {key: self._penalty(length) for key, length in longest.items()}
+
+    def _penalty(self, length: int) -> float:
+        rule = self._rule
+        try:
+            penalty = rule.multiplier * rule.base ** (length - rule.allowed_length)
+        except OverflowError:
+            return LARGEST_PENALTY
+        return min(penalty, LARGEST_PENALTY)
+
+    def _follow(self, token_ids: NDArray[np.int32]) -> None:
+        """Brings the lengths up to the last of the tokens."""
+        num = len(token_ids)
+        first = self._first_of(num)
+        if num == self._num_tokens:
+            return
+        if 0 <= self._num_tokens < num <= self._num_tokens + MAX_FOLLOWED:
+            for end in range(self._num_tokens + 1, num + 1):
+                self._add(token_ids[:end])
+            return
+        window, breaker_ids = token_ids[first:].tolist(), self._rule.breaker_ids
+        self._lengths = np.array(common_ends(window), np.int64)
+        breaks = (at for at, one in enumerate(reversed(window)) if one in breaker_ids)
+        self._num_unbroken = next(breaks, len(window))
+        self._num_tokens, self._first = num, first
+
+    def _add(self, token_ids: NDArray[np.int32]) -> None:
+        """Brings the lengths from the token before the last one to the last one."""
+        num = len(token_ids)
+        first = self._first_of(num)
+        before = np.concatenate([[0], self._lengths])
+        same = token_ids[self._first : num - 1] == token_ids[-1]
+        self._lengths = np.where(same, before + 1, 0)[first - self._first :]
+        broken = int(token_ids[-1]) in self._rule.breaker_ids
+        self._num_unbroken = 0 if broken else self._num_unbroken + 1
+        self._num_tokens, self._first = num, first
+
+    def _first_of(self, num_tokens: int) -> int:
+        """Returns the first of the tokens that are looked at."""
+        last_n = self._rule.penalty_last_n
+        return 0 if last_n == -1 else max(0, num_tokens - last_n)
+
+
+def dry_matches(params: SamplingParams) -> DryMatches | None:
+    """Returns the matches of a request that asks for DRY."""
+    if not params.dry_multiplier or not params.dry_penalty_last_n:
+        return None
+    return DryMatches(
+        DryRule(
+            params.dry_multiplier,
+            params.dry_base,
+            params.dry_allowed_length,
+            params.dry_penalty_last_n,
+            frozenset(params.dry_sequence_breaker_ids or ()),
+        )
+    )
+
+
+def common_ends(token_ids: list[int]) -> list[int]:
+    """Returns, for each place but the last, the length of the longest text that ends there and at
+    the last place alike.
+    """
+    turned = token_ids[::-1]
+    num = len(turned)
+    found = [0] * num
+    left = right = 0
+    for at in range(1, num):
+        length = min(right - at, found[at - left]) if at < right else 0
+        while at + length < num and turned[length] == turned[at + length]:
+            length += 1
+        if at + length > right:
+            left, right = at, at + length
+        found[at] = length
+    return found[:0:-1]

@@ -1,0 +1,151 @@
+"""Functions of the operator's own that change a row's logits before it is drawn: loaded by name at
+the start, called with bounded time.
+
+A call runs in a thread beside the worker's, which waits for it no longer than the bound; a fault is
+the row's alone. Knows neither rows nor backends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.api.errors import ConfigError, shown
+from octavo.config.processors import ProcessorEntry
+
+Logits = NDArray[np.float32]
+Processor = Callable[[NDArray[np.int32], Logits], Any]
+"""Takes a request's tokens so far, `[num_tokens]`, and the logits of the next one, `[V]`, both its
+own copies; returns logits `[V]`, or None where it has changed those that it got.
+"""
+
+
+class ProcessorFault(Exception):
+    """A processor raised, took too long, or returned no logits."""
+
+
+def load_processors(entries: Sequence[ProcessorEntry]) -> dict[str, Processor]:
+    """Imports the functions; ConfigError where one is not there or cannot be called."""
+    return {entry.name: _load(entry) for entry in entries}
+
+
+def _load(entry: ProcessorEntry) -> Processor:
+    where = f"{entry.module}:{entry.attribute}"
+    try:
+        found: Any = importlib.import_module(entry.module)
+        for part in entry.attribute.split("."):
+            found = getattr(found, part)
+        if entry.numbers is not None:
+            found = found(*entry.numbers)
+    except Exception as error:
+        raise ConfigError(
+            f"logits_processors: {where} cannot be imported: {type(error).__name__}: {error}",
+            hint="install its module, or put its folder into PYTHONPATH",
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"logits_processors: {where} is {shown(found)}, needed is a function")
+    return found  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class ProcessorCall:
+    """One call, and what came of it."""
+
+    run: Callable[[], Logits]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Logits | None = None
+    error: Exception | None = None
+
+
+class CallThread:
+    """A thread that makes calls one after another; it ends with the process, whatever it does."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[ProcessorCall | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="logits processors", daemon=True).start()
+
+    def begin(self, run: Callable[[], Logits]) -> ProcessorCall:
+        call = ProcessorCall(run)
+        self._calls.put(call)
+        return call
+
+    def end(self) -> None:
+        """Lets the thread end after the calls that it has been given."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call.result = call.run()
+            except Exception as error:
+                call.error = error
+            call.done.set()
+
+
+class LogitsProcessors:
+    """The processors of one engine."""
+
+    def __init__(self, processors: Mapping[str, Processor], timeout_s: float) -> None:
+        self._processors = processors
+        self._timeout_s = timeout_s
+        self._thread: CallThread | None = None
+        self._late: dict[str, ProcessorCall] = {}
+        """Calls that took too long, by the name of the processor; gone once they have ended."""
+
+    def apply(self, names: Sequence[str], token_ids: NDArray[np.int32], logits: Logits) -> Logits:
+        """Returns what the processors make of a row's logits, one after another; ProcessorFault
+        where one of them fails.
+        """
+        for name in names:
+            logits = self._call(name, token_ids, logits)
+        return logits
+
+    def close(self) -> None:
+        """Lets the thread of the calls end."""
+        if self._thread is not None:
+            self._thread.end()
+
+    def _call(self, name: str, token_ids: NDArray[np.int32], logits: Logits) -> Logits:
+        late = self._late.get(name)
+        if late is not None and not late.done.is_set():
+            raise ProcessorFault(f"the logits processor {name!r} has not ended an earlier call")
+        self._late.pop(name, None)
+        if self._thread is None:
+            self._thread = CallThread()
+        ids, own = token_ids.copy(), logits.copy()
+        call = self._thread.begin(lambda: _checked(name, self._processors[name](ids, own), own))
+        if not call.done.wait(self._timeout_s):
+            self._late[name], self._thread = call, None
+            raise ProcessorFault(
+                f"the logits processor {name!r} took more than {self._timeout_s:g} s"
+                " (logits_processor_timeout)"
+            )
+        if call.error is None:
+            assert call.result is not None
+            return call.result
+        if isinstance(call.error, ProcessorFault):
+            raise call.error
+        raise ProcessorFault(
+            f"the logits processor {name!r} raised {type(call.error).__name__}: {call.error}"
+        ) from call.error
+
+
+def _checked(name: str, returned: Any, own: Logits) -> Logits:
+    """Returns what a processor returned as logits of 32 bits."""
+    found = own if returned is None else np.asarray(returned)
+    if found.shape != own.shape or found.dtype.kind not in "fiu":
+        raise ProcessorFault(
+            f"the logits processor {name!r} returned {found.dtype} of the shape {found.shape},"
+            f" needed are numbers of the shape {own.shape}"
+        )
+    logits = np.ascontiguousarray(found, np.float32)
+    if np.isnan(logits).any():
+        raise ProcessorFault(f"the logits processor {name!r} returned logits that are no numbers")
+    return logits

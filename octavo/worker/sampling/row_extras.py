@@ -1,0 +1,106 @@
+"""The sampling options of one request that most do not have, and what they add to logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.executor.batch import Bits
+from octavo.worker.sampling.checked_draws import CheckedDraw
+from octavo.worker.sampling.dry import DryMatches
+from octavo.worker.sampling.token_counts import TokenCounts
+
+MINUS_INFINITY = float("-inf")
+ANY_TOKEN = -1
+"""Stands for every last token where something is added whatever it is."""
+
+
+@dataclass(slots=True)
+class RowExtras:
+    """One request's sampling options that most requests do not have."""
+
+    logit_bias: dict[int, float]
+    end_token_ids: list[int]
+    num_prompt_tokens: int
+    num_known: int
+    """Tokens of the row that have come back from the device, the prompt's too."""
+    min_num_tokens: int
+    """Number of tokens, prompt included, below which `end_token_ids` are banned."""
+    bad_words: list[list[int]]
+    counts: TokenCounts | None
+    """Tokens that penalties apply to; None without a penalty."""
+    allowed_mask: Bits | None
+    """[ceil(V / 32)]; None allows all."""
+    dry: DryMatches | None
+    """Repetitions that DRY penalises; None without it."""
+    processors: list[str]
+    """Names of the processors that change its logits."""
+    check: CheckedDraw | None = None
+    """Check of the draws that follow no guess and come near no close; None: they have none."""
+
+    def took(self, token_id: int) -> None:
+        """Takes in a drawn token that has come back."""
+        self.num_known += 1
+        if self.counts is not None:
+            self.counts.add(token_id)
+
+    def lags(self, num_tokens: int) -> bool:
+        """Returns whether the last of the row's first `num_tokens` is known to the device alone."""
+        return num_tokens > self.num_known
+
+    def may_bias(self, num_tokens: int) -> bool:
+        """Returns whether anything may be added to the logits of the token that follows."""
+        has_bias = self.logit_bias or self.bad_words or self.dry is not None
+        return bool(has_bias) or num_tokens < self.min_num_tokens
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether what is added to logits may change with each token."""
+        return bool(self.bad_words) or self.dry is not None
+
+    def bias(
+        self, token_ids: NDArray[np.int32], dry: DryMatches | None, *, must_end: bool
+    ) -> dict[int, float]:
+        """Returns what is added to the logits of the token after `token_ids [num_tokens]`, where
+        `dry` follows them. Where the text `must_end`, its end is not banned.
+        """
+        bias = self._bias(token_ids, must_end=must_end)
+        if dry is None:
+            return bias
+        penalties = dry.penalties(token_ids)
+        return bias | {id_: bias.get(id_, 0.0) - lost for id_, lost in penalties.items()}
+
+    def bias_after(self, token_ids: NDArray[np.int32]) -> dict[tuple[int, int], float]:
+        """Returns what is added to the logits of the token after `token_ids` and one more, which is
+        not known: by that one, or ANY_TOKEN, and by the token that it is added to.
+        """
+        lasting = self._lasting(len(token_ids) + 1, must_end=False)
+        bias = {(ANY_TOKEN, token_id): value for token_id, value in lasting.items()}
+        output_ids = token_ids[self.num_prompt_tokens :]
+        for word in self.bad_words:
+            if _ends_with(output_ids, word[:-2]):
+                last = word[-2] if len(word) > 1 else ANY_TOKEN
+                bias[last, word[-1]] = MINUS_INFINITY
+        if self.dry is not None:
+            for key, lost in self.dry.penalties_after(token_ids).items():
+                bias[key] = bias.get(key, 0.0) - lost
+        return bias
+
+    def _bias(self, token_ids: NDArray[np.int32], *, must_end: bool) -> dict[int, float]:
+        bias = self._lasting(len(token_ids), must_end=must_end)
+        output_ids = token_ids[self.num_prompt_tokens :]
+        banned = [word[-1] for word in self.bad_words if _ends_with(output_ids, word[:-1])]
+        return bias | dict.fromkeys(banned, MINUS_INFINITY) if banned else bias
+
+    def _lasting(self, num_tokens: int, *, must_end: bool) -> dict[int, float]:
+        """Returns what is added after `num_tokens` tokens, whatever these are."""
+        if num_tokens >= self.min_num_tokens or must_end:
+            return self.logit_bias
+        return self.logit_bias | dict.fromkeys(self.end_token_ids, MINUS_INFINITY)
+
+
+def _ends_with(token_ids: NDArray[np.int32], end: list[int]) -> bool:
+    first = len(token_ids) - len(end)
+    return first >= 0 and token_ids[first:].tolist() == end

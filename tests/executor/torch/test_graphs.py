@@ -1,0 +1,202 @@
+"""Captured decode steps against eager ones: padded to a size, replayed over the same buffers.
+Within 1e-5 of the largest logit, because products of more rows may round otherwise; bitwise at a
+captured size.
+
+On the CPU a replay is the captured call itself, over the same views of the staging buffer; CUDA's
+own graphs need CUDA.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.checkpoint.open import open_checkpoint
+from octavo.executor.base import BackendOptions
+from octavo.executor.batch import LastTokens
+from octavo.executor.torch.backend import TorchBackend
+from octavo.executor.torch.graphs import CudaGraphs, sizes_up_to
+from octavo.models.registry import build_programs
+from tests.executor.native.test_sampling import random_batch
+from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_models import tiny_model
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+WIDTH = 5
+
+
+@dataclass
+class Again:
+    """A stand-in for a graph, which runs the captured call again."""
+
+    run: object
+    replays: int = 0
+
+    def replay(self):
+        self.replays += 1
+        return self.run()
+
+
+class Recorder:
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, run):
+        run()
+        self.graphs.append(Again(run))
+        return self.graphs[-1]
+
+
+def runners(family, record, device="cpu", sizes=(1, 2, 4)):
+    """Returns a runner with graphs of these sizes and one without, each with five requests whose
+    prompts are computed.
+    """
+    made = []
+    for capture in (True, False):
+        runner = PagedRunner(
+            tiny_model(family).path, TorchBackend(BackendOptions(num_threads=1), device), seed=3
+        )
+        if capture:
+            runner.runnables["decoder"].capture(runner.kv, sizes, WIDTH, record)
+        ids = np.random.default_rng(0).integers(3, 200, (5, 70))
+        requests = [runner.add(row) for row in ids]
+        for index, request in enumerate(requests):
+            runner.step([(request, 0, 3 + 13 * index)])
+        made.append((runner, requests))
+    return made
+
+
+def decode(runner, requests, step):
+    return runner.step(
+        [
+            (request, 3 + 13 * index + step, 4 + 13 * index + step)
+            for index, request in enumerate(requests)
+        ]
+    )["logits"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_captured_is_eager(family):
+    record = Recorder()
+    (graphs, mine), (eager, theirs) = runners(family, record)
+    for step, count in enumerate([1, 2, 3, 4, 3, 1, 4]):
+        found, wanted = decode(graphs, mine[:count], step), decode(eager, theirs[:count], step)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * abs(wanted).max())
+    assert [graph.replays for graph in record.graphs] == [4, 1, 2], "largest first"
+
+
+def test_what_is_no_decode_of_a_captured_size_runs_eagerly():
+    record = Recorder()
+    (graphs, mine), (eager, theirs) = runners("llama", record)
+    wanted = decode(eager, theirs, 0)
+    np.testing.assert_array_equal(decode(graphs, mine, 0), wanted)
+    spans = [(mine[0], 4, 6), (mine[1], 17, 18)]
+    np.testing.assert_array_equal(
+        graphs.step(spans)["logits"],
+        eager.step([(theirs[0], 4, 6), (theirs[1], 17, 18)])["logits"],
+        err_msg="two rows of one request",
+    )
+    assert not any(graph.replays for graph in record.graphs)
+
+
+def test_draws_of_a_captured_step(monkeypatch):
+    """Tokens are drawn for the real rows, however much of the staging buffer the draws' arrays
+    take.
+    """
+    (graphs, mine), (eager, theirs) = runners("llama", Recorder(), sizes=(4,))
+    sampling = random_batch(3, 320, 4)
+    results = []
+    for runner, requests in ((graphs, mine[:3]), (eager, theirs[:3])):
+        batch = runner.batch(
+            [(r, 3 + 13 * i, 4 + 13 * i) for i, r in enumerate(requests)],
+            runner.programs["decoder"],
+        )
+        batch.sampling = sampling
+        results.append(runner.runnables["decoder"].run(batch, runner.kv).samples)
+    np.testing.assert_array_equal(results[0].token_ids, results[1].token_ids)
+    np.testing.assert_allclose(results[0].logprobs, results[1].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(("invariant", "head_rows"), [(False, 128), (False, 2), (True, 128)])
+def test_last_tokens_stay_on_the_device(monkeypatch, invariant, head_rows):
+    """A step that is launched before the results of the step before are asked for takes the tokens
+    that it drew: replayed from graphs, eagerly, and row by row.
+    """
+    monkeypatch.setattr("octavo.executor.torch.program.HEAD_ROWS", head_rows)
+    ids, results = np.random.default_rng(0).integers(3, 200, (3, 20)), []
+    for capture, launches in ((False, False), (True, True), (False, True)):
+        options = BackendOptions(num_threads=1, batch_invariant=invariant)
+        runner = PagedRunner(tiny_model("llama").path, TorchBackend(options, "cpu"), seed=3)
+        runnable, record = runner.runnables["decoder"], Recorder()
+        if capture and not invariant:
+            runnable.capture(runner.kv, (4,), WIDTH, record)
+        requests = [runner.add(row) for row in ids]
+        runner.step([(request, 0, 7) for request in requests])
+        drawn, under_way = [], []
+        for step in range(4):
+            batch = runner.batch(
+                [(request, 7 + step, 8 + step) for request in requests], runner.programs["decoder"]
+            )
+            batch.sampling = random_batch(3, 320, step)
+            if drawn or under_way:
+                batch.token_ids = drawn[-1] if drawn else np.full(3, 1, np.int32)
+            if launches:
+                sources = (
+                    np.full(3, -1, np.int32) if not under_way else np.array([5, 2, 9], np.int32)
+                )
+                batch.last_tokens = LastTokens(sources, np.array([5, 2, 9], np.int32))
+                under_way.append(runnable.launch(batch, runner.kv))
+            else:
+                drawn.append(runnable.run(batch, runner.kv).samples.token_ids)
+        results.append(np.stack(drawn or [step.result().samples.token_ids for step in under_way]))
+        assert sum(graph.replays for graph in record.graphs) == (
+            4 if capture and not invariant else 0
+        )
+    for found in results[1:]:
+        np.testing.assert_array_equal(found, results[0])
+    assert len(np.unique(results[0])) > 6
+
+
+def test_the_sizes():
+    assert sizes_up_to(1) == (1,)
+    assert sizes_up_to(5) == (1, 2, 4, 5)
+    assert sizes_up_to(128)[-2:] == (96, 128)
+    assert sizes_up_to(1000)[-1] == 512
+    assert sizes_up_to(0) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "why"),
+    [
+        ({}, None, ""),
+        ({}, object(), "not with several ranks (tensor_parallel_size)"),
+        ({"batch_invariant": True}, None, "not with batch_invariant"),
+        (
+            {"attention_backend": "sdpa"},
+            None,
+            "not with the attention of sdpa, which reads lengths on the host",
+        ),
+    ],
+)
+def test_what_keeps_a_device_s_decode_steps_from_being_captured(options, ranks, why):
+    options = {"attention_backend": "triton"} | options
+    backend = TorchBackend(BackendOptions(num_threads=1, **options), ranks=ranks)
+    backend.device = torch.device("cuda")
+    program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
+    assert backend.against_graphs(program, torch.float32) == why
+    assert (backend.graph_sizes(program, torch.float32) == ()) == bool(why)
+    eager = TorchBackend(replace(backend.options, enforce_eager=True))
+    eager.device = backend.device
+    assert eager.graph_sizes(program, torch.float32) == ()
+
+
+@CUDA
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_cuda_graphs_are_eager(family):
+    (graphs, mine), (eager, theirs) = runners(family, CudaGraphs(), "cuda")
+    for step, count in enumerate([1, 2, 4, 3, 1]):
+        wanted = decode(eager, theirs[:count], step)
+        np.testing.assert_allclose(
+            decode(graphs, mine[:count], step), wanted, rtol=0, atol=1e-4 * abs(wanted).max()
+        )
