@@ -215,11 +215,12 @@ TileFormat format_of(const std::string& code, const std::string& scale_type, con
 std::vector<std::pair<double, double>> measure_stream(Device& d, const std::string& code,
                                                       const std::string& scale_type, const std::string& low,
                                                       bool half_groups, bool half_factors, int span,
-                                                      int num_inputs, size_t bytes, int rounds) {
+                                                      int num_inputs, size_t bytes, size_t product_bytes,
+                                                      int rounds) {
     const TileFormat format = format_of(code, scale_type, low, half_groups, half_factors, span);
     std::vector<std::pair<double, double>> found;
     for (const StreamRound& round :
-         stream_rounds(d.pool, d.kernels, tiles_of(format, kTile, num_inputs), bytes, rounds))
+         stream_rounds(d.pool, d.kernels, tiles_of(format, kTile, num_inputs), bytes, product_bytes, rounds))
         found.push_back({round.read, round.product});
     return found;
 }
@@ -352,10 +353,20 @@ NB_MODULE(_native, m) {
             "read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); },
             "bytes"_a, nb::call_guard<nb::gil_scoped_release>(), "Bytes per second from a working set.")
         .def("stream_rounds", &measure_stream, "code"_a, nb::kw_only(), "scale_type"_a, "low"_a,
-             "half_groups"_a, "half_factors"_a, "span"_a, "num_inputs"_a, "bytes"_a, "rounds"_a,
-             nb::call_guard<nb::gil_scoped_release>(),
+             "half_groups"_a, "half_factors"_a, "span"_a, "num_inputs"_a, "bytes"_a, "product_bytes"_a = 0,
+             "rounds"_a, nb::call_guard<nb::gil_scoped_release>(),
              "Bytes per second of each round: of a plain read, and of products of one row with tiles in the "
-             "same memory.")
+             "same memory, each of `product_bytes` where these are given.")
+        .def(
+            "attention_rate",
+            [](Device& d, const std::string& dtype, int num_query_heads, int num_kv_heads, int k_width,
+               int v_width, int context, size_t bytes, int rounds) {
+                const KvGroup group = kv_group_of(1, num_kv_heads, k_width, v_width, dtype, 0);
+                return attention_rate(d.pool, d.kernels, group, num_query_heads, context, bytes, rounds);
+            },
+            "dtype"_a, nb::kw_only(), "num_query_heads"_a, "num_kv_heads"_a, "k_width"_a, "v_width"_a,
+            "context"_a, "bytes"_a, "rounds"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Bytes per second at which attention of single rows reads K and V.")
         .def(
             "hop_seconds", [](Device& d) { return hop_seconds(d.pool); },
             nb::call_guard<nb::gil_scoped_release>(),

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -75,10 +76,12 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
     if (high) codes.planes.push_back({kGroup * low / 8, high, 1});
     codes.is_signed = low == 8;
     // Scales as the formats of these codes most often have them.
-    const bool halves = code == Code::u2 || code == Code::u3 || code == Code::u6;
+    const bool halves = code == Code::u2 || code == Code::u3 || code == Code::u6,
+               shared = shares_levels(code);
     const bool has_mins = code == Code::u4 || code == Code::u2;
     const Matrix half = matrix(Matrix::Kind::fp16, kInputs / kGroup, sizeof(uint16_t));
-    const Matrix small = matrix(Matrix::Kind::i8, kInputs / (kGroup / 2), 1);
+    const auto bytes_of = [&](Matrix::Kind kind) { return matrix(kind, kInputs / (kGroup / 2), 1); };
+    const Matrix small = bytes_of(shared ? Matrix::Kind::scales4 : Matrix::Kind::i8);
     const Matrix factors = matrix(Matrix::Kind::fp16, kInputs / (kSmallSpan * kGroup), sizeof(uint16_t));
     const Matrix levels = halves ? small : half, supers = halves ? factors : Matrix{};
     const QuantisedSource source{
@@ -87,7 +90,9 @@ PackedTiles zero_tiles(Code code, ThreadPool& pool) {
         .zero_point = 0,
         .num_inputs = kInputs,
         .scales = levels,
-        .mins = has_mins ? levels : Matrix{},
+        .mins = shared     ? bytes_of(Matrix::Kind::mins4)
+                : has_mins ? levels
+                           : Matrix{},
         .super_scales = supers,
         .super_mins = has_mins ? supers : Matrix{},
         .table = code == Code::l4 ? reinterpret_cast<const int8_t*>(zeros.data()) : nullptr,
@@ -153,10 +158,12 @@ double read_bandwidth(ThreadPool& pool, size_t bytes) {
 }
 
 std::vector<StreamRound> stream_rounds(ThreadPool& pool, const KernelTable& kernels, const Tiles& layout,
-                                       size_t bytes, int rounds) {
+                                       size_t bytes, size_t product_bytes, int rounds) {
     const int threads = pool.num_threads(), inputs = layout.num_inputs;
-    const int each =
-        std::max(static_cast<int>(bytes / layout.tile_bytes / threads), 2) / 2 * 2;  // tiles of a thread
+    const auto tiles_of_a_thread = [&](size_t all) {
+        return std::max(static_cast<int>(all / layout.tile_bytes / threads), 2) / 2 * 2;
+    };
+    const int each = tiles_of_a_thread(bytes), step = product_bytes ? tiles_of_a_thread(product_bytes) : each;
     Tiles tiles = layout;
     tiles.num_rows = each * threads * kTile;
     tiles.tile_stride = layout.tile_bytes;
@@ -167,16 +174,16 @@ std::vector<StreamRound> stream_rounds(ThreadPool& pool, const KernelTable& kern
     std::vector<float> x(inputs);
     for (int k = 0; k < inputs; k++) x[k] = static_cast<float>(k * 37 % 255 - 127) / 64;
     std::vector<std::unique_ptr<RowOperands>> rows;
-    for (int t = 0; t < threads; t++) {
-        rows.push_back(std::make_unique<RowOperands>(kernels, tiles));
-        kernels.prepare_row(x.data(), inputs, Norm{}, rows[t]->rows, 0);
-    }
+    for (int t = 0; t < threads; t++) rows.push_back(std::make_unique<RowOperands>(kernels, tiles));
     std::vector<uint64_t> sums(threads);
     const auto read = [&](int piece, int) { sums[piece] += read_all(memory.data() + piece * part, part); };
+    int first = 0;  // of a thread's tiles, in the product that is next
     const auto multiply = [&](int piece, int) {
         RowOperands& own = *rows[piece];
         kernels.begin_step();
-        for (int i = piece * each; i < (piece + 1) * each; i += 2) {
+        kernels.prepare_row(x.data(), inputs, Norm{}, own.rows, 0);
+        const int begin = piece * each + first, end = piece * each + std::min(first + step, each);
+        for (int i = begin; i < end; i += 2) {
             const TileRef refs[2] = {{&tiles, i, own.acc.data()}, {&tiles, i + 1, own.second()}};
             kernels.tile_products(refs, 2, own.rows, 0, 1, own.scratch.data());
         }
@@ -185,9 +192,56 @@ std::vector<StreamRound> stream_rounds(ThreadPool& pool, const KernelTable& kern
     const double total = static_cast<double>(part) * threads;
     for (StreamRound& round : found) {
         round.read = total / seconds_of([&] { pool.parallel_for(threads, read); });
-        round.product = total / seconds_of([&] { pool.parallel_for(threads, multiply); });
+        round.product = total / seconds_of([&] {
+                            for (first = 0; first < each; first += step) pool.parallel_for(threads, multiply);
+                        });
     }
     return found;
+}
+
+double attention_rate(ThreadPool& pool, const KernelTable& kernels, KvGroup group, int num_query_heads,
+                      int context, size_t bytes, int rounds) {
+    const int threads = pool.num_threads(), blocks = (context + kTile - 1) / kTile;
+    const size_t request = blocks * group.block_bytes();
+    const int each = std::max(static_cast<int>(bytes / request / threads), 1);  // requests of a thread
+    group.num_layers = 1;
+    group.num_blocks = each * threads * blocks;
+    KvMemory kv({group});
+    const KvLayer layer = kv.layer(0, 0);
+    std::memset(layer.base, 0x3b, group.memory_bytes());  // no number is a subnormal
+    std::vector<int32_t> table(group.num_blocks);
+    std::iota(table.begin(), table.end(), 0);
+    const std::vector<float> q(static_cast<size_t>(num_query_heads) * group.k_width, 0.5f);
+    const int32_t place = context - 1;
+    std::vector<std::vector<float>> outs(
+        threads, std::vector<float>(static_cast<size_t>(num_query_heads) * group.v_width));
+    const size_t scratch_floats = attention_scratch_floats(group.k_width, group.v_padded());
+    const Memory scratch(threads * scratch_floats * sizeof(float));
+    const auto attend = [&](int thread, int) {
+        AttentionArgs args{};
+        args.q = q.data();
+        args.out = outs[thread].data();
+        args.q_stride = static_cast<int64_t>(q.size());
+        args.out_stride = static_cast<int64_t>(outs[thread].size());
+        args.kv = layer;
+        args.num_heads = num_query_heads;
+        args.scale = 1;
+        AttentionPiece piece{};
+        piece.places = &place;
+        piece.context_len = context;
+        piece.last_split = (context + kSplitKeys - 1) / kSplitKeys;
+        piece.num_rows = 1;
+        for (int r = thread * each; r < (thread + 1) * each; r++)
+            for (piece.kv_head = 0; piece.kv_head < group.num_heads; piece.kv_head++) {
+                piece.block_table = table.data() + static_cast<size_t>(r) * blocks;
+                kernels.attention(args, piece,
+                                  reinterpret_cast<float*>(scratch.data()) + thread * scratch_floats);
+            }
+    };
+    std::vector<double> seconds(rounds);
+    for (double& round : seconds) round = seconds_of([&] { pool.parallel_for(threads, attend); });
+    std::nth_element(seconds.begin(), seconds.begin() + rounds / 2, seconds.end());
+    return static_cast<double>(each) * threads * request / seconds[rounds / 2];
 }
 
 double hop_seconds(ThreadPool& pool) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../kernels/table.h"
+#include "step.h"
 #include "thread_pool.h"
 
 namespace octavo {
@@ -24,9 +25,16 @@ struct StreamRound {
 };
 
 // Measures products of one row with tiles of a layout that lie in `bytes` of memory, each thread its own part,
-// in turns with a plain read.
+// in turns with a plain read. Products take `product_bytes` each, one after another, as a model's do; 0: one
+// product takes all.
 std::vector<StreamRound> stream_rounds(ThreadPool& pool, const KernelTable& kernels, const Tiles& layout,
-                                       size_t bytes, int rounds);
+                                       size_t bytes, size_t product_bytes, int rounds);
+
+// Returns the bytes per second at which attention of single rows reads K and V of a cache group: each thread
+// computes requests of `context` keys whose blocks are its own part of `bytes` of memory; the median of some
+// rounds.
+double attention_rate(ThreadPool& pool, const KernelTable& kernels, KvGroup group, int num_query_heads,
+                      int context, size_t bytes, int rounds);
 
 // Returns the seconds that a cache line takes from one thread's core to another's, 0 with one thread. On a
 // Zen 4 these are 25 to 45 ns where both share a third-level cache or a core (which product_rate tells

@@ -242,9 +242,8 @@ GroupLayout group_of(const Tiles& t) {
         default: {
             const bool small = t.scale_type == ScaleType::small;
             const size_t scale = kTile * (small ? 1 : t.scale_type == ScaleType::fp16 ? 2 : 4);
-            const size_t low = t.low == Low::none   ? 0
-                               : t.low == Low::zero ? static_cast<size_t>(kTile)
-                                                    : scale;
+            const bool has_no_low = t.low == Low::none || shares_levels(t.code);
+            const size_t low = has_no_low ? 0 : t.low == Low::zero ? static_cast<size_t>(kTile) : scale;
             const int parts = t.half_groups ? 2 : 1;
             const size_t factor = kTile * (t.half_factors ? sizeof(uint16_t) : sizeof(float));
             const size_t factors = small ? factor * (t.low == Low::min ? 2 : 1) : 0;
@@ -268,7 +267,8 @@ bool keeps_fp16(const QuantisedSource& s) {
 Code code_for(const QuantisedSource& s, bool narrow) {
     const int bits = s.codes.bits();
     const bool small_halves = s.small_levels && s.group == 16;
-    if (bits <= 2 && small_halves && s.mins.data) return Code::u2;
+    const bool shares_bytes = s.scales.kind == Matrix::Kind::scales4 && s.mins.kind == Matrix::Kind::mins4;
+    if (bits <= 2 && small_halves && s.mins.data && shares_bytes) return Code::u2;
     if (bits == 3 && small_halves && !s.mins.data && !s.wide) return Code::u3;
     if (narrow) return s.table || s.group == 16 ? Code::l4 : Code::u4;
     if (s.wide || s.zeros.data) return Code::u8;
@@ -600,8 +600,15 @@ PackedTiles Packer::add(const QuantisedSource& s) {
             for (int part = 0; part < group.parts; part++) {
                 uint8_t* level =
                     to + group.codes_bytes + part * group.scale_bytes + lane * (group.scale_bytes / kTile);
-                scales.write(row, g * group.parts + part, level);
-                mins.write(row, g * group.parts + part, level + group.parts * group.scale_bytes);
+                const int number = g * group.parts + part;
+                scales.write(row, number, level);
+                if (shares_levels(t.code)) {
+                    uint8_t min[4] = {};
+                    mins.write(row, number, min);
+                    *level |= static_cast<uint8_t>(-min[0] << 4);
+                } else {
+                    mins.write(row, number, level + group.parts * group.scale_bytes);
+                }
             }
             if (zeros.data)
                 to[group.codes_bytes + group.scale_bytes + lane] =

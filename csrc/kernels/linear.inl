@@ -51,7 +51,7 @@ OCTAVO_INLINE size_t factor_bytes(const Tiles& w) {
 }
 
 // The scales and mins of a tile's groups, one group after the other.
-template <ScaleType S, Low L>
+template <ScaleType S, Low L, bool kShared = false>
 class GroupLevels {
   public:
     explicit GroupLevels(const Tiles& w) : half_(w.half_factors), num_bytes_(factor_bytes(w)) {}
@@ -66,10 +66,16 @@ class GroupLevels {
         return tile;
     }
     OCTAVO_INLINE vf scale(const uint8_t* p) const {
+        if constexpr (kShared)
+            return to_float(load_int8(reinterpret_cast<const int8_t*>(p)) & splat_i(15)) * scales_;
         const vf stored = load_scale<S>(p);
         return S == ScaleType::small ? stored * scales_ : stored;
     }
     OCTAVO_INLINE vf min(const uint8_t* p, vf scale) const {
+        if constexpr (kShared) {
+            const vi levels = load_int8(reinterpret_cast<const int8_t*>(p));
+            return to_float(-(levels >> 4 & splat_i(15))) * mins_;
+        }
         const vf stored = load_min<S, L>(p, scale);
         return S == ScaleType::small && L == Low::min ? stored * mins_ : stored;
     }
@@ -193,8 +199,9 @@ OCTAVO_INLINE vi load_codes(const uint8_t* group, const Table16& table, int v) {
 template <int M, ScaleType S, Low L, bool kHalves, Code C = Code::u8>
 void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn) {
     constexpr int kParts = kHalves ? 2 : 1, kVectors = 8 / kParts, kBits = sum_bits<C>();
-    constexpr size_t kCodes = codes_bytes(C), kScales = scale_bytes<S>() * kParts, kLows = low_bytes<S, L>(),
-                     kStep = kCodes + kScales + kLows * kParts;
+    constexpr bool kShared = shares_levels(C);
+    constexpr size_t kCodes = codes_bytes(C), kScale = scale_bytes<S>(),
+                     kLows = kShared ? 0 : low_bytes<S, L>(), kStep = kCodes + (kScale + kLows) * kParts;
     const Tiles& w = *ref->weight;
     const Table16 table(w.table);
     const int offset = (kBits == 8 ? kCodeOffset : 0) - w.zero_point;
@@ -203,7 +210,7 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
     const int8_t* q[M];
     for (int m = 0; m < M; m++) q[m] = static_cast<const int8_t*>(x.values) + (row + m) * x.stride;
     vf acc[M] = {};
-    GroupLevels<S, L> levels(w);
+    GroupLevels<S, L, kShared> levels(w);
     ReadAhead<M> ahead(turn, w);
     RowGroup at(x, row);
     for (int g = 0; g < groups; g++, tile += kStep, at.next()) {
@@ -225,8 +232,10 @@ void product_u8(const TileRef* ref, const Rows& x, int64_t row, const Turn& turn
                 for (int m = 0; m < M; m++)
                     codes_sum[m].add(v, codes, broadcast4(q[m] + 32 * g + 16 * part + 4 * v));
             }
-            const vf scale = levels.scale(tile + kCodes + part * scale_bytes<S>());
-            const vf least = levels.min(tile + kCodes + kScales + part * kLows, scale);
+            const uint8_t* at_scale = tile + kCodes + part * kScale;
+            const vf scale = levels.scale(at_scale);
+            const vf least =
+                levels.min(kShared ? at_scale : tile + kCodes + kScale * kParts + part * kLows, scale);
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 acc[m] = fma(to_float(codes_sum[m].total()), scale * at.scale[m], acc[m]);
@@ -481,7 +490,8 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
     const int parts = w.half_groups ? 2 : 1, g = k / kGroup, in = k % kGroup;
     const size_t scale = scale_bytes_of(w.scale_type), codes = codes_bytes(w.code);
     const bool half = w.half_factors;
-    const size_t low = w.low == Low::none ? 0 : w.low == Low::zero ? kTile : scale;
+    const bool shared = shares_levels(w.code);
+    const size_t low = w.low == Low::none || shared ? 0 : w.low == Low::zero ? kTile : scale;
     const size_t bytes = codes + (scale + low) * parts, factors = factor_bytes(w);
     const uint8_t* span = tile + g / kSmallSpan * (kSmallSpan * bytes + factors);
     const uint8_t* group = span + factors + g % kSmallSpan * bytes;
@@ -505,9 +515,11 @@ float quantised_at(const Tiles& w, const uint8_t* tile, int lane, int k) {
         if (half) return fp16_to_float((reinterpret_cast<const uint16_t*>(span))[index]);
         return (reinterpret_cast<const float*>(span))[index];
     };
-    const float value =
-        static_cast<float>(code - w.zero_point - zero) * (scale_at(w, scales, lane) * factor(lane));
-    return w.low == Low::min ? value + scale_at(w, lows, lane) * factor(kTile + lane) : value;
+    const float level = shared ? static_cast<float>(scales[lane] & 15) : scale_at(w, scales, lane);
+    const float value = static_cast<float>(code - w.zero_point - zero) * (level * factor(lane));
+    if (w.low != Low::min) return value;
+    const float min = shared ? -static_cast<float>(scales[lane] >> 4) : scale_at(w, lows, lane);
+    return value + min * factor(kTile + lane);
 }
 
 // Writes row `row` of w times `factor` to out [K], as an embedding table is read.

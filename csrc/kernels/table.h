@@ -74,6 +74,8 @@ constexpr int high_bits(Code code) {
 }
 // Returns the bytes of a group's codes, of all outputs of a tile, where codes are integers in groups.
 constexpr size_t codes_bytes(Code code) { return 64 * (low_bits(code) + high_bits(code)); }
+// Whether a group's scale and its min share a byte: the scale in the low 4 bits, the min, negated, in the high 4.
+constexpr bool shares_levels(Code code) { return code == Code::u2; }
 constexpr bool is_float_code(Code code) { return code == Code::f4 || code == Code::e4m3; }
 enum class ScaleType : int32_t { fp16, fp32, small };
 constexpr int kNumScaleTypes = 3;

@@ -396,6 +396,10 @@ struct Grouped {
         if (!has_mins) return s;
         s.mins = matrix(Matrix::Kind::u8, mins.data(), kInputs / group, 1);
         s.super_mins = s.super_scales;
+        if (bits == 2 && group == 16) {  // as Q2_K has them: both in one byte
+            s.scales = matrix(Matrix::Kind::scales4, mins.data(), kInputs / group, 1);
+            s.mins = matrix(Matrix::Kind::mins4, mins.data(), kInputs / group, 1);
+        }
         return s;
     }
     QuantisedSource one_level(int bits, bool has_mins) const {

@@ -382,7 +382,7 @@ def _ceilings(found: ModelPlan, bandwidth: str | None, flops: str | None) -> Cei
     if len(given) == 2:
         return Ceilings(**given)
     if bandwidth is not None:
-        given["row_rates"] = {}
+        given |= {"row_rates": {}, "kv_rate": None, "stage_seconds": 0}
     backend = build_backend(found.config)
     try:
         num_bytes = min(found.capacity.weight_bytes, MEASURED_BYTES)

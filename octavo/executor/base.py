@@ -129,9 +129,12 @@ class Footprint:
     neuron_bytes: int = 0
     """Bytes of weights of which a step reads those of the neurons that it uses, as far as they are
     not in memory."""
-    layouts: Mapping[Weight, Hashable] = field(default_factory=dict)
-    """How each weight lies in memory, where reading speed depends on that: keys of
-    `Ceilings.row_rates`."""
+    row_products: Mapping[Weight, Hashable] = field(default_factory=dict)
+    """Kind of product that reads each weight for one row: keys of `Ceilings.row_rates`."""
+    row_attention: Hashable = None
+    """Kind of attention that reads K and V for one row, for `Backend.measure`."""
+    num_stages: int = 0
+    """Stages of a step beside its products: attention, norms and the like."""
 
     @property
     def resident_bytes(self) -> int:
@@ -152,8 +155,12 @@ class Ceilings:
     """Bytes a second read from the disk of streamed weights; None where none are streamed or the
     rate is not known."""
     row_rates: Mapping[Hashable, float] = field(default_factory=dict)
-    """Bytes a second at which products of one row read weights, by the weights' layout; those that
-    are missing are read at `bandwidth`."""
+    """Bytes a second at which products of one row read weights, by `Footprint.row_products`; those
+    that are missing are read at `bandwidth`."""
+    kv_rate: float | None = None
+    """Bytes a second at which attention of single rows reads K and V; None: `bandwidth`."""
+    stage_seconds: float = 0
+    """Seconds that each of `Footprint.num_stages` takes beside what it reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ in decode.
 A step takes at least the time to read its weights, K and V from memory, at least the time of its
 products, and at least the time to read its streamed weights from the disk; what takes longest
 counts. Source: Williams et al. 2009. For one request that decodes, weights are read at the rates
-that products of one row reach: with these measured, its rate is an estimate rather than a bound.
+that products of one row reach in their sizes, K and V at the rate of attention, and other stages
+take time of their own: with these measured, its rate is an estimate rather than a bound.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Roofline:
             self.work.per_token + self.work.per_sample + self.work.pairs(context, context + 1)
         )
         kv_bytes = num_requests * self.capacity.request_bytes(context)
-        reading = kv_bytes / self.ceilings.bandwidth
+        reading = kv_bytes / (self.ceilings.kv_rate or self.ceilings.bandwidth)
         if num_requests == 1:
             reading += self._one_row_seconds()
         else:
@@ -66,16 +67,18 @@ class Roofline:
         )
 
     def _one_row_seconds(self) -> float:
-        """Returns the seconds in which one token's step reads its weights."""
+        """Returns the seconds in which one token's step reads its weights, and of its stages beside
+        products.
+        """
         footprint, ceilings = self.footprint, self.ceilings
 
         def seconds(weight: Weight) -> float:
-            rate = ceilings.row_rates.get(footprint.layouts.get(weight), ceilings.bandwidth)
+            rate = ceilings.row_rates.get(footprint.row_products.get(weight), ceilings.bandwidth)
             return footprint.weight_bytes[weight] / rate
 
         dense = sum(seconds(weight) for weight in self.work.read_by_all)
         experts = sum(share * seconds(weight) for weight, share in self.work.read_by_some)
-        return dense + experts
+        return dense + experts + footprint.num_stages * ceilings.stage_seconds
 
     def _weights_read(self, num_tokens: int) -> float:
         """Returns the bytes of weights read for `num_tokens` tokens; of experts those that some

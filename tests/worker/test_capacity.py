@@ -129,13 +129,14 @@ def test_decode_of_one_request_takes_the_rates_of_products():
     program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
     work, sizes = work_of(program), dict.fromkeys(program.weights, 1000)
     first, *others = work.read_by_all
-    footprint = Footprint(sizes, 0, (), "u8", layouts={first: "slow", others[0]: "unknown"})
-    limits = Ceilings(1e6, 1e30, row_rates={"slow": 1e5})
+    products = {first: "slow", others[0]: "unknown"}
+    footprint = Footprint(sizes, 0, (), "u8", row_products=products, num_stages=3)
+    limits = Ceilings(1e6, 1e30, row_rates={"slow": 1e5}, kv_rate=5e5, stage_seconds=0.01)
     roofline = Roofline(work, footprint, capacity(), limits)
-    seconds = 1000 / 1e5 + 1000 * len(others) / 1e6 + MIB / 1e6
+    seconds = 1000 / 1e5 + 1000 * len(others) / 1e6 + 3 * 0.01 + MIB / 5e5
     assert roofline.decode_tokens_per_s(1, 16) == pytest.approx(1 / seconds)
-    together = 4 * 1e6 / (1000 * len(work.read_by_all) + 4 * MIB)
-    assert roofline.decode_tokens_per_s(4, 16) == pytest.approx(together)
+    together = 1000 * len(work.read_by_all) / 1e6 + 4 * MIB / 5e5
+    assert roofline.decode_tokens_per_s(4, 16) == pytest.approx(4 / together)
 
 
 def streamed(disk=10e6, operations=1e30, *, weights=40, left=100, kv=20):

@@ -55,7 +55,7 @@ from octavo.executor.native.offload import (
     tiles_of_neurons,
 )
 from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
-from octavo.executor.native.row_rates import row_rates
+from octavo.executor.native.row_rates import kv_rate, row_attention, row_rates, stage_seconds
 from octavo.executor.native.stages import body_first
 from octavo.executor.native.states import StateBlocks
 from octavo.executor.native.weights import NativeWeights
@@ -265,7 +265,9 @@ class NativeBackend:
             found.step_bytes,
             layouts,
             found.code,
-            layouts=found.layouts,
+            row_products=found.row_products,
+            row_attention=row_attention(program, layouts),
+            num_stages=found.num_stages,
         )
         if self.options.offload is None:
             return plain
@@ -289,7 +291,9 @@ class NativeBackend:
         return Ceilings(
             self._device.read_bandwidth(num_bytes),
             self._device.product_rate(footprint.code, MANY_ROWS),
-            row_rates=row_rates(self._device, footprint.layouts.values(), num_bytes),
+            row_rates=row_rates(self._device, footprint.row_products.values(), num_bytes),
+            kv_rate=kv_rate(self._device, footprint.row_attention, num_bytes),
+            stage_seconds=stage_seconds(self._device, self.options.num_threads or 1),
         )
 
     def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> KvCache:

@@ -14,10 +14,10 @@ from octavo.executor.base import FormatOf
 from octavo.executor.native.formats import (
     PRODUCTS,
     RowTypeOf,
-    TileFormat,
     matrices_of,
     tile_formats,
 )
+from octavo.executor.native.row_rates import RowProduct, row_products
 from octavo.executor.native.stage_emitter import GROUP
 from octavo.executor.native.stages import body_first, plan_arena, stages_of
 from octavo.program.expert_ops import GroupedLinear, Route
@@ -40,7 +40,9 @@ class NativeFootprint:
     """Code in which most bytes of weights are packed."""
     computes_fp32: bool
     """Whether every product reads fp32 rows."""
-    layouts: dict[Weight, TileFormat]
+    row_products: dict[Weight, RowProduct]
+    num_stages: int
+    """Stages of a step that multiply no weights."""
 
 
 def native_footprint(
@@ -67,7 +69,10 @@ def native_footprint(
         step_bytes=_step_bytes(optimized, max_tokens),
         code=bytes_of_codes.most_common(1)[0][0],
         computes_fp32=all(formats[weight].code in FP32_CODES for weight in products),
-        layouts=formats,
+        row_products=row_products(optimized, formats, sizes),
+        num_stages=sum(
+            not isinstance(stage.ops[0], PRODUCTS) for stage in stages_of(body_first(optimized))
+        ),
     )
 
 

@@ -87,7 +87,7 @@ BITS = {
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 4.375),
     **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), 4.625),
     "Q5_1": 6,
-    "Q2_K": 3.125,
+    "Q2_K": 2.625,
     "Q3_K": 3.5625,
     "Q4_K": 4.625,
     "Q5_K": 5.625,
