@@ -8,7 +8,7 @@
     python benchmarks/speculation.py --methods none,suffix --vllm PYTHON_WITH_VLLM --vllm-model DIR
 
 Works are chats over a short text and a piece of code, such as a model of 135M parameters can do;
-answers end where the model ends them. `wrong` is a drafter whose every guess fails. All methods
+answers end where the model ends them. `wrong` is a proposer whose every guess fails. All methods
 must give the same tokens, or the run ends. `none` is measured beside itself too (`again`), for the
 noise, and their order turns from round to round. With --llamacpp or --llama-server each of
 llama.cpp's `--spec-type`s that needs no other model gets the same token ids, one stream, greedy;
@@ -36,7 +36,7 @@ from engines.llama_server_speculation import LlamaServer
 from octavo import LLM, SamplingParams
 from octavo.checkpoint.catalogue import resolve
 from octavo.engine.speculation import speculation
-from octavo.engine.speculation.drafter import Draft
+from octavo.engine.speculation.proposer import Draft
 
 TEXT = """\
 The lighthouse stood at the end of a long road. Every evening the keeper walked up the \
@@ -67,10 +67,10 @@ def variance(numbers):
 PEER = Path(__file__).parent / "engines" / "xllamacpp_speculation.py"
 
 
-class WrongDrafter:
+class WrongProposer:
     """Guesses a token that never comes: the answers have none of these works' words."""
 
-    def took(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: Sequence[int]) -> None:
         """Takes nothing in."""
 
     def propose(self, max_tokens: int) -> Draft:
@@ -110,12 +110,12 @@ def build(args: argparse.Namespace, method: str) -> LLM:
         options["spec_model"] = args.spec_model
     if method != "wrong":
         return LLM(**options)
-    known = dict(speculation.DRAFTERS)
-    vars(speculation)["DRAFTERS"] = known | {"ngram": WrongDrafter}
+    known = dict(speculation.PROPOSERS)
+    vars(speculation)["PROPOSERS"] = known | {"ngram": WrongProposer}
     try:
         return LLM(**options)
     finally:
-        vars(speculation)["DRAFTERS"] = known
+        vars(speculation)["PROPOSERS"] = known
 
 
 def prompts_of(llm: LLM, question: str, num_streams: int) -> list[list[int]]:

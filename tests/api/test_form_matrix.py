@@ -17,8 +17,8 @@ from octavo.api.errors import InvalidRequest
 from octavo.config.engine_config import EngineConfig
 from octavo.utils.progress import quiet
 from octavo.wiring.engine import build_with_process
-from tests.support.drafters import all_verified, guess_counts, seldom_right, sequences
 from tests.support.llm_tools import fingerprint, make_llm, prompts_of, small_options
+from tests.support.proposers import all_verified, draft_counts, seldom_right, sequences
 from tests.support.schemas import schemas_of_file, some_schema
 from tests.support.tiers import examples
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -179,7 +179,7 @@ def test_neither_guesses_nor_a_lack_of_memory_change_an_answer(answered):
     with all_verified(seldom_right(known, 5)), engine(**options) as llm:
         found = llm.generate(prompts, [one.params() for one in asked])
         assert llm.get_metrics().num_preemptions > 0
-        assert guess_counts(llm)[1] > 0
+        assert draft_counts(llm)[1] > 0
     for one, output, same in zip(asked, outputs, found, strict=True):
         assert fingerprint(output) == fingerprint(same), one
 

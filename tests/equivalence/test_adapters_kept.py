@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from octavo import LoRARequest, SamplingParams
-from tests.support.drafters import (
+from tests.support.llm_tools import fingerprint, make_llm, prompts_of
+from tests.support.peft_adapters import save_adapter
+from tests.support.proposers import (
     all_verified,
-    guess_counts,
+    draft_counts,
     seldom_right,
     sequences,
     verified_at_any_cost,
 )
-from tests.support.llm_tools import fingerprint, make_llm, prompts_of
-from tests.support.peft_adapters import save_adapter
 from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
 
@@ -71,7 +71,7 @@ def test_under_guesses(adapters, lora, plain):
     guess = seldom_right(sequences(plain, PROMPTS), 3)
     with all_verified(guess), make_llm(backend="native", spec_method="ngram", **lora) as llm:
         found = generate(llm, adapters)
-        assert guess_counts(llm)[1] > 0
+        assert draft_counts(llm)[1] > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
@@ -80,7 +80,7 @@ def test_beside_a_draft_model(adapters, lora, plain):
     options = {"spec_method": "draft_model", "spec_model": str(tiny_model("llama").path)}
     with verified_at_any_cost(), make_llm(backend="native", **options, **lora) as llm:
         found = generate(llm, adapters)
-        assert guess_counts(llm)[1] > 0
+        assert draft_counts(llm)[1] > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 

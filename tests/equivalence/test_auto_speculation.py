@@ -10,8 +10,8 @@ from octavo import SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.wiring.model import open_model
 from octavo.worker.draft_model import DraftModel
-from tests.support.drafters import guess_counts, verified_at_any_cost
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.proposers import draft_counts, verified_at_any_cost
 from tests.support.tiny_heads import tiny_mtp
 from tests.support.tiny_models import tiny_model
 
@@ -91,9 +91,9 @@ def test_both_kinds_of_guesses_change_no_bit(head, monkeypatch):
         # Which steps hold guesses depends on what steps took: in one run none may hold.
         for _ in range(5):
             found = llm.generate(PROMPTS, PARAMS)
-            num_guessed, num_held = guess_counts(llm)
+            num_drafted, num_accepted = draft_counts(llm)
             assert core_of(llm).scheduler.stats().num_used_blocks == 0
             assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
-            if num_held:
+            if num_accepted:
                 break
-    assert asked and 0 < num_held <= num_guessed
+    assert asked and 0 < num_accepted <= num_drafted

@@ -14,8 +14,8 @@ from octavo import LLM, SamplingParams
 from octavo.api.errors import ConfigError, UnsupportedModel, WeightMismatch
 from octavo.engine.speculation import throughput
 from octavo.worker.draft_model import DraftModel
-from tests.support.drafters import guess_counts, verified_at_any_cost
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.proposers import draft_counts, verified_at_any_cost
 from tests.support.tiers import examples
 from tests.support.tiny_heads import eagle3, tiny_eagle3, tiny_mtp
 from tests.support.tiny_models import tiny_model
@@ -68,7 +68,7 @@ def answers(prompts, params, **options):
     with make_llm(**options) as llm:
         found = llm.generate(prompts, params)
         assert core_of(llm).scheduler.stats().num_used_blocks == 0
-        return list(map(fingerprint, found)), guess_counts(llm)
+        return list(map(fingerprint, found)), draft_counts(llm)
 
 
 @pytest.mark.sampled(one_in=3)
@@ -96,9 +96,9 @@ def test_guesses_change_no_bit(heads, name):
     options = {"model_path": head.path, "backend": "native"}
     plain, _ = answers(PROMPTS, PARAMS, **options)
     with verified_at_any_cost():
-        found, (num_guessed, _) = answers(PROMPTS, PARAMS, **options, **head.options)
+        found, (num_drafted, _) = answers(PROMPTS, PARAMS, **options, **head.options)
     assert found == plain
-    assert num_guessed > 50
+    assert num_drafted > 50
 
 
 @pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
@@ -113,7 +113,7 @@ def test_features_are_found_behind_a_prefix_hit(heads, proposals, name, monkeypa
             patch.setattr(throughput, "LEAST_GAIN", 1e9)
             patch.setattr(throughput, "RETRY_AFTER", 1000)
             first = llm.generate(PROMPTS[0], longer)[0].outputs[0].token_ids
-        assert guess_counts(llm) == (0, 0) and not proposals
+        assert draft_counts(llm) == (0, 0) and not proposals
         with verified_at_any_cost():
             again = llm.generate(PROMPTS[0] + first[:50], PARAMS[0])[0]
     assert again.num_cached_tokens >= 64
@@ -142,8 +142,8 @@ def test_under_pressure(heads, proposals, name):
         plain, _ = answers(prompts, params, **options)
         options["kv_cache_memory_bytes"] = dice.randint(24, 40) * 2 * 16 * 7 * 2 * 32 * 4
         with verified_at_any_cost():
-            found, (num_guessed, _) = answers(prompts, params, **options, **head.options)
-        assert found == plain and num_guessed > 0
+            found, (num_drafted, _) = answers(prompts, params, **options, **head.options)
+        assert found == plain and num_drafted > 0
         tokens, guess = proposals[-1]
         assert guess == head.guess(tokens, len(guess))
 
@@ -153,8 +153,8 @@ def test_an_int8_head_changes_no_bit(heads):
     options = {"model_path": head.path, "backend": "native", "quantization": "int8"}
     plain, _ = answers(PROMPTS, PARAMS, **options)
     with verified_at_any_cost():
-        found, (num_guessed, _) = answers(PROMPTS, PARAMS, **options, **head.options)
-    assert found == plain and num_guessed > 50
+        found, (num_drafted, _) = answers(PROMPTS, PARAMS, **options, **head.options)
+    assert found == plain and num_drafted > 50
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
 from octavo.engine.speculation import throughput
 from octavo.wiring.engine import build_executor
-from tests.support.drafters import guess_counts, verified_at_any_cost
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.proposers import draft_counts, verified_at_any_cost
 from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -44,7 +44,7 @@ def outputs_of(prompts, params, family="llama", **options):
     with make_llm(family, **options) as llm:
         found = llm.generate(prompts, params)
         assert core_of(llm).scheduler.stats().num_used_blocks == 0
-        return list(map(fingerprint, found)), guess_counts(llm)
+        return list(map(fingerprint, found)), draft_counts(llm)
 
 
 @pytest.mark.sampled(one_in=3)
@@ -53,11 +53,11 @@ def test_its_own_twin_guesses_what_is_greedy(backend):
     """The same model as its own draft guesses each greedy token, so its K and V are in place."""
     plain, _ = outputs_of(PROMPTS, PARAMS[0], backend=backend)
     with verified_at_any_cost():
-        found, (num_guessed, num_held) = outputs_of(
+        found, (num_drafted, num_accepted) = outputs_of(
             PROMPTS, PARAMS[0], backend=backend, spec_tokens=4, **drafting()
         )
     assert found == plain
-    assert num_held > 0.9 * num_guessed > 40
+    assert num_accepted > 0.9 * num_drafted > 40
 
 
 @pytest.mark.sampled(one_in=3)
@@ -73,11 +73,11 @@ def test_its_own_twin_guesses_what_is_sampled(backend):
     ]
     plain, _ = outputs_of(PROMPTS[:3], params, backend=backend)
     with verified_at_any_cost():
-        found, (num_guessed, num_held) = outputs_of(
+        found, (num_drafted, num_accepted) = outputs_of(
             PROMPTS[:3], params, backend=backend, spec_tokens=4, **drafting()
         )
     assert found == plain
-    assert num_held > 0.9 * num_guessed > 40
+    assert num_accepted > 0.9 * num_drafted > 40
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3_text"])
@@ -86,9 +86,11 @@ def test_guesses_of_another_model_change_no_bit(model):
     plain, _ = outputs_of(prompts, params, backend="native")
     options = drafting(model, **({"seed": 1} if model == "llama" else {"vocab_size": 320}))
     with verified_at_any_cost():
-        found, (num_guessed, num_held) = outputs_of(prompts, params, backend="native", **options)
+        found, (num_drafted, num_accepted) = outputs_of(
+            prompts, params, backend="native", **options
+        )
     assert found == plain
-    assert 0 <= num_held < num_guessed
+    assert 0 <= num_accepted < num_drafted
 
 
 def test_blocks_made_without_guesses_are_the_draft_models_too(monkeypatch):
@@ -101,13 +103,13 @@ def test_blocks_made_without_guesses_are_the_draft_models_too(monkeypatch):
             patch.setattr(throughput, "LEAST_GAIN", 1e9)
             patch.setattr(throughput, "RETRY_AFTER", 1000)
             first = llm.generate(PROMPTS[0], longer)[0].outputs[0].token_ids
-        assert guess_counts(llm) == (0, 0)
+        assert draft_counts(llm) == (0, 0)
         with verified_at_any_cost():
             again = llm.generate(PROMPTS[0] + first[:50], PARAMS[0])[0]
-            num_guessed, num_held = guess_counts(llm)
+            num_drafted, num_accepted = draft_counts(llm)
     assert again.num_cached_tokens >= 64
     assert again.outputs[0].token_ids[:20] == first[50:]
-    assert num_held > 0.9 * num_guessed > 10
+    assert num_accepted > 0.9 * num_drafted > 10
 
 
 def test_a_draft_model_reads_windows_that_the_model_has_gone_past(monkeypatch):
@@ -119,10 +121,10 @@ def test_a_draft_model_reads_windows_that_the_model_has_gone_past(monkeypatch):
     params = SamplingParams(n=2, beam_width=3, max_tokens=24)
     options = {"backend": "native", "num_scheduler_steps": 1}
     plain, _ = outputs_of(PROMPTS[1:2], params, "gemma3_text", **options)
-    found, (num_guessed, _) = outputs_of(
+    found, (num_drafted, _) = outputs_of(
         PROMPTS[1:2], params, "gemma3_text", **options, **drafting("gemma3_text")
     )
-    assert found == plain and num_guessed == 0
+    assert found == plain and num_drafted == 0
 
 
 def test_under_pressure():
@@ -144,11 +146,11 @@ def test_under_pressure():
         options["kv_cache_memory_bytes"] = dice.randint(24, 60) * 2 * 2 * 2 * 2 * 16 * 16 * 4
         with verified_at_any_cost():
             found, _ = outputs_of(prompts, params, **options, **drafting())
-            hits, (num_guessed, num_held) = outputs_of(
+            hits, (num_drafted, num_accepted) = outputs_of(
                 [prompts[0]] * 3, PARAMS[0], **options, **drafting()
             )
         assert found == plain
-        assert num_held > 0.8 * num_guessed > 0
+        assert num_accepted > 0.8 * num_drafted > 0
         assert len(set(map(str, hits))) == 1
 
 
@@ -156,14 +158,14 @@ def test_a_recording_makes_the_same_guesses_again(tmp_path):
     """The plans of a replay are the recorded ones, and so are the guesses that come back."""
     path = tmp_path / "log"
     with verified_at_any_cost():
-        _, (num_guessed, _) = outputs_of(
+        _, (num_drafted, _) = outputs_of(
             PROMPTS, PARAMS, backend="native", record=str(path), **drafting()
         )
         header, events = read_log(path)
         executor = build_executor(header, model=None, report=lambda text: None)
         found = Replay(header, executor).run(events)
         executor.close()
-    assert num_guessed > 0 and found.num_requests == 5
+    assert num_drafted > 0 and found.num_requests == 5
     assert found.differences == []
 
 

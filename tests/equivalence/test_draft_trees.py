@@ -17,15 +17,15 @@ from octavo.engine.recording.replay import Replay
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.worker.input_batch import InputBatch
 from tests.equivalence.test_speculation import PARAMS, PROMPTS
-from tests.support.drafters import (
-    guess_counts,
+from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.proposers import (
+    draft_counts,
     right,
     seldom_right,
     sequences,
     trees_verified,
     verified_at_any_cost,
 )
-from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
 from tests.support.tiers import examples
 from tests.support.tiny_heads import tiny_eagle3, tiny_mtp
 from tests.support.tiny_models import tiny_model
@@ -57,15 +57,15 @@ def test_trees_change_no_bit(backend, name, kept_paths):
     guess = right(sequences(plain, PROMPTS))
     with trees_verified(guess, 3), make_llm(backend=backend, **TREES) as llm:
         found = llm.generate(PROMPTS, params)
-        num_guessed, num_held = guess_counts(llm)
+        num_drafted, num_accepted = draft_counts(llm)
         assert core_of(llm).scheduler.stats().num_used_blocks == 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
     # How these are drawn follows from the tokens before, so their guesses do not branch.
     follows = ("penalised", "banned", "dry", "mirostat", "mirostat of the first kind")
     if name == "beams":
-        assert num_guessed == 0
+        assert num_drafted == 0
     else:
-        assert num_held > 0 and (name in follows or max(kept_paths) > 0)
+        assert num_accepted > 0 and (name in follows or max(kept_paths) > 0)
 
 
 @pytest.mark.sampled(one_in=2)
@@ -86,7 +86,7 @@ def test_on_torch_with_batch_invariance(model, names, options, kept_paths):
     guess = right(sequences(plain, PROMPTS))
     with trees_verified(guess, 3), make_llm(model, backend="torch", **options, **TREES) as llm:
         found = llm.generate(PROMPTS, params)
-        assert guess_counts(llm)[1] > 0 and max(kept_paths) > 0
+        assert draft_counts(llm)[1] > 0 and max(kept_paths) > 0
         assert core_of(llm).scheduler.stats().num_used_blocks == 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
@@ -102,7 +102,7 @@ def test_in_other_families(model, backend, kept_paths):
     guess = right(sequences(plain, PROMPTS))
     with trees_verified(guess, 5), make_llm(model, backend=backend, **TREES) as llm:
         found = llm.generate(PROMPTS, params)
-        assert guess_counts(llm)[1] > 0 and max(kept_paths) > 0
+        assert draft_counts(llm)[1] > 0 and max(kept_paths) > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
@@ -175,10 +175,10 @@ def test_a_draft_model_guesses_what_it_would_draw_next(backend, kept_paths):
         patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 0.6)
         with make_llm(**plain_options, **options) as llm:
             found = llm.generate(prompts, params)
-            num_guessed, _ = guess_counts(llm)
+            num_drafted, _ = draft_counts(llm)
             assert core_of(llm).scheduler.stats().num_used_blocks == 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
-    assert num_guessed > 0 and kept_paths
+    assert num_drafted > 0 and kept_paths
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -193,7 +193,7 @@ def test_lookups_guess_what_else_followed(backend, kept_paths):
         patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 0.6)
         with make_llm(backend=backend, spec_method="suffix", spec_tree_width=4) as llm:
             found = llm.generate(prompts, params)
-            assert guess_counts(llm)[1] > 0 and max(kept_paths) > 0
+            assert draft_counts(llm)[1] > 0 and max(kept_paths) > 0
             assert core_of(llm).scheduler.stats().num_used_blocks == 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
@@ -227,7 +227,7 @@ def test_a_recording_makes_the_same_trees_again(tmp_path):
     with trees_verified(guess, 3):
         with make_llm(backend="native", record=str(path), **TREES) as llm:
             llm.generate(PROMPTS, PARAMS["sampled"])
-            assert guess_counts(llm)[1] > 0
+            assert draft_counts(llm)[1] > 0
         header, events = read_log(path)
         assert Replay(header).run(events).differences == []
 

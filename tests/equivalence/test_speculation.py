@@ -18,16 +18,16 @@ from octavo.engine.scheduler import multi_step
 from octavo.engine.speculation.speculation import Speculation
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.worker import Worker
-from tests.support.drafters import (
+from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.proposers import (
     all_verified,
-    guess_counts,
+    draft_counts,
     right,
     seldom_right,
     sequences,
     verified_at_any_cost,
     wrong,
 )
-from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
 from tests.support.tiers import examples
 
 LENGTH = 24
@@ -91,15 +91,15 @@ def test_guesses_change_no_bit(backend, name, kind):
     guesses = {"right": right(answers), "wrong": wrong, "seldom right": seldom_right(answers, 3)}
     with all_verified(guesses[kind]), make_llm(backend=backend, spec_method="ngram") as llm:
         found = llm.generate(PROMPTS, params)
-        num_guessed, num_held = guess_counts(llm)
+        num_drafted, num_accepted = draft_counts(llm)
         assert core_of(llm).scheduler.stats().num_used_blocks == 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
     if name == "beams":
-        assert num_guessed == 0
+        assert num_drafted == 0
     else:
-        assert num_guessed > 0
+        assert num_drafted > 0
         # The wrong guess is always the same token, which may be drawn by chance.
-        assert num_held <= num_guessed / 20 if kind == "wrong" else num_held > 0
+        assert num_accepted <= num_drafted / 20 if kind == "wrong" else num_accepted > 0
 
 
 @pytest.mark.parametrize("model", ["gemma3_text", "gpt2", "qwen3_moe", "deepseek_v3"])
@@ -110,7 +110,7 @@ def test_in_other_families(model):
     guess = seldom_right(sequences(plain, PROMPTS), 5)
     with all_verified(guess), make_llm(model, backend="native", spec_method="ngram") as llm:
         found = llm.generate(PROMPTS, params)
-        assert guess_counts(llm)[1] > 0
+        assert draft_counts(llm)[1] > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
@@ -122,7 +122,7 @@ def test_on_torch_with_batch_invariance(names):
     guess = seldom_right(sequences(plain, PROMPTS), 5)
     with all_verified(guess), make_llm(backend="torch", spec_method="ngram") as llm:
         found = llm.generate(PROMPTS, params)
-        assert guess_counts(llm)[1] > 0
+        assert draft_counts(llm)[1] > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
@@ -134,7 +134,7 @@ def test_mirostat_gets_no_guesses_where_rows_cannot_be_drawn_again():
     guess = right(sequences(plain, PROMPTS))
     with all_verified(guess), make_llm(backend="torch", spec_method="ngram") as llm:
         found = llm.generate(PROMPTS, params)
-        assert guess_counts(llm) == (0, 0)
+        assert draft_counts(llm) == (0, 0)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
 
 
@@ -276,10 +276,12 @@ def test_guesses_behind_an_end_are_not_counted():
     )
     with all_verified(right(answers)), make_llm(backend="native", spec_method="ngram") as llm:
         (found,) = llm.generate(PROMPTS[:1], params)
-        num_guessed, num_held = guess_counts(llm)
+        num_drafted, num_accepted = draft_counts(llm)
     assert found.outputs[0].token_ids == drawn[:num_drawn]
-    assert found.timings.accepted_tokens == num_held and found.timings.draft_tokens == num_guessed
-    assert 0 < num_held < num_drawn and num_guessed > num_held
+    assert (
+        found.timings.accepted_tokens == num_accepted and found.timings.draft_tokens == num_drafted
+    )
+    assert 0 < num_accepted < num_drawn and num_drafted > num_accepted
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
@@ -292,11 +294,11 @@ def test_a_text_that_repeats_is_guessed(method):
         plain = llm.generate(PROMPTS, greedy)
     with verified_at_any_cost(), make_llm(backend="native", spec_method=method) as llm:
         found = llm.generate(PROMPTS, greedy)
-        num_guessed, num_held = guess_counts(llm)
+        num_drafted, num_accepted = draft_counts(llm)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
-    assert 0 < num_held <= num_guessed
-    assert sum(output.timings.draft_tokens for output in found) == num_guessed
-    assert sum(output.timings.accepted_tokens for output in found) == num_held
+    assert 0 < num_accepted <= num_drafted
+    assert sum(output.timings.draft_tokens for output in found) == num_drafted
+    assert sum(output.timings.accepted_tokens for output in found) == num_accepted
 
 
 def test_a_recording_makes_the_same_guesses_again(tmp_path):
@@ -313,22 +315,22 @@ def test_a_recording_makes_the_same_guesses_again(tmp_path):
         return knows(token_ids, most) if len(token_ids) % 11 == 0 else []
 
     ended: list[bool] = []
-    tempted = Speculation.is_tempted
+    tempted = Speculation.should_end_decode
 
     def noting(self, owners):
         ended.append(tempted(self, owners))
         return ended[-1]
 
     with all_verified(guess), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Speculation, "is_tempted", noting)
+        patch.setattr(Speculation, "should_end_decode", noting)
         patch.setattr(multi_step, "MAX_CALL_S", 100.0)
         with make_llm(backend="native", spec_method="ngram", record=str(path)) as llm:
             found = llm.generate(PROMPTS, params)
-            num_guessed, _ = guess_counts(llm)
+            num_drafted, _ = draft_counts(llm)
         header, events = read_log(path)
         replayed = Replay(header).run(events)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
-    assert any(ended) and num_guessed > 0
+    assert any(ended) and num_drafted > 0
     assert replayed.differences == []
 
 
@@ -341,7 +343,7 @@ def test_an_earlier_answer_is_guessed_in_a_later_one():
         for salt in ("", "", "other"):
             prompt = {"prompt_token_ids": PROMPTS[0], "cache_salt": salt}
             found = llm.generate(prompt, params)[0].outputs[0].token_ids
-            counts.append(guess_counts(llm)[1])
+            counts.append(draft_counts(llm)[1])
     with make_llm(backend="native") as llm:
         assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == found
     first, again, others = counts[0], counts[1] - counts[0], counts[2] - counts[1]

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from octavo import SamplingParams, StructuredOutputs
-from tests.support.drafters import Guess, all_verified, guess_counts, right, sequences
 from tests.support.llm_tools import fingerprint, make_llm, prompts_of
+from tests.support.proposers import DraftTreeBuilder, all_verified, draft_counts, right, sequences
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 FORM = StructuredOutputs(
@@ -27,7 +27,7 @@ MODES = {
 PROMPTS = prompts_of(9, 14)
 
 
-def careless(answers: list[list[int]]) -> Guess:
+def careless(answers: list[list[int]]) -> DraftTreeBuilder:
     """Guesses what comes, now and then with a token that may be wrong or illegal."""
     dice, knows = random.Random(4), right(answers)
 
@@ -56,7 +56,7 @@ def test_guesses_change_no_bit_of_a_checked_answer(backend, mode, told):
     guess = careless(sequences(plain, PROMPTS))
     with all_verified(guess), make_llm(**options, spec_method="ngram") as llm:
         found = llm.generate(PROMPTS, params)
-        num_guessed, num_held = guess_counts(llm)
+        num_drafted, num_accepted = draft_counts(llm)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
-    assert (0 < num_held <= num_guessed) is (mode != "processors")
+    assert (0 < num_accepted <= num_drafted) is (mode != "processors")
     assert all(output.outputs[0].finish_reason == "stop" for output in found)

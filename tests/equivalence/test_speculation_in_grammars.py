@@ -15,15 +15,15 @@ from octavo import SamplingParams, StructuredOutputs
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
 from octavo.wiring.engine import build_executor
-from tests.support.drafters import (
-    Guess,
+from tests.support.llm_tools import fingerprint, make_llm, prompts_of
+from tests.support.proposers import (
+    DraftTreeBuilder,
     all_verified,
-    guess_counts,
+    draft_counts,
     right,
     sequences,
     verified_at_any_cost,
 )
-from tests.support.llm_tools import fingerprint, make_llm, prompts_of
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_tokenizer import SPECIALS, tiny_model_with_text
 from tests.support.tiny_vocabularies import bpe_with_specials, save_tokenizer_json
@@ -58,7 +58,7 @@ def of_mode(mode: str) -> SamplingParams:
     return SamplingParams(max_tokens=180, seed=7, structured_outputs=form, **MODES[mode])
 
 
-def careless(answers: list[list[int]]) -> Guess:
+def careless(answers: list[list[int]]) -> DraftTreeBuilder:
     """Guesses what comes and more behind its end, now and then with a token that may be illegal."""
     dice, knows = random.Random(4), right(answers)
 
@@ -89,12 +89,12 @@ def test_a_text_without_choice_is_guessed_as_a_tokenizer_spells_it(wordy_model, 
     options = {"backend": "native", "skip_tokenizer_init": False, "model_path": wordy_model}
     with make_llm(**options, spec_method="none") as llm:
         plain = llm.generate(PROMPTS, params)
-        assert guess_counts(llm) == (0, 0)
+        assert draft_counts(llm) == (0, 0)
     with verified_at_any_cost(), make_llm(**options, spec_method=method) as llm:
         found = llm.generate(PROMPTS, params)
-        num_guessed, num_held = guess_counts(llm)
+        num_drafted, num_accepted = draft_counts(llm)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
-    assert 0 < num_held <= num_guessed
+    assert 0 < num_accepted <= num_drafted
     jsonschema.validate(json.loads(found[0].outputs[0].text), schema)
 
 
@@ -112,7 +112,7 @@ def test_a_recording_of_forms_is_made_again(wordy_model, tmp_path):
     with verified_at_any_cost():
         with make_llm(**options, record=str(path)) as llm:
             llm.generate(PROMPTS, params)
-            assert guess_counts(llm)[0] > 0
+            assert draft_counts(llm)[0] > 0
         header, events = read_log(path)
         recorded = list(events)
         assert Replay(header).run(recorded).differences == []
@@ -133,10 +133,10 @@ def test_guesses_change_no_bit_of_a_grammars_text(backend, mode):
     options["spec_method"] = "ngram"
     with all_verified(guess), make_llm(model_path=tiny_model_with_text(), **options) as llm:
         found = llm.generate(PROMPTS, params)
-        num_guessed, num_held = guess_counts(llm)
+        num_drafted, num_accepted = draft_counts(llm)
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
     is_guessed = mode != "mirostat" or backend != "torch"
-    assert (0 < num_held <= num_guessed) is is_guessed
+    assert (0 < num_accepted <= num_drafted) is is_guessed
     for output in found:
         for sample in output.outputs:
             assert sample.finish_reason == "stop"

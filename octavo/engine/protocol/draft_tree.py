@@ -1,9 +1,8 @@
-"""The shape of a guess that branches: which guessed tokens follow which, and the paths through it.
+"""Draft trees: which draft tokens follow which, and the paths from the root to each leaf.
 
-A guess is a list of tokens, each behind its parent, another one of them or the row's last known
-token. A leaf is a token that no other follows; its path leads to it from the first. Each leaf has
-blocks of its own, so that a path is computed as a chain is. Knows neither ids nor blocks.
-Source: SpecInfer (Miao et al. 2024); paths in place of its tree mask are this engine's.
+Each draft token follows its parent: another draft token, or the row's last known token. Each leaf
+has KV blocks of its own, so that a path is computed as a chain. Source: SpecInfer (Miao et al.
+2024), with paths instead of its tree mask.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A guess of tokens 0, 1, ..., each behind its parent in `parents`, which comes before it."""
+    """A tree of draft tokens 0, 1, ...; `parents` holds each token's parent, which precedes it."""
 
     parents: Sequence[int]
 
     @staticmethod
     def of(num_tokens: int, parents: Sequence[int]) -> DraftTree:
-        """Returns the tree of a guess; without parents each token follows the one before."""
+        """Returns the tree of a draft; without parents it is a chain."""
         return DraftTree(parents or range(ROOT, num_tokens - 1))
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
-        """The tokens behind each token, or behind ROOT, in their order."""
+        """Children of each token and of ROOT, in order."""
         found: dict[int, list[int]] = {}
         for token, parent in enumerate(self.parents):
             found.setdefault(parent, []).append(token)
@@ -37,7 +36,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Number of guessed tokens before each one on its path."""
+        """Number of draft tokens before each one on its path."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent == ROOT else depths[parent] + 1)
@@ -45,8 +44,8 @@ class DraftTree:
 
     @cached_property
     def paths(self) -> list[list[int]]:
-        """The path to each leaf; the first one takes the first token at each fork. Without any
-        token there is one path, which is empty.
+        """Path to each leaf; the first one follows the first child everywhere. An empty tree has
+        one empty path.
         """
         found: list[list[int]] = []
         waiting: list[list[int]] = [[]]
@@ -60,7 +59,7 @@ class DraftTree:
 
     @cached_property
     def own(self) -> list[list[int]]:
-        """The tokens of each path that no path before it has: the end of the path."""
+        """Tokens of each path that are in no earlier path."""
         seen: set[int] = set()
         found = []
         for path in self.paths:
@@ -81,14 +80,14 @@ class DraftTree:
         return len(self.parents) if self.is_chain else 1 + max(self.depths)
 
     def path_of(self, token: int) -> int:
-        """Returns the first path with a token; that of ROOT is the first of all."""
+        """Returns the index of the first path that contains a token; 0 for ROOT."""
         if token == ROOT:
             return 0
         return next(at for at, path in enumerate(self.paths) if token in path)
 
     def held(self, token_ids: Sequence[int], drawn: Sequence[int]) -> list[int]:
-        """Returns the tokens of the guess, whose ids are `token_ids`, that were drawn: `drawn` are
-        the ids drawn one after another behind the row's last known token.
+        """Returns the accepted tokens of the tree: those on the path of the sampled ids `drawn`,
+        given the ids `token_ids` of the tree's tokens.
         """
         path: list[int] = []
         for token_id in drawn:

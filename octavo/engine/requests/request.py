@@ -167,7 +167,7 @@ class Request(TokenRow):
         return min(plain, self.num_exact_tokens + 1 - self.num_tokens)
 
     @property
-    def num_guessable_tokens(self) -> int:
+    def num_draftable_tokens(self) -> int:
         """Most tokens that it may have together with guesses behind them."""
         return min(self.max_num_tokens - 1, self.num_exact_tokens)
 

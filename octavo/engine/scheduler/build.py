@@ -27,7 +27,7 @@ from octavo.engine.scheduler.policy import Fair, FirstComeFirstServed, Policy, P
 from octavo.engine.scheduler.preemption_policy import PreemptionPolicy
 from octavo.engine.scheduler.scheduler import Scheduler
 from octavo.engine.scheduler.step_builder import StepLimits
-from octavo.engine.speculation.speculation import Drafting
+from octavo.engine.speculation.speculation import SpeculationOptions
 from octavo.transfer.kv_wire import parse_events_config
 
 
@@ -104,10 +104,10 @@ def build_scheduler(
     )
 
 
-def _drafting(options: SchedulerOptions, *, redraws: bool) -> Drafting | None:
+def _drafting(options: SchedulerOptions, *, redraws: bool) -> SpeculationOptions | None:
     if options.spec_method is None or options.spec_method == "none":
         return None
-    return Drafting(
+    return SpeculationOptions(
         options.spec_method,
         options.spec_tokens,
         redraws=redraws,

@@ -44,10 +44,10 @@ from octavo.engine.scheduler.step_builder import StepBuilder, StepLimits
 from octavo.engine.scheduler.step_time import step_time
 from octavo.engine.scheduler.steps_in_flight import StepsInFlight
 from octavo.engine.speculation.speculation import (
-    Drafting,
     NoSpeculation,
-    Speculating,
     Speculation,
+    SpeculationOptions,
+    Speculator,
 )
 
 
@@ -70,7 +70,7 @@ class Scheduler:
         batching: Batching,
         placement: Placement,
         multi_step_policy: MultiStepPolicy,
-        drafting: Drafting | None = None,
+        drafting: SpeculationOptions | None = None,
         stop_texts: MakeStopTexts | None = None,
         num_adapter_slots: int = 0,
         media_cache_tokens: int = 0,
@@ -99,7 +99,7 @@ class Scheduler:
         self.times = Timekeeper()
         self._stats = EngineStats()
         self._preemption = Preemption(self.queues, placement, self.times, self._stats)
-        self._speculation: Speculating = NoSpeculation()
+        self._speculation: Speculator = NoSpeculation()
         if drafting is not None:
             self._speculation = Speculation(blocks, self._stats, drafting)
 
@@ -226,7 +226,7 @@ class Scheduler:
             self.queues.drop_finished()
         if self.in_flight.decoding is not None:
             # Draft tokens that follow from the last tokens may promise more than another step.
-            if goes_on and not self._speculation.is_tempted(step.owners):
+            if goes_on and not self._speculation.should_end_decode(step.owners):
                 for scheduled in plan.rows:
                     scheduled.start += 1
             else:
@@ -247,7 +247,7 @@ class Scheduler:
         if self._speculation.is_active or result.draft_ids:
             num_taken = len(result.token_ids) if progress is None else progress.num_tokens
             request.num_draft_tokens += len(scheduled.draft_ids)
-            request.num_accepted_tokens += self._speculation.took(scheduled, result, num_taken)
+            request.num_accepted_tokens += self._speculation.record(scheduled, result, num_taken)
         if scheduled.leaf_blocks:
             self.blocks.keep_path(row.request_id, result.kept_path)
         num_kept = result.num_kept
@@ -432,7 +432,7 @@ class Scheduler:
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
         """Ends a request, frees all that it holds and returns its final output."""
         self.queues.end(request)
-        self._speculation.forget(request)
+        self._speculation.remove_request(request)
         self.placement.sent(request)
         if finish.reason == "error":
             self.placement.forget(request)

@@ -1,8 +1,8 @@
-"""The earlier text that a row copies, followed through edits: where an answer repeats its prompt
-with other names, a lookup finds nothing right behind a name, but the text behind it goes on there.
+"""Follows a text that a row copies from its earlier tokens, across edits.
 
-Owns a place in the row's earlier tokens, and counts since when these agree with what comes. Reads
-no clock, and knows neither lookups nor guesses.
+When an output repeats the prompt with a name replaced, an n-gram lookup right after the name finds
+nothing, although the copied text continues there. This class keeps the position in the copied text
+and the number of tokens that agreed since the last edit.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LEAST_COPIED = 4
-"""Tokens that a match must have before an edit in it is looked beyond."""
+"""Shortest match, in tokens, that is followed across an edit."""
 MOST_REPLACED = 2
-"""Tokens that differ after which the copied text is not expected next before some agree."""
+"""Differing tokens after which the copied text is proposed again only when some tokens agree."""
 MOST_EDITED = 8
-"""Tokens of one edit, after which the copy counts as left."""
+"""Longest edit, in tokens; after it the row no longer counts as copying."""
 WINDOW = 8
-"""Tokens of the copied text among which the end of an edit is looked for."""
+"""Tokens of the copied text in which the end of an edit is searched."""
 
 
 class CopiedText:
-    """The place in a row's tokens at which the text lies that is expected next."""
+    """Position of the text that a row is expected to copy next."""
 
     def __init__(self) -> None:
         self.place = -1
-        """Index of the token that is expected next; -1: the row copies nothing."""
+        """Index of the expected next token; -1 if the row copies nothing."""
         self.num_agreed = 0
         """Tokens that agreed since the last edit."""
         self._num_edited = 0
-        """Tokens of the edit that may not have ended yet."""
+        """Tokens of the current edit."""
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the text is expected to go on at the place behind an edit, where no lookup finds
-        it: some tokens agree, or the edit has just begun.
+    def continues(self) -> bool:
+        """Whether the copy is expected to continue after an edit, where no lookup finds it: some
+        tokens agree again, or the edit has just begun.
         """
         is_edited = self.place >= 0 and self._num_edited > 0
         return is_edited and (self.num_agreed > 0 or self._num_edited <= MOST_REPLACED)
 
-    def took(self, token_ids: Sequence[int], num_matched: int, end: int) -> None:
-        """Takes in the last one of a row's tokens. A lookup says that the last `num_matched` tokens
-        stand before `end` too.
+    def extend(self, token_ids: Sequence[int], num_matched: int, end: int) -> None:
+        """Processes the last of a row's tokens. A lookup found that the last `num_matched` tokens
+        also precede index `end`.
         """
         if self.place >= 0:
             self._follow(token_ids)
@@ -62,7 +62,7 @@ class CopiedText:
         self.num_agreed = 0
         behind = token_ids[self.place + 1 : min(self.place + WINDOW, last)]
         if token_id in behind:
-            # Tokens were left out, or several gave way to the one before.
+            # Tokens were omitted, or the one before replaces several.
             self.place += behind.index(token_id) + 2
             self.num_agreed = 1
         elif self._num_edited == 1:

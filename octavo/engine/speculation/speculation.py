@@ -1,10 +1,10 @@
-"""The guesses of an engine's steps: asks drafters for them and a policy which are verified, and
-notes what became of each.
+"""Speculative decoding in the scheduler: collects drafts from proposers, lets a policy decide how
+many tokens are verified, and records which were accepted.
 
-Called once for each step that is composed; with a step in flight nothing is guessed. A guess is
-verified by drawing after it what would be drawn without it, so that none of this changes a token.
-Reads no clock: what steps cost is an argument. Source: speculative decoding (Leviathan et al.
-2023), with fixed guesses, for which keeping equal draws is the best of all rules.
+Called once for each step that is built; nothing is drafted while a step is in flight. Verification
+samples the same token as without a draft, so drafts never change the output. Source: speculative
+decoding (Leviathan et al. 2023), with deterministic drafts, for which accepting equal samples is
+optimal.
 """
 
 from __future__ import annotations
@@ -23,211 +23,218 @@ from octavo.engine.requests.result_consumer import ResultConsumer
 from octavo.engine.requests.token_row import TokenRow
 from octavo.engine.scheduler.step_builder import StepBuilder
 from octavo.engine.speculation.acceptance import Acceptance
-from octavo.engine.speculation.drafter import (
-    GIVEN_MATCH,
-    NO_DRAFT,
-    Draft,
-    Drafter,
-    GivenDraft,
-)
-from octavo.engine.speculation.earlier import EarlierAnswers
-from octavo.engine.speculation.guess import row_draft_of
-from octavo.engine.speculation.ngram import NgramDrafter
+from octavo.engine.speculation.draft_tree_builder import build_row_draft
+from octavo.engine.speculation.ngram import NgramProposer
 from octavo.engine.speculation.policy import NO_STEP, PlainStep, RowDraft
+from octavo.engine.speculation.previous_outputs import PreviousOutputs
+from octavo.engine.speculation.proposer import (
+    NO_DRAFT,
+    WORKER_MATCH,
+    Draft,
+    Proposer,
+    WorkerDraft,
+)
 from octavo.engine.speculation.row_history import RowHistory
-from octavo.engine.speculation.suffix import SuffixDrafter
+from octavo.engine.speculation.suffix import SuffixProposer
 from octavo.engine.speculation.throughput import LIKELY, ThroughputPolicy
 
 SpecMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "auto"]
-"""Ways to guess. Once options are derived, "auto" is "suffix" together with "mtp"."""
+"""Methods of speculation. After the options are resolved, "auto" is "suffix" together with "mtp".
+"""
 
-DRAFTERS: Mapping[SpecMethod, Callable[[], Drafter] | None] = {
-    "ngram": NgramDrafter,
-    "suffix": SuffixDrafter,
+PROPOSERS: Mapping[SpecMethod, Callable[[], Proposer] | None] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
     "draft_model": None,
     "eagle3": None,
     "mtp": None,
     "grammar": None,
-    "auto": SuffixDrafter,
+    "auto": SuffixProposer,
 }
-"""Makers of a row's drafter, by method; None where only the worker guesses. It guesses what a
-grammar leaves no choice of with every method.
+"""Proposer of a row, by method; None if only the worker drafts. With every method the worker also
+drafts tokens that a grammar forces.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
-    """How guesses are made."""
+class SpeculationOptions:
+    """Options of speculation."""
 
     method: SpecMethod
     max_tokens: int
-    """Most tokens of one row's guess, on each of its paths."""
+    """Maximum draft tokens of a row, on each path."""
     redraws: bool = True
-    """Whether the backend can draw a row again, which rows that are drawn in turn need."""
+    """Whether the backend can resample a row, which sequentially sampled rows need."""
     history_bytes: int = 0
-    """Memory for answers of requests that have ended, in which others look up theirs; 0: none."""
+    """Memory for outputs of finished requests that others draft from, in bytes; 0: none."""
     tree_width: int = 1
-    """Most paths of one row's guess."""
+    """Maximum paths of a row's draft."""
 
 
-ASKING: frozenset[SpecMethod] = frozenset({"draft_model", "eagle3", "mtp", "auto"})
-"""Methods whose guesses the worker makes with a Program."""
+PROGRAM_METHODS: frozenset[SpecMethod] = frozenset({"draft_model", "eagle3", "mtp", "auto"})
+"""Methods whose drafts the worker computes with a Program."""
 MOST_WATCHED = 4
-"""Most rows whose guesses are looked at between the decode steps of one call."""
+"""Maximum number of rows whose drafts are checked between the decode steps of one call."""
 BLIND_PLANS = 16
-"""Plans in which no call ends for a guess, after one that ended and the guess was not verified."""
-LEAST_CHANCE = 0.02
-"""Chance below which a guess is not weighed: even free it would not be verified."""
+"""Plans without an early end of the decode call, after one that ended for a draft which was then
+not verified.
+"""
+MIN_ACCEPTANCE = 0.02
+"""Acceptance probability below which a draft is ignored."""
 MIN_FOLLOWED = 256
-"""Tokens that drafters take in during a step of fewer, so that a prompt found in the prefix cache
-holds no step up.
+"""Minimum number of tokens that proposers process per step, so that a prompt found in the prefix
+cache does not delay a step.
 """
 
 
-class Speculating(Protocol):
-    """Guesses, as the step planner and the result intake ask for them."""
+class Speculator(Protocol):
+    """Speculation as the scheduler uses it."""
 
     is_active: bool
-    """Whether anything can be guessed: grammars alone leave no choice until a running request has
-    come to such a place.
+    """Whether drafts are possible. With method "grammar" there are none until a running request
+    reaches a forced token.
     """
 
     def add_drafts(self, builder: StepBuilder) -> bool:
-        """Adds to a step the guesses that are worth verifying; returns whether the step must be
-        one of its own.
+        """Adds the drafts that are worth verifying to a step; returns whether the step must be
+        the only one of its call.
         """
         ...
 
-    def is_tempted(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
-        """Returns whether a plan of several decode steps should end behind the last one."""
+    def should_end_decode(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
+        """Returns whether a call of several decode steps should end after the last one."""
         ...
 
-    def took(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
-        """Notes what became of a row's guess, whose request took `num_taken` of the drawn tokens;
-        returns how many of these were guessed.
+    def record(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
+        """Records the result of a row's draft, of which the request kept `num_taken` tokens;
+        returns how many of these were draft tokens.
         """
         ...
 
-    def forget(self, request: Request) -> None:
-        """Drops what is known of a request that has ended."""
+    def remove_request(self, request: Request) -> None:
+        """Removes the state of a finished request."""
         ...
 
 
 class NoSpeculation:
-    """Guesses nothing. Implements `Speculating`."""
+    """Speculation that drafts nothing. Implements `Speculator`."""
 
     is_active = False
 
     def add_drafts(self, builder: StepBuilder) -> bool:
         return False
 
-    def is_tempted(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
+    def should_end_decode(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
         return False
 
-    def took(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
+    def record(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
         return 0
 
-    def forget(self, request: Request) -> None:
-        """Does nothing: nothing is known."""
+    def remove_request(self, request: Request) -> None:
+        """Does nothing."""
 
 
 class Speculation:
-    """The guesses of one engine, of one drafter for each row. Implements `Speculating`."""
+    """Speculation of one engine, with a proposer for each row. Implements `Speculator`."""
 
     def __init__(
         self,
         blocks: BlockManager,
         stats: EngineStats,
-        drafting: Drafting,
+        drafting: SpeculationOptions,
         policy: ThroughputPolicy | None = None,
     ) -> None:
-        """Takes the policy that chooses among guesses; None: the one for most tokens a second."""
+        """Takes the policy that decides what is verified; None: `ThroughputPolicy`."""
         self._blocks = blocks
         self._stats = stats
         self._policy = policy or ThroughputPolicy()
         self._max_tokens = drafting.max_tokens
         self._redraws = drafting.redraws
         self._num_paths = drafting.tree_width if blocks.can_branch else 1
-        self._make_drafter = _drafter_maker(drafting.method, self._num_paths)
-        self._asks = drafting.method in ASKING
-        """Whether the worker is asked for guesses, a step before they are verified."""
-        self._is_given = drafting.method == "grammar"
-        """Whether all guesses come of forms, with the results of steps."""
-        self.is_active = not self._is_given
-        self._earlier = EarlierAnswers(drafting.history_bytes) if drafting.history_bytes else None
+        self._make_proposer = _get_proposer_factory(drafting.method, self._num_paths)
+        self._drafts_with_program = drafting.method in PROGRAM_METHODS
+        """Whether the worker is asked for drafts, one step before they are verified."""
+        self._drafts_by_grammar = drafting.method == "grammar"
+        """Whether all drafts are tokens that grammars force, returned with step results."""
+        self.is_active = not self._drafts_by_grammar
+        self._previous_outputs = (
+            PreviousOutputs(drafting.history_bytes) if drafting.history_bytes else None
+        )
         self._rows: dict[str, RowHistory] = {}
         self._acceptance = Acceptance()
         self._plain = NO_STEP
         self._has_ended_call = False
-        """Whether the last call of several decode steps ended for a guess."""
+        """Whether the last decode call ended early for a draft."""
         self._num_blind = 0
-        """Plans that are still made before a call may end for a guess again."""
+        """Remaining plans before a decode call may end early for a draft again."""
 
-    # -- a step is composed ------------------------------------------------------------------------
+    # -- building a step ---------------------------------------------------------------------------
 
     def add_drafts(self, builder: StepBuilder) -> bool:
-        """Adds to the step the guesses that are worth verifying, or asks the worker for some;
-        returns whether there are any. Where a step is in flight, there are none.
+        """Adds the drafts that are worth verifying to the step, or requests drafts from the worker;
+        returns whether there are any. There are none while a step is in flight.
         """
         if builder.runs_ahead or not self.is_active:
             return False
         self._plain = PlainStep.of(builder)
-        drafts = self._proposed(builder)
-        given, found = self._apart(drafts)
-        askable = self._askable(builder) if self._asks else []
+        drafts = self._collect_drafts(builder)
+        given, found = self._split_by_source(drafts)
+        worker_rows = self._get_worker_rows(builder) if self._drafts_with_program else []
         if found:
             self._choose(found, builder)
-        self._take_given(given, builder)
+        self._schedule_worker_drafts(given, builder)
         is_added = any(draft.num_tokens for draft in drafts) and self._add(drafts, builder)
         self._num_blind = max(0, self._num_blind - 1)
         if self._has_ended_call and not is_added:
             self._num_blind = BLIND_PLANS
         self._has_ended_call = False
-        return self._ask(askable, builder) or is_added
+        return self._request_worker_drafts(worker_rows, builder) or is_added
 
-    def _apart(self, drafts: list[RowDraft]) -> tuple[list[RowDraft], list[RowDraft]]:
-        """Splits guesses: those of a Program, which was asked for them, and all others."""
-        if not self._asks:
+    def _split_by_source(self, drafts: list[RowDraft]) -> tuple[list[RowDraft], list[RowDraft]]:
+        """Splits drafts into those that the worker computed on request, and all others."""
+        if not self._drafts_with_program:
             return [], drafts
-        is_given = [draft.num_matched == GIVEN_MATCH for draft in drafts]
+        is_given = [draft.num_matched == WORKER_MATCH for draft in drafts]
         return (
             [draft for draft, given in zip(drafts, is_given, strict=True) if given],
             [draft for draft, given in zip(drafts, is_given, strict=True) if not given],
         )
 
-    def _take_given(self, drafts: list[RowDraft], builder: StepBuilder) -> None:
-        """Sets how much is verified of what the worker has guessed: as many tokens as it was asked
-        for, the likeliest of its tree. They are paid for already.
+    def _schedule_worker_drafts(self, drafts: list[RowDraft], builder: StepBuilder) -> None:
+        """Schedules the worker's drafts: as many tokens as were requested, the likeliest of the
+        tree. Their cost is already spent.
         """
         for draft in drafts[: builder.budget]:
             num_asked = len(DraftTree.of(len(draft.token_ids), draft.parents).paths[0])
             draft.num_tokens = min(num_asked, builder.budget // len(drafts))
 
-    def _ask(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
-        """Has the worker guess for the next step where that is worth it; returns whether it is."""
+    def _request_worker_drafts(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
+        """Requests drafts for the next step from the worker if they are worthwhile; returns whether
+        they are.
+        """
         if not drafts or not self._choose(drafts, builder):
             return False
         counts = {draft.index: draft.num_tokens for draft in drafts if draft.num_tokens}
         for index, count in counts.items():
             builder.rows[index].propose = count
-        # The worker guesses as far as there are blocks, with these or without them.
+        # The worker drafts as far as the rows have blocks, with these or without them.
         self._reserve(counts, builder)
         return True
 
-    def _askable(self, builder: StepBuilder) -> list[RowDraft]:
-        """Returns the rows that the worker could guess for, as if their guesses were there."""
+    def _get_worker_rows(self, builder: StepBuilder) -> list[RowDraft]:
+        """Returns the rows that the worker can draft for, with placeholder tokens."""
         found = []
         for index, (scheduled, (request, row)) in enumerate(
             zip(builder.rows, builder.owners, strict=True)
         ):
-            most = min(self._max_tokens, request.num_guessable_tokens - row.num_tokens - 1)
-            if most > 0 and self._may_draft(request.consumer) and _goes_on(scheduled, request):
-                draft = Draft([0] * most, GIVEN_MATCH)
+            most = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens - 1)
+            if most > 0 and self._may_draft(request.consumer) and _can_draft(scheduled, request):
+                draft = Draft([0] * most, WORKER_MATCH)
                 found.append(self._row_draft(index, row, [draft], most))
         return found
 
     def _add(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
-        """Adds chosen guesses to the step; returns whether there are blocks for them."""
+        """Adds the chosen drafts to the step; returns whether there are blocks for them."""
         chosen = [draft for draft in drafts if draft.num_tokens]
         if not self._reserve({draft.index: draft.longest for draft in chosen}, builder):
             return False
@@ -238,8 +245,8 @@ class Speculation:
         return True
 
     def _add_one(self, draft: RowDraft, builder: StepBuilder) -> None:
-        """Adds a guess for which its row has blocks; where it branches and no blocks are free for
-        its other paths, its first path.
+        """Adds a draft whose row has blocks; only the first path if no blocks are free for the
+        other branches.
         """
         scheduled = builder.rows[draft.index]
         self._rows[scheduled.request_id].num_matched = draft.num_matched
@@ -260,10 +267,10 @@ class Speculation:
             return
         builder.add_draft(draft.index, token_ids, parents, leaves)
 
-    def _proposed(self, builder: StepBuilder) -> list[RowDraft]:
-        """Returns what the rows' drafters guess, as far as the rows may go.
+    def _collect_drafts(self, builder: StepBuilder) -> list[RowDraft]:
+        """Returns the drafts of the rows' proposers, within the rows' limits.
 
-        Drafters take in about as many tokens as the step computes: those of a prompt come with it.
+        Proposers process about as many tokens as the step computes, those of a prompt with it.
         """
         found = []
         num_left = max(MIN_FOLLOWED, sum(row.num_tokens for row in builder.rows))
@@ -272,15 +279,15 @@ class Speculation:
         ):
             if not self._may_draft(request.consumer):
                 continue
-            history = self._history_of(row)
+            history = self._get_history(row)
             if history is None:
                 continue
             num_left = max(0, num_left - history.follow(row.token_ids, num_left))
-            most = min(self._max_tokens, request.num_guessable_tokens - row.num_tokens)
+            most = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens)
             first = scheduled.start + scheduled.num_tokens
             end = self._blocks.names.step_end(row.request_id, scheduled.start, first + max(0, most))
             most = end - first
-            if most < 1 or not _goes_on(scheduled, request):
+            if most < 1 or not _can_draft(scheduled, request):
                 continue
             drafts = self._ranked_drafts(history, request, row, most)
             if drafts:
@@ -300,7 +307,7 @@ class Speculation:
         *,
         may_branch: bool = False,
     ) -> RowDraft:
-        return row_draft_of(
+        return build_row_draft(
             self._acceptance,
             row.request_id,
             index,
@@ -312,39 +319,39 @@ class Speculation:
     def _ranked_drafts(
         self, history: RowHistory, request: Request, row: TokenRow, most: int
     ) -> list[Draft]:
-        """Returns the guesses of what follows a row, the one that is likeliest to hold first."""
+        """Returns the drafts for a row, the likeliest to be accepted first."""
         found = history.propose(row.token_ids, most)
-        if self._earlier is not None and row.num_tokens > request.num_prompt_tokens:
-            found.append(self._earlier.propose(request.source, row.token_ids, most))
+        if self._previous_outputs is not None and row.num_tokens > request.num_prompt_tokens:
+            found.append(self._previous_outputs.propose(request.source, row.token_ids, most))
         chances = [
             (self._acceptance.chance(row.request_id, draft.num_matched), draft)
             for draft in found
             if draft.token_ids
         ]
-        weighed = [pair for pair in chances if pair[0] >= LEAST_CHANCE]
+        weighed = [pair for pair in chances if pair[0] >= MIN_ACCEPTANCE]
         return [draft for _, draft in sorted(weighed, key=lambda pair: -pair[0])]
 
     def _may_draft(self, consumer: ResultConsumer) -> bool:
         return consumer.may_draft and (self._redraws or not consumer.draws_in_turn)
 
-    def _history_of(self, row: TokenRow) -> RowHistory | None:
-        """Returns what is known of a row; None where only the worker guesses, and has not yet."""
+    def _get_history(self, row: TokenRow) -> RowHistory | None:
+        """Returns a row's state; None if only the worker drafts and has not yet."""
         found = self._rows.get(row.request_id)
-        if found is None and not self._is_given:
-            drafter = None if self._make_drafter is None else self._make_drafter()
-            found = self._rows[row.request_id] = RowHistory(drafter)
+        if found is None and not self._drafts_by_grammar:
+            proposer = None if self._make_proposer is None else self._make_proposer()
+            found = self._rows[row.request_id] = RowHistory(proposer)
         return found
 
     def _choose(self, drafts: list[RowDraft], builder: StepBuilder) -> bool:
-        """Sets how many tokens of each guess are verified; returns whether any are."""
+        """Sets how many tokens of each draft are verified; returns whether any are."""
         counts = self._policy.num_drafts(drafts, self._plain, builder.budget)
         for draft, count in zip(drafts, counts, strict=True):
             draft.num_tokens = count
         return any(counts)
 
     def _reserve(self, counts: Mapping[int, int], builder: StepBuilder) -> bool:
-        """Grants the blocks for more tokens of rows, `counts` by a row's index in the step, or none
-        where they are not free: no request is preempted for a guess.
+        """Allocates blocks for more tokens of rows, `counts` by row index, or none if they are not
+        free: no request is preempted for a draft.
         """
         ends = {}
         for index, count in counts.items():
@@ -361,100 +368,103 @@ class Speculation:
 
     # -- results -----------------------------------------------------------------------------------
 
-    def is_tempted(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
-        """Returns whether a plan of several decode steps should end behind the last one taken in: a
-        guess that is likely to hold follows from its tokens, and verifying it promises more than
-        the next plain step.
+    def should_end_decode(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
+        """Returns whether a call of several decode steps should end after the last result: its
+        tokens lead to a draft that is likely accepted, and verifying it is faster than the next
+        plain step.
         """
-        if self._make_drafter is None or self._num_blind or len(owners) > MOST_WATCHED:
+        if self._make_proposer is None or self._num_blind or len(owners) > MOST_WATCHED:
             return False
         drafts = []
         for index, (request, row) in enumerate(owners):
             history = self._rows.get(row.request_id)
-            if history is None or history.drafter is None or not history.is_current:
+            if history is None or history.proposer is None or not history.is_current:
                 continue
             history.follow(row.token_ids, 1)
-            most = min(self._max_tokens, request.num_guessable_tokens - row.num_tokens)
-            draft = history.drafter.propose(most) if most > 0 else NO_DRAFT
+            most = min(self._max_tokens, request.num_draftable_tokens - row.num_tokens)
+            draft = history.proposer.propose(most) if most > 0 else NO_DRAFT
             chance = self._acceptance.chance(row.request_id, draft.num_matched)
             if draft.token_ids and chance >= LIKELY:
                 drafts.append(self._row_draft(index, row, [draft], most))
         self._has_ended_call = bool(drafts) and self._policy.promises(drafts, self._plain)
         return self._has_ended_call
 
-    def took(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
-        """Notes what became of a row's guess, whose request took `num_taken` of the drawn tokens:
-        the others lie behind its end. Returns how many of these were guessed.
+    def record(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
+        """Records the result of a row's draft, of which the request kept `num_taken` sampled tokens
+        (those after its end are dropped). Returns how many of these were draft tokens.
         """
         if not self.is_active and (scheduled.search_of or not result.draft_ids):
             return 0
-        num_held = min(self._took(scheduled, result), num_taken)
-        self._stats.num_accepted_tokens += num_held
-        self._policy.took(len(result.token_ids), num_held, self._plain)
-        return num_held
+        num_accepted = min(self._record_drafts(scheduled, result), num_taken)
+        self._stats.num_accepted_tokens += num_accepted
+        self._policy.record(len(result.token_ids), num_accepted, self._plain)
+        return num_accepted
 
-    def _took(self, scheduled: ScheduledRequest, result: RowResult) -> int:
+    def _record_drafts(self, scheduled: ScheduledRequest, result: RowResult) -> int:
         history = self._rows.get(scheduled.request_id)
         num_known = scheduled.num_tokens - len(scheduled.draft_ids)
-        if result.draft_ids and history is None and self._is_given and not scheduled.search_of:
+        drafts_by_grammar = self._drafts_by_grammar and not scheduled.search_of
+        if result.draft_ids and history is None and drafts_by_grammar:
             history = self._rows[scheduled.request_id] = RowHistory(None)
             self.is_active = True
         if result.draft_ids and history is not None:
             num_tokens = scheduled.start + num_known + len(result.token_ids)
-            history.given = GivenDraft(num_tokens, result.draft_ids, result.draft_parents)
+            history.worker_draft = WorkerDraft(num_tokens, result.draft_ids, result.draft_parents)
         if not scheduled.draft_ids or history is None or result.failure is not None:
             return 0
-        num_held = max(0, result.num_kept - num_known)
+        num_accepted = max(0, result.num_kept - num_known)
         if scheduled.draft_parents:
-            self._took_tree(scheduled, result.token_ids, history.num_matched)
+            self._record_tree(scheduled, result.token_ids, history.num_matched)
         else:
-            self._acceptance.took(
-                scheduled.request_id, history.num_matched, len(scheduled.draft_ids), num_held
+            self._acceptance.record(
+                scheduled.request_id, history.num_matched, len(scheduled.draft_ids), num_accepted
             )
-        return num_held
+        return num_accepted
 
-    def _took_tree(
+    def _record_tree(
         self, scheduled: ScheduledRequest, drawn: Sequence[int], num_matched: int
     ) -> None:
-        """Notes what became of a guess that branches: of its first path as of a chain, and of the
-        tokens beside others where none of these was drawn.
+        """Records the result of a draft tree: of its first path as of a chain, and of runner-up
+        tokens whose likelier siblings were rejected.
         """
         token_ids = scheduled.draft_ids
         tree = DraftTree.of(len(token_ids), scheduled.draft_parents)
         held = tree.held(token_ids, drawn)
         spine = tree.paths[0]
-        num_spine = next(
+        num_accepted_spine = next(
             (at for at, (one, other) in enumerate(zip(held, spine, strict=False)) if one != other),
             min(len(held), len(spine)),
         )
-        self._acceptance.took(scheduled.request_id, num_matched, len(spine), num_spine)
+        self._acceptance.record(scheduled.request_id, num_matched, len(spine), num_accepted_spine)
         for token_id, parent in zip(drawn, [-1, *held], strict=False):
             for rank, token in enumerate(tree.children.get(parent, ())[1:]):
                 first = tree.children[parent][: rank + 1]
                 if any(token_ids[earlier] == token_id for earlier in first):
                     break
-                self._acceptance.took_runner_up(
-                    scheduled.request_id, rank, held=token_ids[token] == token_id
+                self._acceptance.record_runner_up(
+                    scheduled.request_id, rank, accepted=token_ids[token] == token_id
                 )
 
-    def forget(self, request: Request) -> None:
-        """Drops what is known of a request that has ended; its answer may help others."""
+    def remove_request(self, request: Request) -> None:
+        """Removes the state of a finished request; its output is kept for other drafts."""
         self._rows.pop(request.request_id, None)
-        self.is_active = bool(self._rows) or not self._is_given
-        self._acceptance.forget(request.request_id)
-        if self._earlier is not None and request.consumer.may_draft:
-            self._earlier.add(request.source, request.token_ids)
+        self.is_active = bool(self._rows) or not self._drafts_by_grammar
+        self._acceptance.remove_request(request.request_id)
+        if self._previous_outputs is not None and request.consumer.may_draft:
+            self._previous_outputs.add(request.source, request.token_ids)
 
 
-def _drafter_maker(method: SpecMethod, num_paths: int) -> Callable[[], Drafter] | None:
-    """Returns what makes a row's drafter, of up to `num_paths` paths; None: only workers guess."""
-    make = DRAFTERS[method]
-    return partial(SuffixDrafter, num_paths=num_paths) if make is SuffixDrafter else make
+def _get_proposer_factory(method: SpecMethod, num_paths: int) -> Callable[[], Proposer] | None:
+    """Returns the factory of a row's proposer with up to `num_paths` paths; None: only the worker
+    drafts.
+    """
+    make = PROPOSERS[method]
+    return partial(SuffixProposer, num_paths=num_paths) if make is SuffixProposer else make
 
 
-def _goes_on(scheduled: ScheduledRequest, request: Request) -> bool:
-    """Returns whether a row draws after tokens that it has generated: the last one, or a few that
-    its grammar left no choice of.
+def _can_draft(scheduled: ScheduledRequest, request: Request) -> bool:
+    """Returns whether a row samples after generated tokens: the last one, or several that its
+    grammar forced.
     """
     return (
         scheduled.wants == "draw"

@@ -1,9 +1,10 @@
-"""The policy that maximises expected tokens per second: guessed tokens are taken by their chance to
-survive while each raises them, and none where no number of them promises clearly more than a plain
-step.
+"""Policy that maximises expected tokens per second: draft tokens are verified in the order of their
+acceptance probability as long as each raises the throughput, and none if no number of them is
+clearly faster than a plain step.
 
-Chances and prices may be wrong: what guesses may lose is bounded (`credit.py`), and where a gain is
-in doubt the other kind of step is measured now and then.
+Probabilities and costs may be wrong. The time that drafts may waste is bounded
+(`speculation_budget.py`), and if the gain is doubtful, the other kind of step is measured
+occasionally.
 """
 
 from __future__ import annotations
@@ -12,48 +13,48 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from octavo.engine.speculation.credit import Credit
 from octavo.engine.speculation.policy import PlainStep, RowDraft
-from octavo.engine.speculation.step_price import priced_counts
+from octavo.engine.speculation.speculation_budget import SpeculationBudget
+from octavo.engine.speculation.step_cost_model import get_candidate_counts
 
 LEAST_GAIN = 1.1
-"""How many times the tokens of a plain step in the same time a step with guesses must promise."""
+"""Minimum expected speedup over a plain step."""
 RETRY_AFTER = 64
-"""Steps without a guess, though one was likely to hold, after which one is tried: what a step costs
-may have been measured in a bad moment.
+"""Steps without a draft, although one was likely to be accepted, after which one is tried: the
+measured costs may be outliers.
 """
 RETRY_UNLIKELY_AFTER = 1024
-"""The same where none was likely to hold: what failed in earlier texts may hold in this one."""
+"""The same if no draft was likely to be accepted: acceptance differs between texts."""
 CLEAR_GAIN = 1.5
-"""Gain above which no noise in the plain step's time is feared."""
+"""Speedup that noise in the measured plain step cannot explain."""
 PLAIN_AFTER = 128
-"""Steps with guesses of a smaller gain after which a plain one is measured again."""
+"""Steps with a smaller speedup after which a plain step is measured again."""
 LIKELY = 0.5
 
 
 class RankedToken(NamedTuple):
-    """A guessed token among those of all rows."""
+    """A draft token of any row."""
 
     chance: float
-    """Chance that it is reached and holds."""
+    """Probability that it and the tokens before it are accepted."""
     place: int
-    """Index of its guess."""
+    """Index of its draft."""
 
 
 class ThroughputPolicy:
-    """Chooses the guesses of one engine's steps."""
+    """Chooses how many draft tokens the steps of an engine verify."""
 
     def __init__(self) -> None:
-        self._credit = Credit()
+        self._budget = SpeculationBudget()
         self._num_declined = 0
-        """Steps in which a guess was not worth its time, since one was last tried; those in which
-        one was likely to hold count more.
+        """Steps without a worthwhile draft since one was last tried; steps with a likely draft
+        count more.
         """
         self._num_doubtful = 0
-        """Steps with guesses of no clear gain, since a plain one was last measured."""
+        """Steps with drafts of doubtful speedup since a plain step was last measured."""
 
     def num_drafts(self, drafts: Sequence[RowDraft], step: PlainStep, most: int) -> list[int]:
-        """Returns how many tokens of each guess a step verifies, at most `most` in all."""
+        """Returns how many tokens of each draft a step verifies, at most `most` in total."""
         counts = [0] * len(drafts)
         ranked = _ranked(drafts)[:most]
         best, gain = self._best_count(ranked, step)
@@ -61,38 +62,38 @@ class ThroughputPolicy:
             return counts
         for token in ranked[:best]:
             counts[token.place] += 1
-        self._credit.spend(step.charge_of(best))
+        self._budget.spend(step.get_charge(best))
         return counts
 
     def promises(self, drafts: Sequence[RowDraft], step: PlainStep) -> bool:
-        """Returns whether a step with some of these guesses promises clearly more than a plain
-        one.
+        """Returns whether a step with some of these drafts is expected to be clearly faster than a
+        plain one.
         """
         return self._best_count(_ranked(drafts), step)[1] > LEAST_GAIN
 
-    def took(self, num_drawn: int, num_held: int, step: PlainStep) -> None:
-        """Notes what a row drew: what held earns credit for later guesses."""
-        self._credit.drew(num_drawn / step.num_draws, num_held / step.num_draws)
+    def record(self, num_sampled: int, num_accepted: int, step: PlainStep) -> None:
+        """Records a row's result; accepted tokens add to the budget."""
+        self._budget.record_step(num_sampled / step.num_draws, num_accepted / step.num_draws)
 
     def _best_count(self, ranked: Sequence[RankedToken], step: PlainStep) -> tuple[int, float]:
-        """Returns how many of the guessed tokens promise the most expected tokens per second, the
-        best first, and how many times those of a plain step; 0 where no number can be afforded.
+        """Returns the number of ranked tokens with the highest expected throughput, and its speedup
+        over a plain step; 0 if the budget allows none.
         """
         best = (0, 0.0)
         if not step.is_known:
             return best
         gains = list(accumulate(token.chance for token in ranked))
-        for num_guessed in priced_counts(len(ranked)):
-            if not self._credit.affords(step.charge_of(num_guessed)):
+        for num_drafted in get_candidate_counts(len(ranked)):
+            if not self._budget.affords(step.get_charge(num_drafted)):
                 break
-            gain = (1 + gains[num_guessed - 1] / step.num_draws) / step.times(num_guessed)
-            best = max(best, (num_guessed, gain), key=lambda each: each[1])
+            gain = (1 + gains[num_drafted - 1] / step.num_draws) / step.times(num_drafted)
+            best = max(best, (num_drafted, gain), key=lambda each: each[1])
         return best
 
     def _is_worth(self, gain: float, chance: float) -> bool:
-        """Returns whether a step with guesses is computed, which yields `gain` times the tokens of
-        a plain one in the same time, and whose best guess holds by a `chance`. Where that is in
-        doubt, the other kind of step is measured now and then.
+        """Returns whether to verify drafts with an expected speedup `gain`, the likeliest of which
+        is accepted with probability `chance`. If that is doubtful, the other kind of step is
+        measured occasionally.
         """
         if gain > LEAST_GAIN:
             self._num_declined = 0
@@ -109,7 +110,7 @@ class ThroughputPolicy:
 
 
 def _ranked(drafts: Sequence[RowDraft]) -> list[RankedToken]:
-    """Returns the tokens of guesses, the likeliest first, and those of one guess in their order."""
+    """Returns the tokens of all drafts, likeliest first, those of one draft in their order."""
     tokens = (
         (-chance, depth, place)
         for place, draft in enumerate(drafts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.engine.speculation.acceptance import FIRST_CHANCES, MATCHES, Acceptance
-from octavo.engine.speculation.drafter import DIVIDED, GIVEN_MATCH, RUNNER_UP
+from octavo.engine.speculation.proposer import DIVIDED, RUNNER_UP, WORKER_MATCH
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 100])
@@ -16,8 +16,8 @@ def test_guesses_of_divided_matches_are_measured_apart(length: int) -> None:
     acceptance = Acceptance()
     assert acceptance.chance("r", length + DIVIDED) < acceptance.chance("r", length)
     for _ in range(20):
-        acceptance.took("r", length, 4, 4)
-        acceptance.took("r", length + DIVIDED, 4, 0)
+        acceptance.record("r", length, 4, 4)
+        acceptance.record("r", length + DIVIDED, 4, 0)
     sure, divided = (acceptance.reached("r", one, 4) for one in (length, length + DIVIDED))
     assert min(sure) > 0.7 and max(divided) < 0.2
     # Other rows begin with what all rows' guesses say.
@@ -31,5 +31,5 @@ def test_guesses_of_divided_matches_are_measured_apart(length: int) -> None:
 
 def test_guesses_of_the_worker_have_classes_of_their_own() -> None:
     acceptance = Acceptance()
-    for kind in (GIVEN_MATCH, RUNNER_UP):
+    for kind in (WORKER_MATCH, RUNNER_UP):
         assert acceptance.chance("r", kind) == FIRST_CHANCES[MATCHES.index(kind)]

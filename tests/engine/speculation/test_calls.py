@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 
 from octavo.engine.speculation import speculation
-from octavo.engine.speculation.drafter import NO_DRAFT, Draft
+from octavo.engine.speculation.proposer import NO_DRAFT, Draft
 from octavo.worker.simulated import TOKEN, SimulatedClock, SimulatedCosts, SimulatedExecutor
 from tests.support.engine_fakes import make_core
 from tests.support.simulation import request_of
@@ -41,7 +41,7 @@ class ListingExecutor(SimulatedExecutor):
             yield result
 
 
-class SometimesDrafter:
+class SometimesProposer:
     """Guesses as long as it may, each token right by a chance; or only after some tokens."""
 
     def __init__(self, chance: float, every: int = 1, seed: int = 0) -> None:
@@ -49,7 +49,7 @@ class SometimesDrafter:
         self._dice = random.Random(seed)
         self._num_tokens = 0
 
-    def took(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: Sequence[int]) -> None:
         self._num_tokens += len(token_ids)
 
     def propose(self, max_tokens: int) -> Draft:
@@ -63,9 +63,9 @@ class SometimesDrafter:
 class Run:
     """One engine, with guesses or without."""
 
-    def __init__(self, monkeypatch, costs, make_drafter=None) -> None:
-        if make_drafter is not None:
-            monkeypatch.setitem(speculation.DRAFTERS, "ngram", make_drafter)
+    def __init__(self, monkeypatch, costs, make_proposer=None) -> None:
+        if make_proposer is not None:
+            monkeypatch.setitem(speculation.PROPOSERS, "ngram", make_proposer)
         self.executor = ListingExecutor(costs)
         self.core = make_core(
             executor=self.executor,
@@ -75,7 +75,7 @@ class Run:
             max_num_seqs=64,
             budget=512,
             num_scheduler_steps=8,
-            spec_method=None if make_drafter is None else "ngram",
+            spec_method=None if make_proposer is None else "ngram",
         )
         self._names = count()
 
@@ -89,13 +89,13 @@ class Run:
         return self.executor.calls[first:], self.executor.clock.now - began
 
     @property
-    def num_guessed(self) -> int:
+    def num_drafted(self) -> int:
         return self.core.scheduler.stats().num_draft_tokens
 
 
 @pytest.mark.parametrize("costs", [STEADY, BETWEEN, STEEP], ids=["steady", "between", "steep"])
 @pytest.mark.parametrize("num_streams", [1, 8, 32])
-def test_after_64_tokens_a_drafter_that_is_always_wrong_leaves_calls_as_they_are(
+def test_after_64_tokens_a_proposer_that_is_always_wrong_leaves_calls_as_they_are(
     monkeypatch, num_streams, costs
 ):
     """The same calls, of as many decode steps each, as without guesses; the first, short answers
@@ -103,13 +103,13 @@ def test_after_64_tokens_a_drafter_that_is_always_wrong_leaves_calls_as_they_are
     rows, nothing tells what that takes.
     """
     plain = Run(monkeypatch, costs)
-    guessing = Run(monkeypatch, costs, lambda: SometimesDrafter(0.0))
+    guessing = Run(monkeypatch, costs, lambda: SometimesProposer(0.0))
     for run in (plain, guessing):
         run.answers(num_streams, 8)
         run.answers(num_streams, 64)
-    num_guessed = guessing.num_guessed
+    num_drafted = guessing.num_drafted
     wanted, found = (run.answers(num_streams, 200)[0] for run in (plain, guessing))
-    num_later = guessing.num_guessed - num_guessed
+    num_later = guessing.num_drafted - num_drafted
     assert num_later <= 1 and len(found) <= len(wanted) + 2 * num_later
     assert num_later or found == wanted
     assert sum(num_steps for num_steps, _ in found) == sum(num_steps for num_steps, _ in wanted)
@@ -125,7 +125,7 @@ def test_guesses_lose_little_however_often_they_hold(monkeypatch, chance, num_st
     """They lose at most a hundredth of the time, and what was lost before anything was known."""
     seeds = count()
     plain = Run(monkeypatch, costs)
-    guessing = Run(monkeypatch, costs, lambda: SometimesDrafter(chance, seed=next(seeds)))
+    guessing = Run(monkeypatch, costs, lambda: SometimesProposer(chance, seed=next(seeds)))
     (calls, wanted_s), (_, found_s) = (run.answers(num_streams, 400) for run in (plain, guessing))
     step_s = wanted_s / sum(num_steps for num_steps, _ in calls)
     assert found_s < 1.01 * wanted_s + 2 * step_s
@@ -133,20 +133,20 @@ def test_guesses_lose_little_however_often_they_hold(monkeypatch, chance, num_st
 
 def test_guesses_that_hold_gain(monkeypatch):
     plain = Run(monkeypatch, STEADY)
-    guessing = Run(monkeypatch, STEADY, lambda: SometimesDrafter(0.9))
+    guessing = Run(monkeypatch, STEADY, lambda: SometimesProposer(0.9))
     (_, wanted_s), (_, found_s) = (run.answers(1, 400) for run in (plain, guessing))
     assert found_s < wanted_s / 2
 
 
 def test_a_call_ends_for_a_guess_that_is_likely_to_hold(monkeypatch):
     """A guess that exists only after every 20th token mostly comes up within a call of 8 steps."""
-    run = Run(monkeypatch, STEADY, lambda: SometimesDrafter(1.0, every=20))
+    run = Run(monkeypatch, STEADY, lambda: SometimesProposer(1.0, every=20))
     run.answers(1, 400)
     assert run.core.scheduler.stats().num_drafts >= 18
 
 
 def test_no_call_ends_for_a_guess_that_seldom_holds(monkeypatch):
-    run = Run(monkeypatch, STEADY, lambda: SometimesDrafter(0.0, every=20))
+    run = Run(monkeypatch, STEADY, lambda: SometimesProposer(0.0, every=20))
     run.answers(1, 64)
     calls, _ = run.answers(1, 200)
     assert all(num_steps == 8 for num_steps, _ in calls[2:-1])

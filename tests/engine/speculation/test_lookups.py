@@ -1,4 +1,4 @@
-"""The lookup drafters against plain searches of the same tokens."""
+"""The lookup proposers against plain searches of the same tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from octavo.engine.protocol.draft_tree import DraftTree
 from octavo.engine.speculation.copied_text import LEAST_COPIED
-from octavo.engine.speculation.drafter import DIVIDED, NO_DRAFT, Draft, Drafter, continuation
-from octavo.engine.speculation.ngram import NgramDrafter
-from octavo.engine.speculation.suffix import EDIT_LEAD, SuffixAutomaton, SuffixDrafter
+from octavo.engine.speculation.ngram import NgramProposer
+from octavo.engine.speculation.proposer import DIVIDED, NO_DRAFT, Draft, Proposer, continuation
+from octavo.engine.speculation.suffix import EDIT_LEAD, SuffixAutomaton, SuffixProposer
 
 TOKENS = st.integers(1, 4).flatmap(
     lambda size: st.lists(st.integers(0, size - 1), min_size=0, max_size=60)
@@ -54,9 +54,9 @@ def test_a_suffix_draft_follows_a_match_or_a_copied_text(
     token_ids: list[int], max_tokens: int
 ) -> None:
     """A draft is what followed the longest match, or some place in a text that was copied."""
-    drafter = SuffixDrafter(min_match=1)
-    drafter.took(token_ids)
-    draft = drafter.propose(max_tokens)
+    proposer = SuffixProposer(min_match=1)
+    proposer.extend(token_ids)
+    draft = proposer.propose(max_tokens)
     length = longest_match(token_ids)
     ends = earlier_ends(token_ids, length) if length else []
     follow = [continuation(token_ids, end, max_tokens) for end in ends]
@@ -74,9 +74,9 @@ def test_a_suffix_draft_follows_a_match_or_a_copied_text(
 
 def continued(token_ids: list[int], max_tokens: int = 6, num_paths: int = 1) -> Draft:
     """Returns how the tokens go on by a suffix lookup."""
-    drafter = SuffixDrafter(num_paths=num_paths)
-    drafter.took(token_ids)
-    return drafter.propose(max_tokens)
+    proposer = SuffixProposer(num_paths=num_paths)
+    proposer.extend(token_ids)
+    return proposer.propose(max_tokens)
 
 
 TEXT = list(range(100, 130))
@@ -143,9 +143,9 @@ def test_an_ngram_draft_follows_the_latest_occurrence(
     token_ids: list[int], max_tokens: int
 ) -> None:
     """The longest n-gram within the bounds is found where it occurred last."""
-    drafter = NgramDrafter(min_ngram=2, max_ngram=4)
-    drafter.took(token_ids)
-    draft = drafter.propose(max_tokens)
+    proposer = NgramProposer(min_ngram=2, max_ngram=4)
+    proposer.extend(token_ids)
+    draft = proposer.propose(max_tokens)
     length = min(4, longest_match(token_ids))
     if length < 2:
         assert draft == NO_DRAFT
@@ -163,27 +163,27 @@ def test_drafts_do_not_depend_on_how_tokens_arrive(
     token_ids: list[int], cuts: list[int], method: str
 ) -> None:
     """Tokens taken in one list or in several yield the same draft, also past the bound."""
-    whole: Drafter = NgramDrafter() if method == "ngram" else SuffixDrafter(max_tokens=16)
-    parts: Drafter = NgramDrafter() if method == "ngram" else SuffixDrafter(max_tokens=16)
-    whole.took(token_ids)
+    whole: Proposer = NgramProposer() if method == "ngram" else SuffixProposer(max_tokens=16)
+    parts: Proposer = NgramProposer() if method == "ngram" else SuffixProposer(max_tokens=16)
+    whole.extend(token_ids)
     edges = [0, *sorted(cuts), len(token_ids)]
     for start, end in pairwise(edges):
-        parts.took(token_ids[start:end])
+        parts.extend(token_ids[start:end])
     assert whole.propose(8) == parts.propose(8)
 
 
-def test_a_full_suffix_drafter_forgets_the_oldest_tokens() -> None:
+def test_a_full_suffix_proposer_forgets_the_oldest_tokens() -> None:
     """Tokens before the kept half are no longer found, and later ones still are."""
-    drafter = SuffixDrafter(min_match=2, max_tokens=16)
-    drafter.took([1, 2, 3, *range(100, 120)])
-    drafter.took([1, 2])
-    assert drafter.propose(1) == NO_DRAFT
-    drafter.took([118, 119])
-    assert drafter.propose(1).token_ids == [1]
+    proposer = SuffixProposer(min_match=2, max_tokens=16)
+    proposer.extend([1, 2, 3, *range(100, 120)])
+    proposer.extend([1, 2])
+    assert proposer.propose(1) == NO_DRAFT
+    proposer.extend([118, 119])
+    assert proposer.propose(1).token_ids == [1]
 
 
 def test_a_repeated_token_is_drafted_to_any_length() -> None:
     """A copy that reaches the end of the tokens goes on in itself."""
-    for drafter in (NgramDrafter(), SuffixDrafter()):
-        drafter.took([7] * 5)
-        assert drafter.propose(20).token_ids == [7] * 20
+    for proposer in (NgramProposer(), SuffixProposer()):
+        proposer.extend([7] * 5)
+        assert proposer.propose(20).token_ids == [7] * 20

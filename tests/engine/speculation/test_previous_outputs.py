@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.protocol.step import AdapterRef
-from octavo.engine.speculation.drafter import NO_DRAFT, Draft
-from octavo.engine.speculation.earlier import GRAM, LONGEST, TOKEN_BYTES, EarlierAnswers
+from octavo.engine.speculation.previous_outputs import GRAM, LONGEST, TOKEN_BYTES, PreviousOutputs
+from octavo.engine.speculation.proposer import NO_DRAFT, Draft
 
 
 def request(prompt=(1, 2, 3, 4, 5), *, tenant="", salt="", adapter=None) -> EngineRequest:
@@ -25,7 +25,7 @@ TEXT = [1, 2, 3, 4, 5, *ANSWER]
 
 
 def test_an_answer_is_found_by_its_own_tenant_salt_and_adapter_alone() -> None:
-    kept = EarlierAnswers(1 << 20)
+    kept = PreviousOutputs(1 << 20)
     kept.add(request(tenant="a", salt="s", adapter=b"x"), TEXT)
     same = request(tenant="a", salt="s", adapter=b"x")
     assert kept.propose(same, [7, 7, *ANSWER[:6]], 5) == Draft(ANSWER[6:11], 6)
@@ -39,27 +39,27 @@ def test_an_answer_is_found_by_its_own_tenant_salt_and_adapter_alone() -> None:
 
 
 def test_an_answer_begins_behind_its_prompt() -> None:
-    kept = EarlierAnswers(1 << 20)
+    kept = PreviousOutputs(1 << 20)
     kept.add(request(), TEXT)
     assert kept.propose(request(), [9, *TEXT[1:5]], 3) == Draft(ANSWER[:3], GRAM)
     assert kept.propose(request(), TEXT[:4], 3) == NO_DRAFT
 
 
 def test_the_latest_answer_wins_and_the_oldest_goes() -> None:
-    kept = EarlierAnswers(100 * TOKEN_BYTES)
+    kept = PreviousOutputs(100 * TOKEN_BYTES)
     for last in range(6):
         kept.add(request(), [1, 2, 3, 4, 5, *ANSWER, 100 + last])
         assert kept.propose(request(), ANSWER[-5:], 4) == Draft([100 + last], 5)
-    assert len(kept.answers) == 2 and sum(map(len, kept.answers)) <= 100
+    assert len(kept.outputs) == 2 and sum(map(len, kept.outputs)) <= 100
     assert kept.num_runs <= 100
 
 
 def test_a_short_or_huge_answer_does_no_harm() -> None:
-    kept = EarlierAnswers(20 * TOKEN_BYTES)
+    kept = PreviousOutputs(20 * TOKEN_BYTES)
     kept.add(request((1,)), [1, 5])
     kept.add(request(), TEXT)
     assert kept.propose(request(), TEXT[1:5], 2) == Draft(ANSWER[:2], GRAM)
-    assert list(map(len, kept.answers)) == [20]
+    assert list(map(len, kept.outputs)) == [20]
 
 
 @settings(deadline=None)
@@ -69,11 +69,11 @@ def test_what_is_found_is_what_followed(seed: int, max_tokens: int) -> None:
     left of answers that are gone.
     """
     dice = random.Random(seed)
-    kept = EarlierAnswers(max_tokens * TOKEN_BYTES)
+    kept = PreviousOutputs(max_tokens * TOKEN_BYTES)
     for _ in range(12):
         prompt = [dice.randrange(3) for _ in range(dice.randint(1, 6))]
         kept.add(request(prompt), prompt + [dice.randrange(3) for _ in range(dice.randint(0, 20))])
-        assert kept.num_runs <= sum(map(len, kept.answers)) <= max_tokens
+        assert kept.num_runs <= sum(map(len, kept.outputs)) <= max_tokens
         text = [dice.randrange(3) for _ in range(dice.randint(4, 20))]
         draft = kept.propose(request(), text, 4)
         if draft == NO_DRAFT:
@@ -82,6 +82,6 @@ def test_what_is_found_is_what_followed(seed: int, max_tokens: int) -> None:
         run = [*text[-draft.num_matched :], *draft.token_ids]
         assert any(
             answer[at : at + len(run)] == run
-            for answer in kept.answers
+            for answer in kept.outputs
             for at in range(len(answer))
         )

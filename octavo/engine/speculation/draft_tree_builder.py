@@ -1,8 +1,7 @@
-"""One row's guess, put together from those of its drafters: the likeliest one, and where a guess
-may branch, the others' tokens beside it.
+"""Merges the drafts of a row's proposers into one: the likeliest draft, and if the row may branch,
+the tokens of the others as siblings.
 
-Owns the chances of tokens that stand beside others: of these at most one holds. Knows neither steps
-nor blocks.
+Of sibling tokens at most one is accepted, which their probabilities account for.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Sequence
 
 from octavo.engine.protocol.draft_tree import ROOT, DraftTree
 from octavo.engine.speculation.acceptance import Acceptance
-from octavo.engine.speculation.drafter import RUNNER_UP, Draft
 from octavo.engine.speculation.policy import RowDraft
+from octavo.engine.speculation.proposer import RUNNER_UP, Draft
 
 
-class Guess:
-    """The tokens of one row's guess, each behind its parent; the first guess added is its spine."""
+class DraftTreeBuilder:
+    """Builds one row's draft tree; the first draft added is its spine."""
 
     def __init__(self, acceptance: Acceptance, request_id: str, *, most_leaves: int) -> None:
         self._acceptance = acceptance
@@ -29,11 +28,11 @@ class Guess:
         self._reached: list[float] = []
         self._children: dict[int, list[int]] = {}
         self._beside: dict[int, float] = {}
-        """Chance that one of a token's children holds, given that it does."""
+        """Probability that one of a token's children is accepted if the token is."""
         self._num_matched = 0
 
     def add(self, draft: Draft, most: int) -> None:
-        """Adds a drafter's guess, paths up to `most` tokens, as far as leaves may be added."""
+        """Adds a draft with paths of up to `most` tokens, within the limit on leaves."""
         if not self._token_ids:
             self._num_matched = draft.num_matched
         places = {ROOT: ROOT}
@@ -47,8 +46,8 @@ class Guess:
                 places[token] = place
 
     def row_draft(self, index: int) -> RowDraft:
-        """Returns the guess for the row at an index of a step, likeliest tokens first. A parent is
-        at least as likely as its children, and was added before them.
+        """Returns the draft of the row at an index of the step, likeliest tokens first. A parent is
+        at least as likely as its children and was added before them.
         """
         order = sorted(range(len(self._token_ids)), key=lambda at: -self._reached[at])
         new = {ROOT: ROOT} | {old: at for at, old in enumerate(order)}
@@ -61,8 +60,8 @@ class Guess:
         )
 
     def _place_of(self, parent: int, token_id: int, num_matched: int) -> int | None:
-        """Returns the place of a token behind a parent, which is added where it is not there yet;
-        None where that would be one leaf too many.
+        """Returns the index of a parent's child with this token id, added if it is missing; None if
+        that would exceed the limit on leaves.
         """
         siblings = self._children.setdefault(parent, [])
         for sibling in siblings:
@@ -83,8 +82,8 @@ class Guess:
         return place
 
     def _chance(self, parent: int, siblings: Sequence[int], num_matched: int, depth: int) -> float:
-        """Returns the chance of a new token behind its parent, given that that holds: as matches
-        and depth have it, or of a runner-up where none of the tokens beside it holds.
+        """Returns the probability that a new child is accepted if its parent is: by match and
+        depth, or as a runner-up if all its siblings are rejected.
         """
         kind, at = (RUNNER_UP, len(siblings) - 1) if siblings else (num_matched, depth)
         left = 1 - self._beside.get(parent, 0.0)
@@ -93,7 +92,7 @@ class Guess:
         return chance
 
 
-def row_draft_of(
+def build_row_draft(
     acceptance: Acceptance,
     request_id: str,
     index: int,
@@ -102,21 +101,21 @@ def row_draft_of(
     most: int,
     most_leaves: int,
 ) -> RowDraft:
-    """Returns the guess for the row at an index of a step, made of its drafters' guesses `drafts`,
-    the likeliest one first, with at most `most` tokens on each path.
+    """Returns the draft of the row at an index of the step, merged from `drafts`, the likeliest
+    first, with at most `most` tokens on each path.
     """
     if most_leaves == 1 or (len(drafts) == 1 and not drafts[0].parents):
         return _chain(acceptance, request_id, index, drafts[0], most)
-    guess = Guess(acceptance, request_id, most_leaves=most_leaves)
+    builder = DraftTreeBuilder(acceptance, request_id, most_leaves=most_leaves)
     for draft in drafts:
-        guess.add(draft, most)
-    return guess.row_draft(index)
+        builder.add(draft, most)
+    return builder.row_draft(index)
 
 
 def _chain(
     acceptance: Acceptance, request_id: str, index: int, draft: Draft, most: int
 ) -> RowDraft:
-    """Returns a guess that does not branch: the first path of a drafter's."""
+    """Returns the first path of a draft as a chain."""
     token_ids = draft.token_ids
     if draft.parents:
         path = DraftTree.of(len(token_ids), draft.parents).paths[0]

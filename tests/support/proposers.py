@@ -1,4 +1,4 @@
-"""Drafters of tests: they guess by a function of a row's tokens, and everything is verified."""
+"""Proposers for tests, which draft by a function of a row's tokens, and everything is verified."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import pytest
 from octavo import LLM
 from octavo.engine.speculation import speculation, throughput
 from octavo.engine.speculation.acceptance import Acceptance
-from octavo.engine.speculation.credit import Credit
-from octavo.engine.speculation.drafter import Draft
-from octavo.engine.speculation.step_price import StepPrice
+from octavo.engine.speculation.proposer import Draft
+from octavo.engine.speculation.speculation_budget import SpeculationBudget
+from octavo.engine.speculation.step_cost_model import StepCostModel
 
-Guess = Callable[[list[int], int], list[int]]
+DraftTreeBuilder = Callable[[list[int], int], list[int]]
 """A guess from a row's tokens and the most that it may guess."""
 
 
-class GuessingDrafter:
+class GuessingProposer:
     """Guesses by a function."""
 
-    def __init__(self, guess: Guess) -> None:
+    def __init__(self, guess: DraftTreeBuilder) -> None:
         self._guess = guess
         self._token_ids: list[int] = []
 
-    def took(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: Sequence[int]) -> None:
         self._token_ids += token_ids
 
     def propose(self, max_tokens: int) -> Draft:
         return Draft(self._guess(self._token_ids, max_tokens), 4)
 
 
-class BranchingDrafter:
+class BranchingProposer:
     """Guesses trees: along what a function guesses, other tokens beside it, some of them with
     tokens of their own behind. What the function guesses is seldom the first of them.
     """
 
-    def __init__(self, guess: Guess, seed: int) -> None:
+    def __init__(self, guess: DraftTreeBuilder, seed: int) -> None:
         self._guess = guess
         self._seed = seed
         self._token_ids: list[int] = []
 
-    def took(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: Sequence[int]) -> None:
         self._token_ids += token_ids
 
     def propose(self, max_tokens: int) -> Draft:
@@ -83,7 +83,7 @@ def _without_twins(ids: list[int], parents: list[int]) -> Draft:
     return Draft(kept_ids, 4, kept_parents)
 
 
-def right(answers: Sequence[Sequence[int]]) -> Guess:
+def right(answers: Sequence[Sequence[int]]) -> DraftTreeBuilder:
     """Guesses all that comes, from the whole sequences, though it is more than may be verified."""
 
     def guess(token_ids: list[int], most: int) -> list[int]:
@@ -97,7 +97,7 @@ def wrong(token_ids: list[int], most: int) -> list[int]:
     return [239] * most
 
 
-def seldom_right(answers: Sequence[Sequence[int]], seed: int) -> Guess:
+def seldom_right(answers: Sequence[Sequence[int]], seed: int) -> DraftTreeBuilder:
     """Guesses runs of random lengths, of which some tokens are wrong."""
     dice, knows = random.Random(seed), right(answers)
 
@@ -114,25 +114,25 @@ def verified_at_any_cost() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(throughput, "LEAST_GAIN", 0.0)
         patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 1.0)
-        patch.setattr(Credit, "affords", lambda self, charge: True)
-        patch.setattr(StepPrice, "of", lambda self, num_more: 1.0)
+        patch.setattr(SpeculationBudget, "affords", lambda self, charge: True)
+        patch.setattr(StepCostModel, "seconds", lambda self, num_more: 1.0)
         yield
 
 
 @contextmanager
-def trees_verified(guess: Guess, seed: int) -> Iterator[None]:
+def trees_verified(guess: DraftTreeBuilder, seed: int) -> Iterator[None]:
     """Has engines made inside verify trees around what a function guesses."""
     with verified_at_any_cost(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Acceptance, "chance", lambda self, name, num_matched, depth=0: 0.7)
-        patch.setitem(speculation.DRAFTERS, "ngram", lambda: BranchingDrafter(guess, seed))
+        patch.setitem(speculation.PROPOSERS, "ngram", lambda: BranchingProposer(guess, seed))
         yield
 
 
 @contextmanager
-def all_verified(guess: Guess) -> Iterator[None]:
+def all_verified(guess: DraftTreeBuilder) -> Iterator[None]:
     """Has engines made inside verify what a function guesses."""
     with verified_at_any_cost(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(speculation.DRAFTERS, "ngram", lambda: GuessingDrafter(guess))
+        patch.setitem(speculation.PROPOSERS, "ngram", lambda: GuessingProposer(guess))
         yield
 
 
@@ -145,7 +145,7 @@ def sequences(outputs: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
     ]
 
 
-def guess_counts(llm: LLM) -> tuple[int, int]:
+def draft_counts(llm: LLM) -> tuple[int, int]:
     """Returns how many tokens were guessed, and how many of them held."""
     stats = llm.get_metrics()
     return stats.num_draft_tokens, stats.num_accepted_tokens

@@ -1,0 +1,44 @@
+"""Time budget that speculation may waste: an initial amount plus a share of the time of all steps.
+
+The unit is the time of a step without drafts. A step with drafts is charged for their extra time
+and credited for accepted tokens, so that drafts that are rarely accepted, or slower than estimated,
+stop soon whatever the estimated acceptance rates are. Reads no clock, so that a recording replays
+exactly.
+"""
+
+from __future__ import annotations
+
+FIRST_STEPS = 2.0
+"""Initial budget, in plain steps."""
+SHARE = 0.01
+"""Budget added for each step, in plain steps."""
+MOST_STEPS = 4.0
+"""Upper bound of the budget, so that drafts accepted in one text pay for few losses in the next."""
+LEAST_CHARGE = 0.1
+"""Minimum charge for one draft token per row, for steps whose measured time is an outlier."""
+
+
+class SpeculationBudget:
+    """Remaining time that speculation may waste, in plain steps."""
+
+    def __init__(self) -> None:
+        self._num_steps = FIRST_STEPS
+
+    @staticmethod
+    def get_charge(num_draws: int, num_drafted: int, times_plain: float) -> float:
+        """Returns the time of `num_drafted` draft tokens, in plain steps, for a step of `num_draws`
+        rows that takes `times_plain` times as long as one without drafts.
+        """
+        return max(times_plain - 1, LEAST_CHARGE * num_drafted / num_draws)
+
+    def affords(self, charge: float) -> bool:
+        return charge <= self._num_steps
+
+    def spend(self, charge: float) -> None:
+        self._num_steps -= charge
+
+    def record_step(self, num_steps: float, num_saved: float) -> None:
+        """Adds the budget of `num_steps` plain steps, and the `num_saved` steps that drafts
+        replaced.
+        """
+        self._num_steps = min(MOST_STEPS, self._num_steps + SHARE * num_steps + num_saved)
