@@ -77,7 +77,7 @@ from octavo.wiring.tiers import check_tiers
 from octavo.wiring.tokenizer_files import tokenizer_source_of
 from octavo.worker.capacity import capacity_of
 from octavo.worker.kv_connectors.fingerprint import fingerprint
-from octavo.worker.kv_connectors.held_heads import HeldHeads
+from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.load_bar import LoadBar
 from octavo.worker.loaded_model import (
     LoadedDraft,
@@ -407,7 +407,7 @@ def _check_cache(
         )
     block_bytes = [layout.block_bytes for layout in footprint.kv_layouts]
     if config.transfer.kv_transfer is not None:
-        heads = HeldHeads.of(footprint.kv_layouts, whole.groups, num_ranks=num_ranks)
+        heads = KVHeadPartition.of(footprint.kv_layouts, whole.groups, num_ranks=num_ranks)
         block_bytes = heads.block_bytes()
     check_tiers(cache, config.transfer, block_bytes, num_ranks)
 

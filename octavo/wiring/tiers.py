@@ -42,7 +42,7 @@ from octavo.worker.cache_engine import HostShape
 from octavo.worker.kv_connectors.block_directory import BlockDirectory, check_size, open_root
 from octavo.worker.kv_connectors.block_file import VERSION
 from octavo.worker.kv_connectors.fingerprint import fingerprint
-from octavo.worker.kv_connectors.held_heads import HeldHeads
+from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.report_box import ReportBox, Reports, SentReports
 from octavo.worker.kv_connectors.tiers import TierWorker
 from octavo.worker.loaded_model import LoadedModel
@@ -252,7 +252,7 @@ def _other_engines(
 ) -> BuiltTiers:
     """Builds the tier that is other engines."""
     options, num_ranks = loaded.config.transfer, loaded.config.backend.tensor_parallel_size
-    heads = HeldHeads.of(loaded.layouts, groups, 0, num_ranks)
+    heads = KVHeadPartition.of(loaded.layouts, groups, 0, num_ranks)
     block_bytes = heads.block_bytes()
     num_slots = _num_slots(loaded.config.cache, sum(block_bytes), has_more=True)
     parts = _transfer_parts(checkpoint, loaded, heads, groups)
@@ -294,12 +294,12 @@ def rank_connector(
     `groups` are those of the whole model.
     """
     num_ranks = loaded.config.backend.tensor_parallel_size
-    heads = HeldHeads.of(loaded.layouts, groups, rank, num_ranks)
+    heads = KVHeadPartition.of(loaded.layouts, groups, rank, num_ranks)
     return _transfer_worker(loaded, heads, slots, SentReports(tell))
 
 
 def _transfer_worker(
-    loaded: LoadedModel, heads: HeldHeads, slots: RankSlots, reports: Reports
+    loaded: LoadedModel, heads: KVHeadPartition, slots: RankSlots, reports: Reports
 ) -> TransferWorker:
     from octavo.worker.kv_connectors.transfer import TransferWorker  # which loads ZeroMQ
 
@@ -326,7 +326,10 @@ def _endpoint_of(options: TransferOptions, rank: int) -> str:
 
 
 def _transfer_parts(
-    checkpoint: Checkpoint, loaded: LoadedModel, heads: HeldHeads, groups: Sequence[CacheGroup]
+    checkpoint: Checkpoint,
+    loaded: LoadedModel,
+    heads: KVHeadPartition,
+    groups: Sequence[CacheGroup],
 ) -> dict[str, Any]:
     """Returns everything that decides the bytes of a block of all heads, but for the weights:
     nothing that depends on how ranks share these out.

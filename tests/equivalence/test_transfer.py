@@ -26,7 +26,7 @@ from octavo.frontend import remote_prefill as prefill_peers
 from octavo.utils.progress import quiet
 from octavo.wiring.engine import build_with_process
 from octavo.worker.kv_connectors.block_sender import BlockSender
-from octavo.worker.kv_connectors.outbox import Outbox
+from octavo.worker.kv_connectors.send_buffer import SendBuffer
 from octavo.worker.model_runner import ModelRunner
 from tests.support.llm_tools import (
     GREEDY,
@@ -99,7 +99,7 @@ def test_the_blocks_of_the_last_step_leave_in_layers(model, monkeypatch):
     prompts, may_begin, asked = prompts_of(180, 150), threading.Event(), threading.Event()
     layers: Counter[BlockName] = Counter()
     whole: Counter[BlockName] = Counter()
-    run, wait = ModelRunner.run, Outbox.wait
+    run, wait = ModelRunner.run, SendBuffer.wait
     send_layer, send_block = BlockSender.send_layer, BlockSender.send_block
 
     def run_later(one, step):
@@ -120,7 +120,7 @@ def test_the_blocks_of_the_last_step_leave_in_layers(model, monkeypatch):
         send_block(one, ask, name, data)
 
     monkeypatch.setattr(ModelRunner, "run", run_later)
-    monkeypatch.setattr(Outbox, "wait", note_ask)
+    monkeypatch.setattr(SendBuffer, "wait", note_ask)
     monkeypatch.setattr(BlockSender, "send_layer", note_layer)
     monkeypatch.setattr(BlockSender, "send_block", note_block)
 

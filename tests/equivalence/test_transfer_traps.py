@@ -17,7 +17,7 @@ import pytest
 from octavo import AsyncLLM
 from octavo.engine.protocol.kv_messages import BlockName
 from octavo.worker.kv_connectors.block_sender import BlockSender
-from octavo.worker.kv_connectors.outbox import Ask, BlockData
+from octavo.worker.kv_connectors.send_buffer import Ask, BlockData
 from tests.support.llm_tools import (
     GREEDY,
     SAMPLED,

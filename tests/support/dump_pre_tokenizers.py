@@ -77,7 +77,7 @@ TEXTS = (
     "a\u00a0b\u2003c\u200bd\u200de\ufefff\u0085g\u2028h\u202fi\u3000j",
     "  two  spaces\n\n\nand lines \n x \t 12  34   56    a     b",
     "\x00\x01\x1b[0m\x7f \ufffd \U000e0041 \ue000",
-    "https://x.org/a?b=1&c=%20#d me@mail.com #tag @user /usr/bin/env C:\\dir ../..",
+    "https://x.org/a?b=1&c=%20#d me@channel.com #tag @user /usr/bin/env C:\\dir ../..",
     "word word's  word'S 'tis rock'n'roll don't DON'T it'll IT'LL we'd y'all've \u2019s",
 )
 

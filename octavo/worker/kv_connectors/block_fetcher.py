@@ -45,10 +45,10 @@ from octavo.transfer.sockets import lock_client
 from octavo.worker.kv_connectors.block_reader import BlockReader, OfferedPiece, PieceName
 from octavo.worker.kv_connectors.byte_cover import ByteCover
 from octavo.worker.kv_connectors.checksum import checksum_of
-from octavo.worker.kv_connectors.held_heads import HeldHeads
+from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.link_meter import LinkMeter
-from octavo.worker.kv_connectors.mail_note import Note
-from octavo.worker.kv_connectors.outbox import LEASE_S
+from octavo.worker.kv_connectors.mover_message import Note
+from octavo.worker.kv_connectors.send_buffer import LEASE_S
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class BlockFetcher:
         note: Note,
         *,
         mover: BlockTransport | None,
-        heads: HeldHeads,
+        heads: KVHeadPartition,
         poller: zmq.Poller,
     ) -> None:
         """Registers its sockets with `poller` as they come and go."""
@@ -177,7 +177,7 @@ class BlockFetcher:
         if not any(endpoint in one.missing for one in self._arriving.values()):
             self._heard[endpoint] = time.monotonic()
         for block in blocks:
-            place = self._heads.place_of(block.group, heads[block.group])
+            place = self._heads.get_piece_slice(block.group, heads[block.group])
             memory = self._slots[block.group][block.slot][place]
             self._arriving[block.name].missing[endpoint] = ArrivingPiece(self._epoch, memory)
         wanted = [WantedBlock(block.group, block.key) for block in blocks]

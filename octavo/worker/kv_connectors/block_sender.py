@@ -1,4 +1,4 @@
-"""The side of a transfer worker that other engines ask for blocks: it answers from an `Outbox`,
+"""The side of a transfer worker that other engines ask for blocks: it answers from an `SendBuffer`,
 lends what a mover reads, and sends the layers of blocks that are being computed.
 
 A peer asks by name, often before a block is computed, and waits; its memory is its own concern. It
@@ -42,10 +42,10 @@ from octavo.transfer.messages import (
 from octavo.transfer.sockets import lock_server
 from octavo.worker.kv_connectors.block_arena import BlockArena
 from octavo.worker.kv_connectors.checksum import checksum_of
-from octavo.worker.kv_connectors.held_heads import HeldHeads
+from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.layer_stream import LayerStream, StreamedGroup
-from octavo.worker.kv_connectors.mail_note import BUSY_MS, IDLE_MS, Note
-from octavo.worker.kv_connectors.outbox import Ask, BlockData, Outbox
+from octavo.worker.kv_connectors.mover_message import BUSY_MS, IDLE_MS, Note
+from octavo.worker.kv_connectors.send_buffer import Ask, BlockData, SendBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class LeavingPiece:
 
     name: BlockName
     data: bytes | None
-    """Bytes of the block; None where the outbox has them, whose places others may get."""
+    """Bytes of the block; None where the send_buffer has them, whose places others may get."""
     ask: Ask
 
 
@@ -110,7 +110,7 @@ class BlockSender:
         note: Note,
         *,
         mover: BlockTransport | None,
-        heads: HeldHeads,
+        heads: KVHeadPartition,
     ) -> None:
         self._slots = slots
         self._heads = heads
@@ -118,7 +118,7 @@ class BlockSender:
         self._note = note
         self._mover = mover
         self._arena = None if mover is None else _arena_of(mover, slots, ends)
-        self.outbox = Outbox(ends.max_bytes, self._release)
+        self.send_buffer = SendBuffer(ends.max_bytes, self._release)
         self.socket = None if ends.listen is None else _listen(context, ends.listen, ends.secret)
         """Socket at which others ask; None where this engine only fetches."""
         self._leaving: defaultdict[bytes, deque[Leaving | LeavingPiece]] = defaultdict(deque)
@@ -146,18 +146,18 @@ class BlockSender:
     def keep(self, block: SlotBlock) -> None:
         """Keeps a block for others and sends it to those that wait for it."""
         now, slot = time.monotonic(), self._slots[block.group][block.slot]
-        gone = self.outbox.make_room(len(slot), now)
+        gone = self.send_buffer.make_room(len(slot), now)
         place = slot.tobytes() if self._arena is None else self._arena.put(slot)
-        has_room = place is not None and self.outbox.put(block.name, block.key, place, now)[0]
+        has_room = place is not None and self.send_buffer.put(block.name, block.key, place, now)[0]
         self._note(gone=gone, **{"kept" if has_room else "not_kept": [block.name]})
         if place is not None and not has_room:
             self._release(place)
         data = place if place is not None and has_room else slot.tobytes()
-        asks = self.outbox.waiting(block.name)
+        asks = self.send_buffer.waiting(block.name)
         was_streamed = block.name in self._streamed
         self._streamed.discard(block.name)
         if (asks or was_streamed) and has_room:
-            self.outbox.take(block.name, block.key)
+            self.send_buffer.take(block.name, block.key)
         for ask in asks:
             self.send_block(ask, block.name, data)
 
@@ -166,7 +166,7 @@ class BlockSender:
         absent: defaultdict[Ask, list[BlockName]] = defaultdict(list)
         for name in names:
             self._streamed.discard(name)
-            for ask in self.outbox.ended(name, time.monotonic()):
+            for ask in self.send_buffer.ended(name, time.monotonic()):
                 absent[ask].append(name)
         for ask, missing in absent.items():
             self._leaving[ask.peer].append(self._encode(NoBlocks(missing, ask.epoch)))
@@ -197,7 +197,7 @@ class BlockSender:
         """
         waiting: defaultdict[tuple[Ask, int], list[int]] = defaultdict(list)
         for at, block in enumerate(group.blocks):
-            for ask in self.outbox.asks(block.name):
+            for ask in self.send_buffer.asks(block.name):
                 waiting[ask, self._num_sent.get((ask, block.name), 0)].append(at)
         for (ask, first), places in waiting.items():
             names = [group.blocks[at].name for at in places]
@@ -206,7 +206,7 @@ class BlockSender:
             self._num_sent |= dict.fromkeys([(ask, name) for name in names], num_layers)
             if num_layers == group.num_layers:
                 self._streamed.update(names)
-                self.outbox.served(ask, names)
+                self.send_buffer.served(ask, names)
 
     def send_layer(
         self, ask: Ask, names: Sequence[BlockName], offset: int, data: NDArray[np.uint8]
@@ -238,11 +238,11 @@ class BlockSender:
             self._leaving[peer].append(self._encode(NotYours(f"not understood: {error}")))
             return
         if isinstance(message, DropBlocks):
-            self.outbox.drop(peer, message.names)
+            self.send_buffer.drop(peer, message.names)
         elif isinstance(message, HoldBlocks):
-            self.outbox.renew(Ask(peer, message.epoch), message.names, time.monotonic())
+            self.send_buffer.renew(Ask(peer, message.epoch), message.names, time.monotonic())
         elif isinstance(message, TookBlocks):
-            self.outbox.give_back(Ask(peer, message.epoch), message.names)
+            self.send_buffer.end_leases(Ask(peer, message.epoch), message.names)
         elif reason := self._refusal(message):
             self._leaving[peer].append(self._encode(NotYours(reason)))
         else:
@@ -268,15 +268,15 @@ class BlockSender:
         now = time.monotonic()
         ask = Ask(peer, message.epoch, tuple(message.heads))
         for block in message.blocks:
-            data = self.outbox.take(block.name, block.key)
+            data = self.send_buffer.take(block.name, block.key)
             if data is not None:
                 self.send_block(ask, block.name, data)
-            elif self.outbox.is_absent(block.name, now):
+            elif self.send_buffer.is_absent(block.name, now):
                 refused.append(block.name)
             else:
                 coming.append(block)
         wait_s = min(max(0.0, message.wait_s), self._ends.timeout_s)
-        refused += self.outbox.wait(ask, coming, now + wait_s)
+        refused += self.send_buffer.wait(ask, coming, now + wait_s)
         if refused:
             self._leaving[peer].append(self._encode(NoBlocks(refused, ask.epoch)))
 
@@ -286,11 +286,11 @@ class BlockSender:
         if not self._heads.is_whole(name.group, ask.heads[name.group]):
             own = data if isinstance(data, bytes) else None
             if own is None:
-                self.outbox.lend(name, ask, time.monotonic())
+                self.send_buffer.lend(name, ask, time.monotonic())
             messages.append(LeavingPiece(name, own, ask))
             return
         if self._mover is not None and not isinstance(data, bytes):
-            checksum = self.outbox.lend(name, ask, time.monotonic())
+            checksum = self.send_buffer.lend(name, ask, time.monotonic())
             session, address = self._mover.session, data.ctypes.data
             offer = BlockAt(name, session, address, len(data), checksum, ask.epoch)
             messages.append(self._encode(offer))
@@ -310,8 +310,8 @@ class BlockSender:
     def _cut(self, piece: LeavingPiece) -> list[Leaving]:
         """Returns the messages of a piece; that the block is absent where it has gone by now."""
         name, ask = piece.name, piece.ask
-        data = self.outbox.look(name) if piece.data is None else piece.data
-        self.outbox.give_back(ask, [name])
+        data = self.send_buffer.peek(name) if piece.data is None else piece.data
+        self.send_buffer.end_leases(ask, [name])
         if data is None:
             return [self._encode(NoBlocks([name], ask.epoch))]
         cut = self._heads.cut(name.group, np.frombuffer(data, np.uint8), ask.heads[name.group])
@@ -319,8 +319,8 @@ class BlockSender:
 
     def sign(self, now: float) -> None:
         """Ends waits whose time is up, and shows the other peers a sign of life."""
-        self.outbox.expire(now)
-        for peer in self.outbox.waiting_peers:
+        self.send_buffer.expire(now)
+        for peer in self.send_buffer.waiting_peers:
             self._leaving[peer].append(self._encode(StillThere()))
 
     def _frames(self, peer: bytes, message: Leaving) -> list[Any]:

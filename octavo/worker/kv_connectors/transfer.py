@@ -31,10 +31,13 @@ from octavo.engine.protocol.kv_messages import (
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.kv_connectors.held_heads import HeldHeads, whole_blocks
+from octavo.worker.kv_connectors.kv_head_partition import (
+    KVHeadPartition,
+    make_single_rank_partition,
+)
 from octavo.worker.kv_connectors.layer_stream import LayerStream
 from octavo.worker.kv_connectors.report_box import ReportBox, Reports
-from octavo.worker.kv_connectors.transfer_mail import TransferMail
+from octavo.worker.kv_connectors.transfer_channel import TransferChannel
 from octavo.worker.kv_layers import KvLayers
 
 logger = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ class TransferWorker:
         shapes: Sequence[HostShape],
         ends: TransferEnds,
         mover: BlockTransport | None = None,
-        heads: HeldHeads | None = None,
+        heads: KVHeadPartition | None = None,
         reports: Reports | None = None,
     ) -> None:
         """Takes a `mover` that reads whole blocks out of memory; without one they come in messages,
@@ -73,13 +76,13 @@ class TransferWorker:
         self._plans: deque[ConnectorPlan | LayerStream | None] = deque()
         """Plans and streams for the thread; None ends it."""
         try:
-            self._mail = TransferMail(
+            self._channel = TransferChannel(
                 self._context,
                 self._slots,
                 ends,
                 self._note,
                 mover=mover,
-                heads=heads or whole_blocks([shape.block_bytes for shape in shapes]),
+                heads=heads or make_single_rank_partition([shape.block_bytes for shape in shapes]),
             )
         except BaseException:
             # A context that is collected with open sockets waits for them without end.
@@ -123,10 +126,10 @@ class TransferWorker:
 
     def _note(self, **found: list[BlockName]) -> None:
         """Adds to the report; called by the thread."""
-        outbox, link = self._mail.sender.outbox, self._mail.fetcher.link
+        send_buffer, link = self._channel.sender.send_buffer, self._channel.fetcher.link
         stored = StoredBytes(
-            outbox.num_bytes,
-            num_expired_leases=outbox.num_expired,
+            send_buffer.num_bytes,
+            num_expired_leases=send_buffer.num_expired,
             link_bytes=link.num_bytes,
             link_s=link.seconds,
         )
@@ -146,10 +149,10 @@ class TransferWorker:
 
     def _run(self, listener: zmq.Socket[bytes]) -> None:
         """Moves messages until the worker is closed; a fault of one message ends no other."""
-        with contextlib.closing(self._mail), contextlib.closing(listener):
-            self._mail.poller.register(listener, zmq.POLLIN)
+        with contextlib.closing(self._channel), contextlib.closing(listener):
+            self._channel.poller.register(listener, zmq.POLLIN)
             while True:
-                self._mail.wait()
+                self._channel.wait()
                 try:
                     while listener.poll(0):
                         listener.recv()
@@ -157,9 +160,9 @@ class TransferWorker:
                         if plan is None:
                             return
                         if isinstance(plan, LayerStream):
-                            self._mail.stream(plan)
+                            self._channel.stream(plan)
                         else:
-                            self._mail.carry_out(plan)
-                    self._mail.move()
+                            self._channel.carry_out(plan)
+                    self._channel.move()
                 except Exception:
                     logger.exception("the transfer of KV blocks goes on after a fault")

@@ -23,7 +23,7 @@ from octavo.engine.protocol.kv_messages import (
 from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import PIECE_BYTES, BlockTransport, RemoteBytes, pieces_of
 from octavo.worker.cache_engine import HostShape
-from octavo.worker.kv_connectors import block_fetcher, block_reader, outbox
+from octavo.worker.kv_connectors import block_fetcher, block_reader, send_buffer
 from octavo.worker.kv_connectors.block_arena import BlockArena
 from octavo.worker.kv_connectors.socket_mover import SocketMover
 from octavo.worker.kv_connectors.transfer import TransferWorker
@@ -220,7 +220,7 @@ def test_blocks_that_are_given_up_are_not_read_any_more(
 
 @pytest.fixture
 def short_leases(monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr(outbox, "LEASE_S", 1.0)
+    monkeypatch.setattr(send_buffer, "LEASE_S", 1.0)
     monkeypatch.setattr(block_fetcher, "RENEWAL_S", 0.1)
     return 1.0
 

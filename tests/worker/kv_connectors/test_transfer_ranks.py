@@ -24,9 +24,9 @@ from octavo.transfer.address import TransferEnds, join_endpoints
 from octavo.transfer.messages import PART_BYTES
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.kv_connectors import block_fetcher
-from octavo.worker.kv_connectors.held_heads import GroupHeads, HeldHeads
-from octavo.worker.kv_connectors.outbox import Outbox
+from octavo.worker.kv_connectors.kv_head_partition import GroupHeads, KVHeadPartition
 from octavo.worker.kv_connectors.report_box import ReportBox, SentReports
+from octavo.worker.kv_connectors.send_buffer import SendBuffer
 from octavo.worker.kv_connectors.socket_mover import SocketMover
 from octavo.worker.kv_connectors.transfer import TransferWorker
 from tests.support.free_ports import free_port
@@ -60,8 +60,8 @@ class RankedEngine:
         """`reads`: whole parts are read out of memory."""
         self.groups = tuple(groups)
         self.reports = ReportBox(num_ranks)
-        self.whole = HeldHeads(self.groups)
-        self.ranks = [HeldHeads(self.groups, rank, num_ranks) for rank in range(num_ranks)]
+        self.whole = KVHeadPartition(self.groups)
+        self.ranks = [KVHeadPartition(self.groups, rank, num_ranks) for rank in range(num_ranks)]
         self.endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(num_ranks)]
         self.workers = [self._worker(rank, sends=sends, reads=reads) for rank in range(num_ranks)]
 
@@ -225,12 +225,12 @@ def test_a_rank_that_ends_leaves_no_block_under_way(
 
 
 def test_a_piece_whose_block_has_gone_is_told(engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outbox lets go of a block before its turn comes: no other's bytes are sent for it."""
+    """A block evicted before its turn is not sent, nor are another block's bytes for it."""
     sender = engines(GROUPS, 1, sends=True)
     receiver = engines(GROUPS, 2, sends=False)
     sender.keep(7)
     sender.reported(2)
-    monkeypatch.setattr(Outbox, "look", lambda one, name: None)
+    monkeypatch.setattr(SendBuffer, "peek", lambda one, name: None)
     receiver.fetch(sender, 7)
     assert set(receiver.reported(2).not_fetched) == {BlockName(0, key_of(7).digest)}
 

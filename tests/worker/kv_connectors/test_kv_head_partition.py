@@ -12,7 +12,11 @@ from octavo.executor.kv import HeadRows, KvLayout
 from octavo.executor.native import backend as native
 from octavo.executor.reference import kv_cache as reference
 from octavo.program.program import CacheGroup
-from octavo.worker.kv_connectors.held_heads import GroupHeads, HeldHeads, whole_blocks
+from octavo.worker.kv_connectors.kv_head_partition import (
+    GroupHeads,
+    KVHeadPartition,
+    make_single_rank_partition,
+)
 
 SIZES = range(1, 9)
 ROWS = (HeadRows(3, 8), HeadRows(6, 2), HeadRows(1, 0))
@@ -24,9 +28,9 @@ def sizes_of(num_heads: int) -> list[int]:
     return [size for size in SIZES if size <= num_heads or size % num_heads == 0]
 
 
-def ranks_of(num_heads: int, num_ranks: int) -> list[HeldHeads]:
+def ranks_of(num_heads: int, num_ranks: int) -> list[KVHeadPartition]:
     groups = (GroupHeads(num_heads, ROWS),)
-    return [HeldHeads(groups, rank, num_ranks) for rank in range(num_ranks)]
+    return [KVHeadPartition(groups, rank, num_ranks) for rank in range(num_ranks)]
 
 
 PAIRS = [
@@ -68,7 +72,7 @@ def test_bytes_come_to_lie_as_the_receiver_has_them(num_heads: int) -> None:
             for rank, heads in pieces:
                 piece = having[rank].cut(0, blocks[rank], heads)
                 assert len(piece) == groups[0].head_bytes * (heads[1] - heads[0])
-                slot[receiver.place_of(0, heads)] = piece
+                slot[receiver.get_piece_slice(0, heads)] = piece
             receiver.join(0, slot, [heads for _, heads in pieces])
             assert (slot == expected).all()
 
@@ -83,7 +87,7 @@ def test_ranks_that_have_the_same_heads_take_turns() -> None:
 def test_layers_are_cut_as_whole_blocks_are() -> None:
     """A layer of a block that is kept layer by layer, head by head within it."""
     num_layers, num_heads = 3, 4
-    held = HeldHeads((GroupHeads(num_heads, (HeadRows(num_layers, 5),)),))
+    held = KVHeadPartition((GroupHeads(num_heads, (HeadRows(num_layers, 5),)),))
     blocks = np.random.default_rng(1).integers(0, 256, (2, num_layers * num_heads * 5), np.uint8)
     layer_bytes = num_heads * 5
     for heads in ((0, 1), (1, 3), (2, 4), (0, 4)):
@@ -109,7 +113,7 @@ def test_what_a_rank_has_is_told_from_what_it_has_not() -> None:
 
 
 def test_the_only_rank_has_whole_blocks() -> None:
-    held = whole_blocks([10, 20])
+    held = make_single_rank_partition([10, 20])
     assert held.block_bytes() == [10, 20] and held.span(1) == (0, 1)
     assert held.pieces(1, 1)[0].rank == 0
 
@@ -145,8 +149,8 @@ def test_layouts_say_how_much_of_a_block_each_head_has(layout_of, dtype: str, na
     """A rank's block has as many bytes as the heads that it has; states are on every rank."""
     group = GROUPS[name]
     layout = layout_of(group, dtype)
-    held = HeldHeads.of([layout], [group], 0, 2)
-    assert HeldHeads.of([layout], [group]).block_bytes() == [layout.block_bytes]
+    held = KVHeadPartition.of([layout], [group], 0, 2)
+    assert KVHeadPartition.of([layout], [group]).block_bytes() == [layout.block_bytes]
     first, last = held.span(0)
     of_rank = group if name == "state" else replace(group, num_kv_heads=last - first)
     assert held.groups[0].head_bytes * (last - first) == layout_of(of_rank, dtype).block_bytes

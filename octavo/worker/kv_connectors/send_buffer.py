@@ -1,9 +1,9 @@
-"""KV blocks that other engines may fetch: those that are there, and who waits for those to come.
+"""Send buffer: KV blocks that other engines may fetch, and the peers waiting for blocks to come.
 
-A block that was not fetched stays for a lease, and so does one that a peer reads out of this
-engine's memory, which the peer renews or ends; a peer of which nothing is heard loses it. Of blocks
-without a lease the least recently used go first. Reads no clock and knows no socket:
-`block_sender.py` sends what it is told to.
+A lease keeps a block until it is fetched. A peer that reads a block directly from this engine's
+memory also holds a lease, which it renews or ends; it expires if nothing is heard of the peer.
+Blocks without a lease are evicted in LRU order. Times are arguments, and `block_sender.py` owns the
+sockets.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from octavo.transfer.messages import WantedBlock
 from octavo.worker.kv_connectors.checksum import checksum_of
 
 LEASE_S = 30.0
-"""Seconds for which a block that was not fetched yet, or that a peer reads, keeps its place."""
+"""Duration of a lease in seconds."""
 MAX_WAITING = 1 << 16
-"""Most blocks that are waited for at once; further ones are answered as absent."""
+"""Maximum number of blocks waited for at once; requests for more are answered as absent."""
 
 
 BlockData = bytes | NDArray[np.uint8]
-"""Bytes of a block: its own, or in memory that others read."""
+"""Bytes of a block: a copy, or a view of memory that peers read directly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A peer that asked for a block, and the epoch of its ask, which the answer repeats."""
+    """A peer's request for blocks, identified by the peer and the epoch that the reply repeats."""
 
     peer: bytes
     epoch: int
     heads: tuple[tuple[int, int], ...] = field(default=(), compare=False)
-    """KV heads that it wants of each cache group's blocks, from one up to another."""
+    """Wanted KV heads of each cache group, as half-open ranges."""
 
 
 @dataclass(slots=True)
-class OutboxBlock:
-    """The bytes of a block."""
+class SendBufferBlock:
+    """A buffered block."""
 
     key: BlockKey
     data: BlockData
     leased_until: float
-    """When the lease of a block that no peer has fetched ends."""
+    """End of the lease until the first fetch; 0 after it."""
     checksum: int = 0
-    """Checksum of bytes that others read out of memory."""
+    """Checksum of bytes that peers read directly."""
     readers: dict[Ask, float] = field(default_factory=dict)
-    """When the lease of each ask whose peer reads it ends."""
+    """End of each reading peer's lease."""
 
     def is_leased(self, now: float) -> bool:
         return self.leased_until > now or any(until > now for until in self.readers.values())
@@ -58,54 +58,52 @@ class OutboxBlock:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """An ask for a block that is not there yet."""
+    """A request for a block that is not computed yet."""
 
     ask: Ask
     until: float
 
 
-class Outbox:
-    """Keeps blocks by name, `max_bytes` at most. All times are of one monotonic clock."""
+class SendBuffer:
+    """Buffers blocks by name, up to `max_bytes`. All times are from one monotonic clock."""
 
     def __init__(
         self, max_bytes: int, release: Callable[[BlockData], None] = lambda data: None
     ) -> None:
-        """`release` is told of the bytes of each block that goes."""
+        """`release` is called with the bytes of each removed block."""
         self._release = release
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._blocks: OrderedDict[BlockName, OutboxBlock] = OrderedDict()
-        """Blocks, the least recently used first."""
+        self._blocks: OrderedDict[BlockName, SendBufferBlock] = OrderedDict()
+        """Blocks in LRU order."""
         self._waits: dict[BlockName, list[Wait]] = {}
         self._absent: OrderedDict[BlockName, float] = OrderedDict()
-        """Blocks whose prompts have ended without them, until their lease would have ended."""
+        """Blocks whose prompts finished without them, with the time until which that is remembered.
+        """
         self.num_expired = 0
-        """Number of leases that have ended by the clock: of a block that no peer fetched and of
-        peers that were reading one."""
+        """Number of expired leases: of blocks that no peer fetched, and of reading peers."""
 
     @property
     def waiting_peers(self) -> set[bytes]:
-        """Peers that wait for any block."""
+        """Peers that wait for at least one block."""
         return {wait.ask.peer for waits in self._waits.values() for wait in waits}
 
     def put(
         self, name: BlockName, key: BlockKey, data: BlockData, now: float
     ) -> tuple[bool, list[BlockName]]:
-        """Keeps a block's bytes; returns whether there was room, and the blocks that went for
-        it.
-        """
+        """Buffers a block; returns whether it fits, and the blocks evicted for it."""
         gone = self.make_room(len(data), now)
         if self.num_bytes + len(data) > self.max_bytes:
             return False, gone
         self._absent.pop(name, None)
         self.remove(name)
         checksum = 0 if isinstance(data, bytes) else checksum_of(data)
-        self._blocks[name] = OutboxBlock(key, data, now + LEASE_S, checksum)
+        self._blocks[name] = SendBufferBlock(key, data, now + LEASE_S, checksum)
         self.num_bytes += len(data)
         return True, gone
 
     def make_room(self, num_bytes: int, now: float) -> list[BlockName]:
-        """Lets go of blocks whose lease has ended until there is room, and returns them."""
+        """Evicts blocks without a lease until `num_bytes` fit; returns the evicted blocks."""
         gone = []
         for name, block in list(self._blocks.items()):
             if self.num_bytes + num_bytes <= self.max_bytes:
@@ -117,7 +115,7 @@ class Outbox:
         return gone
 
     def remove(self, name: BlockName) -> None:
-        """Lets go of a block; one that is not there is left alone."""
+        """Removes a block if it is buffered."""
         block = self._blocks.pop(name, None)
         if block is not None:
             self.num_bytes -= len(block.data)
@@ -128,7 +126,7 @@ class Outbox:
             self.remove(name)
 
     def take(self, name: BlockName, key: BlockKey) -> BlockData | None:
-        """Returns a block's bytes for a peer that fetches it; None where it is not there."""
+        """Returns a block's bytes for a peer that fetches it; None if it is not buffered."""
         block = self._blocks.get(name)
         if block is None or block.key != key:
             return None
@@ -136,42 +134,42 @@ class Outbox:
         self._blocks.move_to_end(name)
         return block.data
 
-    def look(self, name: BlockName) -> BlockData | None:
-        """Returns a block's bytes, which does not count as a use; None where it is not there."""
+    def peek(self, name: BlockName) -> BlockData | None:
+        """Returns a block's bytes without changing the LRU order; None if it is not buffered."""
         block = self._blocks.get(name)
         return None if block is None else block.data
 
-    # -- who reads ---------------------------------------------------------------------------------
+    # -- reading peers -----------------------------------------------------------------------------
 
     def lend(self, name: BlockName, ask: Ask, now: float) -> int:
-        """Begins the lease of a peer that will read a block out of memory; returns the checksum
-        that it will compare.
+        """Starts the lease of a peer that reads a block directly; returns the checksum that the
+        peer compares.
         """
         block = self._blocks[name]
         block.readers[ask] = now + LEASE_S
         return block.checksum
 
     def renew(self, ask: Ask, names: Iterable[BlockName], now: float) -> None:
-        """Begins a peer's leases again. One that has ended by the clock is gone: the block's place
-        may have other bytes, which the peer finds by its checksum.
+        """Renews a peer's leases. An expired lease is not renewed: the memory may hold another
+        block, which the peer detects by its checksum.
         """
         for name in names:
             block = self._blocks.get(name)
             if block is not None and block.readers.get(ask, now) > now:
                 block.readers[ask] = now + LEASE_S
 
-    def give_back(self, ask: Ask, names: Iterable[BlockName]) -> None:
-        """Ends a peer's leases, of whatever outcome; the second time does nothing."""
+    def end_leases(self, ask: Ask, names: Iterable[BlockName]) -> None:
+        """Ends a peer's leases; does nothing for leases that have ended."""
         for name in names:
             block = self._blocks.get(name)
             if block is not None:
                 block.readers.pop(ask, None)
 
-    # -- who waits ---------------------------------------------------------------------------------
+    # -- waiting peers -----------------------------------------------------------------------------
 
     def wait(self, ask: Ask, wanted: Iterable[WantedBlock], until: float) -> list[BlockName]:
-        """Notes that a peer waits for blocks, by its newest ask; returns those for which too many
-        wait already.
+        """Registers a peer's newest request for blocks to come; returns the blocks rejected because
+        too many are waited for.
         """
         refused = []
         for block in wanted:
@@ -183,20 +181,20 @@ class Outbox:
         return refused
 
     def waiting(self, name: BlockName) -> list[Ask]:
-        """Returns the asks that wait for a block, and ends their waits."""
+        """Removes and returns the requests that wait for a block."""
         return [wait.ask for wait in self._waits.pop(name, ())]
 
     def asks(self, name: BlockName) -> list[Ask]:
-        """Returns the asks that wait for a block."""
+        """Returns the requests that wait for a block."""
         return [wait.ask for wait in self._waits.get(name, ())]
 
     def served(self, ask: Ask, names: Iterable[BlockName]) -> None:
-        """Ends the waits of an ask whose peer has been sent some blocks that are not here yet."""
+        """Ends the waits of a request for blocks whose layers were streamed to the peer."""
         for name in names:
             self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask != ask])
 
     def ended(self, name: BlockName, now: float) -> list[Ask]:
-        """Notes that a block's prompt has ended; returns the asks that wait for it in vain."""
+        """Records that a block's prompt has finished; returns the requests still waiting for it."""
         if name not in self._blocks:
             self._absent[name] = now + LEASE_S
             if len(self._absent) > MAX_WAITING:
@@ -204,16 +202,16 @@ class Outbox:
         return self.waiting(name)
 
     def is_absent(self, name: BlockName, now: float) -> bool:
-        """Tells whether a block will not come, as far as is known."""
+        """Returns whether a block is known not to come."""
         return self._absent.get(name, now) > now
 
     def drop(self, peer: bytes, names: Iterable[BlockName]) -> None:
-        """Ends a peer's waits for some blocks."""
+        """Ends a peer's waits for these blocks."""
         for name in names:
             self._keep_waits(name, [w for w in self._waits.get(name, ()) if w.ask.peer != peer])
 
     def expire(self, now: float) -> None:
-        """Ends the waits whose time is up; their peers have given up by themselves."""
+        """Ends the waits that timed out; their peers have given up as well."""
         for name, waits in list(self._waits.items()):
             self._keep_waits(name, [wait for wait in waits if wait.until > now])
 

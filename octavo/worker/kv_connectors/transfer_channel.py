@@ -1,7 +1,6 @@
-"""The mail of one transfer worker: what it sends, what it fetches, and when it looks again.
+"""Transfer channel of one worker: combines `BlockSender` and `BlockFetcher` in one polling loop.
 
-Puts `BlockSender` and `BlockFetcher` together, and knows when time has passed. One thread uses it;
-the worker of `transfer.py` is that thread's owner.
+Used by a single thread, which `transfer.py` owns.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from octavo.transfer.address import TransferEnds
 from octavo.transfer.block_transport import BlockTransport
 from octavo.worker.kv_connectors.block_fetcher import BlockFetcher
 from octavo.worker.kv_connectors.block_sender import BlockSender
-from octavo.worker.kv_connectors.held_heads import HeldHeads
+from octavo.worker.kv_connectors.kv_head_partition import KVHeadPartition
 from octavo.worker.kv_connectors.layer_stream import LayerStream
-from octavo.worker.kv_connectors.mail_note import BUSY_MS, IDLE_MS, Note
+from octavo.worker.kv_connectors.mover_message import BUSY_MS, IDLE_MS, Note
 
 SIGN_S = 1.0
-"""Seconds between two signs of life to a peer that waits for blocks."""
+"""Seconds between keep-alive messages to a peer that waits for blocks."""
 
 
-class TransferMail:
-    """Both directions of one worker; one thread uses it."""
+class TransferChannel:
+    """Sends and fetches the blocks of one worker."""
 
     def __init__(
         self,
@@ -38,34 +37,34 @@ class TransferMail:
         note: Note,
         *,
         mover: BlockTransport | None,
-        heads: HeldHeads,
+        heads: KVHeadPartition,
     ) -> None:
         self.poller = zmq.Poller()
         self._slots = slots
         self._note = note
         self.sender = BlockSender(context, slots, ends, note, mover=mover, heads=heads)
-        """Side that other engines ask."""
+        """Serves the requests of other engines."""
         self.fetcher = BlockFetcher(
             context, slots, ends, note, mover=mover, heads=heads, poller=self.poller
         )
-        """Side that asks other engines."""
+        """Sends requests to other engines."""
         if self.sender.socket is not None:
             self.poller.register(self.sender.socket, zmq.POLLIN)
         self._signed_at = 0.0
         self._pause_ms = IDLE_MS
-        """Milliseconds for which there is nothing to do unless a message comes."""
+        """Milliseconds until there is work even if no message arrives."""
 
     def close(self) -> None:
         self.sender.close()
         self.fetcher.close()
 
     def carry_out(self, plan: ConnectorPlan) -> None:
-        """Begins the work of a plan."""
-        self.sender.send_layers()  # of the step before, whose blocks may be kept now
+        """Starts the transfers of a plan."""
+        self.sender.send_layers()  # of the previous step, whose blocks may be buffered now
         if plan.forget_all:
-            self.sender.outbox.clear()
+            self.sender.send_buffer.clear()
         for name in plan.forget:
-            self.sender.outbox.remove(name)
+            self.sender.send_buffer.remove(name)
         wanted: defaultdict[str, list[SlotBlock]] = defaultdict(list)
         for block in plan.fetch:
             wanted[block.source].append(block)
@@ -80,23 +79,23 @@ class TransferMail:
         self.sender.tell_absent(plan.complete)
 
     def stream(self, stream: LayerStream) -> None:
-        """Sends the layers of blocks that are being computed, as they are written."""
+        """Sends the layers of blocks as the running step writes them."""
         self.sender.stream(stream)
 
     def _take_own(self, blocks: Sequence[SlotBlock]) -> None:
-        """Fetches blocks that are behind the own slots: in the outbox."""
+        """Copies blocks from this worker's own send buffer into its slots."""
         for block in blocks:
-            data = self.sender.outbox.take(block.name, block.key)
+            data = self.sender.send_buffer.take(block.name, block.key)
             if data is not None:
                 self._slots[block.group][block.slot][:] = np.frombuffer(data, np.uint8)
             self._note(**{"not_fetched" if data is None else "fetched": [block.name]})
 
     def wait(self) -> None:
-        """Waits for messages, not for long."""
+        """Waits for a message or until there is other work."""
         self.poller.poll(self._pause_ms)
 
     def move(self) -> None:
-        """Takes in what has come, sends what it can and ends what takes too long."""
+        """Processes arrived messages, sends what it can, and ends transfers that timed out."""
         self.sender.take_requests()
         self.fetcher.take_replies()
         self.sender.send_layers()

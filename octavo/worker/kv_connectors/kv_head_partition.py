@@ -1,8 +1,7 @@
-"""The KV heads that each rank of an engine keeps, and the bytes of a block that are theirs.
+"""Partition of the KV heads over the ranks of an engine, and the bytes of a block of each rank.
 
-Two engines whose ranks share out the heads in other ways exchange pieces of blocks: neighbouring
-heads that one rank of the sender has and one of the receiver wants. A piece lies as a rank's block
-would that had just these heads. Knows no socket and no request.
+Two engines with different partitions exchange pieces of blocks: adjacent heads that one rank of the
+sender has and one of the receiver needs. A piece has the layout of a block with just these heads.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from octavo.program.program import CacheGroup, Span
 
 
 class HeadPiece(NamedTuple):
-    """Neighbouring KV heads of one cache group, counted over the whole model, that one rank has."""
+    """Adjacent KV heads of one cache group on one rank, numbered over the whole model."""
 
     rank: int
     heads: Span
@@ -28,12 +27,12 @@ class HeadPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupHeads:
-    """The KV heads of one cache group, over the whole model."""
+    """KV heads of one cache group of the whole model."""
 
     num_heads: int
-    """KV heads that ranks share out; 1 where every rank keeps the whole group."""
+    """Number of KV heads that are partitioned; 1 if every rank has the whole group."""
     rows: tuple[HeadRows, ...]
-    """How a block's bytes are shared out among its heads."""
+    """Layout of a block's bytes by head."""
 
     @property
     def head_bytes(self) -> int:
@@ -41,17 +40,17 @@ class GroupHeads:
         return sum(row.num_rows * row.head_bytes for row in self.rows)
 
     def spans(self, num_ranks: int) -> tuple[Span, ...]:
-        """Returns the heads of each rank; ConfigError where they cannot be shared out so."""
+        """Returns the heads of each rank; raises ConfigError if they cannot be divided."""
         return spans_of_kv_heads(self.num_heads, num_ranks)
 
     def cut(self, data: NDArray[np.uint8], held: Span, wanted: Span) -> NDArray[np.uint8]:
-        """Copies the heads `wanted` out of a block of the heads `held`, `[bytes]`."""
+        """Copies the heads `wanted` from a block `[bytes]` of the heads `held`."""
         first, last = wanted[0] - held[0], wanted[1] - held[0]
         parts = [part[:, first:last].reshape(-1) for part in self._parts(data, held)]
         return np.concatenate(parts)
 
     def put(self, piece: NDArray[np.uint8], into: NDArray[np.uint8], held: Span, at: Span) -> None:
-        """Writes a piece of the heads `at` to their places in a block of the heads `held`."""
+        """Writes a piece of the heads `at` into a block of the heads `held`."""
         first, last = at[0] - held[0], at[1] - held[0]
         for part, target in zip(self._parts(piece, at), self._parts(into, held), strict=True):
             target[:, first:last] = part
@@ -69,13 +68,13 @@ class GroupHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldHeads:
-    """One rank's share of the KV heads of every cache group."""
+class KVHeadPartition:
+    """The KV heads of every cache group that one rank holds."""
 
     groups: tuple[GroupHeads, ...]
     rank: int = 0
     num_ranks: int = 1
-    """Ranks of this engine that share out the heads."""
+    """Number of ranks among which the heads are divided."""
 
     @classmethod
     def of(
@@ -84,8 +83,8 @@ class HeldHeads:
         groups: Sequence[CacheGroup],
         rank: int = 0,
         num_ranks: int = 1,
-    ) -> HeldHeads:
-        """Returns the share of a rank, of its own layouts and the groups of the whole model."""
+    ) -> KVHeadPartition:
+        """Builds the partition of a rank from its layouts and the whole model's cache groups."""
         found = []
         for layout, group in zip(layouts, groups, strict=True):
             num_heads = 1 if group.kind == "state" else group.num_kv_heads
@@ -93,19 +92,19 @@ class HeldHeads:
         return cls(tuple(found), rank, num_ranks)
 
     def span(self, group: int) -> Span:
-        """Returns the heads of a group that this rank has."""
+        """Returns this rank's heads of a group."""
         return self.groups[group].spans(self.num_ranks)[self.rank]
 
     def block_bytes(self) -> list[int]:
-        """Returns the bytes of a block of each group on all ranks together."""
+        """Returns the bytes of a block of each group, summed over all ranks."""
         return [
             group.head_bytes * sum(last - first for first, last in group.spans(self.num_ranks))
             for group in self.groups
         ]
 
     def pieces(self, group: int, num_ranks: int) -> list[HeadPiece]:
-        """Returns the pieces of this rank's heads in an engine of `num_ranks` ranks, in the order
-        of the heads. Where several of these have the same ones, the ranks here take turns.
+        """Splits this rank's heads into the pieces held by an engine of `num_ranks` ranks, in
+        order. If several of its ranks hold the same heads, this engine's ranks alternate.
         """
         held = self.groups[group].spans(num_ranks)
         first, end = self.span(group)
@@ -121,23 +120,23 @@ class HeldHeads:
     # -- bytes -------------------------------------------------------------------------------------
 
     def has(self, group: int, heads: Span) -> bool:
-        """Says whether this rank has these heads, at least one."""
+        """Returns whether this rank has all of these heads (at least one)."""
         first, last = self.span(group)
         return first <= heads[0] < heads[1] <= last
 
     def is_whole(self, group: int, heads: Span) -> bool:
-        """Says whether these heads are all that this rank has."""
+        """Returns whether these are all heads of this rank."""
         return heads == self.span(group)
 
     def cut(self, group: int, block: NDArray[np.uint8], heads: Span) -> NDArray[np.uint8]:
-        """Copies the piece of some heads out of this rank's block."""
+        """Copies the piece of these heads from this rank's block."""
         return self.groups[group].cut(block, self.span(group), heads)
 
     def cut_layer(
         self, group: int, layers: NDArray[np.uint8], offset: int, heads: Span
     ) -> tuple[NDArray[np.uint8], int]:
-        """Copies some heads out of one layer of blocks, `[blocks, layer_bytes]`, that lies at
-        `offset` of each block; returns them with their offset in the piece of these heads.
+        """Copies heads from one layer of blocks `[blocks, layer_bytes]`, which starts at `offset`
+        of each block; returns them with their offset in the piece of these heads.
         """
         assert len(self.groups[group].rows) == 1, "each layer of a block lies in one place"
         first, last = self.span(group)
@@ -145,22 +144,22 @@ class HeldHeads:
         cut = by_head[:, heads[0] - first : heads[1] - first].reshape(len(layers), -1)
         return cut, offset // (last - first) * (heads[1] - heads[0])
 
-    def place_of(self, group: int, heads: Span) -> slice:
-        """Returns where the piece of some heads comes to lie in a block's memory until all pieces
-        are there: one behind the other.
+    def get_piece_slice(self, group: int, heads: Span) -> slice:
+        """Returns the bytes of a block in which a piece is stored until all pieces have arrived:
+        one after the other.
         """
         first, size = self.span(group)[0], self.groups[group].head_bytes
         return slice((heads[0] - first) * size, (heads[1] - first) * size)
 
     def join(self, group: int, block: NDArray[np.uint8], pieces: Sequence[Span]) -> None:
-        """Brings the pieces of a block, which lie one behind the other, to where they belong."""
+        """Moves a block's pieces, stored one after the other, to their final positions."""
         if len(pieces) == 1:
             return
         come, held = block.copy(), self.span(group)
         for heads in pieces:
-            self.groups[group].put(come[self.place_of(group, heads)], block, held, heads)
+            self.groups[group].put(come[self.get_piece_slice(group, heads)], block, held, heads)
 
 
-def whole_blocks(block_bytes: Sequence[int]) -> HeldHeads:
-    """Returns the share of the only rank, whose blocks are never cut."""
-    return HeldHeads(tuple(GroupHeads(1, (HeadRows(1, size),)) for size in block_bytes))
+def make_single_rank_partition(block_bytes: Sequence[int]) -> KVHeadPartition:
+    """Returns the partition of a single rank, whose blocks are never split."""
+    return KVHeadPartition(tuple(GroupHeads(1, (HeadRows(1, size),)) for size in block_bytes))
