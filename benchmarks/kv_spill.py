@@ -34,23 +34,24 @@ def measured(llm: LLM, *, context: int, output: int) -> tuple[dict[str, Any], li
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         (answer,) = llm.generate({"prompt_token_ids": prompt}, params)
         found.append(answer)
-        shown.append(llm.get_metrics().spilled)
+        shown.append(llm.get_metrics().counters)
     before, after = shown
+
+    def moved(name: str) -> float:
+        return after.get(f"kv_spill_{name}", 0) - 2 * before.get(f"kv_spill_{name}", 0)
+
     num_tokens = output - 1  # the first one of both comes from the prompt
-    asked = after.num_found + after.num_read - 2 * (before.num_found + before.num_read)
-    read = after.num_read - 2 * before.num_read
+    asked, read = moved("found") + moved("read"), moved("read")
     timings = found[1].timings
     assert timings is not None
     return {
         "tokens_per_second": round(num_tokens / timings.decode_s, 2),
         "asked_a_token": round(asked / num_tokens, 1),
         "found": round(1 - read / asked, 4) if asked else None,
-        "read_bytes_a_token": round((after.read_bytes - 2 * before.read_bytes) / num_tokens),
-        "written_bytes_a_token": round(
-            (after.written_bytes - 2 * before.written_bytes) / num_tokens
-        ),
-        "foreseen_and_used": after.num_foreseen_used,
-        "waited_s": round(after.wait_s - 2 * before.wait_s, 2),
+        "read_bytes_a_token": round(moved("read_bytes") / num_tokens),
+        "written_bytes_a_token": round(moved("written_bytes") / num_tokens),
+        "foreseen_and_used": after.get("kv_spill_foreseen_used", 0),
+        "waited_s": round(moved("wait_seconds"), 2),
         "prompt_s": round(timings.prefill_s, 2),
     }, list(found[1].outputs[0].token_ids)
 

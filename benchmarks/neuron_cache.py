@@ -28,8 +28,8 @@ import msgspec
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.step import WeightArrivals
-from octavo.program.activation_curves import Calibration
-from octavo.wiring.calibrate import calibrate_model
+from octavo.sparsity.activation_curves import Calibration
+from octavo.sparsity.calibrate import calibrate_model
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"
 SEED = 17

@@ -22,10 +22,10 @@ from octavo.executor.base import BackendOptions
 from octavo.executor.batch import StepBatch
 from octavo.executor.native.backend import NativeBackend
 from octavo.program.builder import Builder
-from octavo.program.passes.sparsify import Thresholds, sparsify
 from octavo.program.program import Program, Weight
 from octavo.quant.online import pack_int4, pack_int8
 from octavo.quant.packed import PackedWeight
+from octavo.sparsity.passes.sparsify import Thresholds, sparsify
 
 NARROW, WIDE, VOCAB = 2048, 8192, 64
 THRESHOLDS = {50: 0.6745, 70: 1.0364, 90: 1.6449}

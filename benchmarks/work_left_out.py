@@ -24,8 +24,8 @@ from typing import Any
 
 from octavo import LLM
 from octavo.config.engine_config import EngineConfig
-from octavo.program.neuron_predictors import SHARES
-from octavo.wiring.calibrate import calibrate_model
+from octavo.sparsity.calibrate import calibrate_model
+from octavo.sparsity.neuron_predictors import SHARES
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "opticks.txt"
 MEASURED_CHARACTERS = 16_000

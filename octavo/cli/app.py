@@ -10,7 +10,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import TextIOWrapper
 from typing import Annotated
 
@@ -18,9 +18,10 @@ import typer
 
 from octavo.cli.common.command import Command, Group
 from octavo.cli.common.errors import exit_code_of
+from octavo.utils.extensions import extensions
 from octavo.utils.version import __version__
 
-COMMANDS = (
+OWN_COMMANDS = (
     "run",
     "chat",
     "serve",
@@ -35,15 +36,16 @@ COMMANDS = (
     "models",
     "quantize",
     "plan",
-    "calibrate",
-    "simulate",
     "top",
     "replay",
     "doctor",
     "bench",
 )
-"""Names of the subcommands. Each has a file of that name, with a function of that name or a
-`build_app` that makes a Typer app of several.
+COMMANDS = {name: f"octavo.cli.{name}" for name in OWN_COMMANDS} | {
+    name: module for each in extensions() for name, module in each.commands.items()
+}
+"""Modules of the subcommands, by name, with those of extensions last. Each has a function of that
+name, or a `build_app` that makes a Typer app of several.
 """
 
 COLLECT_AFTER = 200_000
@@ -60,7 +62,7 @@ COMPLETED_LINES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 """Environment variables in which such a script passes the line so far: bash's, and the others'."""
 
 
-def build_app(names: Sequence[str] = COMMANDS, *, add_completion: bool = False) -> typer.Typer:
+def build_app(names: Iterable[str] = COMMANDS, *, add_completion: bool = False) -> typer.Typer:
     """Imports the named subcommands and puts them together; `add_completion` gives the command the
     options that install shell completion.
     """
@@ -73,7 +75,7 @@ def build_app(names: Sequence[str] = COMMANDS, *, add_completion: bool = False) 
     )
     app.callback(cls=Group)(_root)
     for name in names:
-        module = importlib.import_module(f"octavo.cli.{name}")
+        module = importlib.import_module(COMMANDS[name])
         if hasattr(module, "build_app"):
             app.add_typer(module.build_app(), name=name)
         else:

@@ -241,7 +241,7 @@ class PlanReport:
             flops=ceilings.operations,
             estimates_decode=bool(ceilings.row_rates),
             streamed_bytes=found.footprint.streamed_bytes,
-            neuron_bytes=found.footprint.neuron_bytes,
+            neuron_bytes=found.footprint.read_in_part.get("neurons", 0),
             disk_rate=ceilings.disk,
             random_disk_rates={} if disk is None else disk.random,
             split=_split(found, ceilings),
@@ -430,7 +430,7 @@ def _split(found: ModelPlan, ceilings: Ceilings) -> MemorySplit | None:
     from octavo.worker.memory_split import better_split
     from octavo.worker.speed import Roofline
 
-    if found.config.offload.weights_schedule == "layers" or found.config.cache.kv_spill_dir:
+    if found.config.offload.weights_schedule == "layers" or found.capacity.planner is not None:
         return None  # which read the same, whatever memory the weights have
     roofline = Roofline(found.work, found.footprint, found.capacity, ceilings)
     return better_split(roofline, min(TYPICAL_CONTEXT, found.capacity.demand.max_model_len))

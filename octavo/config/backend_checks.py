@@ -7,21 +7,13 @@ from octavo.config.backend_options import (
     BackendChoice,
     FleetOptions,
     OffloadOptions,
-    SparsityOptions,
 )
 from octavo.config.cache_options import TransferOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import check_rank_secret, parse_rank_address
-from octavo.config.sizes import format_bytes
 
 MAX_ENGINES = 64
 """Most engines behind one front."""
-
-MAX_SPARSITY = 0.95
-"""Largest share of inputs or gates that may be taken for zero."""
-
-MAX_LOOKAHEAD = 4
-"""Most layers ahead whose neurons are guessed."""
 
 TORCH_ONLY = ("device", "attention_backend", "torch_kernels", "enforce_eager")
 NATIVE_ONLY = ("cpu_level",)
@@ -35,8 +27,6 @@ def check_backend(config: EngineConfig) -> None:
     """Raises ConfigError where the options of what computes contradict each other or others."""
     _check_choice(config.backend)
     _check_offload(config)
-    _check_neurons(config)
-    _check_sparsity(config)
     if config.model.quantization == "fp8" and config.backend.backend == "native":
         hint = "use int8, which is the more exact, or set backend to torch"
         raise ConfigError(
@@ -66,7 +56,7 @@ def _check_choice(options: BackendChoice) -> None:
 def _check_offload(config: EngineConfig) -> None:
     options, usual = config.offload, OffloadOptions()
     if options.weights_memory_bytes is None:
-        for name in ("weights_dir", "weights_schedule", "neuron_cache_bytes"):
+        for name in ("weights_dir", "weights_schedule"):
             if getattr(options, name) != getattr(usual, name):
                 raise ConfigError(
                     f"{name}: allowed only with weights_memory_bytes",
@@ -83,125 +73,6 @@ def _check_offload(config: EngineConfig) -> None:
         raise ConfigError(
             "weights_memory_bytes: allowed only with weights_dir",
             hint="name a directory on a disk with room for the model's weights",
-        )
-
-
-def _check_neurons(config: EngineConfig) -> None:
-    options = config.offload
-    if options.neuron_cache_bytes is None:
-        for name in ("neuron_window", "weights_lookahead", "hot_neurons"):
-            if getattr(options, name):
-                raise ConfigError(
-                    f"{name}: allowed only with neuron_cache_bytes",
-                    hint="set neuron_cache_bytes to the memory of neurons",
-                )
-        return
-    hint = "leave neuron_cache_bytes out"
-    if config.sparsity.ffn_sparsity is None and config.sparsity.sparsity_predictor is None:
-        raise ConfigError(
-            "neuron_cache_bytes: allowed only with ffn_sparsity or sparsity_predictor, which say"
-            " what a token uses",
-            hint="set ffn_sparsity to exact for a model with relu, else to gate:SHARE",
-        )
-    if options.weights_lookahead and config.sparsity.sparsity_predictor is None:
-        raise ConfigError(
-            "weights_lookahead: allowed only with sparsity_predictor, which guesses",
-            hint="make one: octavo calibrate MODEL --predictor-rank 64",
-        )
-    if options.weights_lookahead > MAX_LOOKAHEAD:
-        raise ConfigError(
-            f"weights_lookahead: got {options.weights_lookahead}, allowed is at most"
-            f" {MAX_LOOKAHEAD}"
-        )
-    if config.lora.enable_lora:
-        raise ConfigError("neuron_cache_bytes: not allowed beside enable_lora", hint=hint)
-    most = options.weights_memory_bytes
-    assert most is not None, "checked before"
-    if options.neuron_cache_bytes >= most:
-        raise ConfigError(
-            f"neuron_cache_bytes: got {format_bytes(options.neuron_cache_bytes)}, allowed is less"
-            f" than weights_memory_bytes, {format_bytes(most)}, of which it is a part",
-            hint="raise weights_memory_bytes",
-        )
-
-
-def _check_sparsity(config: EngineConfig) -> None:
-    """Raises ConfigError where work is to be left out that cannot be, or not like this."""
-    options = config.sparsity
-    usual = SparsityOptions()
-    backend = config.backend.backend
-    ffn = options.ffn_sparsity
-    if ffn not in (None, "exact") and not 0 < options.gate_sparsity <= MAX_SPARSITY:
-        raise ConfigError(
-            f"ffn_sparsity: got {ffn!r}, allowed is 'exact' or gate:SHARE with a share above 0 and"
-            f" at most {MAX_SPARSITY}, as 'gate:0.3'"
-        )
-    if not options.activation_sparsity <= MAX_SPARSITY:
-        raise ConfigError(
-            f"activation_sparsity: got {options.activation_sparsity:g}, allowed is 0 to"
-            f" {MAX_SPARSITY}"
-        )
-    if ffn == "exact" and backend != "native":
-        raise ConfigError(
-            f"ffn_sparsity: allowed only with the native backend, got {backend!r}",
-            hint="set backend to native",
-        )
-    _check_share(config, "sparsity_predictor", "predicted_share", changed="the gates")
-    _check_share(config, "kv_selection", "kv_budget", changed="queries and keys")
-    if not options.activation_sparsity and not options.gate_sparsity:
-        for unused in ("calibration", "activation_sparsity_plan"):
-            if getattr(options, unused) != getattr(usual, unused):
-                raise ConfigError(
-                    f"{unused}: allowed only with activation_sparsity or ffn_sparsity gate:SHARE",
-                    hint=f"leave {unused} out",
-                )
-    if not options.is_approximate:
-        return
-    name = next(
-        name
-        for name, given in (
-            ("activation_sparsity", options.activation_sparsity),
-            ("ffn_sparsity", options.gate_sparsity),
-            ("sparsity_predictor", options.sparsity_predictor),
-            ("kv_selection", options.kv_selection),
-        )
-        if given
-    )
-    if backend == "torch":
-        raise ConfigError(
-            f"{name}: allowed with the native and the reference backend, got 'torch'",
-            hint=f"set backend to native, or leave {name} out",
-        )
-    if config.backend.num_stage_ranks > 1:
-        option, size = config.backend.meeting_option
-        raise ConfigError(
-            f"{name}: allowed where {option} is 1, got {size}", hint=f"leave {name} out"
-        )
-    if not options.calibration and name not in ("sparsity_predictor", "kv_selection"):
-        raise ConfigError(
-            f"{name}: allowed only with a calibration",
-            hint="make one: octavo calibrate MODEL --text FILE --out FILE",
-        )
-
-
-def _check_share(config: EngineConfig, name: str, share: str, *, changed: str) -> None:
-    """Raises ConfigError where keys or neurons are to be chosen that cannot be, or not like this.
-
-    `name` is the option that has them chosen, `share` the one that says how many, `changed` what
-    adapters would change under it.
-    """
-    options, usual = config.sparsity, SparsityOptions()
-    got: float = getattr(options, share)
-    if getattr(options, name) is None:
-        if got != getattr(usual, share):
-            raise ConfigError(f"{share}: allowed only with {name}", hint=f"leave {share} out")
-        return
-    if not 1 - MAX_SPARSITY <= got + 1e-9 <= 1 + 1e-9:
-        raise ConfigError(f"{share}: got {got:g}, allowed is {1 - MAX_SPARSITY:.2f} to 1")
-    if config.lora.enable_lora:
-        raise ConfigError(
-            f"{name}: not allowed beside enable_lora, which changes {changed}",
-            hint="merge the adapter into the model, and use that",
         )
 
 
@@ -269,10 +140,6 @@ def _check_stages(config: EngineConfig) -> None:
         ("cache", "kv_pool"),
         ("cache", "kv_cache"),
         ("transfer", "kv_transfer"),
-        ("sparsity", "ffn_sparsity"),
-        ("sparsity", "activation_sparsity"),
-        ("sparsity", "sparsity_predictor"),
-        ("sparsity", "kv_selection"),
     ):
         given = getattr(getattr(config, part), name)
         if given not in (getattr(getattr(usual, part), name), "none"):
@@ -335,8 +202,6 @@ def _check_shared_experts(config: EngineConfig) -> None:
         ("cache", "prefix_cache_dir"),
         ("cache", "kv_offloading_size"),
         ("cache", "kv_pool"),
-        ("sparsity", "ffn_sparsity"),
-        ("sparsity", "activation_sparsity"),
     ):
         given = getattr(getattr(config, part), name)
         if given != getattr(getattr(usual, part), name):

@@ -52,27 +52,6 @@ class CacheOptions:
         "Read KV blocks shared by running requests once",
         details="Native; torch with triton.",
     )
-    kv_spill_dir: str | None = option(
-        None,
-        "Experimental",
-        "Keep K and V of selecting layers in a file here (InfiniGen)",
-        details="Native, with kv_selection: layers that choose which keys they read have theirs in"
-        " this directory, and kv_cache_memory_bytes holds those read last. No result changes.",
-    )
-    kv_spill_bytes: int | None = option(
-        None,
-        "Experimental",
-        "Limit the file in kv_spill_dir, e.g. 20GiB",
-        details="It bounds the tokens of all requests.",
-        unit="bytes",
-        low=1,
-    )
-    kv_spill_ahead: bool = option(
-        False,
-        "Experimental",
-        "Prefetch the keys that the next layer is likely to read",
-        details="With kv_spill_dir; no result depends on it.",
-    )
     swap_space: int = option(
         1 << 30,
         "Memory and KV cache",
@@ -100,21 +79,6 @@ class CacheOptions:
         "Limit the files in prefix_cache_dir",
         unit="bytes",
         low=1,
-    )
-    prefix_cache_policy: Literal["lru", "importance"] = option(
-        "lru",
-        "Experimental",
-        "Choose stored blocks kept in memory",
-        details="lru: those used last; importance (native, reference): those that get most"
-        " attention from prompts, by one layer's keys, which are kept apart (IMPRESS).",
-    )
-    prefix_cache_load: float = option(
-        1.0,
-        "Experimental",
-        "Load this fraction of a stored prefix",
-        details="With prefix_cache_policy importance: loads the blocks that get most attention from"
-        " a prompt's last tokens. Below 1 results change.",
-        low=0,
     )
     kv_pool: str | None = option(
         None,
@@ -146,21 +110,6 @@ class CacheOptions:
         "Keep K and V instead of recomputing every token",
         details="--no-kv-cache recomputes all of a request's tokens at each step, for comparison.",
     )
-
-    @property
-    def weighs_prefixes(self) -> bool:
-        """Whether stored blocks are weighed by the attention that prompts pay to them."""
-        return self.prefix_cache_policy == "importance"
-
-    @property
-    def loads_in_part(self) -> bool:
-        """Whether prompts may go without a part of their stored prefix."""
-        return self.prefix_sparsity > 0
-
-    @property
-    def prefix_sparsity(self) -> float:
-        """Share of a stored prefix's blocks that a prompt does not load."""
-        return 1.0 - self.prefix_cache_load if self.weighs_prefixes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import math
 from octavo.api.errors import ConfigError
 from octavo.config.backend_checks import check_backend
 from octavo.config.cache_options import CacheOptions
+from octavo.config.config_hooks import config_hooks
 from octavo.config.engine_config import EngineConfig
 from octavo.config.scheduler_options import PROGRAM_METHODS, ObserveOptions, SchedulerOptions
 
@@ -14,9 +15,6 @@ MIN_STALL_S = 1.0
 """Least stall_timeout, in seconds: every step reports progress several times in it."""
 
 MAX_LORA_RANK = 1024
-
-MIN_LOAD = 0.05
-"""Least share of a stored prefix's blocks that a prompt reads."""
 
 MAX_TREE_WIDTH = 8
 """Most paths of one guess; each has a copy of a block in every layer."""
@@ -27,10 +25,8 @@ def check(config: EngineConfig) -> None:
     _check_tenants(config.scheduler)
     _check_prefill(config.scheduler)
     _check_prefix_cache(config.cache)
-    _check_importance(config)
     _check_observe(config.observe)
     _check_layout(config.cache)
-    _check_spill(config)
     if config.scheduler.async_scheduling == "on" and (why := against_async_scheduling(config)):
         raise ConfigError(
             f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto"
@@ -45,6 +41,8 @@ def check(config: EngineConfig) -> None:
     _check_adapters(config)
     _check_draws(config)
     _check_speculation(config)
+    for hooks in config_hooks():
+        hooks.check(config)
 
 
 def _check_tenants(options: SchedulerOptions) -> None:
@@ -102,83 +100,6 @@ def _check_prefix_cache(cache: CacheOptions) -> None:
         if cache.kv_pool is None and getattr(cache, name) != getattr(usual, name):
             raise ConfigError(
                 f"{name}: allowed only with kv_pool", hint="set kv_pool to mooncake://HOST:PORT"
-            )
-
-
-def _check_importance(config: EngineConfig) -> None:
-    """Raises ConfigError where stored blocks are to be weighed that cannot be, or not like this."""
-    cache, usual = config.cache, CacheOptions()
-    if not cache.weighs_prefixes:
-        if cache.prefix_cache_load != usual.prefix_cache_load:
-            raise ConfigError(
-                "prefix_cache_load: allowed only with prefix_cache_policy importance",
-                hint="set prefix_cache_policy to importance, or leave prefix_cache_load out",
-            )
-        return
-    if not MIN_LOAD <= cache.prefix_cache_load + 1e-9 <= 1 + 1e-9:
-        raise ConfigError(
-            f"prefix_cache_load: got {cache.prefix_cache_load:g}, allowed is {MIN_LOAD:g} to 1"
-        )
-    backend = config.backend
-    against = {
-        "without prefix_cache_dir": cache.prefix_cache_dir is None,
-        "with the backend torch": backend.backend == "torch",
-        f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
-        "beside engines that share experts": config.fleet.num_sharing > 1,
-        "beside kv_transfer": config.transfer.kv_transfer is not None,
-        "beside spec_method": config.scheduler.guesses,
-        "beside weights_memory_bytes": config.offload.weights_memory_bytes is not None,
-        "beside sparsity_predictor": config.sparsity.sparsity_predictor is not None,
-        "beside kv_selection": config.sparsity.kv_selection is not None,
-        "beside enable_lora": config.lora.enable_lora,
-        f"with kv_cache_dtype {cache.kv_cache_dtype}": cache.kv_cache_dtype in ("int8", "fp8"),
-    }
-    for where, is_so in against.items():
-        if is_so:
-            raise ConfigError(
-                f"prefix_cache_policy: got importance {where}, allowed is lru there",
-                hint="leave prefix_cache_policy out",
-            )
-
-
-def _check_spill(config: EngineConfig) -> None:
-    """Raises ConfigError where keys and values are to be in a file that cannot be, or not so."""
-    cache = config.cache
-    if cache.kv_spill_dir is None:
-        given = {"kv_spill_bytes": cache.kv_spill_bytes, "kv_spill_ahead": cache.kv_spill_ahead}
-        for name, value in given.items():
-            if value:
-                raise ConfigError(
-                    f"{name}: allowed only with kv_spill_dir",
-                    hint="name a directory on a disk with room for keys and values",
-                )
-        return
-    missing = {
-        "kv_spill_bytes": (cache.kv_spill_bytes, "say how large the file may be"),
-        "kv_cache_memory_bytes": (cache.kv_cache_memory_bytes, "say what stays in memory"),
-        "kv_selection": (
-            config.sparsity.kv_selection,
-            "set kv_selection to speculated: a layer that reads all keys has no use for a file",
-        ),
-    }
-    for name, (wanted, hint) in missing.items():
-        if wanted is None:
-            raise ConfigError(f"kv_spill_dir: allowed only with {name}", hint=hint)
-    against = {
-        f"with the backend {config.backend.backend}": config.backend.backend != "native",
-        "with kv_layout virtual": cache.kv_layout == "virtual",
-        "without a kv_cache": not cache.kv_cache,
-        "beside kv_transfer": config.transfer.kv_transfer is not None,
-        "beside engines that share experts": config.fleet.num_sharing > 1,
-        f"beside spec_method {config.scheduler.spec_method}": (
-            config.scheduler.spec_method in PROGRAM_METHODS
-        ),
-    }
-    for where, is_so in against.items():
-        if is_so:
-            raise ConfigError(
-                f"kv_spill_dir: got {cache.kv_spill_dir} {where}, which is not allowed",
-                hint="leave kv_spill_dir out",
             )
 
 

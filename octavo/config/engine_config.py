@@ -10,19 +10,21 @@ options themselves stand by subject in `model_options.py`, `cache_options.py`,
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.api.errors import ConfigError, did_you_mean
 from octavo.config.backend_options import (
     BackendChoice,
     FleetOptions,
     OffloadOptions,
-    SparsityOptions,
 )
 from octavo.config.cache_options import CacheOptions, TransferOptions
 from octavo.config.model_options import DrawOptions, LoraOptions, MediaOptions, ModelOptions
 from octavo.config.option import OptionField, convert, options_of
 from octavo.config.scheduler_options import ObserveOptions, SchedulerOptions
+from octavo.utils.extensions import extension_options
+
+Options = TypeVar("Options")
 
 OPTIONS_PAGE = "docs/reference/options.md"
 """Page that lists every option."""
@@ -42,8 +44,9 @@ class EngineConfig:
     backend: BackendChoice = field(default_factory=BackendChoice)
     fleet: FleetOptions = field(default_factory=FleetOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
-    sparsity: SparsityOptions = field(default_factory=SparsityOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
+    extensions: tuple[Any, ...] = field(default_factory=extension_options)
+    """Options of the extensions, a dataclass each group."""
 
     @staticmethod
     def from_options(**options: Any) -> EngineConfig:
@@ -54,32 +57,44 @@ class EngineConfig:
         for name in options:
             if name not in known:
                 raise _unknown(name, list(known))
-        parts = {}
-        for section in fields(EngineConfig):
-            given = {
-                name: convert(known[name], options[name])
-                for name in options
-                if known[name].section == section.name
-            }
-            parts[section.name] = replace(_default(section), **given)
-        return EngineConfig(**parts)
+
+        def parse(usual: Any) -> Any:
+            names = [entry.name for entry in fields(usual) if entry.name in options]
+            return replace(usual, **{name: convert(known[name], options[name]) for name in names})
+
+        sections = {section.name: parse(_default(section)) for section in _own_sections()}
+        return EngineConfig(**sections, extensions=tuple(map(parse, extension_options())))
 
     def to_options(self) -> dict[str, Any]:
         """Returns the flat options of which `from_options` makes the same config."""
-        sections = [getattr(self, section.name) for section in fields(self)]
+        own = [getattr(self, section.name) for section in _own_sections()]
         return {
             entry.name: getattr(section, entry.name)
-            for section in sections
+            for section in (*own, *self.extensions)
             for entry in fields(section)
         }
+
+    def of(self, kind: type[Options]) -> Options:
+        """Returns the options of an extension that are declared by a dataclass."""
+        found: Options = next(each for each in self.extensions if type(each) is kind)
+        return found
+
+    def replace_options(self, options: Any) -> EngineConfig:
+        """Returns a config with other options of an extension."""
+        kept = (options if type(each) is type(options) else each for each in self.extensions)
+        return replace(self, extensions=tuple(kept))
 
 
 def option_fields() -> dict[str, OptionField]:
     """Returns every option by its flat name, in order."""
     found: dict[str, OptionField] = {}
-    for section in fields(EngineConfig):
-        found |= options_of(type(_default(section)), section.name)
+    for usual in (*map(_default, _own_sections()), *extension_options()):
+        found |= options_of(type(usual))
     return found
+
+
+def _own_sections() -> list[Field[Any]]:
+    return [section for section in fields(EngineConfig) if section.name != "extensions"]
 
 
 def _default(section: Field[Any]) -> Any:

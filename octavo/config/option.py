@@ -79,9 +79,8 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class OptionField:
-    """Place and type of one option, for what makes flags or documents of it."""
+    """Declaration and type of one option, for what makes flags or documents of it."""
 
-    section: str
     entry: Field[Any]
     type: Any
 
@@ -150,10 +149,10 @@ class OptionField:
         return int if int in kinds else float if float in kinds else None
 
 
-def options_of(kind: type, section: str = "") -> dict[str, OptionField]:
+def options_of(kind: type) -> dict[str, OptionField]:
     """Returns the options that are a dataclass's fields, by name."""
     hints = get_type_hints(kind)
-    return {entry.name: OptionField(section, entry, hints[entry.name]) for entry in fields(kind)}
+    return {entry.name: OptionField(entry, hints[entry.name]) for entry in fields(kind)}
 
 
 def convert(spec: OptionField, value: Any) -> Any:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from octavo.api.outputs import Profile
 from octavo.engine.protocol.step import WeightArrivals
 from octavo.executor.batch import Check, DecodedStep, DecodeSteps, StepBatch, StepOutput
-from octavo.executor.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache, SpillingKvCache
+from octavo.executor.kv import BlockRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.program.low_rank import Updates
 from octavo.program.program import Program, Weight
 from octavo.quant.blocks import StoredWeight
@@ -26,21 +26,6 @@ LoadWeight = Callable[[Weight], StoredWeight]
 
 FormatOf = Callable[[Weight], str]
 """Tells how a weight is stored once it is loaded, by GGUF's names: F32, BF16, Q8_0, Q4_K ..."""
-
-
-@dataclass(frozen=True, slots=True)
-class NeuronCacheOptions:
-    """Feed-forward weights of which each neuron's lie together in the file and are read when a step
-    uses them.
-    """
-
-    cache_bytes: int
-    """Most bytes of them in memory, of `WeightsOffDevice.memory_bytes`."""
-    window: int = 0
-    """Steps for which a neuron that none has used stays in memory; 0: as long as there is room."""
-    hot: Mapping[str, Sequence[int]] | None = None
-    """Neurons by the name of their last product's matrix, the most used first, of which each layer
-    pins as many as half of its slots; None: none is pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +39,6 @@ class WeightsOffDevice:
     fingerprint: str = ""
     """Name of the weights and of all that decides how they are packed; files of others are never
     read."""
-    neurons: NeuronCacheOptions | None = None
-    """None: all weights are read in a fixed order."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvOffDevice:
-    """Keys and values of layers that choose what they read, in a file while memory lacks room."""
-
-    directory: Path
-    file_bytes: int
-    """Size of the file."""
-    foresees: bool = False
-    """Whether blocks are read that the next layer may choose, while one computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +65,10 @@ class BackendOptions:
     torch_kernels: str = "auto"
     enforce_eager: bool = False
     """Whether decode steps are never captured as CUDA graphs."""
-    skips_zeros: bool = False
-    """Whether weights of feed-forward products are not read whose inputs are zeros after a relu."""
     offload: WeightsOffDevice | None = None
     """Place of the weights that are not all in memory; None: all are."""
-    spill: KvOffDevice | None = None
-    """Place of the keys and values that are not all in memory; None: all are."""
+    hooks: tuple[Any, ...] = ()
+    """What extensions add to the backend; each backend knows the class of its own hooks."""
     batch_invariant: bool = False
     """Whether a row's bits never depend on its batch, on backends where that costs speed."""
 
@@ -126,9 +96,8 @@ class Footprint:
     """Bytes of weights that each step reads from a file."""
     least_memory_bytes: int = 0
     """Fewest bytes of weights in memory with which it could run; the others would be streamed."""
-    neuron_bytes: int = 0
-    """Bytes of weights of which a step reads those of the neurons that it uses, as far as they are
-    not in memory."""
+    read_in_part: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of streamed weights of which a step reads the parts that it uses, by what a part is."""
     row_products: Mapping[Weight, Hashable] = field(default_factory=dict)
     """Kind of product that reads each weight for one row: keys of `Ceilings.row_rates`."""
     row_attention: Hashable = None
@@ -435,19 +404,6 @@ class AsyncBackend(Protocol):
     @property
     def computes_apart(self) -> bool:
         """Whether steps are computed on a device of its own while Python goes on."""
-        ...
-
-
-@runtime_checkable
-class SpillingBackend(Protocol):
-    """A backend that can keep the blocks of layers that choose their keys in a file."""
-
-    def allocate_spilled(
-        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], num_kept: int
-    ) -> SpillingKvCache:
-        """Does what `allocate` does; of each layer that `KvLayout.spilled` names memory keeps
-        `num_kept` blocks from step to step. ConfigError where the directory has no room.
-        """
         ...
 
 

@@ -56,13 +56,20 @@ class KvLayout:
     head_rows: tuple[HeadRows, ...] = field(repr=False)
     """How `read_block`'s bytes are shared out among the group's KV heads; a group that every rank
     keeps whole has one."""
-    spilled: tuple[int, ...] = ()
+    in_file: tuple[int, ...] = ()
     """Layers whose blocks may be in a file instead of memory."""
 
     @property
     def record_bytes(self) -> int:
-        """Bytes that a block of one layer takes in memory and in a file where it may be in one."""
+        """Bytes of a block of one layer, in memory and in a file, if it may be in a file."""
         return -(-self.layer_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of a block that are always in memory."""
+        if not self.in_file:
+            return self.block_bytes
+        return self.record_bytes * (self.group.num_layers - len(self.in_file))
 
     @property
     def layer_bytes(self) -> int:
@@ -149,38 +156,6 @@ class BatchedKvCache(Protocol):
 
     @property
     def copies(self) -> BlockMover: ...
-
-
-class SpilledCounts(NamedTuple):
-    """Counts of what moved between memory and the file of a cache group since the start."""
-
-    num_found: int
-    """Blocks of single layers that were in memory when an attention asked for them."""
-    num_read: int
-    """Blocks of single layers that were read for an attention."""
-    read_bytes: int
-    written_bytes: int
-    wait_s: float
-    """Seconds in which attentions waited."""
-    num_foreseen: int
-    """Blocks of single layers that were read by a guess."""
-    num_foreseen_used: int
-    """Blocks among them that the layer then asked for."""
-    num_in_memory: int
-    """Blocks of single layers in memory now."""
-    is_direct: bool
-    """Whether reads and writes pass by the system's cache of files."""
-
-
-@runtime_checkable
-class SpillingKvCache(KvCache, Protocol):
-    """A KvCache of which a part may be in a file."""
-
-    def spilled(self, group: int) -> SpilledCounts:
-        """Returns what has moved of a group of which a part may be in a file, as a tuple of the
-        same numbers.
-        """
-        ...
 
 
 class OnDemandKvCache(KvCache, Protocol):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from octavo.checkpoint.ports import Checkpoint
 from octavo.config.backend_options import BackendChoice
-from octavo.config.cache_options import CacheOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import user_path
 from octavo.executor.base import (
     Backend,
     BackendOptions,
-    KvOffDevice,
-    NeuronCacheOptions,
     WeightsOffDevice,
 )
 from octavo.executor.devices import choose_device
 from octavo.executor.ranks import Ranks
+from octavo.wiring.model_hooks import model_hooks
 
 if TYPE_CHECKING:
     from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
@@ -30,15 +28,17 @@ def build_backend(
     ranks: Ranks[Any] | None = None,
     engines: EngineRanks | None = None,
     *,
+    checkpoint: Checkpoint | None = None,
     weights_key: str = "",
-    hot: Mapping[str, Sequence[int]] | None = None,
 ) -> Backend:
     """Makes the backend that the options name; BackendUnavailable where it cannot run here.
 
-    `weights_key` binds files of streamed weights to the model's; `hot` are the neurons that stay in
-    memory for good.
+    `weights_key` binds files of streamed weights to the model's; `checkpoint` is the model's, None
+    for a plan.
     """
-    options = replace(_backend_options(config), offload=_off_device(config, weights_key, hot))
+    options = replace(_backend_options(config), offload=_off_device(config, weights_key))
+    for hooks in model_hooks():
+        options = hooks.backend_options(config, checkpoint, options)
     return backend_with(options, config, ranks, engines)
 
 
@@ -81,36 +81,19 @@ def _backend_options(config: EngineConfig) -> BackendOptions:
         torch_kernels=config.backend.torch_kernels,
         enforce_eager=config.backend.enforce_eager,
         batch_invariant=config.backend.batch_invariant,
-        skips_zeros=config.sparsity.ffn_sparsity == "exact",
-        spill=_kv_off_device(config.cache),
     )
 
 
-def _kv_off_device(cache: CacheOptions) -> KvOffDevice | None:
-    if cache.kv_spill_dir is None:
-        return None
-    assert cache.kv_spill_bytes is not None, "the options were checked"
-    return KvOffDevice(user_path(cache.kv_spill_dir), cache.kv_spill_bytes, cache.kv_spill_ahead)
-
-
-def _off_device(
-    config: EngineConfig, weights_key: str, hot: Mapping[str, Sequence[int]] | None
-) -> WeightsOffDevice | None:
+def _off_device(config: EngineConfig, weights_key: str) -> WeightsOffDevice | None:
     options = config.offload
     if options.weights_memory_bytes is None:
         return None
     assert options.weights_dir is not None, "derive() has checked it"
-    neurons = (
-        None
-        if options.neuron_cache_bytes is None
-        else NeuronCacheOptions(options.neuron_cache_bytes, options.neuron_window, hot)
-    )
     return WeightsOffDevice(
         options.weights_memory_bytes,
         user_path(options.weights_dir),
         options.weights_schedule,
         weights_key,
-        neurons,
     )
 
 

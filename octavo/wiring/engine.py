@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.api.errors import ConfigError, EngineDead, OctavoError
 from octavo.config.checks import against_async_scheduling
+from octavo.config.config_hooks import reuses_generated
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.clients.in_process import InProcessClient
@@ -355,7 +356,7 @@ def _build_core(
         stop_texts=texts.stop_texts,
         num_adapter_slots=config.lora.num_slots,
         redraws=loaded.redraws,
-        names_generated=not config.sparsity.is_approximate,
+        names_generated=reuses_generated(config),
         num_lanes=config.backend.pipeline_parallel_size,
         original=original_context(loaded.program),
     )

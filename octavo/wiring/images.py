@@ -123,7 +123,7 @@ def _tower_options(
         max_tokens=num_patches,
         max_requests=num_patches,
         max_context=num_patches,
-        skips_zeros=False,
+        hooks=(),
         offload=None,
         batch_invariant=False,
     )

@@ -22,6 +22,7 @@ from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
+from octavo.config.config_hooks import config_hooks
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
 from octavo.config.model_kinds import check_states, for_encoder, for_whole_texts
@@ -43,7 +44,6 @@ from octavo.models.registry import build_programs, check_family
 from octavo.program.passes.draft_groups import PREFIX, beside
 from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.features import FEATURES
-from octavo.program.passes.probe_prefixes import probing_part
 from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
 from octavo.program.program import Program, Weight
@@ -53,17 +53,16 @@ from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_store, for_adapters
 from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.images import load_tower, tower_programs, with_tower
+from octavo.wiring.model_hooks import (
+    SideProgram,
+    model_hooks,
+    side_program,
+    transform,
+    transform_part,
+)
 from octavo.wiring.place import RankPlace, grid_among_engines, grid_of
 from octavo.wiring.pools import most_tokens, pools_of, reads_whole_texts
-from octavo.wiring.predictors import Predictors, open_predictors
 from octavo.wiring.score_tokens import set_score_tokens
-from octavo.wiring.sparsity import (
-    describe,
-    describe_left_out,
-    for_sparsity,
-    hot_neurons,
-    with_selection,
-)
 from octavo.wiring.speculation.auto_speculation import with_forced_guesses, with_spec_method
 from octavo.wiring.speculation.draft import (
     check_draft_program,
@@ -89,7 +88,6 @@ from octavo.worker.loaded_model import (
 from octavo.worker.lora.adapter_numbers import describe_lora_dtype
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
-from octavo.worker.prefix_weigher import MAX_TOKENS as MAX_PROBED_TOKENS
 from octavo.worker.sampling.draft_draws import DraftIds
 from octavo.worker.stages.stage_link import stage_of
 
@@ -101,8 +99,6 @@ class Model:
     config: EngineConfig
     checkpoint: Checkpoint
     info: ModelInfo
-    predictors: Predictors | None = None
-    """Predictors of its neurons, whose tensors the checkpoint has; None: all are computed."""
 
     def program(self) -> Program:
         """Builds the whole Program that its requests run."""
@@ -113,9 +109,7 @@ class Model:
         first.
         """
         program, *others = programs_of(self.info, self.checkpoint)
-        if self.predictors is not None:
-            program = self.predictors.into(program)
-        return [with_selection(self.config, program), *others]
+        return [transform(self.config, self.checkpoint, program), *others]
 
     def pools(self) -> Pools | None:
         """Returns what the model makes of a text besides generating; None where it generates."""
@@ -153,10 +147,9 @@ def open_model(config: EngineConfig) -> Model:
         checkpoint = open_checkpoint(resolve(name, progress=True))
     set_score_tokens(config.model, checkpoint)
     config, info = derive_from(config, checkpoint, checkpoint.names())
-    predictors = open_predictors(config, checkpoint)
-    if predictors is not None:
-        checkpoint = predictors.beside(checkpoint)
-    return Model(config, checkpoint, info, predictors)
+    for hooks in model_hooks():
+        checkpoint = hooks.open_checkpoint(config, checkpoint)
+    return Model(config, checkpoint, info)
 
 
 def derive_from(
@@ -204,9 +197,14 @@ def load_model(
     place = place or RankPlace()
     link, ranks = place.link, place.ranks
     own = part_of(config, model.checkpoint, whole, place.rank, place.engine)
-    own = for_sparsity(config, model.checkpoint, for_adapters(config, own, whole))
-    key, hot = _weights_key(model), hot_neurons(config, model.checkpoint)
-    backend = build_backend(config, ranks, place.engines, weights_key=key, hot=hot)
+    own = transform_part(config, model.checkpoint, for_adapters(config, own, whole))
+    backend = build_backend(
+        config,
+        ranks,
+        place.engines,
+        checkpoint=model.checkpoint,
+        weights_key=_weights_key(model),
+    )
     # Everything that can be refused is refused before the first weight is read.
     if config.model.load_format != "dummy":
         check_tensors(model.checkpoint, [whole, *encoders, *tower_programs(model.checkpoint)])
@@ -235,9 +233,9 @@ def load_model(
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
     joined = reader if head is None else head.target_reader(reader, own)
-    probing = None
-    if config.cache.weighs_prefixes:
-        runnables, probing = _prepared_with_part(model.checkpoint, own, joined, backend)
+    side, beside_own = side_program(config, own), None
+    if side is not None:
+        runnables, beside_own = _prepared_with(side, model.checkpoint, own, joined, backend)
     else:
         runnables = _prepared(model.checkpoint, own, joined, backend)
     for encoder in encoders:
@@ -258,7 +256,7 @@ def load_model(
         adapters=adapters,
         tower=tower,
         draft=loaded_draft,
-        probing=probing,
+        side=beside_own,
         link=link,
     )
 
@@ -292,15 +290,14 @@ def _prepared(
     return runnables
 
 
-def _prepared_with_part(
-    checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
+def _prepared_with(
+    side: SideProgram, checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> tuple[dict[str, Runnable], Runnable]:
-    """Does what `_prepared` does; returns beside it the part that weighs stored prefixes."""
+    """Does what `_prepared` does; prepares the side Program from the same weights, too."""
     assert isinstance(backend, ProbingBackend), "it was refused before weights were read"
-    part = probing_part(program)
     with LoadBar(reader.load, len(program.weights)) as bar:
         whole, prepared = backend.prepare_with_part(
-            program, part, bar.load, part_tokens=MAX_PROBED_TOKENS
+            program, side.program, bar.load, part_tokens=side.max_tokens
         )
     checkpoint.release()
     return {program.name: whole}, prepared
@@ -385,8 +382,8 @@ def _weights_key(model: Model) -> str:
         "config": checkpoint.config,
         "options": [config.dtype, config.quantization, config.load_format],
     }
-    if model.predictors is not None:
-        parts["predictors"] = model.predictors.digest
+    for hooks in model_hooks():
+        parts |= hooks.packing(checkpoint)
     return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()
 
 
@@ -400,11 +397,8 @@ def _check_cache(
             f"kv_layout: virtual is not for the backend {backend.name}",
             hint="leave kv_layout at paged",
         )
-    if cache.weighs_prefixes and not isinstance(backend, ProbingBackend):
-        raise ConfigError(
-            f"prefix_cache_policy: importance is not for the backend {backend.name}",
-            hint="set backend to native",
-        )
+    for hooks in model_hooks():
+        hooks.check_backend(config, backend)
     block_bytes = [layout.block_bytes for layout in footprint.kv_layouts]
     if config.transfer.kv_transfer is not None:
         heads = KVHeadPartition.of(footprint.kv_layouts, whole.groups, num_ranks=num_ranks)
@@ -431,17 +425,15 @@ def _check_fits(
         if footprint.streamed_bytes
         else ""
     )
-    if footprint.neuron_bytes:
+    for part, num_bytes in footprint.read_in_part.items():
         streamed += (
-            f", of {format_bytes(footprint.neuron_bytes)} of neurons those that a step uses and"
-            " memory has not"
+            f", of {format_bytes(num_bytes)} of {part} those that a step uses and memory has not"
         )
-    approximate = describe(config.sparsity)
-    left_out = describe_left_out(config.cache)
+    of_extensions = [line for hooks in config_hooks() for line in hooks.describe(config)]
     unread = describe_unread(config.scheduler.spec_method, model.checkpoint)
     larger = _describe_larger(model, sum(footprint.weight_bytes.values()))
     adapters = describe_lora_dtype(config.lora.lora_dtype) if config.lora.enable_lora else ""
-    for line in filter(None, (approximate, adapters, left_out, unread, larger)):
+    for line in filter(None, (*of_extensions, adapters, unread, larger)):
         report(line)
     report(
         f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{each}"

@@ -23,9 +23,8 @@ from octavo.wiring.model import (
     part_of,
     programs_of,
 )
-from octavo.wiring.predictors import predictors_of_file
+from octavo.wiring.model_hooks import model_hooks, transform, transform_part
 from octavo.wiring.score_tokens import set_score_tokens
-from octavo.wiring.sparsity import as_if_calibrated, with_selection
 from octavo.wiring.speculation.draft import footprint_of_both
 from octavo.worker.capacity import Capacity, capacity_of
 
@@ -49,14 +48,13 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     header = open_header(resolve_header(config.model.model))
     set_score_tokens(config.model, header)
     config, info = derive_from(config, header)
+    for hooks in model_hooks():
+        header = hooks.open_header(config, header)
     whole, *encoders = programs_of(info, header)
-    predictors = predictors_of_file(config)
-    if predictors is not None:
-        header, whole = predictors.in_header(header), predictors.into(whole)
-    whole = with_selection(config, whole)
+    whole = transform(config, header, whole)
     program = part_of(config, header, whole, 0)
     backend = build_backend(config)
-    program = as_if_calibrated(config, program)
+    program = transform_part(config, None, program)
     footprint = backend.footprint(program, formats_of(config, header, whole))
     for encoder in encoders:
         own = backend.footprint(encoder, formats_of(config, header, encoder))

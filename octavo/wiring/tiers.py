@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 from octavo.api.errors import ConfigError
 from octavo.checkpoint.ports import Checkpoint
 from octavo.config.cache_options import CacheOptions, TransferOptions
+from octavo.config.config_hooks import numbers_of
 from octavo.config.hosts import LOOPBACK, is_local
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers
-from octavo.engine.kv.tier_slots import Weighing
 from octavo.engine.protocol.ports import ConnectorWorker
 from octavo.executor.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.program.ops import original_context
-from octavo.program.passes.probe_prefixes import probe_of
 from octavo.program.program import CacheGroup
 from octavo.transfer.address import (
     TransferEnds,
@@ -38,6 +37,7 @@ from octavo.transfer.block_transport import BlockTransport
 from octavo.transfer.messages import TransferFacts
 from octavo.utils.progress import Report
 from octavo.utils.version import __version__
+from octavo.wiring.model_hooks import block_choice
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.kv_connectors.block_directory import BlockDirectory, check_size, open_root
 from octavo.worker.kv_connectors.block_file import VERSION
@@ -89,7 +89,8 @@ def build_tiers(
     if cache.kv_pool is not None:
         return _shared_pool(checkpoint, loaded, num_slots)
     directory = None if cache.prefix_cache_dir is None else _block_directory(checkpoint, loaded)
-    worker = TierWorker([HostShape(num_slots, size) for size in block_bytes], directory)
+    choice, rater = block_choice(loaded) or (None, None)
+    worker = TierWorker([HostShape(num_slots, size) for size in block_bytes], directory, rater)
     first = worker.report(wait_s=0.0)
     if first is not None:
         report(
@@ -103,16 +104,9 @@ def build_tiers(
         keeps,
         max_pinned_bytes,
         first=first,
-        weighing=_weighing(cache, loaded),
+        choice=choice,
     )
     return BuiltTiers(tiers, worker)
-
-
-def _weighing(cache: CacheOptions, loaded: LoadedModel) -> Weighing | None:
-    """Returns how stored blocks are weighed; None where they are not."""
-    if not cache.weighs_prefixes:
-        return None
-    return Weighing(probe_of(loaded.program).group, cache.prefix_cache_load)
 
 
 def check_tiers(
@@ -208,11 +202,8 @@ def _block_directory(checkpoint: Checkpoint, loaded: LoadedModel) -> BlockDirect
 def _parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:
     """Returns everything that decides the bytes of this model's blocks, but for its weights."""
     options, backend = loaded.config.model, loaded.backend
-    sparsity = loaded.config.sparsity
-    cache = loaded.config.cache
     return {
-        **({"sparsity": sparsity.numbers()} if sparsity.is_approximate else {}),
-        **({"prefix load": cache.prefix_cache_load} if cache.loads_in_part else {}),
+        **numbers_of(loaded.config),
         "octavo": __version__,
         "format": VERSION,
         "config": checkpoint.config,

@@ -7,7 +7,7 @@ kernels look inside them, and only the BlockManager says which block is whose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.ports import ConnectorWorker
-from octavo.engine.protocol.step import KvArrivals
-from octavo.executor.kv import BatchedKvCache, BlockMover, KvCache, SpilledCounts, SpillingKvCache
+from octavo.executor.kv import BatchedKvCache, BlockMover, KvCache
 from octavo.worker.block_places import BlockPlaces, PagedPlaces
 
 
@@ -83,15 +82,15 @@ class CacheEngine:
         host: Sequence[HostShape] = (),
         connector: ConnectorWorker | None = None,
         places: BlockPlaces | None = None,
-        spilled: Sequence[int] = (),
+        counters: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         """`host`: sizes by group; memory that is never written costs nothing. `places`: where a
-        block of `kv` lies. `spilled`: groups of which a part may be in a file.
+        block of `kv` lies. `counters`: counts that extensions keep of `kv`.
         """
         self.kv = kv
         self.connector = connector
         self.places: BlockPlaces = places or PagedPlaces()
-        self._spilled = spilled
+        self._counters = counters
         self._mover: BlockMover = (
             kv.copies if isinstance(kv, BatchedKvCache) else SingleBlockMover(kv)
         )
@@ -117,13 +116,9 @@ class CacheEngine:
                 self._mover.write(group, [find(group, move.target) for move in batch], data)
 
     @property
-    def spilled(self) -> KvArrivals | None:
-        """Keys and values that came from a file so far; None where all are in memory."""
-        if not self._spilled:
-            return None
-        assert isinstance(self.kv, SpillingKvCache), "no other keeps a part of a group in a file"
-        counts = [SpilledCounts(*self.kv.spilled(group)) for group in self._spilled]
-        return sum((KvArrivals(*each[:7]) for each in counts), start=KvArrivals())
+    def counters(self) -> dict[str, float] | None:
+        """Counts that extensions keep of the KV memory, since the start; None if there are none."""
+        return None if self._counters is None else dict(self._counters())
 
     def settle(self, moves: Sequence[BlockMove]) -> float:
         """Waits until what these moves brought off the device is there; returns for how many

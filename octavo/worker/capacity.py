@@ -15,10 +15,12 @@ from octavo.config.sizes import format_bytes
 from octavo.engine.protocol.group_life import KvDemand
 from octavo.executor.base import Footprint
 from octavo.executor.kv import BLOCK_SIZE
+from octavo.worker.kv_hooks import kv_planner
 from octavo.worker.memory import (
     SAFE_SHARE,
     GroupSize,
     KvBudget,
+    KvPlanner,
     demand_of,
     group_sizes,
     plan_kv,
@@ -45,8 +47,8 @@ class Capacity:
     demand: KvDemand
     wanted_kv_bytes: int | None = None
     """Bytes of the KV cache that the options name."""
-    spill_bytes: int | None = None
-    """Bytes of the file that a part of the KV cache may be in."""
+    planner: KvPlanner | None = None
+    """Plans a KV cache of which a part is in a file; None if all is in memory."""
     share: float = SAFE_SHARE
     """Largest share of the memory left that the KV cache gets where the options name none."""
 
@@ -93,7 +95,7 @@ class Capacity:
     @property
     def kv_tokens(self) -> int:
         """Tokens whose K and V there is room for, in memory or in a file."""
-        if self.spill_bytes is not None:
+        if self.planner is not None:
             return self.budget().num_tokens
         return round(self.kv_bytes / self.kv_token_bytes)
 
@@ -113,7 +115,7 @@ class Capacity:
         """Returns how many requests of `num_tokens` tokens each fit at once; where none keeps any
         KV, as many as may run.
         """
-        if self.spill_bytes is not None:
+        if self.planner is not None:
             return self.kv_tokens // num_tokens
         request_bytes = self.request_bytes(num_tokens)
         return self.kv_bytes // request_bytes if request_bytes else self.demand.max_num_seqs
@@ -155,7 +157,7 @@ class Capacity:
         return plan_kv(
             self.groups,
             self.demand,
-            spill_bytes=self.spill_bytes,
+            planner=self.planner,
             wanted_bytes=self.wanted_kv_bytes,
             available_bytes=self.left_bytes,
             share=self.share,
@@ -177,6 +179,6 @@ def capacity_of(
         groups=tuple(group_sizes(config, footprint.kv_layouts)),
         demand=demand_of(config),
         wanted_kv_bytes=config.cache.kv_cache_memory_bytes,
-        spill_bytes=config.cache.kv_spill_bytes,
+        planner=kv_planner(config),
         share=share,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from octavo.api.errors import ConfigError
+from octavo.config.config_hooks import skips_blocks
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.ports import ConnectorWorker
 from octavo.engine.protocol.step import StepPlan
@@ -20,13 +21,10 @@ from octavo.executor.base import (
     DeviceMemory,
     LayeredRunnable,
     OnDemandBackend,
-    ProbingBackend,
     Runnable,
-    SpillingBackend,
 )
 from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
 from octavo.program.ops import num_position_axes
-from octavo.program.passes.probe_prefixes import probe_of
 from octavo.program.program import Program
 from octavo.text.ports import Grammars
 from octavo.utils.progress import Report
@@ -41,7 +39,7 @@ from octavo.worker.block_places import (
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.kv_connectors.tiers import TierWorker
+from octavo.worker.kv_hooks import kv_counters, kv_planner
 from octavo.worker.kv_layers import layer_streaming
 from octavo.worker.lora.adapter_store import AdapterStore
 from octavo.worker.machine import Machine
@@ -52,8 +50,6 @@ from octavo.worker.memory import SAFE_SHARE, KvBudget, demand_of, group_sizes, p
 from octavo.worker.model_input import ProgramRunner
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.pooling_runner import PoolingRunner
-from octavo.worker.prefix_weigher import NUM_BLOCKS as WEIGHING_BLOCKS
-from octavo.worker.prefix_weigher import PrefixWeigher
 from octavo.worker.program_runners import ProgramRunners
 from octavo.worker.ranks.messages import DrawnTokens, RankSlots, TellReport
 from octavo.worker.sampling.draft_draws import DraftIds
@@ -96,9 +92,8 @@ class LoadedModel:
     """Tower for images; None where the model reads none."""
     draft: LoadedDraft | None = None
     """Model that drafts for it, over the same cache groups."""
-    probing: Runnable | None = None
-    """Part of the first Program that makes the queries by which stored prefixes are weighed; None
-    where they are not."""
+    side: Runnable | None = None
+    """Program of an extension, prepared from the first one's weights; None if there is none."""
     link: StageLink | None = None
     """Place among the stages that share out the layers; None where there is one."""
     make_connector: MakeConnector | None = None
@@ -135,7 +130,7 @@ class LoadedModel:
         return plan_kv(
             group_sizes(config, self.layouts),
             demand_of(config),
-            spill_bytes=config.cache.kv_spill_bytes,
+            planner=kv_planner(config),
             wanted_bytes=config.cache.kv_cache_memory_bytes,
             available_bytes=host_bytes(config) if memory is None else memory.kv_bytes,
             share=SAFE_SHARE if memory is None else 1.0,
@@ -161,9 +156,6 @@ class LoadedModel:
         swapped requests.
         """
         kv, places = self._kv_memory(num_blocks, report)
-        if self.config.cache.weighs_prefixes:
-            assert isinstance(connector, TierWorker), "it is asked for with prefix_cache_dir alone"
-            connector.weigher = self._weigher()
         host = [
             HostShape(count, layout.block_bytes)
             for count, layout in zip(num_host_blocks, self.layouts, strict=True)
@@ -182,7 +174,7 @@ class LoadedModel:
                 host,
                 connector,
                 places,
-                spilled=[at for at, layout in enumerate(self.layouts) if layout.spilled],
+                counters=kv_counters(kv, self.layouts),
             ),
             self.rows,
             close=self.backend.close,
@@ -200,14 +192,6 @@ class LoadedModel:
     def writes_layers(self) -> bool:
         """Whether its steps say, while they compute, which layers' keys and values are written."""
         return isinstance(next(iter(self.runnables.values())), LayeredRunnable)
-
-    def _weigher(self) -> PrefixWeigher:
-        """Makes what weighs stored blocks; it computes in memory of its own."""
-        backend, part = self.backend, self.probing
-        assert isinstance(backend, ProbingBackend) and part is not None, "it was refused before"
-        kv = backend.allocate(part.kv_layouts, [WEIGHING_BLOCKS] * len(part.kv_layouts))
-        probe = probe_of(self.program)
-        return PrefixWeigher(backend, part, kv, self.layouts[probe.group], probe)
 
     def _media(self) -> StepMedia | None:
         if self.tower is None:
@@ -255,9 +239,6 @@ class LoadedModel:
         blocks lie in it.
         """
         config, backend, layouts = self.config, self.backend, self.layouts
-        if isinstance(backend, SpillingBackend) and any(layout.spilled for layout in layouts):
-            num_kept = self.kv_budget().num_kept
-            return backend.allocate_spilled(layouts, num_blocks, num_kept), PagedPlaces()
         if config.cache.kv_layout == "paged":
             return backend.allocate(layouts, num_blocks), PagedPlaces()
         assert isinstance(backend, OnDemandBackend), "it was refused before the weights were read"
@@ -322,7 +303,7 @@ def make_input_batch(
             closes=config.draws.structured_close,
             input_groups=program.input_groups,
             max_encoder_len=config.model.max_encoder_len or 0,
-            goes_without_blocks=config.cache.loads_in_part,
+            goes_without_blocks=skips_blocks(config),
         )
     except MemoryError:
         what = (

@@ -6,8 +6,9 @@ Knows a block's bytes, how long blocks live, and what memory is free; allocates 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
@@ -53,13 +54,13 @@ class GroupSize:
     life: AnyLife = GROWING
     record_bytes: int = 0
     """Bytes of a block in one of the layers whose blocks may be in a file."""
-    num_spilled: int = 0
+    num_in_file: int = 0
     """Number of these layers."""
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of a block, be they in memory or in a file."""
-        return self.block_bytes + self.num_spilled * self.record_bytes
+        return self.block_bytes + self.num_in_file * self.record_bytes
 
     def least_blocks(self, demand: KvDemand) -> int:
         """Counts the blocks without which the longest request cannot run."""
@@ -96,17 +97,15 @@ def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[Group
     max_encoder_len = demand_of(config).max_encoder_len
     return [
         GroupSize(
-            layout.record_bytes * (layout.group.num_layers - len(layout.spilled))
-            if layout.spilled
-            else layout.block_bytes,
+            layout.resident_bytes,
             life_of(
                 layout.group,
                 keeps_kv=config.cache.kv_cache,
                 max_encoder_len=max_encoder_len,
                 finds_prefixes=config.cache.enable_prefix_caching,
             ),
-            layout.record_bytes if layout.spilled else 0,
-            len(layout.spilled),
+            layout.record_bytes if layout.in_file else 0,
+            len(layout.in_file),
         )
         for layout in layouts
     ]
@@ -163,7 +162,7 @@ class KvBudget:
     def file_bytes(self) -> int:
         """Bytes of all blocks of the layers whose blocks may be in a file."""
         return sum(
-            count * group.record_bytes * group.num_spilled
+            count * group.record_bytes * group.num_in_file
             for count, group in zip(self.num_blocks, self.groups, strict=True)
         )
 
@@ -188,6 +187,9 @@ class KvBudget:
         )
 
 
+KvPlanner: TypeAlias = Callable[[Sequence[GroupSize], KvDemand], KvBudget]
+
+
 def plan_kv(
     groups: Sequence[GroupSize],
     demand: KvDemand,
@@ -195,24 +197,23 @@ def plan_kv(
     wanted_bytes: int | None,
     available_bytes: int | None,
     share: float = SAFE_SHARE,
-    spill_bytes: int | None = None,
+    planner: KvPlanner | None = None,
 ) -> KvBudget:
     """Plans blocks for `wanted_bytes`; by default for `max_num_seqs` whole contexts, within a share
-    of what is free. With `spill_bytes` that many bytes of a file say how many blocks there are.
+    of what is free. A `planner` plans instead, if blocks may be in a file.
 
     All groups get the same number, except those that never need as many, and states, which have
     their places first: one for each request, within a share of the bytes, and then as many
     checkpoints as the other groups' tokens have. ConfigError where not even one request of
     `max_model_len` tokens fits.
     """
-    if spill_bytes is not None:
-        assert wanted_bytes is not None, "the options were checked"
-        return _plan_spilled(groups, demand, wanted_bytes, spill_bytes)
+    if planner is not None:
+        return planner(groups, demand)
     if wanted_bytes is not None:
         given = wanted_bytes
     else:
         given = UNKNOWN_BYTES if available_bytes is None else int(available_bytes * share)
-    caps = _most_blocks(given, groups, demand)
+    caps = most_blocks(given, groups, demand)
     least = max(group.least_blocks(demand) for group in groups)
     keeps = True
     num_blocks = _most_within(given, groups, caps, keeps_checkpoints=keeps)
@@ -227,52 +228,18 @@ def plan_kv(
         raise _too_little(
             groups, demand, given, num_blocks, share=None if wanted_bytes is not None else share
         )
-    counts = _counts(wanted, groups, caps, keeps_checkpoints=keeps)
+    counts = block_counts(wanted, groups, caps, keeps_checkpoints=keeps)
     return KvBudget(tuple(counts), tuple(groups), demand)
-
-
-def _plan_spilled(
-    groups: Sequence[GroupSize], demand: KvDemand, wanted_bytes: int, spill_bytes: int
-) -> KvBudget:
-    """Plans as many blocks as the file has room for; memory has all of their bytes that are in no
-    file, one layer's in whole, and of each layer as many as fit beside that.
-    """
-    (spilled,) = (group for group in groups if group.num_spilled)
-    caps = _most_blocks(wanted_bytes, groups, demand)
-    least = max(group.least_blocks(demand) for group in groups)
-    of_layers = spilled.record_bytes * spilled.num_spilled
-    num_blocks = min(spill_bytes // of_layers, max(caps))
-    if num_blocks < least:
-        raise ConfigError(
-            f"kv_spill_bytes: got {format_bytes(spill_bytes)}, needed are"
-            f" {format_bytes(least * of_layers)} for one request of {demand.max_model_len:,}"
-            " tokens",
-            hint=f"set kv_spill_bytes to {least * of_layers} or more, or lower max_model_len",
-        )
-    counts = _counts(num_blocks, groups, caps, keeps_checkpoints=False)
-    fixed = sum(group.block_bytes * count for group, count in zip(groups, counts, strict=True))
-    fixed += num_blocks * spilled.record_bytes
-    least_bytes = fixed + min(num_blocks, demand.max_num_seqs) * of_layers
-    if wanted_bytes < least_bytes:
-        raise ConfigError(
-            f"kv_cache_memory_bytes: got {format_bytes(wanted_bytes)}, needed are at least"
-            f" {format_bytes(least_bytes)} for {format_bytes(spill_bytes)} of kv_spill_bytes: what"
-            " is always in memory, one layer, and a block of each layer for each request",
-            hint=f"set kv_cache_memory_bytes to {least_bytes} or more, or lower kv_spill_bytes or"
-            " max_num_seqs",
-        )
-    num_kept = min(num_blocks, (wanted_bytes - fixed) // of_layers)
-    return KvBudget(tuple(counts), tuple(groups), demand, num_kept)
 
 
 def _kept_bytes(group: GroupSize, num_blocks: int, num_kept: int) -> int:
     """Returns the bytes in memory of the layers whose blocks may be in a file: one layer's in
     whole, and what each keeps.
     """
-    return (num_blocks + num_kept * group.num_spilled) * group.record_bytes
+    return (num_blocks + num_kept * group.num_in_file) * group.record_bytes
 
 
-def _most_blocks(num_bytes: int, groups: Sequence[GroupSize], demand: KvDemand) -> list[int]:
+def most_blocks(num_bytes: int, groups: Sequence[GroupSize], demand: KvDemand) -> list[int]:
     """Returns the most blocks of each group: as many as it ever needs; of states, apart from their
     checkpoints, as many as fit into their share, and at least one.
     """
@@ -327,14 +294,14 @@ def _most_within(
     """Returns the largest number of blocks for each group, up to its cap, that fits."""
 
     def cost(num_blocks: int) -> int:
-        counts = _counts(num_blocks, groups, caps, keeps_checkpoints=keeps_checkpoints)
+        counts = block_counts(num_blocks, groups, caps, keeps_checkpoints=keeps_checkpoints)
         return sum(group.block_bytes * count for group, count in zip(groups, counts, strict=True))
 
     most = min(max(caps), num_bytes // min(group.block_bytes for group in groups))
     return bisect_right(range(most + 1), num_bytes, key=cost) - 1
 
 
-def _counts(
+def block_counts(
     num_blocks: int, groups: Sequence[GroupSize], caps: Sequence[int], *, keeps_checkpoints: bool
 ) -> list[int]:
     """Returns the blocks of each group where those that grow get `num_blocks`, up to their caps."""

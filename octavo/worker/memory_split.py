@@ -46,7 +46,7 @@ def better_split(given: Roofline, context: int) -> MemorySplit | None:
     rate is known.
     """
     footprint, capacity = given.footprint, given.capacity
-    if not footprint.streamed_bytes or footprint.neuron_bytes or given.ceilings.disk is None:
+    if not footprint.streamed_bytes or footprint.read_in_part or given.ceilings.disk is None:
         return None
     batch = min(capacity.max_requests(context), capacity.demand.max_num_seqs)
     rate = given.decode_tokens_per_s(batch, context) if batch else 0.0

@@ -246,7 +246,7 @@ class Worker:
         result.busy_s = time.perf_counter() - began
         result.kv_bytes = self.cache_engine.places.num_bytes
         result.weights = self._runners.arrivals
-        result.spilled = self.cache_engine.spilled
+        result.counters = self.cache_engine.counters
         return result
 
     @property

@@ -17,8 +17,8 @@ from octavo import SamplingParams
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
 from octavo.executor.native.weight_file import file_system_of
-from octavo.program.activation_curves import Calibration
-from octavo.wiring.calibrate import calibrate_model
+from octavo.sparsity.activation_curves import Calibration
+from octavo.sparsity.calibrate import calibrate_model
 from tests.support.llm_tools import (
     GREEDY,
     PENALISED,

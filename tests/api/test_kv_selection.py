@@ -17,7 +17,7 @@ from octavo.executor.reference.attention import chosen_blocks
 from octavo.models.registry import build_programs
 from octavo.program.key_selection import KeySelection
 from octavo.program.ops import Attention
-from octavo.program.passes.select_keys import GROUP, select_keys
+from octavo.sparsity.passes.select_keys import GROUP, select_keys
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.native_harness import require_native
 from tests.support.sparse_rows import alone_and_together, whole_prompts

@@ -135,19 +135,21 @@ def test_memory_keeps_what_was_said_and_counts_what_it_reads(directory):
     with engine(directory, least) as llm:
         assert llm.info.kv_capacity_tokens == 64 * 16
         llm.generate(PROMPTS, SAMPLED)
-        spilled = llm.get_metrics().spilled
-        assert spilled.num_read > 0 and spilled.num_found > 0 and spilled.wait_s > 0
-        assert spilled.read_bytes >= spilled.num_read * 4096 > 0 and spilled.written_bytes > 0
+        spilled = llm.get_metrics().counters
+        assert spilled["kv_spill_found"] > 0 and spilled["kv_spill_wait_seconds"] > 0
+        assert spilled["kv_spill_read_bytes"] >= spilled["kv_spill_read"] * 4096 > 0
+        assert spilled["kv_spill_written_bytes"] > 0
         kv = core_of(llm).executor.cache_engine.kv
         assert kv.spilled(0)[7] <= CHOOSING * 8
-        assert spilled.num_foreseen == 0
+        assert spilled["kv_spill_foreseen"] == 0
     with engine(directory, 64 << 20) as llm:
         llm.generate(PROMPTS, SAMPLED)
-        spilled = llm.get_metrics().spilled
-        assert spilled.num_read == spilled.written_bytes == 0 < spilled.num_found
+        spilled = llm.get_metrics().counters
+        assert spilled["kv_spill_read"] == spilled["kv_spill_written_bytes"] == 0
+        assert spilled["kv_spill_found"] > 0
     with engine(None) as llm:
         llm.generate([PROMPTS[0]], SAMPLED)
-        assert llm.get_metrics().spilled.num_found == 0
+        assert llm.get_metrics().counters == {}
 
 
 def test_a_plan_says_for_how_many_tokens_there_is_room(directory):
@@ -175,10 +177,10 @@ def test_what_the_next_layer_reads_is_guessed(directory):
     for ahead in (False, True):
         with engine(directory, least_bytes(directory), kv_spill_ahead=ahead) as llm:
             llm.generate([PROMPTS[1]], msgspec.structs.replace(SAMPLED, max_tokens=40))
-            found[ahead] = llm.get_metrics().spilled
-    assert found[False].num_foreseen == 0
-    assert 0 < found[True].num_foreseen_used <= found[True].num_foreseen
-    assert found[True].num_read < found[False].num_read
+            found[ahead] = llm.get_metrics().counters
+    assert found[False]["kv_spill_foreseen"] == 0
+    assert 0 < found[True]["kv_spill_foreseen_used"] <= found[True]["kv_spill_foreseen"]
+    assert found[True]["kv_spill_read"] < found[False]["kv_spill_read"]
 
 
 def test_a_read_error_fails_the_steps_requests_and_no_later_ones(directory):

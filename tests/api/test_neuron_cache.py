@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 from octavo import LLM
 from octavo.api.errors import BackendUnavailable, ConfigError, EngineDead
 from octavo.config.engine_config import EngineConfig
-from octavo.executor.native.neurons import split_neurons
-from octavo.program.activation_curves import Calibration
 from octavo.program.passes.fuse import fuse
-from octavo.wiring.calibrate import calibrate_model
+from octavo.sparsity.activation_curves import Calibration
+from octavo.sparsity.calibrate import calibrate_model
+from octavo.sparsity.neurons import split_neurons
 from octavo.wiring.model import open_model
 from tests.support.llm_tools import (
     GREEDY,

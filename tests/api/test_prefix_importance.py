@@ -19,8 +19,6 @@ from octavo.api.errors import ConfigError
 from octavo.checkpoint.open import open_header
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.kv import important_blocks
-from octavo.engine.kv.important_blocks import PromptPart, important
 from octavo.engine.kv.tier_slots import TierSlots
 from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
 from octavo.engine.protocol.kv_messages import BlockKey
@@ -28,13 +26,15 @@ from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.models.registry import build_programs
-from octavo.program.passes.probe_prefixes import GROUP, probe_of, probe_prefixes, probing_part
 from octavo.program.program import Weight
 from octavo.server.openai.fingerprint import fingerprint_of
+from octavo.sparsity import important_blocks
+from octavo.sparsity.config_hooks import SparsityConfigHooks
+from octavo.sparsity.important_blocks import PromptPart, important
+from octavo.sparsity.passes.probe_prefixes import GROUP, probe_of, probe_prefixes, probing_part
+from octavo.sparsity.prefix_weigher import attention_masses
 from octavo.wiring.model import derive_from
-from octavo.wiring.sparsity import describe_left_out
 from octavo.worker.kv_connectors import tiers
-from octavo.worker.prefix_weigher import attention_masses
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, fingerprint, make_llm, prompts_of
 from tests.support.native_harness import require_native
 from tests.support.tiny_models import double_precision, in_float64, tiny_model
@@ -171,7 +171,7 @@ def test_blocks_that_cannot_be_weighed_are_all_loaded(tmp_path, monkeypatch):
     def failing(*args: Any) -> None:
         raise RuntimeError("no masses")
 
-    monkeypatch.setattr("octavo.worker.prefix_weigher.attention_masses", failing)
+    monkeypatch.setattr("octavo.sparsity.prefix_weigher.attention_masses", failing)
     with engine(tmp_path, 0.5) as llm:
         assert results(llm, [0])[0] == plain([PROMPTS[0]])[0]
         stats = llm.get_metrics()
@@ -309,7 +309,7 @@ def test_an_answer_that_comes_too_late_leaves_nothing_out(tmp_path, monkeypatch)
         answered.wait(30)
         return attention_masses(queries, keys, scale)
 
-    monkeypatch.setattr("octavo.worker.prefix_weigher.attention_masses", slow)
+    monkeypatch.setattr("octavo.sparsity.prefix_weigher.attention_masses", slow)
     stored(tmp_path, 0.5)
     with engine(tmp_path, 0.5) as llm:
         # The thread that weighs also reads, so the blocks are late as well, and computed.
@@ -341,8 +341,9 @@ def test_it_is_named(tmp_path):
     }
     whole = EngineConfig.from_options(**options)
     half = EngineConfig.from_options(**options, prefix_cache_load=0.5)
-    assert describe_left_out(whole.cache) == ""
-    assert "go without up to 50% of the blocks" in describe_left_out(half.cache)
+    assert SparsityConfigHooks().describe(whole) == []
+    (line,) = SparsityConfigHooks().describe(half)
+    assert "go without up to 50% of the blocks" in line
     assert fingerprint_of(whole) != fingerprint_of(half)
     stored(tmp_path, 0.5)
     with engine(tmp_path, None) as llm:

@@ -15,10 +15,10 @@ import pytest
 from octavo import LLM
 from octavo.api.errors import BackendUnavailable, ConfigError, UnsupportedModel
 from octavo.config.engine_config import EngineConfig
-from octavo.program.activation_curves import Calibration
-from octavo.program.neuron_predictors import SHARES
-from octavo.wiring.calibrate import calibrate_model, measure_text
-from octavo.worker.activation_meter import measured_gates
+from octavo.sparsity.activation_curves import Calibration
+from octavo.sparsity.activation_meter import measured_gates
+from octavo.sparsity.calibrate import calibrate_model, measure_text
+from octavo.sparsity.neuron_predictors import SHARES
 from tests.support.llm_tools import GREEDY, PENALISED, SAMPLED, make_llm, prompts_of
 from tests.support.native_harness import require_native
 from tests.support.sparse_rows import alone_and_together, whole_prompts

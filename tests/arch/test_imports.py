@@ -23,6 +23,7 @@ LEAVES = {
 }
 """Parts that any part may import."""
 BELOW = {
+    "sparsity": {"cli", "wiring"},
     "cli": {"server", "tools", "cluster"},
     "cluster": set(),
     "tools": {"api.llm"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.program.ndp_simulation import NdpMachine, simulate, skewed
+from octavo.sparsity.ndp_simulation import NdpMachine, simulate, skewed
 
 MACHINE = NdpMachine(num_modules=2, module_rate=100.0, host_rate=1000.0, link_rate=50.0)
 

@@ -12,12 +12,12 @@ from octavo.executor.base import BackendOptions
 from octavo.executor.batch import StepBatch
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.reference.backend import ReferenceBackend
-from octavo.program.activation_curves import LEVELS, ActivationCurve, greedy_shares
 from octavo.program.builder import Builder
 from octavo.program.passes.fuse import fuse
-from octavo.program.passes.sparsify import Thresholds, sparsify
 from octavo.program.program import Program
 from octavo.quant.packed import PackedWeight
+from octavo.sparsity.activation_curves import LEVELS, ActivationCurve, greedy_shares
+from octavo.sparsity.passes.sparsify import Thresholds, sparsify
 from tests.support.native_harness import require_native
 
 ROWS, WIDTH, VOCAB = 9, 40, 24

@@ -12,19 +12,19 @@ import pytest
 
 from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
-from octavo.engine.protocol.kv_messages import PrefixProbe
+from octavo.engine.protocol.kv_messages import BlockQuery
 from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.models.registry import build_programs
-from octavo.program.passes.probe_prefixes import probe_of, probe_prefixes, probing_part
 from octavo.program.program import Weight
-from octavo.worker.prefix_weigher import NUM_BLOCKS, PrefixWeigher
+from octavo.sparsity.passes.probe_prefixes import probe_of, probe_prefixes, probing_part
+from octavo.sparsity.prefix_weigher import NUM_BLOCKS, PrefixWeigher
 from tests.support.native_harness import require_native
 from tests.support.tiny_models import tiny_model
 
 TOKENS = [5, 9, 2, 40, 7, 33, 21, 8, 60, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
-ASKED = PrefixProbe("one", TOKENS, [*range(16), 200, 201, 202], 3, group=0, slots=[])
+ASKED = BlockQuery("one", TOKENS, [*range(16), 200, 201, 202], 3, group=0, slots=[])
 
 
 def queries(family: str, backend: NativeBackend | ReferenceBackend) -> Any:
@@ -44,7 +44,7 @@ def queries(family: str, backend: NativeBackend | ReferenceBackend) -> Any:
     probe = probe_of(program)
     kv = backend.allocate(prepared.kv_layouts, [NUM_BLOCKS] * len(prepared.kv_layouts))
     layout = whole.kv_layouts[probe.group]
-    return PrefixWeigher(backend, prepared, kv, layout, probe).queries(ASKED)
+    return PrefixWeigher(backend, prepared, kv, layout, probe).prepare(ASKED)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "qwen3_moe"])

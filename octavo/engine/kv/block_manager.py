@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from octavo.engine.kv.block_choice import BlockChoiceSpec, PromptPart, make_block_choice
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool
 from octavo.engine.kv.block_tables import BlockTables, Grant, LeafBlocks
-from octavo.engine.kv.important_blocks import ImportantBlocks, PromptPart
 from octavo.engine.kv.named_blocks import NamedBlocks
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.kv.prefix_finder import NO_HIT, Hit, PrefixFinder
 from octavo.engine.kv.prefix_loader import NOTHING_TO_FETCH, Prefetch, PrefixLoader
 from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.kv.tier_connector import no_connector
-from octavo.engine.kv.tier_slots import Weighing
 from octavo.engine.protocol.block_events import BlockEventLog
 from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
 from octavo.engine.protocol.group_life import UNBOUNDED, Extent
@@ -80,10 +79,10 @@ class BlockManager:
         connector: Connector | None = None,
         logs_events: bool = False,
         original: OriginalContext = ONE_CONTEXT,
-        weighing: Weighing | None = None,
+        choice: BlockChoiceSpec | None = None,
     ) -> None:
         """Takes `logs_events`, whether the names of one group's blocks are logged as they come and
-        go; and `weighing`, how stored blocks are chosen, None where prompts load all.
+        go; and `choice`, how stored blocks are chosen, None where prompts load all.
         """
         self.original = original
         """Context up to which positions begin at 0; blocks are named by where they do."""
@@ -116,10 +115,12 @@ class BlockManager:
         )
         """Names of the requests' blocks."""
         self._finder = PrefixFinder(self.pools, block_size, self.connector)
-        important = weighing and ImportantBlocks(
-            self._finder, self.connector, weighing, num_groups=len(groups)
+        self._loader = PrefixLoader(
+            self.pools,
+            self._finder,
+            self.connector,
+            make_block_choice(choice, self._finder, self.connector, num_groups=len(groups)),
         )
-        self._loader = PrefixLoader(self.pools, self._finder, self.connector, important)
 
     @property
     def tables(self) -> Mapping[str, list[list[int]]]:

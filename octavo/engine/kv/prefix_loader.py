@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from octavo.engine.kv.block_choice import BlockChoice, PromptPart
 from octavo.engine.kv.block_pool import BlockPool
-from octavo.engine.kv.important_blocks import ImportantBlocks, PromptPart
 from octavo.engine.kv.prefix_finder import Hit, PrefixFinder
 from octavo.engine.protocol.kv_messages import BlockKey, BlockMove
 from octavo.engine.protocol.ports import Connector
@@ -40,10 +40,10 @@ class PrefixLoader:
         pools: Sequence[BlockPool],
         finder: PrefixFinder,
         connector: Connector,
-        important: ImportantBlocks | None = None,
+        choice: BlockChoice | None = None,
     ) -> None:
-        """Takes in `important` what chooses the blocks that prompts load; None: they load all."""
-        self._important = important
+        """Takes in `choice` what chooses the blocks that prompts load; None: they load all."""
+        self._choice = choice
         self._pools = pools
         self._finder = finder
         self._connector = connector
@@ -59,8 +59,8 @@ class PrefixLoader:
         prompt: PromptPart | None = None,
     ) -> Prefetch:
         """Fetches the stored blocks of a prompt into slots, and those that the engine at `source`
-        computes, then loads them ahead of its start. Where blocks are weighed and `prompt` is
-        given, only those that it does not go without.
+        computes, then loads them ahead of its start. If blocks are chosen and `prompt` is given,
+        only those that it loads.
 
         Unless `at_once`, a step loads only so much that it does not keep others waiting; blocks
         loaded ahead are free, and found by name at the next step.
@@ -69,9 +69,9 @@ class PrefixLoader:
         if connector.is_waiting(request_id):
             return FETCHING
         if (
-            self._important is not None
+            self._choice is not None
             and prompt is not None
-            and self._important.prepare(request_id, keys, prompt)
+            and self._choice.prepare(request_id, keys, prompt)
         ):
             return FETCHING
         left_out = self.left_out(request_id)
@@ -85,12 +85,12 @@ class PrefixLoader:
 
     def left_out(self, request_id: str) -> frozenset[bytes]:
         """Returns the digests of the blocks that a request goes without."""
-        return NOTHING if self._important is None else self._important.left_out(request_id)
+        return NOTHING if self._choice is None else self._choice.left_out(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Ends the choice of a request that has ended before it was made."""
-        if self._important is not None:
-            self._important.cancel(request_id)
+        if self._choice is not None:
+            self._choice.cancel(request_id)
 
     def load(
         self, hit: Hit, keys: Sequence[BlockKey], tables: Sequence[Sequence[int]]

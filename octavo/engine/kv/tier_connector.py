@@ -16,16 +16,17 @@ from itertools import chain
 import msgspec
 
 from octavo.api.errors import InvalidRequest
-from octavo.engine.kv.tier_slots import Slot, TierSlots, Weighing
+from octavo.engine.kv.block_choice import BlockChoiceSpec
+from octavo.engine.kv.tier_slots import Slot, TierSlots
 from octavo.engine.protocol.kv_messages import (
     BlockKey,
     BlockMove,
     BlockName,
     BlockPin,
+    BlockQuery,
     ConnectorPlan,
     ConnectorReport,
     ConnectorStats,
-    PrefixProbe,
     SlotBlock,
     StreamedBlock,
 )
@@ -66,8 +67,8 @@ class Tiers(msgspec.Struct):
     """Whether only asking the store tells which blocks it has."""
     streams: bool = False
     """Whether layers of a block may leave while the step computes that fills it."""
-    weighing: Weighing | None = None
-    """How stored blocks are weighed; None where they are not."""
+    choice: BlockChoiceSpec | None = msgspec.field(default=None, name="weighing")
+    """How requests choose among stored blocks; None if they load all."""
 
 
 @dataclass(slots=True)
@@ -103,13 +104,13 @@ class TierConnector:
         """Times until which blocks are pinned, wherever they are, in seconds since 1970."""
         self.held: dict[str, list[tuple[int, Slot]]] = {}
         """(group, slot) by request, of those that wait, or have waited and not yet started."""
-        self._probing: dict[str, list[Slot]] = {}
-        """Slots that the worker half reads to answer a request's probe."""
-        self._masses: dict[str, list[float] | None] = {}
-        """Answers to probes that were not taken; None for one that has not come."""
-        self._importance: OrderedDict[bytes, float] = OrderedDict()
-        """Attention paid to blocks by name, the last rated at the end."""
-        self._weighing = tiers.weighing
+        self._asked: dict[str, list[Slot]] = {}
+        """Slots that the worker half reads to answer a request's query."""
+        self._answers: dict[str, list[float] | None] = {}
+        """Answers that were not taken; None for one that has not come."""
+        self._ratings: OrderedDict[bytes, float] = OrderedDict()
+        """Rating of blocks by name, the last rated at the end."""
+        self._choice = tiers.choice
         self._completed: list[BlockName] = []
         """Blocks of prompts for other engines that have ended, until those of them that the device
         has are saved.
@@ -178,7 +179,7 @@ class TierConnector:
     def _begin_fetch(self, group: int, key: BlockKey, source: str) -> Slot | None:
         slot = self.slots[group].claim(key) if self.can_fetch(group, key, source) else None
         if slot is not None:
-            slot.importance = self._importance.get(key.digest, 0.0)
+            slot.rating = self._ratings.get(key.digest, 0.0)
             is_own = BlockName(group, key.digest) in self._behind
             block = SlotBlock(group, slot.index, key, "" if is_own else source)
             self._plan.fetch.append(block)
@@ -201,61 +202,61 @@ class TierConnector:
             if slot.num_holds == 1 and self.fetching.get(name) is slot:
                 self._plan.cancel.append(name)  # only the fetch itself still holds it
 
-    # -- how much attention blocks get -------------------------------------------------------------
+    # -- ratings of blocks -------------------------------------------------------------------------
 
-    def probe(self, probe: PrefixProbe, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Asks the worker half about the blocks whose keys are in slots or on their way, which are
-        held until it has answered; returns these.
+    def ask(self, query: BlockQuery, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Asks the worker half to rate the blocks that are in slots or on their way, which are held
+        until it has answered; returns these.
         """
-        slots = self.slots[probe.group]
+        slots = self.slots[query.group]
         near = [
             (key, slot)
             for key in keys
             if (slot := slots.find(key)) is not None and (slot.ready or slot.is_awaited)
         ]
-        if not near or probe.request_id in self._probing:  # one that was cancelled goes on
+        if not near or query.request_id in self._asked:  # one that was cancelled goes on
             return []
         for _, slot in near:
             slots.hold(slot)
-        self._probing[probe.request_id] = [slot for _, slot in near]
-        self._masses[probe.request_id] = None
-        probe = msgspec.structs.replace(probe, slots=[slot.index for _, slot in near])
-        self._plan.probes.append(probe)
+        self._asked[query.request_id] = [slot for _, slot in near]
+        self._answers[query.request_id] = None
+        query = msgspec.structs.replace(query, slots=[slot.index for _, slot in near])
+        self._plan.queries.append(query)
         return [key for key, _ in near]
 
-    def take_masses(self, request_id: str) -> list[float] | None:
-        """Returns the answer to a request's probe, once; None until it is there."""
-        masses = self._masses.get(request_id)
-        if masses is not None:
-            del self._masses[request_id]
-        return masses
+    def take_answer(self, request_id: str) -> list[float] | None:
+        """Returns the ratings that a request asked for, once; None until they are there."""
+        ratings = self._answers.get(request_id)
+        if ratings is not None:
+            del self._answers[request_id]
+        return ratings
 
-    def cancel_probe(self, request_id: str) -> None:
-        """Lets go of the answer to a request's probe."""
-        self._masses.pop(request_id, None)
+    def cancel_query(self, request_id: str) -> None:
+        """Drops the answer to a request's query."""
+        self._answers.pop(request_id, None)
 
-    def rate(self, keys: Sequence[BlockKey], masses: Sequence[float]) -> None:
-        """Adds the attention that blocks get to what they got, which counts half as much; 1 is what
-        each would get of an even one.
+    def rate(self, keys: Sequence[BlockKey], ratings: Sequence[float]) -> None:
+        """Adds ratings, as shares of their sum, to half of the earlier ones; a block that is rated
+        like the mean gets 1.
         """
-        for key, mass in zip(keys, masses, strict=True):
-            earlier = self._importance.pop(key.digest, 0.0)
-            self._importance[key.digest] = importance = mass * len(masses) + earlier / 2
+        for key, rating in zip(keys, ratings, strict=True):
+            earlier = self._ratings.pop(key.digest, 0.0)
+            self._ratings[key.digest] = total = rating * len(ratings) + earlier / 2
             for slots in self.slots:
                 slot = slots.find(key)
                 if slot is not None:
-                    slot.importance = importance
-        while len(self._importance) > MAX_RATED:
-            self._importance.popitem(last=False)
+                    slot.rating = total
+        while len(self._ratings) > MAX_RATED:
+            self._ratings.popitem(last=False)
 
-    def _end_probe(self, request_id: str, masses: list[float], group: int) -> None:
-        """Takes in an answer, which counts as none where not all of its keys have come."""
-        asked = self._probing.pop(request_id, [])
+    def _end_query(self, request_id: str, ratings: list[float], group: int) -> None:
+        """Takes in an answer, which counts as none if not all of its blocks have come."""
+        asked = self._asked.pop(request_id, [])
         has_all = all(slot.ready and not slot.dropped for slot in asked)
         for slot in asked:
             self.slots[group].release(slot)
-        if request_id in self._masses:
-            self._masses[request_id] = masses if has_all else []
+        if request_id in self._answers:
+            self._answers[request_id] = ratings if has_all else []
 
     # -- a request starts --------------------------------------------------------------------------
 
@@ -422,8 +423,8 @@ class TierConnector:
             self._end(self.keeping, block.name, ready=False)
         for block in step.plan.fetch:
             self._end(self.fetching, block.name, ready=False)
-        for probe in step.plan.probes:
-            self._end_probe(probe.request_id, [], probe.group)
+        for query in step.plan.queries:
+            self._end_query(query.request_id, [], query.group)
         self._plan.pin = step.plan.pin + self._plan.pin
         self._plan.forget += step.plan.forget
         self._plan.complete += step.plan.complete
@@ -446,9 +447,9 @@ class TierConnector:
                 self._behind.add(name)
         for name in chain(report.kept, report.not_kept):
             self.slots[name.group].release(self.keeping.pop(name))
-        for answer in report.probed:
-            assert self._weighing is not None, "nothing else is asked"
-            self._end_probe(answer.request_id, answer.masses, self._weighing.group)
+        for answer in report.answers:
+            assert self._choice is not None, "nothing else is asked"
+            self._end_query(answer.request_id, answer.ratings, self._choice.group)
         self._count(report)
 
     def _end(self, on_its_way: dict[BlockName, Slot], name: BlockName, *, ready: bool) -> None:

@@ -2,7 +2,7 @@
 which block each one holds.
 
 A slot is held while it is filled or read, or while a request waits for it; of the others the least
-recently used is taken first, or of the oldest few the one whose block gets least attention. Knows
+recently used is taken first, or of the oldest few the one whose block has the lowest rating. Knows
 no byte: the worker half of the connector owns them.
 """
 
@@ -11,27 +11,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
 
 from octavo.engine.protocol.kv_messages import BlockKey
 
 CONSIDERED = 32
-"""Slots, the least recently used, of which the one with the least important block is taken."""
-
-
-class Weighing(NamedTuple):
-    """How stored blocks are weighed by the attention that prompts pay to them."""
-
-    group: int
-    """Cache group that has the keys."""
-    share: float
-    """Share of a stored prefix that a prompt loads."""
+"""Slots, the least recently used, of which the one with the lowest rating is taken."""
 
 
 class Slot:
     """A block in a slot."""
 
-    __slots__ = ("dropped", "importance", "index", "is_late", "key", "num_holds", "ready")
+    __slots__ = ("dropped", "index", "is_late", "key", "num_holds", "rating", "ready")
 
     def __init__(self, index: int, key: BlockKey) -> None:
         self.index = index
@@ -43,8 +33,8 @@ class Slot:
         """Whether it is not found any more."""
         self.is_late = False
         """Whether its bytes have taken so long that no request waits for them."""
-        self.importance = 0.0
-        """Attention that prompts have paid to the block; 0 where none was asked."""
+        self.rating = 0.0
+        """Rating of the block; 0 if it was never rated."""
 
     @property
     def is_awaited(self) -> bool:
@@ -85,7 +75,7 @@ class TierSlots:
             if not self.idle:
                 return None
             oldest = islice(self.idle.values(), CONSIDERED)
-            evicted = min(oldest, key=lambda slot: slot.importance)
+            evicted = min(oldest, key=lambda slot: slot.rating)
             del self.idle[evicted.key.digest], self._slots[evicted.key.digest]
             self.free.append(evicted.index)
         slot = self._slots[key.digest] = Slot(self.free.pop(), key)

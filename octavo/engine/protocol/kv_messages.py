@@ -80,30 +80,30 @@ class StreamedBlock(msgspec.Struct):
         return BlockName(self.group, self.key.digest)
 
 
-class PrefixProbe(msgspec.Struct):
-    """A question about stored blocks of one request's prompt: how much attention the prompt's last
-    tokens would pay to each, by keys that lie in slots or are fetched into them.
+class BlockQuery(msgspec.Struct):
+    """A question of a request about stored blocks of its prompt that lie in slots, or are fetched
+    into them: how an extension rates them.
     """
 
     request_id: str
     token_ids: list[int]
-    """Tokens that are computed to make the queries, as a text of their own."""
+    """Tokens of the prompt by which the blocks are rated."""
     positions: list[int]
     """Position of each of them in the prompt."""
     num_queries: int
-    """Number of the last of these tokens whose attention counts."""
+    """Number of the last of these tokens that count."""
     group: int
-    """Cache group that has the keys."""
+    """Cache group of the blocks."""
     slots: list[int]
-    """Slot of each block's keys, in the order of the prompt."""
+    """Slot of each block, in the order of the prompt."""
 
 
-class ProbedPrefix(msgspec.Struct):
-    """The answer to a PrefixProbe."""
+class BlockAnswer(msgspec.Struct):
+    """The answer to a BlockQuery."""
 
     request_id: str
-    masses: list[float]
-    """Share of the attention that falls on each block; [] where that could not be computed."""
+    ratings: list[float] = msgspec.field(name="masses")
+    """Rating of each block; [] if they could not be rated."""
 
 
 class ConnectorPlan(msgspec.Struct):
@@ -137,7 +137,7 @@ class ConnectorPlan(msgspec.Struct):
     """
     stream: list[StreamedBlock] = []
     """Blocks that the plan's own step fills; they are saved and kept later, like all others."""
-    probes: list[PrefixProbe] = []
+    queries: list[BlockQuery] = msgspec.field(default_factory=list, name="probes")
     """Questions about stored blocks, answered in a later step's report."""
 
 
@@ -159,7 +159,7 @@ class ConnectorReport(msgspec.Struct):
     """Pins set by other engines, or before this one started."""
     stored: StoredBytes | None = None
     """Sums of what is stored; None where they have not changed."""
-    probed: list[ProbedPrefix] = []
+    answers: list[BlockAnswer] = msgspec.field(default_factory=list, name="probed")
 
 
 class StoredBytes(msgspec.Struct, frozen=True):

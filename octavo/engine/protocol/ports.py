@@ -13,10 +13,10 @@ from octavo.engine.protocol.kv_messages import (
     BlockKey,
     BlockMove,
     BlockName,
+    BlockQuery,
     ConnectorPlan,
     ConnectorReport,
     ConnectorStats,
-    PrefixProbe,
     StreamedBlock,
 )
 from octavo.engine.protocol.step import StepPlan, StepResult
@@ -162,22 +162,20 @@ class Connector(Protocol):
         """
         ...
 
-    def probe(self, probe: PrefixProbe, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Asks the worker half how much attention the blocks get whose keys are near, or on their
-        way; returns these.
-        """
+    def ask(self, query: BlockQuery, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Asks the worker half to rate the blocks that are near, or on their way; returns these."""
         ...
 
-    def take_masses(self, request_id: str) -> Sequence[float] | None:
-        """Returns the answer to a request's probe, once; None until it is there."""
+    def take_answer(self, request_id: str) -> Sequence[float] | None:
+        """Returns the ratings that a request asked for, once; None until they are there."""
         ...
 
-    def cancel_probe(self, request_id: str) -> None:
-        """Lets go of a request's probe, whose answer is no longer wanted."""
+    def cancel_query(self, request_id: str) -> None:
+        """Drops a request's query, whose answer is no longer wanted."""
         ...
 
-    def rate(self, keys: Sequence[BlockKey], masses: Sequence[float]) -> None:
-        """Notes how much attention blocks get; the heavier ones stay near."""
+    def rate(self, keys: Sequence[BlockKey], ratings: Sequence[float]) -> None:
+        """Notes the ratings of blocks; those with higher ones stay near."""
         ...
 
     def may_load(self, places: Sequence[tuple[int, int]]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from octavo.engine.protocol.kv_messages import ConnectorStats
-from octavo.engine.protocol.step import KvArrivals, WeightArrivals
+from octavo.engine.protocol.step import WeightArrivals
 
 
 class KvBytes(msgspec.Struct, frozen=True, array_like=True):
@@ -136,8 +136,8 @@ class EngineStats(msgspec.Struct, array_like=True):
 
     weights: WeightArrivals = WeightArrivals()
     """Weights read from a file while steps were computed."""
-    spilled: KvArrivals = KvArrivals()
-    """Keys and values read from a file while steps were computed."""
+    counters: dict[str, float] = {}
+    """Counts that extensions keep, by name."""
 
     step_tokens: StepTokens = msgspec.field(default_factory=StepTokens)
 
@@ -154,7 +154,7 @@ class EngineStats(msgspec.Struct, array_like=True):
         replaced.
         """
         return msgspec.structs.replace(
-            self, **{name: getattr(self, name) + getattr(earlier, name) for name in COUNTS}
+            self, **{name: _sum(getattr(self, name), getattr(earlier, name)) for name in COUNTS}
         )
 
 
@@ -181,7 +181,7 @@ COUNTS = (
         "num_draft_tokens",
         "num_accepted_tokens",
         "weights",
-        "spilled",
+        "counters",
         "step_tokens",
     ),
 )
@@ -201,6 +201,8 @@ def _sum(one: Any, other: Any) -> Any:
     if isinstance(one, GroupBlocks):
         added = [a + b for a, b in zip(_values(one)[1:], _values(other)[1:], strict=True)]
         return GroupBlocks(one.window, *added)
+    if isinstance(one, dict):
+        return {name: one.get(name, 0) + other.get(name, 0) for name in one | other}
     if isinstance(one, list):
         longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
         return [*map(_sum, longer, shorter), *longer[len(shorter) :]]

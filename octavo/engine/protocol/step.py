@@ -307,30 +307,6 @@ class WeightArrivals(msgspec.Struct, frozen=True):
         )
 
 
-class KvArrivals(msgspec.Struct, frozen=True):
-    """Sums over the keys and values that came from a file while steps were computed, since the
-    engine's start.
-    """
-
-    num_found: int = 0
-    """Blocks of single layers that were in memory when an attention asked for them."""
-    num_read: int = 0
-    """Blocks of single layers that were read for an attention."""
-    read_bytes: int = 0
-    written_bytes: int = 0
-    wait_s: float = 0.0
-    """Seconds in which attentions waited."""
-    num_foreseen: int = 0
-    """Blocks of single layers that were read by a guess, before an attention asked for them."""
-    num_foreseen_used: int = 0
-    """Blocks among them that the attention then asked for."""
-
-    def __add__(self, other: KvArrivals) -> KvArrivals:
-        return KvArrivals(
-            *(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__)
-        )
-
-
 class StepResult(msgspec.Struct):
     """The results of a plan's rows in one step, in the plan's order, and the seconds that the
     device was busy.
@@ -355,5 +331,5 @@ class StepResult(msgspec.Struct):
     """Digests of images of the plan that could not be encoded."""
     weights: WeightArrivals | None = None
     """Weights read from a file so far; None where all are in memory."""
-    spilled: KvArrivals | None = None
-    """Keys and values read from a file so far; None where all are in memory."""
+    counters: dict[str, float] | None = None
+    """Counts that extensions keep, since the engine's start; None if there are none."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.api.errors import ConfigError, InvalidRequest
+from octavo.config.config_hooks import reuses_generated
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.ports import DecodingExecutor, Executor
 from octavo.engine.protocol.step import RowResult, StepPlan, StepResult
@@ -219,7 +220,7 @@ def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = Non
         stop_texts=stop_texts,
         num_adapter_slots=config.lora.num_slots,
         redraws=header.redraws,
-        names_generated=not config.sparsity.is_approximate,
+        names_generated=reuses_generated(config),
         num_lanes=config.backend.pipeline_parallel_size,
         original=header.original,
     )

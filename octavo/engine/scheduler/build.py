@@ -60,7 +60,7 @@ def build_scheduler(
         connector=None if tiers is None else TierConnector(tiers),
         logs_events=parse_events_config(cache.kv_events_config).enable_kv_cache_events,
         original=original,
-        weighing=None if tiers is None else tiers.weighing,
+        choice=None if tiers is None else tiers.choice,
     )
     admission = Admission(
         prompt_limits(

@@ -311,8 +311,8 @@ class Scheduler:
         """Counts a step's time and the bytes that it read from files, a share for each request."""
         self.times.computed(result.busy_s)
         self._stats.busy_s += result.busy_s
-        if result.spilled is not None:
-            self._stats.spilled = result.spilled
+        if result.counters is not None:
+            self._stats.counters = result.counters
         if result.weights is not None:
             share = result.weights.share_since(self._stats.weights, max(1, len(requests)))
             self._stats.weights = result.weights

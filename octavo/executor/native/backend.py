@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,42 +29,27 @@ from octavo.executor.kv import (
     KvCache,
     KvLayout,
     OnDemandKvCache,
-    SpillingKvCache,
 )
 from octavo.executor.native.block_rows import block_rows
-from octavo.executor.native.check import check, check_ops, check_skipping
+from octavo.executor.native.check import check, check_ops
 from octavo.executor.native.extension import native_module, supported_levels
 from octavo.executor.native.footprint import native_footprint
 from octavo.executor.native.formats import PRODUCTS
 from octavo.executor.native.hidden import with_hidden
-from octavo.executor.native.kv_spill import check_spill, spill_to_file, spilled_layers
 from octavo.executor.native.lower import Lowering
+from octavo.executor.native.native_hooks import NativeHooks, WeightRecords
 from octavo.executor.native.native_program import MANY_ROWS, NativeProgram, fatal_as_engine_dead
-from octavo.executor.native.neurons import (
-    OpenedNeurons,
-    neuron_layers,
-    neurons_in_memory,
-    split_neurons,
-)
-from octavo.executor.native.offload import (
-    OffloadedProgram,
-    StreamedWeights,
-    adopt_columns,
-    offload,
-    tiles_of_neurons,
-)
+from octavo.executor.native.offload import OffloadedProgram, StreamedWeights, offload
 from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
 from octavo.executor.native.row_rates import kv_rate, row_attention, row_rates, stage_seconds
-from octavo.executor.native.stages import body_first
 from octavo.executor.native.states import StateBlocks
 from octavo.executor.native.weights import NativeWeights
 from octavo.executor.rank_grid import ALONE
-from octavo.program.ops import ActMul, Linear
+from octavo.program.ops import Linear
 from octavo.program.passes.expert_gates import fold_expert_gates
 from octavo.program.passes.fuse import fuse
 from octavo.program.passes.latents import absorb_latents
 from octavo.program.passes.optimize import optimize
-from octavo.program.passes.skip_zeros import skip_zeros
 from octavo.program.program import CacheGroup, Op, Program, Weight
 
 KV_DTYPES = ("auto", "fp32", "bf16", "int8")
@@ -142,6 +126,7 @@ class NativeBackend:
             what = f"the native backend does not start with {num_threads} threads: {error}"
             raise BackendUnavailable(what, hint="give fewer --threads") from None
         self.numerics = self.level
+        self._hooks: tuple[NativeHooks, ...] = options.hooks
         self._optimized: tuple[Program, Program] | None = None
         self._offloaded: OffloadedProgram | None = None
 
@@ -151,14 +136,12 @@ class NativeBackend:
 
     def check(self, program: Program, format_of: FormatOf) -> None:
         optimized = self._optimize(program)
-        check(optimized, format_of, self._device.row_type, self._grid)
-        if self.options.skips_zeros:
-            check_skipping(optimized, format_of, self._device)
+        formats = check(optimized, format_of, self._device.row_type, self._grid)
+        for hooks in self._hooks:
+            hooks.check(optimized, formats, self._device)
         if self.options.offload is not None:
             self.footprint(program, format_of)
             self._streamed(program).check()
-        if self.options.spill is not None:
-            check_spill(self.options.spill)
 
     def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
         return self._prepare(program, load, self._weights(program, load))
@@ -207,25 +190,24 @@ class NativeBackend:
             streamed.open(load, self.options.dtype, weights)
             executor.stream(streamed.stream)
         chunk_of = _in_memory if streamed is None else streamed.chunk_of
-        neurons = None if streamed is None else streamed.neurons
-        if neurons is None:
-            neurons = self._neurons_of(optimized, load, weights)
-        spill = self.options.spill
+        records = None if streamed is None else streamed.records
+        if records is None and (packed := self._records(optimized)) is not None:
+            records = packed.open_in_memory(self._device, load, self.options.dtype, weights)
         lowering = Lowering(
             optimized,
             executor,
             weights,
             chunk_of,
             observed,
-            neurons=neurons,
-            foresees_keys=spill is not None and spill.foresees,
+            records=records,
+            hooks=self._hooks,
         )
         with fatal_as_engine_dead():
             lowering.run()
         weights.pack()
         products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
         computes_fp32 = all(weights.reads_fp32(op) for op in products)
-        in_records = 0 if neurons is None else neurons.rows_bytes
+        in_records = 0 if records is None else records.num_bytes
         return NativeProgram(
             self._device,
             executor,
@@ -239,21 +221,10 @@ class NativeBackend:
             ranks=self._ranks,
         )
 
-    def _neurons_of(
-        self, optimized: Program, load: LoadWeight, into: NativeWeights
-    ) -> OpenedNeurons | None:
-        """Returns the records in memory of the layers that are computed neuron by neuron; None
-        where none are.
-        """
-        layers = neuron_layers(body_first(optimized))
-        if not layers:
-            return None
-        dtype = self.options.dtype
-        neurons = neurons_in_memory(
-            layers, lambda layer: tiles_of_neurons(self._device, layer, load, dtype)
-        )
-        adopt_columns(neurons, layers, into)
-        return neurons
+    def _records(self, optimized: Program) -> WeightRecords | None:
+        """Returns the weights of a Program that lie in records of an extension."""
+        found = (hooks.records(optimized) for hooks in self._hooks)
+        return next((each for each in found if each is not None), None)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         found = native_footprint(
@@ -272,14 +243,18 @@ class NativeBackend:
         if self.options.offload is None:
             return plain
         self._offloaded = planned = offload(
-            self._optimize(program), found.weight_bytes, self.options.offload
+            self._optimize(program),
+            found.weight_bytes,
+            self.options.offload,
+            self._records(self._optimize(program)),
         )
+        records = planned.records
         return replace(
             plain,
             memory_bytes=planned.memory_bytes,
             streamed_bytes=planned.plan.step_bytes,
             least_memory_bytes=planned.least_memory_bytes,
-            neuron_bytes=sum(layer.all_records_bytes for layer in planned.neuron_layers),
+            read_in_part={} if records is None else records.read_in_part,
         )
 
     def _streamed(self, program: Program) -> StreamedWeights:
@@ -304,19 +279,6 @@ class NativeBackend:
     ) -> OnDemandKvCache:
         return self._allocate(layouts, num_blocks, on_demand=True)
 
-    def allocate_spilled(
-        self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], num_kept: int
-    ) -> SpillingKvCache:
-        assert self.options.spill is not None, "layouts say which layers may be in a file"
-        memory: Any = self._allocate(layouts, num_blocks, on_demand=False)
-        for group, (layout, count) in enumerate(zip(layouts, num_blocks, strict=True)):
-            if layout.spilled:
-                spill_to_file(
-                    memory, group, layout, self.options.spill, num_blocks=count, num_kept=num_kept
-                )
-        spilling: SpillingKvCache = memory
-        return spilling
-
     def _allocate(
         self, layouts: Sequence[KvLayout], num_blocks: Sequence[int], *, on_demand: bool
     ) -> OnDemandKvCache:
@@ -324,7 +286,7 @@ class NativeBackend:
             (layout.group.num_layers, *_shape_of(layout.group, layout.dtype), count)
             for layout, count in zip(layouts, num_blocks, strict=True)
         ]
-        by_blocks = [group for group, layout in enumerate(layouts) if layout.spilled]
+        by_blocks = [group for group, layout in enumerate(layouts) if layout.in_file]
         try:
             memory: OnDemandKvCache = native_module().KvMemory(shapes, by_blocks)
         except MemoryError:
@@ -341,6 +303,8 @@ class NativeBackend:
             raise ConfigError(
                 f"the KV cache needs {needed} {what}, which the system does not give", hint=hint
             ) from None
+        for hooks in self._hooks:
+            hooks.allocated(memory, layouts, num_blocks)
         return memory
 
     def rows_of(self, layout: KvLayout, blocks: NDArray[np.uint8]) -> BlockRows:
@@ -354,16 +318,11 @@ class NativeBackend:
         preparation.
         """
         if self._optimized is None or self._optimized[0] is not program:
-            offload = self.options.offload
-            by_neurons = offload is not None and offload.neurons is not None
-            # The neurons of the last layer are those of all tokens, too.
-            by_neurons = by_neurons or _predicts(program)
-            optimized = fuse(program) if by_neurons else optimize(program)
+            keeps_rows = any(hooks.keeps_rows(program) for hooks in self._hooks)
+            optimized = fuse(program) if keeps_rows else optimize(program)
             optimized = absorb_latents(fold_expert_gates(optimized))
-            if self.options.skips_zeros:
-                optimized = skip_zeros(optimized)
-            if by_neurons:
-                optimized = split_neurons(optimized)
+            for hooks in self._hooks:
+                optimized = hooks.optimize(optimized)
             self._optimized = (program, with_hidden(optimized))
         return self._optimized[1]
 
@@ -376,17 +335,10 @@ class NativeBackend:
                 "kv_cache_dtype: the native backend keeps latents as fp32 or bf16, got int8",
                 hint="a latent takes a small part of what keys and values of all heads would",
             )
-        layouts = (layout_of(group, dtype) for group in program.groups)
-        if self.options.spill is None:
-            return tuple(layouts)
-        spilled = spilled_layers(program)
-        return tuple(
-            replace(layout, spilled=spilled.get(layout.group.name, ())) for layout in layouts
-        )
-
-
-def _predicts(program: Program) -> bool:
-    return any(isinstance(op, ActMul) and op.scores is not None for op in program.ops)
+        layouts: Sequence[KvLayout] = [layout_of(group, dtype) for group in program.groups]
+        for hooks in self._hooks:
+            layouts = hooks.layouts(program, layouts)
+        return tuple(layouts)
 
 
 def _skipping(program: Program) -> set[Weight]:

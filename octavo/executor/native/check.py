@@ -5,17 +5,20 @@ Knows ops, cache groups and the names of formats; no weight is loaded here.
 
 from __future__ import annotations
 
-from typing import Any
-
 from octavo.api.errors import BackendUnavailable
 from octavo.executor.base import FormatOf
-from octavo.executor.native.formats import RowTypeOf, matrices_of, tile_formats
-from octavo.executor.native.neurons import Neurons, check_neurons
+from octavo.executor.native.formats import (
+    RecordOp,
+    RowTypeOf,
+    TileFormat,
+    matrices_of,
+    tile_formats,
+)
 from octavo.executor.native.stages import BEHIND_BARRIERS, ROW_LOCAL
 from octavo.executor.rank_grid import ALONE, RankGrid, misplaced
 from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
-from octavo.program.program import Op, Program
+from octavo.program.program import Op, Program, Weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 """The activations that kernels have, in the order of their numbers (csrc/kernels/epilogue.inl)."""
@@ -53,20 +56,19 @@ IN_BLOCKS = (ops.Linear, ops.HeadLinear, family_ops.PlaceScores)
 
 ON_TOKENS = (
     *(ops.Embedding, ops.ScatterRows, ops.Rope, ops.KvWrite, ops.Attention, ops.HeadLinear),
-    *(family_ops.PlaceScores, ShortConv, SelectiveScan, Neurons, ops.Foresee),
+    *(family_ops.PlaceScores, ShortConv, SelectiveScan, RecordOp, ops.Foresee),
 )
 """Ops that read the step's arrays of tokens."""
 
 
 def check(
     program: Program, format_of: FormatOf, row_type_of: RowTypeOf, grid: RankGrid = ALONE
-) -> None:
+) -> dict[Weight, TileFormat]:
     """Refuses a fused Program that the kernels cannot run: BackendUnavailable names an op, a group
-    or a pair of formats, UnsupportedModel a format.
+    or a pair of formats, UnsupportedModel a format. Returns the format of each matrix.
     """
     check_ops(program, grid)
     formats = tile_formats(program, format_of, row_type_of)
-    check_neurons(program, {weight: tiles.code for weight, tiles in formats.items()})
     for op in program.ops:
         if not isinstance(op, ops.Linear | expert_ops.GroupedLinear) or op.gate is None:
             continue
@@ -79,31 +81,13 @@ def check(
                 f"a gate and its up projection that read their rows as {' and '.join(row_types)}:"
                 f" {names}",
             )
+    return formats
 
 
 def _check_ranks(program: Program, grid: RankGrid) -> None:
     for op in program.ops:
         if refused := misplaced(op, grid):
             raise _refusal(program, refused)
-
-
-def check_skipping(program: Program, format_of: FormatOf, device: Any) -> None:
-    """Refuses products that are to skip zeros and whose weights lie so that none can be skipped."""
-    formats = tile_formats(program, format_of, device.row_type)
-    for op in program.ops:
-        if not isinstance(op, ops.Linear) or not op.skips_zeros:
-            continue
-        for weight in op.weights_:
-            code = formats[weight].code
-            if not device.skips_zeros(code):
-                allowed = [
-                    code for code in ("i8", "bf16", "fp16", "fp32") if device.skips_zeros(code)
-                ]
-                raise BackendUnavailable(
-                    f"ffn_sparsity: exact skips no inputs of {weight.name}, which is computed as"
-                    f" {code} at the level {device.level}; it does those of {', '.join(allowed)}",
-                    hint="set quantization to int8, or leave ffn_sparsity out",
-                )
 
 
 def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
@@ -131,8 +115,8 @@ def _check_attributes(program: Program, op: Op) -> None:
         _check_attention(program, op)
     if isinstance(op, ops.KvWrite):
         _check_write(program, op)
-    if isinstance(op, ops.Linear | expert_ops.GroupedLinear | Neurons) and op.gate is not None:
-        _check_activation(program, op.gate.activation)
+    if isinstance(op, ops.Linear | expert_ops.GroupedLinear) and op.gate is not None:
+        check_activation(program, op.gate.activation)
     if isinstance(op, ops.Linear | ops.ActMul) and op.scores is not None:
         raise _refusal(program, "predicted neurons of a layer that is not gate, up and down alone")
     if isinstance(op, SelectiveScan) and op.num_heads == op.x.width and op.num_runs > 1:
@@ -141,7 +125,7 @@ def _check_attributes(program: Program, op: Op) -> None:
         raise _refusal(program, "the delta rule for heads of one column")
     acting = ops.Linear | expert_ops.GroupedLinear | ops.Act | ops.ActMul | ShortConv
     if isinstance(op, acting) and op.activation is not None:
-        _check_activation(program, op.activation)
+        check_activation(program, op.activation)
 
 
 def _axes_of(op: Op) -> set[str]:
@@ -172,7 +156,7 @@ def _check_write(program: Program, op: ops.KvWrite) -> None:
         raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
 
 
-def _check_activation(program: Program, activation: str) -> None:
+def check_activation(program: Program, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise _refusal(program, f"the activation {activation}")
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from octavo.api.errors import UnsupportedModel
 from octavo.executor.base import FormatOf
 from octavo.executor.native.extension import native_module
-from octavo.executor.native.neurons import Neurons
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Embedding, HeadLinear, Linear
 from octavo.program.program import Op, Program, Weight
@@ -28,6 +27,16 @@ WIDENED = ("u3", "u4", "u5", "u6")
 
 RowTypeOf = Callable[[str], str]
 """The type that products of weights in a code read their rows in, at an instruction-set level."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordOp(Op):
+    """An op of an extension that reads weights from records of its own, over all tokens."""
+
+    @property
+    def row_matrices(self) -> tuple[Weight, ...]:
+        """Matrices whose rows are parts of records."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +146,8 @@ def matrices_of(op: Op) -> tuple[Weight, ...]:
         return op.matrices
     if isinstance(op, HeadLinear):
         return (op.weight,)
-    if isinstance(op, Neurons):
-        return op.matrices[:-1]
+    if isinstance(op, RecordOp):
+        return op.row_matrices
     return (op.table,) if isinstance(op, Embedding) else ()
 
 

@@ -8,7 +8,7 @@ check.py has refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from octavo.executor.base import ObservedInputs
 from octavo.executor.native.check import MAX_LANES
-from octavo.executor.native.kv_spill import next_chosen
 from octavo.executor.native.lower_experts import ExpertLowering
 from octavo.executor.native.lower_rows import RowLowering
-from octavo.executor.native.neurons import Neurons, OpenedNeurons
+from octavo.executor.native.native_hooks import NativeHooks, OpenedRecords
 from octavo.executor.native.parameters import (
     convolution_parameters,
     distances_of,
@@ -51,23 +50,24 @@ class Lowering:
         chunk_of: Callable[[Op], int | None] = lambda op: None,
         observed: ObservedInputs | None = None,
         *,
-        neurons: OpenedNeurons | None = None,
-        foresees_keys: bool = False,
+        records: OpenedRecords | None = None,
+        hooks: Sequence[NativeHooks] = (),
     ) -> None:
         """`chunk_of` names the streamed chunk of weights that a product waits for; `observed` gets
-        the arrays that inputs of products are copied to; `neurons` are the records of layers that
-        are read neuron by neuron. With `foresees_keys` an attention has the blocks read that the
-        next one may choose.
+        the arrays that inputs of products are copied to; `records` are those that ops of extensions
+        read.
         """
-        self._neurons = neurons
         self._observed = observed
         program = body_first(program)
         self._emitter = emitter = StageEmitter(program, builder, weights, chunk_of)
         self._program, self._weights = program, weights
         self._builder, self._span = builder, emitter.span
         in_order = [op for stage in emitter.stages for op in stage.ops]
-        self._next_chosen = next_chosen(in_order) if foresees_keys else {}
-        self._parts = (self, RowLowering(emitter), ExpertLowering(emitter))
+        self._next_attentions = {
+            at: op for each in hooks for at, op in each.next_attentions(in_order).items()
+        }
+        parts = () if records is None else (records.lowering(emitter),)
+        self._parts = (self, RowLowering(emitter), ExpertLowering(emitter), *parts)
         self._converted: set[Value] = set()
         """Values that the op which makes them writes as their one reader's product reads them."""
 
@@ -141,46 +141,10 @@ class Lowering:
         self._emitter.begin()
         self._emitter.sites += zip(op.sites, op.weights_, strict=True)
         return list(
-            self._builder.shrink(self._span(op.x), self._norm_of(op), num_sites=len(op.sites))
+            self._builder.shrink(
+                self._span(op.x), self._emitter.norm(op.norm), num_sites=len(op.sites)
+            )
         )
-
-    def lower_Neurons(self, op: Neurons) -> None:
-        assert self._neurons is not None, "records are opened before"
-        layer, scales = self._neurons.layers[id(op)]
-        self._emitter.begin()
-        self._builder.neurons(
-            self._neurons.cache,
-            layer,
-            self._span(op.opened),
-            threshold=op.threshold,
-            out=None if op.out is None else self._span(op.out),
-            x=self._span(op.opened if op.x is None else op.x),
-            norm=self._norm_of(op),
-            x_threshold=op.x_threshold,
-            scales=scales,
-            up_bias=self._emitter.optional(op.up_bias),
-            gate_bias=self._emitter.optional(op.gate_bias),
-            gate=gate_numbers(op.gate or ops.Gate("relu", up_offset=op.up_offset)),
-            computes_gate=op.gate_row is not None,
-        )
-
-    def lower_Foresee(self, op: ops.Foresee) -> None:
-        assert self._neurons is not None, "records are opened before"
-        self._emitter.begin()
-        layer = self._neurons.of_gate[op.gate]
-        self._builder.foresee(self._neurons.cache, layer, self._span(op.scores))
-
-    def _norm_of(
-        self, op: ops.Linear | Neurons, permutation: NDArray[np.int32] | None = None
-    ) -> tuple[Any, ...] | None:
-        """Returns the norm of a product's rows, its numbers in the order of a permutation."""
-        if op.norm is None:
-            return None
-        norm = op.norm
-        weight, bias = self._weights.floats(norm.weight), self._emitter.optional(norm.bias)
-        if permutation is not None:
-            weight, bias = weight[permutation], None if bias is None else bias[permutation]
-        return (weight, bias, norm.eps, norm.weight_offset, norm.centered)
 
     def _convert(self, op: ops.Linear, tiles: Any, permutation: NDArray[np.int32] | None) -> int:
         """Converts x in the row ops right before the product, or in a stage of its own."""
@@ -188,7 +152,7 @@ class Lowering:
         if emitter.open_rows is None or emitter.open_rows.axis != emitter.stage.axis:
             emitter.begin_rows()
         order = [] if permutation is None else permutation.tolist()
-        norm = self._norm_of(op, permutation)
+        norm = self._emitter.norm(op.norm, permutation)
         rows = int(
             self._builder.conversion(self._span(op.x), norm, tiles, order, threshold=op.threshold)
         )
@@ -317,7 +281,7 @@ class Lowering:
         """Returns what the next attention chooses by, and its layer, where that is known by now and
         what it chooses may be in a file.
         """
-        found = self._next_chosen.get(id(op))
+        found = self._next_attentions.get(id(op))
         selection = None if found is None else self._selection(found)
         return None if found is None or selection is None else (selection, found.layer)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,7 @@ from octavo.engine.protocol.step import WeightArrivals
 from octavo.executor.base import LoadWeight, WeightsOffDevice
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.formats import PRODUCTS, matrices_of
-from octavo.executor.native.neurons import (
-    NeuronLayer,
-    NeuronPlan,
-    OpenedNeurons,
-    neuron_layers,
-    open_neurons,
-    plan_neurons,
-    records_of,
-)
+from octavo.executor.native.native_hooks import OpenedRecords, WeightRecords
 from octavo.executor.native.stages import body_first, stages_of
 from octavo.executor.native.weight_file import (
     PlacedTiles,
@@ -68,21 +60,17 @@ class OffloadedProgram:
     units: tuple[Unit, ...]
     plan: OffloadPlan
     always_bytes: int
-    """Bytes of the weights that are in no product of their own: tables, norms, biases; and of the
-    neurons' cache.
+    """Bytes of the weights that are in no product of their own: tables, norms, biases; and of
+    records in memory.
     """
-    neurons: NeuronPlan | None = None
-    """Layers that are read neuron by neuron; None: none are."""
-
-    @property
-    def neuron_layers(self) -> tuple[NeuronLayer, ...]:
-        return () if self.neurons is None else self.neurons.layers
+    records: WeightRecords | None = None
+    """Records in the file; None if there are none."""
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the file, but for its index."""
-        records = sum(layer.num_bytes for layer in self.neuron_layers)
-        return ALIGN + sum(unit.num_bytes for unit in self.units) + records
+        records = () if self.records is None else self.records.sizes
+        return ALIGN + sum(unit.num_bytes for unit in self.units) + sum(records)
 
     @property
     def memory_bytes(self) -> int:
@@ -96,12 +84,14 @@ class OffloadedProgram:
 
 
 def offload(
-    optimized: Program, sizes: Mapping[Weight, int], place: WeightsOffDevice
+    optimized: Program,
+    sizes: Mapping[Weight, int],
+    place: WeightsOffDevice,
+    records: WeightRecords | None = None,
 ) -> OffloadedProgram:
     """Plans a Program's weights; ConfigError where the memory allowed is too little."""
     program = body_first(optimized)
-    layers = neuron_layers(program)
-    in_records = {weight for each in layers for weight in each.op.matrices}
+    in_records = frozenset() if records is None else records.weights
     used = Counter(weight for op in program.ops for weight in matrices_of(op))
     tables = {op.table for op in program.ops if isinstance(op, Embedding)}
     products, units = [], []
@@ -121,16 +111,13 @@ def offload(
     always = sum(size for weight, size in sizes.items() if weight not in own)
     if not units:
         raise ConfigError("weights_memory_bytes: this model has no product to stream")
-    neurons = None
-    if place.neurons is not None:
-        neurons = plan_neurons(layers, place.neurons)
-        always += neurons.memory_bytes + neurons.scales_bytes
-    else:
-        always += sum(layer.num_bytes for layer in layers)
+    if records is not None:
+        always += records.memory_bytes
+    in_file = records if records is not None and records.in_file else None
     plan = plan_offload(
         units, allowed_bytes=place.memory_bytes, other_bytes=always, schedule=place.schedule
     )
-    return OffloadedProgram(tuple(products), tuple(units), plan, always, neurons)
+    return OffloadedProgram(tuple(products), tuple(units), plan, always, in_file)
 
 
 class StreamedWeights:
@@ -141,11 +128,8 @@ class StreamedWeights:
     ) -> None:
         self._device = device
         self._offloaded = offloaded
-        shape = repr(
-            [(unit.name, unit.num_bytes) for unit in offloaded.units]
-            + [(each.op.down.name, each.record_bytes) for each in offloaded.neuron_layers]
-        )
-        self._window = 0 if place.neurons is None else place.neurons.window
+        of_records = () if offloaded.records is None else offloaded.records.key
+        shape = repr([(unit.name, unit.num_bytes) for unit in offloaded.units] + [*of_records])
         self._key = hashlib.sha256(f"{place.fingerprint} {numerics} {shape}".encode()).digest()
         self.path = place.directory / f"{self._key.hex()[:32]}.weights"
         self._chunks = {
@@ -154,8 +138,8 @@ class StreamedWeights:
             for unit in chunk.units
         }
         self.stream: Any = None
-        self.neurons: OpenedNeurons | None = None
-        """The records of neurons once they are opened; None where there are none."""
+        self.records: OpenedRecords | None = None
+        """The records in the file once they are opened; None if there are none."""
 
     def check(self) -> None:
         """Raises ConfigError where the directory cannot hold the file."""
@@ -179,19 +163,15 @@ class StreamedWeights:
                 num_threads=DEPTH,
                 block_bytes=BLOCK_BYTES,
             )
-            if self._offloaded.neurons is not None:
+            if self._offloaded.records is not None:
                 offsets = [unit.offset for unit in units[len(self._offloaded.units) :]]
-                self.neurons = open_neurons(
-                    self.path, self._offloaded.neurons, offsets, self._window
-                )
+                self.records = self._offloaded.records.open_file(self.path, offsets, into)
         except (native.WeightReadError, native.WeightFileTruncated) as error:
             raise ConfigError(
                 f"weights_dir: {error}",
                 hint="remove the file, and the next start writes it again; or name a directory on"
                 " another disk",
             ) from None
-        if self.neurons is not None:
-            adopt_columns(self.neurons, self._offloaded.neuron_layers, into)
         if not self.stream.is_direct:
             logger.warning(
                 "%s: this file system has no direct reads (O_DIRECT); weights go through the"
@@ -214,17 +194,7 @@ class StreamedWeights:
         found = WeightArrivals(
             stream.bytes_read, stream.num_found, stream.num_waited, stream.wait_seconds
         )
-        if self.neurons is None:
-            return found
-        cache = self.neurons.cache
-        return found + WeightArrivals(
-            cache.bytes_read,
-            wait_s=cache.wait_seconds,
-            neurons_found=cache.num_found,
-            neurons_read=cache.num_read,
-            neurons_foreseen=cache.num_foreseen,
-            neurons_foreseen_used=cache.num_foreseen_used,
-        )
+        return found if self.records is None else found + self.records.arrivals()
 
     def _adopt(self, op: Product, unit: StoredUnit, offset: int, into: NativeWeights) -> None:
         into.adopt(
@@ -239,15 +209,14 @@ class StreamedWeights:
                     data, tiles = self._packed(op, load, dtype)
                     assert len(data) == unit.num_bytes, f"{unit.name}: other bytes than planned"
                     writer.add(data, tiles)
-                for layer in self._offloaded.neuron_layers:
-                    writer.add(self._records(layer, load, dtype), [])
+                records = self._offloaded.records
+                for index in range(0 if records is None else len(records.sizes)):
+                    assert records is not None
+                    writer.add(records.data(index, self._device, load, dtype), [])
                 writer.finish()
         units = read_index(self.path, self._key)
         assert units is not None, "the file that was just written"
         return units
-
-    def _records(self, layer: NeuronLayer, load: LoadWeight, dtype: str) -> bytes:
-        return records_of(tiles_of_neurons(self._device, layer, load, dtype), layer)
 
     def _packed(self, op: Product, load: LoadWeight, dtype: str) -> tuple[bytes, list[PlacedTiles]]:
         """Returns a unit's bytes and the places of its tiles, in the order of `adopt`."""
@@ -270,22 +239,6 @@ class StreamedWeights:
                 data += _filled(handle.raw(handle.num_bytes), size)
         tiles = [PlacedTiles(places[i], handle.layout) for i, handle in enumerate(handles)]
         return _filled(bytes(data), _round_up(len(data), ALIGN)), tiles
-
-
-def tiles_of_neurons(device: Any, layer: NeuronLayer, load: LoadWeight, dtype: str) -> list[bytes]:
-    """Returns the tiles of the matrices of a layer that is read neuron by neuron."""
-    weights = NativeWeights(device, load, dtype, apart=True)
-    handles = [weights.table(each).handle for each in layer.op.matrices]
-    weights.pack()
-    return [handle.raw(handle.num_bytes) for handle in handles]
-
-
-def adopt_columns(
-    neurons: OpenedNeurons, layers: Sequence[NeuronLayer], into: NativeWeights
-) -> None:
-    """Gives the last product of each layer the columns of its neurons."""
-    for layer, columns in zip(layers, neurons.columns, strict=True):
-        into.adopt_tiles(layer.op.down, columns)
 
 
 def _padded_bytes(op: Product, num_bytes: int) -> int:

@@ -95,6 +95,17 @@ class StageEmitter:
         place = self.plan.places[value.name]
         return (_executor_axis(place.axis), place.offset, place.width)
 
+    def norm(
+        self, norm: ops.PreNorm | None, permutation: NDArray[np.int32] | None = None
+    ) -> tuple[Any, ...] | None:
+        """Returns the norm of a product's rows, its numbers in the order of a permutation."""
+        if norm is None:
+            return None
+        weight, bias = self.weights.floats(norm.weight), self.optional(norm.bias)
+        if permutation is not None:
+            weight, bias = weight[permutation], None if bias is None else bias[permutation]
+        return (weight, bias, norm.eps, norm.weight_offset, norm.centered)
+
     def optional(self, weight: Weight | None) -> NDArray[np.float32] | None:
         """Returns a weight's numbers; None without one."""
         return None if weight is None else self.weights.floats(weight)

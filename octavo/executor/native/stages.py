@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from octavo.executor.native.formats import RecordOp
 from octavo.executor.native.hidden import HiddenIn, HiddenOut
-from octavo.executor.native.neurons import Neurons
 from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.plan import Plan, plan
@@ -26,7 +26,7 @@ ROW_LOCAL = (
 BEHIND_BARRIERS = (
     *(ops.Attention, expert_ops.Route, expert_ops.GroupedLinear, ShortConv, SelectiveScan),
     *(rank_ops.AllReduce, rank_ops.AllGather, rank_ops.Dispatch, rank_ops.Collect),
-    *(Neurons, ops.Foresee),
+    *(RecordOp, ops.Foresee),
 )
 """Ops with a range of their own, since a row needs what other rows or ranks compute."""
 

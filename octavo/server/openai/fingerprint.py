@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from hashlib import blake2b
 
+from octavo.config.config_hooks import numbers_of
 from octavo.config.engine_config import EngineConfig
 from octavo.utils.version import __version__
 
@@ -17,8 +18,7 @@ def fingerprint_of(config: EngineConfig) -> str:
         config.model,
         config.backend,
         config.cache.kv_cache_dtype,
-        *((config.cache.prefix_cache_load,) if config.cache.loads_in_part else ()),
-        config.sparsity,
+        numbers_of(config),
         *((config.lora.lora_dtype,) if config.lora.enable_lora else ()),
     )
     return f"fp_{blake2b(repr(deciding).encode(), digest_size=6).hexdigest()}"

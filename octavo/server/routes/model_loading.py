@@ -20,6 +20,7 @@ from octavo.server.state.adapters import NAME, NAME_RULE
 from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.service import Service, service_of
 from octavo.server.state.slot import EngineSlot
+from octavo.utils.extensions import extensions
 
 OF_THE_MACHINE = frozenset(
     {
@@ -27,15 +28,11 @@ OF_THE_MACHINE = frozenset(
         "chat_template",
         "prefix_cache_dir",
         "weights_dir",
-        "calibration",
-        "hot_neurons",
-        "sparsity_predictor",
         "record",
         "cpu_level",
     }
-    | {"device", "weights_memory_bytes", "weights_schedule", "neuron_cache_bytes", "neuron_window"}
-    | {"weights_lookahead", "kv_spill_dir", "kv_spill_bytes", "kv_spill_ahead"}
-)
+    | {"device", "weights_memory_bytes", "weights_schedule"}
+).union(*(each.of_the_machine for each in extensions()))
 """Options that name the machine's files or devices, which are the command line's business."""
 OPTIONS = sorted({*option_fields()} - OF_THE_MACHINE - {"model", "served_model_name"})
 """Engine options that a load may name."""

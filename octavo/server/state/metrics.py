@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 from octavo.engine.protocol.stats import STEP_TOKEN_BOUNDS, EngineStats
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.server.state.directory import ModelDirectory
+from octavo.server.state.metric_hooks import Series, metric_hooks
 from octavo.server.state.model_metrics import HISTOGRAMS
 from octavo.server.state.slot import EngineSlot
 
@@ -31,7 +32,7 @@ LABELS = ("model_name", "engine")
 ENGINE = "0"
 """Value of the label `engine` where a model has one engine, and of series of the whole model."""
 
-GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+GAUGES: dict[str, Series] = {
     "num_requests_running": (
         "Requests of which the last step computed tokens.",
         lambda stats: stats.num_running,
@@ -78,7 +79,7 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda stats: stats.connector.stored.pinned_bytes,
     ),
 }
-COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+COUNTERS: dict[str, Series] = {
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens),
     "prompt_tokens_cached": (
@@ -100,10 +101,6 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "external_prefix_cache_hits": (
         "Tokens found in host memory and on disk.",
         lambda stats: stats.external_hit_tokens,
-    ),
-    "prefix_cache_blocks_left_out": (
-        "Stored blocks that prompts went without, by prefix_cache_load.",
-        lambda stats: stats.left_out_blocks,
     ),
     "prefix_cache_damaged_files": (
         "Damaged files met in prefix_cache_dir, and removed.",
@@ -161,51 +158,6 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Seconds in which products waited for them.",
         lambda stats: stats.weights.wait_s,
     ),
-    "neurons_found": (
-        "Neurons that were in memory when a step used them, with neuron_cache_bytes.",
-        lambda stats: stats.weights.neurons_found,
-    ),
-    "neurons_read": (
-        "Neurons that were read for a step.",
-        lambda stats: stats.weights.neurons_read,
-    ),
-    "neurons_foreseen": (
-        "Neurons that were read by a guess, with weights_lookahead.",
-        lambda stats: stats.weights.neurons_foreseen,
-    ),
-    "neurons_foreseen_used": (
-        "Neurons that were read by a guess, and that the step then used.",
-        lambda stats: stats.weights.neurons_foreseen_used,
-    ),
-    "kv_spill_found": (
-        "Blocks of single layers that were in memory when an attention asked for them, with"
-        " kv_spill_dir.",
-        lambda stats: stats.spilled.num_found,
-    ),
-    "kv_spill_read": (
-        "Blocks of single layers that were read from the file for an attention.",
-        lambda stats: stats.spilled.num_read,
-    ),
-    "kv_spill_read_bytes": (
-        "Bytes of keys and values read from that file.",
-        lambda stats: stats.spilled.read_bytes,
-    ),
-    "kv_spill_written_bytes": (
-        "Bytes of keys and values written to that file.",
-        lambda stats: stats.spilled.written_bytes,
-    ),
-    "kv_spill_wait_seconds": (
-        "Seconds in which attentions waited for it.",
-        lambda stats: stats.spilled.wait_s,
-    ),
-    "kv_spill_foreseen": (
-        "Blocks of single layers that were read by a guess, with kv_spill_ahead.",
-        lambda stats: stats.spilled.num_foreseen,
-    ),
-    "kv_spill_foreseen_used": (
-        "Blocks of single layers that were read by a guess, and that the layer then asked for.",
-        lambda stats: stats.spilled.num_foreseen_used,
-    ),
     "num_preemptions": (
         "Requests that had to give up their KV blocks.",
         lambda stats: stats.num_preemptions,
@@ -216,13 +168,10 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda stats: stats.num_restarts,
     ),
 }
+COUNTERS |= {name: series for hooks in metric_hooks() for name, series in hooks.counters.items()}
+OPTION_GAUGES = {name: gauge for hooks in metric_hooks() for name, gauge in hooks.gauges.items()}
+"""Gauges of extensions, which depend on a model's options alone."""
 READINESS = ("model_ready", "Whether the model's engine takes requests: 1, or 0.")
-LEFT_OUT = (
-    "sparsity",
-    "Share of generated tokens' inputs, gates and neurons that count as zeros, of the keys that"
-    " they do not read, and of the stored keys of a prefix that are not loaded; above 0, results"
-    " are approximate.",
-)
 CACHE = (
     "cache_config_info",
     "Always 1; its labels are the KV cache's options, num_gpu_blocks the blocks of any device.",
@@ -257,7 +206,7 @@ class ServerMetrics:
             for slot, stats in loaded
             for index, one in enumerate(stats.engines or [stats])
         ]
-        yield self._left_out()
+        yield from self._option_gauges()
         yield _cache_info(engines)
         for name, (text, read) in GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
@@ -288,18 +237,14 @@ class ServerMetrics:
                 histogram.add_metric((slot.name, ENGINE), *buckets)
             yield histogram
 
-    def _left_out(self) -> Metric:
-        family = GaugeMetricFamily(*LEFT_OUT, labels=(*LABELS, "of"))
-        for slot in self._models:
-            if slot.loaded is not None:
-                sparsity = slot.loaded.config.sparsity
-                family.add_metric((slot.name, ENGINE, "inputs"), sparsity.activation_sparsity)
-                family.add_metric((slot.name, ENGINE, "gates"), sparsity.gate_sparsity)
-                family.add_metric((slot.name, ENGINE, "neurons"), sparsity.neuron_sparsity)
-                family.add_metric((slot.name, ENGINE, "keys"), sparsity.key_sparsity)
-                unread = slot.loaded.config.cache.prefix_sparsity
-                family.add_metric((slot.name, ENGINE, "stored keys"), unread)
-        return family
+    def _option_gauges(self) -> Iterator[Metric]:
+        for name, (text, label, read) in OPTION_GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=(*LABELS, label))
+            for slot in self._models:
+                if slot.loaded is not None:
+                    for value, number in read(slot.loaded.config).items():
+                        family.add_metric((slot.name, ENGINE, value), number)
+            yield family
 
     def _readiness(self) -> Metric:
         family = GaugeMetricFamily(*READINESS, labels=LABELS)

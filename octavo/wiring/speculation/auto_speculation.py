@@ -13,6 +13,7 @@ from typing import Literal
 
 from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.ports import ModelHeader
+from octavo.config.config_hooks import config_hooks
 from octavo.config.engine_config import EngineConfig
 from octavo.models.draft_heads import mtp_head
 from octavo.program.program import Program
@@ -42,7 +43,7 @@ def with_forced_guesses(config: EngineConfig, program: Program) -> EngineConfig:
     options, backend = config.scheduler, config.backend
     if options.spec_method is not None or not _can_guess(config, program):
         return config
-    if config.cache.weighs_prefixes:  # its requests have no draft tokens
+    if not all(hooks.allows_drafts(config) for hooks in config_hooks()):
         return config
     keeps = backend.backend != "torch" or (
         backend.batch_invariant and options.async_scheduling == "off"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.api.errors import ConfigError
-from octavo.config.backend_options import SparsityOptions
+from octavo.config.config_hooks import config_hooks
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.original_context import ONE_CONTEXT
 from octavo.executor.base import Footprint
@@ -30,15 +30,10 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         chat_template=None,
     )
     scheduler = replace(config.scheduler, spec_method="none", spec_model=None, spec_tree_width=1)
-    usual = SparsityOptions()
-    sparsity = replace(
-        config.sparsity,
-        sparsity_predictor=None,
-        predicted_share=usual.predicted_share,
-        kv_selection=None,
-        kv_budget=usual.kv_budget,
-    )
-    return replace(config, model=model, scheduler=scheduler, sparsity=sparsity)
+    config = replace(config, model=model, scheduler=scheduler)
+    for hooks in config_hooks():
+        config = hooks.draft_config(config)
+    return config
 
 
 def check_draft_program(target: Program, draft: Program, name: str) -> None:

@@ -16,17 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.engine.protocol.kv_messages import (
+    BlockAnswer,
     BlockName,
+    BlockQuery,
     ConnectorPlan,
     ConnectorReport,
-    PrefixProbe,
-    ProbedPrefix,
     SlotBlock,
 )
 from octavo.worker.cache_engine import HostShape
@@ -35,7 +35,6 @@ from octavo.worker.kv_connectors.block_directory import (
     DirectoryChanges,
     DirectoryFull,
 )
-from octavo.worker.prefix_weigher import PrefixWeigher
 
 logger = logging.getLogger(__name__)
 
@@ -55,27 +54,46 @@ NICENESS = 10
 """Niceness of the thread that writes: computing goes first."""
 
 
+class BlockRater(Protocol):
+    """Rates stored blocks in slots for requests that choose among them."""
+
+    def prepare(self, query: BlockQuery) -> Any:
+        """Returns what rating needs of the query's tokens; None on failure. May use all compute
+        threads.
+        """
+        ...
+
+    def rate(self, query: BlockQuery, prepared: Any, blocks: NDArray[np.uint8]) -> list[float]:
+        """Returns the rating of each of `blocks [B, block_bytes]`; [] on failure. Any thread may
+        call it.
+        """
+        ...
+
+
 class TierWorker:
     """Slots of host memory with a directory of files behind them, or none. Implements
     `ports.ConnectorWorker`.
     """
 
     def __init__(
-        self, shapes: Sequence[HostShape], directory: BlockDirectory | None = None
+        self,
+        shapes: Sequence[HostShape],
+        directory: BlockDirectory | None = None,
+        rater: BlockRater | None = None,
     ) -> None:
+        """`rater` answers queries; None if nothing asks."""
         self._slots = [
             np.empty((shape.num_blocks, shape.block_bytes), np.uint8) for shape in shapes
         ]
         self._directory = directory
-        self.weigher: PrefixWeigher | None = None
-        """Answers probes; set once the model is there, None where nothing is asked."""
+        self._rater = rater
         self._report = ConnectorReport()
         self._changed = threading.Condition()
         """Guards the report; notified when something is added."""
         self._fetching: dict[BlockName, float] = {}
         """Start of each fetch, on the monotonic clock; a late one is no longer in it."""
-        self._weighing: dict[str, float] = {}
-        """Start of each probe by request, likewise."""
+        self._rating: dict[str, float] = {}
+        """Start of each query by request, likewise."""
         self._num_under_way = 0
         self._closing = False
         self._paused_until = 0.0
@@ -94,7 +112,7 @@ class TierWorker:
             return
         directory, write = self._directory, self._writer.put
         with self._changed:
-            self._num_under_way += len(plan.fetch) + len(plan.keep) + len(plan.probes)
+            self._num_under_way += len(plan.fetch) + len(plan.keep) + len(plan.queries)
             self._fetching.update(
                 dict.fromkeys((block.name for block in plan.fetch), time.monotonic())
             )
@@ -102,8 +120,8 @@ class TierWorker:
             write(directory.remove_all)
         for block in plan.fetch:
             self._reader.put(partial(self._fetch, block))
-        for probe in plan.probes:
-            self._answer(probe)
+        for query in plan.queries:
+            self._answer(query)
         for block in plan.keep:
             write(partial(self._keep, block))
         for name in plan.touch:
@@ -119,7 +137,7 @@ class TierWorker:
             if self._report == EMPTY and self._num_under_way and wait_s:
                 self._changed.wait(wait_s)
             self._report.late += _take_late(self._fetching)
-            self._report.probed += [ProbedPrefix(each, []) for each in _take_late(self._weighing)]
+            self._report.answers += [BlockAnswer(each, []) for each in _take_late(self._rating)]
             report, self._report = self._report, ConnectorReport()
         if report == EMPTY:
             return None
@@ -131,39 +149,32 @@ class TierWorker:
         self._reader.close(0.0)
         self._writer.close(CLOSE_S)
 
-    def _answer(self, probe: PrefixProbe) -> None:
-        """Has a probe answered once its keys are in slots: the thread that reads them weighs them,
-        behind the fetches of its plan. The queries are made here, while it reads.
+    def _answer(self, query: BlockQuery) -> None:
+        """Has a query answered behind the fetches of its plan, by the thread that makes them; what
+        the rater computes first, it computes here, while that thread reads.
         """
-        assert self.weigher is not None, "nothing is asked of an engine that cannot answer"
-        queries = self.weigher.queries(probe)
+        assert self._rater is not None, "nothing asks an engine that cannot answer"
+        prepared = self._rater.prepare(query)
         since = time.monotonic()
         with self._changed:
-            self._weighing[probe.request_id] = since
-        self._reader.put(partial(self._weigh, self.weigher, probe, queries, since))
+            self._rating[query.request_id] = since
+        self._reader.put(partial(self._rate, self._rater, query, prepared, since))
 
     # -- in the threads ----------------------------------------------------------------------------
 
-    def _weigh(
-        self,
-        weigher: PrefixWeigher,
-        probe: PrefixProbe,
-        queries: NDArray[np.float32] | None,
-        since: float,
-    ) -> None:
-        masses: list[float] = []
+    def _rate(self, rater: BlockRater, query: BlockQuery, prepared: Any, since: float) -> None:
+        ratings: list[float] = []
         try:
-            if queries is not None and not self._closing:
+            if prepared is not None and not self._closing:
                 # A slot whose file was gone holds anything; its block is then known to be lost.
                 with np.errstate(all="ignore"):
-                    keys = self._slots[probe.group][probe.slots]
-                    masses = weigher.masses(probe, queries, keys)
+                    ratings = rater.rate(query, prepared, self._slots[query.group][query.slots])
         finally:
             with self._reporting() as report:
                 self._num_under_way -= 1
-                if self._weighing.get(probe.request_id) == since:  # else it came too late
-                    del self._weighing[probe.request_id]
-                    report.probed.append(ProbedPrefix(probe.request_id, masses))
+                if self._rating.get(query.request_id) == since:  # else it came too late
+                    del self._rating[query.request_id]
+                    report.answers.append(BlockAnswer(query.request_id, ratings))
 
     def _fetch(self, block: SlotBlock) -> None:
         assert self._directory is not None

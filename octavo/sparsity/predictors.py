@@ -1,7 +1,7 @@
 """The predictors of a model's neurons: reads them from a calibration and puts them into the model's
 Program and among its weights.
 
-`wiring/calibrate.py` makes them; what they are is `octavo/program/neuron_predictors.py`.
+`sparsity/calibrate.py` makes them; what they are is `octavo/sparsity/neuron_predictors.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from octavo.checkpoint.added import CheckpointWith, HeaderWith
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import user_path
-from octavo.program.activation_curves import Calibration, read_calibration
-from octavo.program.neuron_predictors import NeuronPredictor
-from octavo.program.passes.predict import PredictorShape, predict
 from octavo.program.program import Program
-from octavo.wiring.sparsity import weights_name
+from octavo.sparsity.activation_curves import read_calibration
+from octavo.sparsity.neuron_predictors import NeuronPredictor
+from octavo.sparsity.options import NeuronOptions, SparsityOptions
+from octavo.sparsity.passes.predict import PredictorShape, predict
+from octavo.sparsity.thresholds import weights_name
 
 NAME = "sparsity_predictor"
 
@@ -61,40 +62,44 @@ class Predictors:
         shapes = [PredictorShape(each.gate, each.input, each.rank) for each in self.found]
         return predict(program, shapes, lookahead=self.lookahead)
 
-    def beside(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint with the predictors' tensors."""
-        return CheckpointWith(checkpoint, self.tensors, self.path)
 
-    def in_header(self, header: ModelHeader) -> ModelHeader:
-        """Returns the header with the predictors' tensors."""
-        return HeaderWith(header, self.tensors)
+class PredictorHeader(HeaderWith):
+    """A header that knows of predictors' tensors."""
+
+    def __init__(self, header: ModelHeader, predictors: Predictors) -> None:
+        super().__init__(header, predictors.tensors)
+        self.predictors = predictors
 
 
-def open_predictors(config: EngineConfig, checkpoint: Checkpoint) -> Predictors | None:
-    """Reads the predictors that the options name; None where they name none. ConfigError where
-    they are of other weights.
+class PredictorCheckpoint(CheckpointWith):
+    """A checkpoint that has predictors' tensors."""
+
+    def __init__(self, checkpoint: Checkpoint, predictors: Predictors) -> None:
+        super().__init__(checkpoint, predictors.tensors, predictors.path)
+        self.predictors = predictors
+
+
+def predictors_in(header: ModelHeader) -> Predictors | None:
+    """Returns the predictors of a header or a checkpoint; None if it has none."""
+    if isinstance(header, PredictorHeader | PredictorCheckpoint):
+        return header.predictors
+    return None
+
+
+def open_predictors(config: EngineConfig, checkpoint: Checkpoint | None) -> Predictors | None:
+    """Reads the predictors that the options name; None if they name none. ConfigError if they are
+    of other weights; without a checkpoint they may be of any, which is enough for a plan.
     """
-    if config.sparsity.sparsity_predictor is None:
+    options = config.of(SparsityOptions)
+    if options.sparsity_predictor is None:
         return None
-    path = user_path(config.sparsity.sparsity_predictor)
-    return _predictors(config, read_calibration(path, weights_name(checkpoint), name=NAME), path)
-
-
-def predictors_of_file(config: EngineConfig) -> Predictors | None:
-    """Reads the predictors that the options name, whatever weights they are of: enough for a plan,
-    which has none; None where the options name no file.
-    """
-    if config.sparsity.sparsity_predictor is None:
-        return None
-    path = user_path(config.sparsity.sparsity_predictor)
-    return _predictors(config, read_calibration(path, None, name=NAME), path)
-
-
-def _predictors(config: EngineConfig, found: Calibration, path: Path) -> Predictors:
+    path = user_path(options.sparsity_predictor)
+    weights = None if checkpoint is None else weights_name(checkpoint)
+    found = read_calibration(path, weights, name=NAME)
     if not found.predictors:
         raise ConfigError(
             f"{NAME}: {path}: it has no predictors",
             hint="make some: octavo calibrate MODEL --text FILE --out FILE --predictor-rank 64",
         )
-    share, lookahead = config.sparsity.predicted_share, config.offload.weights_lookahead
-    return Predictors(path, tuple(found.predictors), share, lookahead)
+    lookahead = config.of(NeuronOptions).weights_lookahead
+    return Predictors(path, tuple(found.predictors), options.predicted_share, lookahead)

@@ -4,7 +4,7 @@ of one layer, before the blocks themselves are read.
 The queries are those that the prompt's first block and its last tokens make as a text of their own,
 at their positions in the prompt, by the part of the Program up to that layer, over KV memory that
 no request has. They are made while the keys are still being read. Which blocks are asked about is
-the scheduler half's business (`engine/kv/important_blocks.py`). Source: IMPRESS (Chen et al. 2025,
+the scheduler half's business (`sparsity/important_blocks.py`). Source: IMPRESS (Chen et al. 2025,
 FAST).
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.engine.protocol.kv_messages import PrefixProbe
+from octavo.engine.protocol.kv_messages import BlockQuery
 from octavo.executor.base import ProbingBackend, Runnable
 from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE, KvCache, KvLayout
-from octavo.program.passes.probe_prefixes import Probe
+from octavo.sparsity.passes.probe_prefixes import Probe
 
 MAX_TOKENS = 128
 """Most tokens of the text that makes queries."""
@@ -43,42 +43,42 @@ class PrefixWeigher:
     """Layout of the blocks of keys, which the whole Program keeps."""
     probe: Probe
 
-    def queries(self, asked: PrefixProbe) -> NDArray[np.float32] | None:
+    def prepare(self, query: BlockQuery) -> NDArray[np.float32] | None:
         """Returns the last queries of the probe's text, `[Q, H, D]`; None where that fails, which
         is logged. Computes with all threads.
         """
         try:
-            output = self.part.run(self._batch(asked), self.kv)
-            rows = output.arrays["hidden"][-asked.num_queries :]
+            output = self.part.run(self._batch(query), self.kv)
+            rows = output.arrays["hidden"][-query.num_queries :]
             return rows.reshape(len(rows), self.probe.num_heads, -1).astype(np.float32)
         except Exception:
-            logger.exception("the prefix of %s could not be weighed", asked.request_id)
+            logger.exception("the prefix of %s could not be weighed", query.request_id)
             return None
 
-    def masses(
-        self, asked: PrefixProbe, queries: NDArray[np.float32], keys: NDArray[np.uint8]
+    def rate(
+        self, query: BlockQuery, prepared: NDArray[np.float32], blocks: NDArray[np.uint8]
     ) -> list[float]:
-        """Returns the share of the attention of the queries that falls on each block of
-        `keys [B, block_bytes]`, in the order of the prompt; [] where that fails, which is logged.
+        """Returns the share of the attention of the prepared queries that falls on each block of
+        `blocks [B, block_bytes]`, in the order of the prompt; [] where that fails, which is logged.
         Any thread may ask.
         """
         try:
-            known = self.backend.rows_of(self.layout, keys).k
-            masses: list[float] = attention_masses(queries, known, self.probe.scale).tolist()
+            known = self.backend.rows_of(self.layout, blocks).k
+            masses: list[float] = attention_masses(prepared, known, self.probe.scale).tolist()
             return masses
         except Exception:
-            logger.exception("the prefix of %s could not be weighed", asked.request_id)
+            logger.exception("the prefix of %s could not be weighed", query.request_id)
             return []
 
-    def _batch(self, asked: PrefixProbe) -> StepBatch:
+    def _batch(self, query: BlockQuery) -> StepBatch:
         """Returns the text as a step that draws nothing."""
-        num_tokens, num_groups = len(asked.token_ids), len(self.part.kv_layouts)
+        num_tokens, num_groups = len(query.token_ids), len(self.part.kv_layouts)
         places = np.arange(num_tokens, dtype=np.int32)
         blocks = np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int32)
         return StepBatch(
-            token_ids=np.array(asked.token_ids, np.int32),
+            token_ids=np.array(query.token_ids, np.int32),
             places=places,
-            positions=np.array(asked.positions, np.int32)[None],
+            positions=np.array(query.positions, np.int32)[None],
             query_starts=np.array([0, num_tokens], np.int32),
             context_lens=np.full((num_groups, 1), num_tokens, np.int32),
             slots=np.tile(places, (num_groups, 1)),

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.common.flags import with_engine_flags
-from octavo.config.backend_options import SparsityOptions
 from octavo.config.option import options_of
+from octavo.sparsity.options import NeuronOptions, SparsityOptions
 
 DEFAULT_TOKENS = 4096
 
@@ -22,10 +22,7 @@ LEFT_OUT = (
     "record",
     "max_model_len",
     *options_of(SparsityOptions),
-    "neuron_cache_bytes",
-    "neuron_window",
-    "weights_lookahead",
-    "hot_neurons",
+    *options_of(NeuronOptions),
 )
 
 
@@ -53,7 +50,7 @@ def calibrate(
     --activation-sparsity, --ffn-sparsity gate:SHARE, --sparsity-predictor and --hot-neurons.
     """
     from octavo.config.engine_config import EngineConfig
-    from octavo.wiring.calibrate import calibrate_model, read_text, recall_of
+    from octavo.sparsity.calibrate import calibrate_model, read_text, recall_of
 
     config = EngineConfig.from_options(**options, model=model)
     found = calibrate_model(

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.calibrate import LEFT_OUT
 from octavo.cli.common.command import Command, Group
 from octavo.cli.common.flags import with_engine_flags
+from octavo.sparsity.cli.calibrate import LEFT_OUT
 
 SKEWS = (0.0, 0.25, 0.5)
 """Shares of the active neurons that are the same few ones in every token."""
@@ -65,9 +65,9 @@ def ndp(
     """
     from octavo.config.engine_config import EngineConfig
     from octavo.config.sizes import parse_rate
-    from octavo.program.ndp_simulation import NdpMachine, simulate, skewed
-    from octavo.wiring.calibrate import read_text
-    from octavo.wiring.simulate import record_neurons
+    from octavo.sparsity.calibrate import read_text
+    from octavo.sparsity.ndp_simulation import NdpMachine, simulate, skewed
+    from octavo.sparsity.neuron_trace import record_neurons
 
     machine = NdpMachine(
         modules,

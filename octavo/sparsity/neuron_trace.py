@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from octavo.api.errors import UnsupportedModel
 from octavo.config.engine_config import EngineConfig
 from octavo.program.ops import ActMul
+from octavo.sparsity.calibrate import WINDOW, measure_text
 from octavo.utils.progress import Report
-from octavo.wiring.calibrate import WINDOW, measure_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.api.errors import ConfigError
-from octavo.program.neuron_predictors import PredictorNames
 from octavo.program.ops import ActMul, Foresee, Linear
-from octavo.program.passes.sparsify import gate_of
 from octavo.program.program import Op, Program, Value, Weight
+from octavo.sparsity.neuron_predictors import PredictorNames
+from octavo.sparsity.passes.sparsify import gate_of
 
 
 @dataclass(frozen=True, slots=True)

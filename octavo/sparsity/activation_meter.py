@@ -1,8 +1,7 @@
 """Measures how small the numbers are that a model multiplies, from what a backend has observed.
 
 Numbers are counted by the upper bits of their magnitude, 64 classes for each power of two, so that
-any amount of text takes the same memory. Knows Programs and arrays; `wiring/calibrate.py` runs the
-text.
+any amount of text takes the same memory. Knows Programs and arrays; `calibrate.py` runs the text.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from numpy.typing import NDArray
 
 from octavo.executor.base import ObservedInputs
 from octavo.executor.reference.ops import gated
-from octavo.program.activation_curves import LEVELS, USED_SHARE, ActivationCurve, NeuronUse
 from octavo.program.ops import Act, ActMul, Linear
-from octavo.program.passes.skip_zeros import ZEROING
-from octavo.program.passes.sparsify import gate_of
 from octavo.program.program import Program, Value, Weight
+from octavo.sparsity.activation_curves import LEVELS, USED_SHARE, ActivationCurve, NeuronUse
+from octavo.sparsity.passes.skip_zeros import ZEROING
+from octavo.sparsity.passes.sparsify import gate_of
 
 Floats = NDArray[np.float32]
 

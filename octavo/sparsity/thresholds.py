@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from octavo.api.errors import ConfigError
 from octavo.checkpoint.ports import Checkpoint
-from octavo.config.backend_options import SparsityOptions
-from octavo.config.cache_options import CacheOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import open_state_home, user_path
-from octavo.program.activation_curves import read_calibration, thresholds_of
 from octavo.program.ops import ActMul
-from octavo.program.passes.probe_prefixes import probe_prefixes
-from octavo.program.passes.select_keys import select_keys
-from octavo.program.passes.sparsify import Thresholds, gate_of, sparsify
 from octavo.program.program import Program
+from octavo.sparsity.activation_curves import read_calibration, thresholds_of
+from octavo.sparsity.options import NeuronOptions, SparsityOptions
+from octavo.sparsity.passes.sparsify import Thresholds, gate_of, sparsify
 from octavo.worker.kv_connectors.fingerprint import fingerprint
 
 
@@ -24,7 +21,7 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
     """Returns the Program that an engine runs: with thresholds, where it leaves small numbers
     out.
     """
-    options = config.sparsity
+    options = config.of(SparsityOptions)
     if not options.is_approximate:
         return program
     name = next(
@@ -65,9 +62,10 @@ def hot_neurons(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, list[
     """Returns the neurons of each feed-forward layer by the name of its last product's matrix, the
     most used first in a calibration's text; None where none are to stay in memory for good.
     """
-    if config.offload.hot_neurons is None:
+    named = config.of(NeuronOptions).hot_neurons
+    if named is None:
         return None
-    path = user_path(config.offload.hot_neurons)
+    path = user_path(named)
     found = read_calibration(path, weights_name(checkpoint), name="hot_neurons")
     if not found.neurons:
         raise ConfigError(
@@ -81,59 +79,11 @@ def as_if_calibrated(config: EngineConfig, program: Program) -> Program:
     """Returns the Program with some threshold at every gate that is to have one: enough for a plan,
     which reads no weights and knows of no calibration whose it is.
     """
-    if not config.sparsity.gate_sparsity:
+    if not config.of(SparsityOptions).gate_sparsity:
         return program
     makers = {value: op for op in program.ops for value in op.outputs}
     gates = (gate_of(op, makers) for op in program.ops if isinstance(op, ActMul))
     return sparsify(program, Thresholds(gates={name: 1.0 for name in gates if name}))
-
-
-def describe(options: SparsityOptions) -> str:
-    """Returns what a start says of work that is left out; "" where results are exact."""
-    if not options.is_approximate:
-        return ""
-    zeros, unread = [], []
-    if options.activation_sparsity:
-        zeros.append(
-            f"{options.activation_sparsity:.0%} of the inputs of products"
-            f" ({options.activation_sparsity_plan})"
-        )
-    if options.gate_sparsity:
-        zeros.append(f"{options.gate_sparsity:.0%} of the gates")
-    if options.sparsity_predictor:
-        zeros.append(f"{options.neuron_sparsity:.0%} of the neurons that a predictor knows")
-    if options.kv_selection:
-        unread.append(f"{options.key_sparsity:.0%} of the blocks of keys ({options.kv_selection})")
-    said = [
-        f"{' and '.join(parts)} {what}"
-        for parts, what in ((zeros, "count as zeros"), (unread, "are not read"))
-        if parts
-    ]
-    return (
-        f"approximate: in generated tokens, {', '.join(said)}; K and V of them are not found again"
-    )
-
-
-def describe_left_out(cache: CacheOptions) -> str:
-    """Returns what a start says of stored prefixes that are loaded in part; "" where results are
-    exact.
-    """
-    if not cache.loads_in_part:
-        return ""
-    return (
-        f"approximate: prompts go without up to {cache.prefix_sparsity:.0%} of the blocks of a"
-        " prefix that lies in files; K and V computed so are not found again"
-    )
-
-
-def with_selection(config: EngineConfig, program: Program) -> Program:
-    """Returns the Program whose generated rows choose the keys that they read, and the one that
-    keeps what prefixes are weighed by, where the options ask for it.
-    """
-    options = config.sparsity
-    if options.kv_selection is not None:
-        program = select_keys(program, options.kv_budget)
-    return probe_prefixes(program) if config.cache.weighs_prefixes else program
 
 
 def weights_name(checkpoint: Checkpoint) -> str:

@@ -16,15 +16,18 @@ from numpy.typing import NDArray
 from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader
-from octavo.config.backend_options import SparsityOptions
 from octavo.config.engine_config import EngineConfig
 from octavo.executor.base import ObservedInputs, ObservingBackend, Runnable
 from octavo.executor.kv import KvCache
-from octavo.program.activation_curves import VERSION, Calibration
-from octavo.program.neuron_predictors import SHARES, WANTED_SHARE
 from octavo.program.ops import original_context
 from octavo.program.program import Program, Weight
 from octavo.quant.blocks import StoredWeight
+from octavo.sparsity.activation_curves import VERSION, Calibration
+from octavo.sparsity.activation_meter import ActivationMeter
+from octavo.sparsity.neuron_predictors import SHARES, WANTED_SHARE
+from octavo.sparsity.options import SparsityOptions
+from octavo.sparsity.predictor_fit import PredictorFit
+from octavo.sparsity.thresholds import weights_name
 from octavo.utils.progress import Report
 from octavo.wiring.backend import build_backend
 from octavo.wiring.model import (
@@ -33,10 +36,7 @@ from octavo.wiring.model import (
     formats_of,
     open_model,
 )
-from octavo.wiring.sparsity import weights_name
-from octavo.worker.activation_meter import ActivationMeter
 from octavo.worker.calibration import whole_text
-from octavo.worker.predictor_fit import PredictorFit
 
 WINDOW = 256
 """Tokens of the text that are computed together, as a text of their own."""
@@ -168,10 +168,9 @@ def measure_text(
 def _measuring(config: EngineConfig) -> EngineConfig:
     """Returns the config of an engine whose steps are the windows."""
     return replace(
-        config,
+        config.replace_options(SparsityOptions()),
         model=replace(config.model, max_model_len=WINDOW),
         scheduler=replace(config.scheduler, max_num_batched_tokens=WINDOW, max_num_seqs=1),
-        sparsity=SparsityOptions(),
     )
 
 

@@ -17,8 +17,8 @@ from typing import Literal
 import msgspec
 
 from octavo.api.errors import ConfigError
-from octavo.program.neuron_predictors import NeuronPredictor
-from octavo.program.passes.sparsify import Thresholds
+from octavo.sparsity.neuron_predictors import NeuronPredictor
+from octavo.sparsity.passes.sparsify import Thresholds
 
 VERSION = 1
 LEVELS = tuple(round(0.05 * step, 2) for step in range(1, 20))

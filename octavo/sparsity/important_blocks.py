@@ -2,7 +2,7 @@
 pay least attention.
 
 The keys of one layer, a cache group of their own, are fetched first, and behind them the blocks
-that are loaded whatever they weigh; the worker weighs by the keys (`worker/prefix_weigher.py`);
+that are loaded whatever they weigh; the worker weighs by the keys (`sparsity/prefix_weigher.py`);
 then only the chosen ones are fetched. What lies in host memory is used whatever it weighs. A
 request keeps its choice when it starts again. Knows names, no byte. Source: IMPRESS (Chen et al.
 2025, FAST).
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from octavo.engine.kv.block_choice import BlockChoiceSpec, PromptPart
 from octavo.engine.kv.prefix_finder import PrefixFinder
-from octavo.engine.kv.tier_slots import Weighing
-from octavo.engine.protocol.kv_messages import BlockKey, PrefixProbe
+from octavo.engine.protocol.kv_messages import BlockKey, BlockQuery
 from octavo.engine.protocol.ports import Connector
 
 MAX_TOKENS = 128
@@ -37,30 +37,6 @@ MAX_CHOICES = 1024
 """Requests whose choices are known; of more, the oldest would choose again after a preemption."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """A prompt as far as a choice depends on it."""
-
-    token_ids: Sequence[int]
-    first_position: int
-    block_size: int
-
-    def probe(self, request_id: str, num_stored_blocks: int) -> PrefixProbe:
-        """Returns the question about its stored blocks, without their slots."""
-        num_tokens, size = len(self.token_ids), self.block_size
-        first_of_last = max(size, num_tokens - (MAX_TOKENS - size))
-        places = [*range(min(size, num_tokens)), *range(first_of_last, num_tokens)]
-        num_new = num_tokens - num_stored_blocks * size
-        return PrefixProbe(
-            request_id,
-            [self.token_ids[place] for place in places],
-            [self.first_position + place for place in places],
-            max(1, min(MAX_QUERIES, num_new)),
-            group=0,
-            slots=[],
-        )
-
-
 @dataclass(slots=True)
 class _Choice:
     """How far one request's choice has come."""
@@ -76,12 +52,12 @@ class ImportantBlocks:
     """The choices of requests that wait for stored blocks, or have."""
 
     def __init__(
-        self, finder: PrefixFinder, connector: Connector, weighing: Weighing, *, num_groups: int
+        self, finder: PrefixFinder, connector: Connector, spec: BlockChoiceSpec, *, num_groups: int
     ) -> None:
         self._finder = finder
         self._connector = connector
-        self._group = weighing.group
-        self._share = weighing.share
+        self._group = spec.group
+        self._share = spec.share
         self._num_groups = num_groups
         self._choices: OrderedDict[str, _Choice] = OrderedDict()
 
@@ -98,7 +74,7 @@ class ImportantBlocks:
             if len(self._choices) > MAX_CHOICES:
                 self._choices.popitem(last=False)
         if choice.stage == "weighing":
-            masses = self._connector.take_masses(request_id)
+            masses = self._connector.take_answer(request_id)
             if masses is None:
                 return True
             self._connector.release(request_id)
@@ -121,9 +97,9 @@ class ImportantBlocks:
         certain = [asked[at] for at in sorted(always_loaded(len(asked)))]
         wanted = [(self._group, key) for key in asked]
         connector.fetch(request_id, wanted + [(each, key) for key in certain for each in groups])
-        probe = prompt.probe(request_id, hit.num_blocks)
-        probe.group = self._group
-        asked = connector.probe(probe, asked)
+        query = _query(prompt, request_id, hit.num_blocks)
+        query.group = self._group
+        asked = connector.ask(query, asked)
         if not asked:
             connector.release(request_id)
         return _Choice("weighing" if asked else "made", asked=asked)
@@ -133,7 +109,7 @@ class ImportantBlocks:
         choice = self._choices.get(request_id)
         if choice is not None and choice.stage != "made":
             del self._choices[request_id]
-            self._connector.cancel_probe(request_id)
+            self._connector.cancel_query(request_id)
 
     def _decide(self, choice: _Choice, masses: Sequence[float]) -> None:
         """Leaves out the lightest blocks, but none where they could not be weighed."""
@@ -166,3 +142,19 @@ def important(masses: Sequence[float], share: float) -> set[int]:
     fixed = always_loaded(len(masses))
     order = sorted(range(len(masses)), key=lambda index: (index not in fixed, -masses[index]))
     return set(order[:count])
+
+
+def _query(prompt: PromptPart, request_id: str, num_stored_blocks: int) -> BlockQuery:
+    """Returns the question about its stored blocks, without their slots."""
+    num_tokens, size = len(prompt.token_ids), prompt.block_size
+    first_of_last = max(size, num_tokens - (MAX_TOKENS - size))
+    places = [*range(min(size, num_tokens)), *range(first_of_last, num_tokens)]
+    num_new = num_tokens - num_stored_blocks * size
+    return BlockQuery(
+        request_id,
+        [prompt.token_ids[place] for place in places],
+        [prompt.first_position + place for place in places],
+        max(1, min(MAX_QUERIES, num_new)),
+        group=0,
+        slots=[],
+    )

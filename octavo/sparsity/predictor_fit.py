@@ -4,7 +4,7 @@ another part of the text what they find.
 What is predicted is the square root of what a neuron adds to the layer's output: |f(gate) * up|
 times the length of its column of the last product. A gate itself would not do: its size says
 little where it is near zero or below, and most are; the root keeps the few largest from deciding
-the fit. Knows Programs and arrays; `wiring/calibrate.py` runs the text. Source of the regression of
+the fit. Knows Programs and arrays; `calibrate.py` runs the text. Source of the regression of
 reduced rank: Izenman 1975.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import ConfigError, UnsupportedModel
-from octavo.program.neuron_predictors import SHARES, WANTED_SHARE, NeuronPredictor
 from octavo.program.ops import Attention, Linear, MlaAttention
 from octavo.program.program import Program, Weight
-from octavo.worker.activation_meter import Floats, MeasuredGate, measured_gates
+from octavo.sparsity.activation_meter import Floats, MeasuredGate, measured_gates
+from octavo.sparsity.neuron_predictors import SHARES, WANTED_SHARE, NeuronPredictor
 
 RIDGE = 1e-3
 """Share of the inputs' mean power that is added to each of them, which keeps small ones small."""

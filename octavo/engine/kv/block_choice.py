@@ -1,0 +1,57 @@
+"""Which stored blocks of its prefix a request loads: an extension may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from octavo.engine.kv.prefix_finder import PrefixFinder
+from octavo.engine.protocol.kv_messages import BlockKey
+from octavo.engine.protocol.ports import Connector
+from octavo.utils.extensions import load_hooks
+
+
+class BlockChoiceSpec(NamedTuple):
+    """How stored blocks are chosen by their ratings."""
+
+    group: int
+    """Cache group whose blocks are rated."""
+    share: float
+    """Share of a stored prefix that a prompt loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """A prompt as far as a choice depends on it."""
+
+    token_ids: Sequence[int]
+    first_position: int
+    block_size: int
+
+
+class BlockChoice(Protocol):
+    """The choices of requests that wait for stored blocks, or have them."""
+
+    def left_out(self, request_id: str) -> frozenset[bytes]:
+        """Returns the digests of the blocks that a request does not load."""
+        ...
+
+    def prepare(self, request_id: str, keys: Sequence[BlockKey], prompt: PromptPart) -> bool:
+        """Continues a request's choice; returns whether the request must wait for it."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Ends an unfinished choice of a request that has ended."""
+        ...
+
+
+def make_block_choice(
+    spec: BlockChoiceSpec | None, finder: PrefixFinder, connector: Connector, *, num_groups: int
+) -> BlockChoice | None:
+    """Makes the choice that the spec asks for; None if requests load all blocks."""
+    if spec is None:
+        return None
+    (kind,) = load_hooks("block_choice")
+    choice: BlockChoice = kind(finder, connector, spec, num_groups=num_groups)
+    return choice

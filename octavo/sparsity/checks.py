@@ -1,0 +1,255 @@
+"""Refuses options of sparsity that are out of range, or not allowed beside others."""
+
+from __future__ import annotations
+
+from octavo.api.errors import ConfigError
+from octavo.config.engine_config import EngineConfig
+from octavo.config.scheduler_options import PROGRAM_METHODS
+from octavo.config.sizes import format_bytes
+from octavo.sparsity.options import (
+    KvSpillOptions,
+    NeuronOptions,
+    PrefixWeighingOptions,
+    SparsityOptions,
+)
+
+MAX_SPARSITY = 0.95
+"""Largest share of inputs or gates that may be taken for zero."""
+
+MAX_LOOKAHEAD = 4
+"""Most layers ahead whose neurons are guessed."""
+
+MIN_LOAD = 0.05
+"""Least share of a stored prefix's blocks that a prompt reads."""
+
+AGAINST_STAGES = ("ffn_sparsity", "activation_sparsity", "sparsity_predictor", "kv_selection")
+"""Options that several stages of a model cannot keep to."""
+AGAINST_SHARED_EXPERTS = ("ffn_sparsity", "activation_sparsity")
+"""Options that engines which share their experts cannot keep to."""
+
+
+def check_sparsity(config: EngineConfig) -> None:
+    """Raises ConfigError if an option of sparsity is out of range, or not allowed beside others."""
+    _check_importance(config)
+    _check_spill(config)
+    _check_neurons(config)
+    _check_activations(config)
+    _check_processes(config)
+
+
+def _check_processes(config: EngineConfig) -> None:
+    """Raises ConfigError if several processes compute a model that cannot be split like this."""
+    options, usual = config.of(SparsityOptions), SparsityOptions()
+    num_stages = config.backend.pipeline_parallel_size
+    for name in AGAINST_STAGES if num_stages > 1 else ():
+        if (given := getattr(options, name)) != getattr(usual, name):
+            raise ConfigError(
+                f"pipeline_parallel_size: got {num_stages}, which is not allowed beside"
+                f" {name} {given}",
+                hint=f"leave {name} out, or leave pipeline_parallel_size at 1",
+            )
+    for name in AGAINST_SHARED_EXPERTS if config.fleet.num_sharing > 1 else ():
+        if (given := getattr(options, name)) != getattr(usual, name):
+            raise ConfigError(
+                f"enable_expert_parallel: not allowed beside {name} {given}",
+                hint=f"leave {name} out, or give each engine all experts",
+            )
+
+
+def _check_importance(config: EngineConfig) -> None:
+    """Raises ConfigError where stored blocks are to be weighed that cannot be, or not like this."""
+    options, usual = config.of(PrefixWeighingOptions), PrefixWeighingOptions()
+    if not options.weighs_prefixes:
+        if options.prefix_cache_load != usual.prefix_cache_load:
+            raise ConfigError(
+                "prefix_cache_load: allowed only with prefix_cache_policy importance",
+                hint="set prefix_cache_policy to importance, or leave prefix_cache_load out",
+            )
+        return
+    if not MIN_LOAD <= options.prefix_cache_load + 1e-9 <= 1 + 1e-9:
+        raise ConfigError(
+            f"prefix_cache_load: got {options.prefix_cache_load:g}, allowed is {MIN_LOAD:g} to 1"
+        )
+    backend, cache, sparsity = config.backend, config.cache, config.of(SparsityOptions)
+    against = {
+        "without prefix_cache_dir": cache.prefix_cache_dir is None,
+        "with the backend torch": backend.backend == "torch",
+        f"beside {backend.meeting_option[0]}": backend.num_stage_ranks > 1,
+        "beside engines that share experts": config.fleet.num_sharing > 1,
+        "beside kv_transfer": config.transfer.kv_transfer is not None,
+        "beside spec_method": config.scheduler.guesses,
+        "beside weights_memory_bytes": config.offload.weights_memory_bytes is not None,
+        "beside sparsity_predictor": sparsity.sparsity_predictor is not None,
+        "beside kv_selection": sparsity.kv_selection is not None,
+        "beside enable_lora": config.lora.enable_lora,
+        f"with kv_cache_dtype {cache.kv_cache_dtype}": cache.kv_cache_dtype in ("int8", "fp8"),
+    }
+    for where, is_so in against.items():
+        if is_so:
+            raise ConfigError(
+                f"prefix_cache_policy: got importance {where}, allowed is lru there",
+                hint="leave prefix_cache_policy out",
+            )
+
+
+def _check_spill(config: EngineConfig) -> None:
+    """Raises ConfigError where keys and values are to be in a file that cannot be, or not so."""
+    options, cache = config.of(KvSpillOptions), config.cache
+    if options.kv_spill_dir is None:
+        given = {"kv_spill_bytes": options.kv_spill_bytes, "kv_spill_ahead": options.kv_spill_ahead}
+        for name, value in given.items():
+            if value:
+                raise ConfigError(
+                    f"{name}: allowed only with kv_spill_dir",
+                    hint="name a directory on a disk with room for keys and values",
+                )
+        return
+    missing = {
+        "kv_spill_bytes": (options.kv_spill_bytes, "say how large the file may be"),
+        "kv_cache_memory_bytes": (cache.kv_cache_memory_bytes, "say what stays in memory"),
+        "kv_selection": (
+            config.of(SparsityOptions).kv_selection,
+            "set kv_selection to speculated: a layer that reads all keys has no use for a file",
+        ),
+    }
+    for name, (wanted, hint) in missing.items():
+        if wanted is None:
+            raise ConfigError(f"kv_spill_dir: allowed only with {name}", hint=hint)
+    against = {
+        f"with the backend {config.backend.backend}": config.backend.backend != "native",
+        "with kv_layout virtual": cache.kv_layout == "virtual",
+        "without a kv_cache": not cache.kv_cache,
+        "beside kv_transfer": config.transfer.kv_transfer is not None,
+        "beside engines that share experts": config.fleet.num_sharing > 1,
+        f"beside spec_method {config.scheduler.spec_method}": (
+            config.scheduler.spec_method in PROGRAM_METHODS
+        ),
+    }
+    for where, is_so in against.items():
+        if is_so:
+            raise ConfigError(
+                f"kv_spill_dir: got {options.kv_spill_dir} {where}, which is not allowed",
+                hint="leave kv_spill_dir out",
+            )
+
+
+def _check_neurons(config: EngineConfig) -> None:
+    options, sparsity = config.of(NeuronOptions), config.of(SparsityOptions)
+    if options.neuron_cache_bytes is None:
+        for name in ("neuron_window", "weights_lookahead", "hot_neurons"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"{name}: allowed only with neuron_cache_bytes",
+                    hint="set neuron_cache_bytes to the memory of neurons",
+                )
+        return
+    most = config.offload.weights_memory_bytes
+    if most is None:
+        raise ConfigError(
+            "neuron_cache_bytes: allowed only with weights_memory_bytes",
+            hint="set weights_memory_bytes to the memory that weights may take",
+        )
+    hint = "leave neuron_cache_bytes out"
+    if sparsity.ffn_sparsity is None and sparsity.sparsity_predictor is None:
+        raise ConfigError(
+            "neuron_cache_bytes: allowed only with ffn_sparsity or sparsity_predictor, which say"
+            " what a token uses",
+            hint="set ffn_sparsity to exact for a model with relu, else to gate:SHARE",
+        )
+    if options.weights_lookahead and sparsity.sparsity_predictor is None:
+        raise ConfigError(
+            "weights_lookahead: allowed only with sparsity_predictor, which guesses",
+            hint="make one: octavo calibrate MODEL --predictor-rank 64",
+        )
+    if options.weights_lookahead > MAX_LOOKAHEAD:
+        raise ConfigError(
+            f"weights_lookahead: got {options.weights_lookahead}, allowed is at most"
+            f" {MAX_LOOKAHEAD}"
+        )
+    if config.lora.enable_lora:
+        raise ConfigError("neuron_cache_bytes: not allowed beside enable_lora", hint=hint)
+    if options.neuron_cache_bytes >= most:
+        raise ConfigError(
+            f"neuron_cache_bytes: got {format_bytes(options.neuron_cache_bytes)}, allowed is less"
+            f" than weights_memory_bytes, {format_bytes(most)}, of which it is a part",
+            hint="raise weights_memory_bytes",
+        )
+
+
+def _check_activations(config: EngineConfig) -> None:
+    """Raises ConfigError where work is to be left out that cannot be, or not like this."""
+    options, usual = config.of(SparsityOptions), SparsityOptions()
+    backend = config.backend.backend
+    ffn = options.ffn_sparsity
+    if ffn not in (None, "exact") and not 0 < options.gate_sparsity <= MAX_SPARSITY:
+        raise ConfigError(
+            f"ffn_sparsity: got {ffn!r}, allowed is 'exact' or gate:SHARE with a share above 0 and"
+            f" at most {MAX_SPARSITY}, as 'gate:0.3'"
+        )
+    if not options.activation_sparsity <= MAX_SPARSITY:
+        raise ConfigError(
+            f"activation_sparsity: got {options.activation_sparsity:g}, allowed is 0 to"
+            f" {MAX_SPARSITY}"
+        )
+    if ffn == "exact" and backend != "native":
+        raise ConfigError(
+            f"ffn_sparsity: allowed only with the native backend, got {backend!r}",
+            hint="set backend to native",
+        )
+    _check_share(config, "sparsity_predictor", "predicted_share", changed="the gates")
+    _check_share(config, "kv_selection", "kv_budget", changed="queries and keys")
+    if not options.activation_sparsity and not options.gate_sparsity:
+        for unused in ("calibration", "activation_sparsity_plan"):
+            if getattr(options, unused) != getattr(usual, unused):
+                raise ConfigError(
+                    f"{unused}: allowed only with activation_sparsity or ffn_sparsity gate:SHARE",
+                    hint=f"leave {unused} out",
+                )
+    if not options.is_approximate:
+        return
+    name = next(
+        name
+        for name, given in (
+            ("activation_sparsity", options.activation_sparsity),
+            ("ffn_sparsity", options.gate_sparsity),
+            ("sparsity_predictor", options.sparsity_predictor),
+            ("kv_selection", options.kv_selection),
+        )
+        if given
+    )
+    if backend == "torch":
+        raise ConfigError(
+            f"{name}: allowed with the native and the reference backend, got 'torch'",
+            hint=f"set backend to native, or leave {name} out",
+        )
+    if config.backend.num_stage_ranks > 1:
+        option, size = config.backend.meeting_option
+        raise ConfigError(
+            f"{name}: allowed where {option} is 1, got {size}", hint=f"leave {name} out"
+        )
+    if not options.calibration and name not in ("sparsity_predictor", "kv_selection"):
+        raise ConfigError(
+            f"{name}: allowed only with a calibration",
+            hint="make one: octavo calibrate MODEL --text FILE --out FILE",
+        )
+
+
+def _check_share(config: EngineConfig, name: str, share: str, *, changed: str) -> None:
+    """Raises ConfigError where keys or neurons are to be chosen that cannot be, or not like this.
+
+    `name` is the option that has them chosen, `share` the one that says how many, `changed` what
+    adapters would change under it.
+    """
+    options, usual = config.of(SparsityOptions), SparsityOptions()
+    got: float = getattr(options, share)
+    if getattr(options, name) is None:
+        if got != getattr(usual, share):
+            raise ConfigError(f"{share}: allowed only with {name}", hint=f"leave {share} out")
+        return
+    if not 1 - MAX_SPARSITY <= got + 1e-9 <= 1 + 1e-9:
+        raise ConfigError(f"{share}: got {got:g}, allowed is {1 - MAX_SPARSITY:.2f} to 1")
+    if config.lora.enable_lora:
+        raise ConfigError(
+            f"{name}: not allowed beside enable_lora, which changes {changed}",
+            hint="merge the adapter into the model, and use that",
+        )

@@ -1,0 +1,36 @@
+"""What this package adds to octavo: options, commands and hooks. Nothing outside names it."""
+
+from octavo.utils.extensions import Extension
+
+EXTENSION = Extension(
+    options=(
+        "octavo.sparsity.options:KvSpillOptions",
+        "octavo.sparsity.options:PrefixWeighingOptions",
+        "octavo.sparsity.options:NeuronOptions",
+        "octavo.sparsity.options:SparsityOptions",
+    ),
+    of_the_machine=frozenset(
+        (
+            "calibration",
+            "hot_neurons",
+            "kv_spill_ahead",
+            "kv_spill_bytes",
+            "kv_spill_dir",
+            "neuron_cache_bytes",
+            "neuron_window",
+            "sparsity_predictor",
+            "weights_lookahead",
+        )
+    ),
+    commands={
+        "calibrate": "octavo.sparsity.cli.calibrate",
+        "simulate": "octavo.sparsity.cli.simulate",
+    },
+    hooks={
+        "config": "octavo.sparsity.config_hooks:SparsityConfigHooks",
+        "model": "octavo.sparsity.model_hooks:SparsityModelHooks",
+        "kv": "octavo.sparsity.kv_spill:KvSpillHooks",
+        "block_choice": "octavo.sparsity.important_blocks:ImportantBlocks",
+        "metrics": "octavo.sparsity.metrics:SparsityMetrics",
+    },
+)

@@ -1,0 +1,206 @@
+"""The file of the native backend for blocks of keys and values that memory has no room for.
+
+Makes the file, which has no name: it is gone with the process, however that ends. What goes there
+and what comes back is csrc/core/kv_spill.h.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from octavo.api.errors import ConfigError
+from octavo.config.engine_config import EngineConfig
+from octavo.config.sizes import format_bytes
+from octavo.engine.protocol.group_life import KvDemand
+from octavo.executor.kv import KvLayout
+from octavo.executor.native.weight_file import check_directory, refused
+from octavo.program.ops import Attention
+from octavo.program.program import Op, Program, Value
+from octavo.sparsity.options import KvSpillOptions
+from octavo.worker.kv_hooks import Counters, KvHooks
+from octavo.worker.memory import GroupSize, KvBudget, KvPlanner, block_counts, most_blocks
+
+NAME = "kv_spill_dir"
+
+DEPTH = 16
+"""Number of reads and writes in flight, each in a thread of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvOffDevice:
+    """Keys and values of layers that choose what they read, in a file while memory lacks room."""
+
+    directory: Path
+    file_bytes: int
+    """Size of the file."""
+    memory_bytes: int
+    """Bytes of the whole KV cache in memory."""
+    foresees: bool = False
+    """Whether blocks are read that the next layer may choose, while one computes."""
+
+
+def spilled_layers(program: Program) -> dict[str, tuple[int, ...]]:
+    """Returns the layers of each cache group of which every attention chooses the keys that it
+    reads; ConfigError where they are in several groups.
+    """
+    chosen: defaultdict[str, set[int]] = defaultdict(set)
+    whole: defaultdict[str, set[int]] = defaultdict(set)
+    for op in program.ops:
+        if isinstance(op, Attention):
+            (whole if op.selection is None else chosen)[op.group].add(op.layer)
+    found = {group: tuple(sorted(layers - whole[group])) for group, layers in chosen.items()}
+    found = {group: layers for group, layers in found.items() if layers}
+    if len(found) > 1:
+        raise ConfigError(
+            f"{NAME}: {program.name} chooses keys in several cache groups, {', '.join(found)}",
+            hint=f"leave {NAME} out",
+        )
+    return found
+
+
+def next_chosen(in_order: Sequence[Op]) -> dict[int, Attention]:
+    """Returns by the identity of each attention the one behind it, where that chooses keys of the
+    same cache group by queries that are made before the first of both.
+    """
+    found: dict[int, Attention] = {}
+    made: set[Value] = set()
+    before: Attention | None = None
+    known: set[Value] = set()
+    for op in in_order:
+        if isinstance(op, Attention):
+            if before is not None and op.partial_q in known:
+                alike = (op.group, op.num_heads, op.scale, op.mask)
+                if alike == (before.group, before.num_heads, before.scale, before.mask):
+                    found[id(before)] = op
+            before, known = op, set(made)
+        made.update(op.outputs)
+    return found
+
+
+COUNTERS = (
+    "kv_spill_found",
+    "kv_spill_read",
+    "kv_spill_read_bytes",
+    "kv_spill_written_bytes",
+    "kv_spill_wait_seconds",
+    "kv_spill_foreseen",
+    "kv_spill_foreseen_used",
+)
+"""Names of the counts that the KV memory gives first of each cache group, in its order."""
+
+
+def check_spill(options: KvOffDevice) -> None:
+    """Raises ConfigError where the directory is in memory, or has no room for the file."""
+    nowhere = options.directory / ".octavo-kv"
+    check_directory(options.directory, nowhere, options.file_bytes, name=NAME)
+
+
+def spill_to_file(
+    memory: Any,
+    group: int,
+    layout: KvLayout,
+    options: KvOffDevice,
+    *,
+    num_blocks: int,
+    num_kept: int,
+) -> None:
+    """Gives KV memory a file for the layers of a group; ConfigError where the disk has no room."""
+    num_bytes = len(layout.in_file) * num_blocks * layout.record_bytes
+    try:
+        with tempfile.TemporaryFile(dir=options.directory, buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            memory.spill_to(
+                group,
+                list(layout.in_file),
+                file.fileno(),
+                num_threads=DEPTH,
+                num_kept=num_kept,
+            )
+    except OSError as error:
+        raise refused(options.directory, error, name=NAME) from None
+
+
+def num_kept(
+    memory_bytes: int,
+    resident_bytes: Sequence[int],
+    num_blocks: Sequence[int],
+    *,
+    record_bytes: int,
+    num_layers: int,
+) -> int:
+    """Returns how many blocks of each layer in the file have room in memory, beside what is always
+    there of each group and one such layer in whole; below 0 if that alone has no room.
+    """
+    resident = sum(size * count for size, count in zip(resident_bytes, num_blocks, strict=True))
+    fixed = resident + max(num_blocks) * record_bytes
+    return min(max(num_blocks), (memory_bytes - fixed) // (record_bytes * num_layers))
+
+
+class KvSpillHooks(KvHooks):
+    """Plans memory and a file for the KV cache, and counts what moves between them."""
+
+    def planner(self, config: EngineConfig) -> KvPlanner | None:
+        file_bytes = config.of(KvSpillOptions).kv_spill_bytes
+        memory_bytes = config.cache.kv_cache_memory_bytes
+        if file_bytes is None:
+            return None
+        assert memory_bytes is not None, "the options were checked"
+        return partial(_plan, memory_bytes=memory_bytes, file_bytes=file_bytes)
+
+    def counters(self, kv: Any, layouts: Sequence[KvLayout]) -> Counters | None:
+        groups = [at for at, layout in enumerate(layouts) if layout.in_file]
+        if not groups:
+            return None
+
+        def count() -> dict[str, float]:
+            totals = [sum(column) for column in zip(*map(kv.spilled, groups), strict=True)]
+            return dict(zip(COUNTERS, totals, strict=False))
+
+        return count
+
+
+def _plan(
+    groups: Sequence[GroupSize], demand: KvDemand, *, memory_bytes: int, file_bytes: int
+) -> KvBudget:
+    """Plans as many blocks as the file has room for; memory has all of their bytes that are in no
+    file, one layer's in whole, and of each layer as many as fit beside that.
+    """
+    (spilled,) = (group for group in groups if group.num_in_file)
+    caps = most_blocks(memory_bytes, groups, demand)
+    least = max(group.least_blocks(demand) for group in groups)
+    of_layers = spilled.record_bytes * spilled.num_in_file
+    num_blocks = min(file_bytes // of_layers, max(caps))
+    if num_blocks < least:
+        raise ConfigError(
+            f"kv_spill_bytes: got {format_bytes(file_bytes)}, needed are"
+            f" {format_bytes(least * of_layers)} for one request of {demand.max_model_len:,}"
+            " tokens",
+            hint=f"set kv_spill_bytes to {least * of_layers} or more, or lower max_model_len",
+        )
+    counts = block_counts(num_blocks, groups, caps, keeps_checkpoints=False)
+    fixed = sum(group.block_bytes * count for group, count in zip(groups, counts, strict=True))
+    fixed += num_blocks * spilled.record_bytes
+    least_bytes = fixed + min(num_blocks, demand.max_num_seqs) * of_layers
+    if memory_bytes < least_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes: got {format_bytes(memory_bytes)}, needed are at least"
+            f" {format_bytes(least_bytes)} for {format_bytes(file_bytes)} of kv_spill_bytes: what"
+            " is always in memory, one layer, and a block of each layer for each request",
+            hint=f"set kv_cache_memory_bytes to {least_bytes} or more, or lower kv_spill_bytes or"
+            " max_num_seqs",
+        )
+    kept = num_kept(
+        memory_bytes,
+        [group.block_bytes for group in groups],
+        counts,
+        record_bytes=spilled.record_bytes,
+        num_layers=spilled.num_in_file,
+    )
+    return KvBudget(tuple(counts), tuple(groups), demand, kept)

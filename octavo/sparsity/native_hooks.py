@@ -1,0 +1,107 @@
+"""What sparsity adds to the native backend: skipped zeros, records of neurons, KV in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.api.errors import BackendUnavailable
+from octavo.executor.kv import KvLayout
+from octavo.executor.native.formats import TileFormat
+from octavo.executor.native.native_hooks import NativeHooks
+from octavo.executor.native.stages import body_first
+from octavo.program.ops import Attention, Linear
+from octavo.program.program import Op, Program, Weight
+from octavo.sparsity.kv_spill import (
+    KvOffDevice,
+    check_spill,
+    next_chosen,
+    num_kept,
+    spill_to_file,
+    spilled_layers,
+)
+from octavo.sparsity.neuron_records import NeuronCacheOptions, NeuronRecords
+from octavo.sparsity.neurons import (
+    check_neurons,
+    neuron_layers,
+    predicts_neurons,
+    split_neurons,
+)
+from octavo.sparsity.passes.skip_zeros import skip_zeros
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSparsity(NativeHooks):
+    """The sparsity of one native backend."""
+
+    skips_zeros: bool = False
+    """Whether weights of feed-forward products are not read whose inputs are zeros after a relu."""
+    neurons: NeuronCacheOptions | None = None
+    """The cache of neurons in the file of streamed weights; None: records are in memory."""
+    spill: KvOffDevice | None = None
+    """Place of the keys and values that are not all in memory; None: all are."""
+
+    def keeps_rows(self, program: Program) -> bool:
+        """The neurons of the last layer are those of all tokens, too."""
+        return self.neurons is not None or predicts_neurons(program)
+
+    def optimize(self, program: Program) -> Program:
+        if self.skips_zeros:
+            program = skip_zeros(program)
+        return split_neurons(program) if self.keeps_rows(program) else program
+
+    def check(self, program: Program, formats: Mapping[Weight, TileFormat], device: Any) -> None:
+        check_neurons(program, formats)
+        if self.skips_zeros:
+            _check_skipping(program, formats, device)
+        if self.spill is not None:
+            check_spill(self.spill)
+
+    def records(self, program: Program) -> NeuronRecords | None:
+        layers = neuron_layers(body_first(program))
+        return NeuronRecords(layers, self.neurons) if layers else None
+
+    def layouts(self, program: Program, layouts: Sequence[KvLayout]) -> Sequence[KvLayout]:
+        if self.spill is None:
+            return layouts
+        spilled = spilled_layers(program)
+        return [replace(each, in_file=spilled.get(each.group.name, ())) for each in layouts]
+
+    def allocated(
+        self, memory: Any, layouts: Sequence[KvLayout], num_blocks: Sequence[int]
+    ) -> None:
+        for group, layout in enumerate(layouts):
+            if layout.in_file:
+                assert self.spill is not None, "it says which layers may be in a file"
+                kept = num_kept(
+                    self.spill.memory_bytes,
+                    [each.resident_bytes for each in layouts],
+                    num_blocks,
+                    record_bytes=layout.record_bytes,
+                    num_layers=len(layout.in_file),
+                )
+                spill_to_file(
+                    memory, group, layout, self.spill, num_blocks=num_blocks[group], num_kept=kept
+                )
+
+    def next_attentions(self, ops: Sequence[Op]) -> Mapping[int, Attention]:
+        return next_chosen(ops) if self.spill is not None and self.spill.foresees else {}
+
+
+def _check_skipping(program: Program, formats: Mapping[Weight, TileFormat], device: Any) -> None:
+    """Refuses products that are to skip zeros and whose weights lie so that none can be skipped."""
+    for op in program.ops:
+        if not isinstance(op, Linear) or not op.skips_zeros:
+            continue
+        for weight in op.weights_:
+            code = formats[weight].code
+            if not device.skips_zeros(code):
+                allowed = [
+                    code for code in ("i8", "bf16", "fp16", "fp32") if device.skips_zeros(code)
+                ]
+                raise BackendUnavailable(
+                    f"ffn_sparsity: exact skips no inputs of {weight.name}, which is computed as"
+                    f" {code} at the level {device.level}; it does those of {', '.join(allowed)}",
+                    hint="set quantization to int8, or leave ffn_sparsity out",
+                )

@@ -1,0 +1,235 @@
+"""Feed-forward layers whose weights are read neuron by neuron: which layers, what a record holds,
+and how many of them stay in memory.
+
+A layer is split behind its gates, which say what a row uses: they are multiplied whole, and a
+neuron's row of the up projection and its column of the last product lie together in a file. Where a
+predictor says it, the row that makes the gate is part of the record, and no gate is computed that
+nothing needs. Who reads them is csrc/core/neuron_cache.h; with a predictor they may all be in
+memory. Source of the idea: LLM in a Flash (arXiv 2312.11514).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from octavo.api.errors import BackendUnavailable, ConfigError
+from octavo.executor.native.check import check_activation
+from octavo.executor.native.formats import RecordOp, TileFormat
+from octavo.program.ops import Act, ActMul, Gate, Linear, PreNorm
+from octavo.program.passes.offload import ALIGN
+from octavo.program.program import Op, Program, Value, Weight
+from octavo.sparsity.passes.skip_zeros import ZEROING
+
+LINE = 64
+"""Bytes of which a record's length and the place of its column are multiples."""
+
+HINT = "leave neuron_cache_bytes out"
+
+
+@dataclass(frozen=True, slots=True)
+class Neurons(RecordOp):
+    """The part of a feed-forward layer between its gates and its last product, where a row's zeros
+    say which neurons it uses: out = opened * (x @ up^T + bias + offset).
+
+    `opened [T, F]` is f(gate), of which sparse rows lose what is smaller than `threshold`. Without
+    an up projection it is what the last product reads, and there is no `out`. With a `gate_row` it
+    is scores: f(gate) is computed here, of the neurons whose score is not negative in sparse rows,
+    of all in the others.
+    """
+
+    opened: Value
+    down: Weight
+    """Matrix of the last product; its columns are read with the up projection's rows."""
+    x: Value | None = None
+    up: Weight | None = None
+    up_bias: Weight | None = None
+    norm: PreNorm | None = None
+    out: Value | None = None
+    up_offset: float = 0.0
+    threshold: float = 0.0
+    x_threshold: float = 0.0
+    """Magnitude below which sparse rows take a number of x, after the norm, for zero."""
+    gate_row: Weight | None = None
+    """Matrix that makes the gate; its rows are parts of the records. None: `opened` is f(gate)."""
+    gate_bias: Weight | None = None
+    gate: Gate | None = None
+
+    @property
+    def row_matrices(self) -> tuple[Weight, ...]:
+        return self.matrices[:-1]
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """Weights of which a record has a row each, and then the column of the last one."""
+        rows = (each for each in (self.gate_row, self.up) if each is not None)
+        return (*rows, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronLayer:
+    """The records of one layer."""
+
+    op: Neurons
+    num_neurons: int
+    num_inputs: int
+    """Numbers of a row of the up projection; 0 without one."""
+    num_outputs: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of matrices in a record: of the gate and of the up projection, where there are."""
+        return len(self.op.matrices) - 1
+
+    @property
+    def row_bytes(self) -> int:
+        return round_up(self.num_inputs, LINE)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of a record in front of its column."""
+        return self.num_rows * self.row_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        return self.rows_bytes + round_up(self.num_outputs, LINE)
+
+    @property
+    def all_records_bytes(self) -> int:
+        return self.num_neurons * self.record_bytes
+
+    @property
+    def num_scales(self) -> int:
+        """Scales of the records, which lie behind them in the file and stay in memory: of each row
+        of each matrix, then of each output.
+        """
+        return self.num_rows * self.num_neurons + self.num_outputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file, a multiple of ALIGN."""
+        return round_up(self.all_records_bytes + 4 * self.num_scales, ALIGN)
+
+
+def predicts_neurons(program: Program) -> bool:
+    """Returns whether a predictor says which neurons a row uses."""
+    return any(isinstance(op, ActMul) and op.scores is not None for op in program.ops)
+
+
+def split_neurons(program: Program) -> Program:
+    """Splits the feed-forward layers of a fused Program whose zeros say what a row uses;
+    ConfigError where it has none.
+    """
+    readers = Counter(value for op in program.ops for value in op.inputs)
+    readers.update(program.outputs.values())
+    downs = {op.x: op for op in program.ops if isinstance(op, Linear)}
+    uses = Counter(weight for op in program.ops for weight in op.weights)
+    ops: list[Op] = []
+    for op in program.ops:
+        down = _last_product(op, downs, readers)
+        if down is None or any(uses[weight] > 1 for weight in (*op.weights, *down.weights_)):
+            ops.append(op)
+        else:
+            ops += _split(op, down)
+    if not any(isinstance(op, Neurons) for op in ops):
+        raise ConfigError(
+            f"neuron_cache_bytes: {program.name} has no feed-forward layer whose zeros say which"
+            f" neurons a token uses: {' or '.join(ZEROING)} with ffn_sparsity exact, or gates with"
+            " ffn_sparsity gate:SHARE or a sparsity_predictor",
+            hint=HINT,
+        )
+    result = replace(program, ops=tuple(ops))
+    result.check()
+    return result
+
+
+def neuron_layers(program: Program) -> tuple[NeuronLayer, ...]:
+    """Returns the layers of a split Program, in its order."""
+    return tuple(
+        NeuronLayer(
+            op,
+            op.opened.width,
+            0 if op.x is None else op.x.width,
+            op.down.shape[0],
+        )
+        for op in program.ops
+        if isinstance(op, Neurons)
+    )
+
+
+def check_neurons(program: Program, formats: Mapping[Weight, TileFormat]) -> None:
+    """Refuses activations that kernels have not, and weights with another code than i8: sums of
+    other codes depend on their order.
+    """
+    for op in program.ops:
+        if not isinstance(op, Neurons):
+            continue
+        if op.gate is not None:
+            check_activation(program, op.gate.activation)
+        name = "neuron_cache_bytes" if op.gate_row is None else "sparsity_predictor"
+        for weight in op.matrices:
+            if formats[weight].code != "i8":
+                raise BackendUnavailable(
+                    f"{name}: takes weights with one scale for each output, got"
+                    f" {weight.name}, which is computed as {formats[weight].code}",
+                    hint=f"set quantization to int8, or leave {name} out",
+                )
+
+
+def _last_product(op: Op, downs: dict[Value, Linear], readers: Counter[Value]) -> Linear | None:
+    """Returns the product that alone reads what an op's zeros say which neurons it uses."""
+    if not _makes_zeros(op) or len(op.outputs) != 1 or readers[op.outputs[0]] != 1:
+        return None
+    down = downs.get(op.outputs[0])
+    if down is None or down.norm is not None or down.gate is not None or len(down.weights_) != 1:
+        return None
+    return down
+
+
+def _makes_zeros(op: Op) -> bool:
+    if not isinstance(op, Linear):
+        return isinstance(op, Act) and op.activation in ZEROING
+    if op.scores is not None:
+        return True
+    if op.gate is None:
+        return op.activation in ZEROING and op.residual is None
+    if op.gate.clamp is not None or op.gate.alpha != 1.0:
+        return False
+    return op.gate.activation in ZEROING or op.gate.threshold > 0
+
+
+def _split(op: Op, down: Linear) -> tuple[Op, ...]:
+    (out,) = op.outputs
+    if not isinstance(op, Linear) or op.gate is None:
+        return op, Neurons(out, down.weights_[0])
+    gate, up = op.weights_
+    gate_bias, up_bias = op.biases or (None, None)
+    gated = partial(
+        Neurons,
+        down=down.weights_[0],
+        x=op.x,
+        up=up,
+        up_bias=up_bias,
+        norm=op.norm,
+        out=out,
+        x_threshold=op.threshold,
+    )
+    if op.scores is not None:
+        return (gated(op.scores, gate_row=gate, gate_bias=gate_bias, gate=op.gate),)
+    opened = replace(out, name=f"{out.name}.opened")
+    gates = replace(
+        op,
+        outs=(opened,),
+        weights_=(gate,),
+        biases=() if gate_bias is None else (gate_bias,),
+        activation=op.gate.activation,
+        gate=None,
+    )
+    return gates, gated(opened, up_offset=op.gate.up_offset, threshold=op.gate.threshold)
+
+
+def round_up(number: int, unit: int) -> int:
+    """Returns the least multiple of a unit that is no less than a number."""
+    return -(-number // unit) * unit

@@ -1,0 +1,59 @@
+"""Extensions: optional packages of octavo, which nothing outside them names.
+
+Each has a module `extension` whose EXTENSION says what it adds: groups of options, commands, and
+hooks, one class for each layer that asks. A class is imported when its layer first asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+PACKAGE = Path(__file__).parents[1]
+
+Layer = Literal["config", "model", "kv", "block_choice", "metrics"]
+"""Layers with hooks: the options, the model's Programs and backend, KV memory, the choice of stored
+blocks that a prompt loads, and /metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What one package adds. Classes are named as "module:class"."""
+
+    options: Sequence[str] = ()
+    """Dataclasses of options."""
+    of_the_machine: frozenset[str] = frozenset()
+    """Options that name the machine's files or memory, which only the command line sets."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """Module of each command, by the command's name."""
+    hooks: Mapping[Layer, str] = field(default_factory=dict)
+    """Class of hooks for each layer."""
+
+
+@functools.cache
+def extensions() -> tuple[Extension, ...]:
+    """Returns the installed extensions, ordered by name."""
+    names = sorted(file.parent.name for file in PACKAGE.glob("*/extension.py"))
+    modules = [importlib.import_module(f"octavo.{name}.extension") for name in names]
+    return tuple(module.EXTENSION for module in modules)
+
+
+@functools.cache
+def extension_options() -> tuple[Any, ...]:
+    """Returns each group of options of the extensions, with its defaults."""
+    return tuple(_load(name)() for each in extensions() for name in each.options)
+
+
+@functools.cache
+def load_hooks(layer: Layer) -> tuple[Any, ...]:
+    """Returns the hook classes of a layer."""
+    return tuple(_load(each.hooks[layer]) for each in extensions() if layer in each.hooks)
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
