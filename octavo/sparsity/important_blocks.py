@@ -97,7 +97,7 @@ class ImportantBlocks:
         certain = [asked[at] for at in sorted(always_loaded(len(asked)))]
         wanted = [(self._group, key) for key in asked]
         connector.fetch(request_id, wanted + [(each, key) for key in certain for each in groups])
-        query = _query(prompt, request_id, hit.num_blocks)
+        query = query_about(prompt, request_id, hit.num_blocks)
         query.group = self._group
         asked = connector.ask(query, asked)
         if not asked:
@@ -144,8 +144,8 @@ def important(masses: Sequence[float], share: float) -> set[int]:
     return set(order[:count])
 
 
-def _query(prompt: PromptPart, request_id: str, num_stored_blocks: int) -> BlockQuery:
-    """Returns the question about its stored blocks, without their slots."""
+def query_about(prompt: PromptPart, request_id: str, num_stored_blocks: int) -> BlockQuery:
+    """Returns the query about a prompt's stored blocks, without their slots."""
     num_tokens, size = len(prompt.token_ids), prompt.block_size
     first_of_last = max(size, num_tokens - (MAX_TOKENS - size))
     places = [*range(min(size, num_tokens)), *range(first_of_last, num_tokens)]

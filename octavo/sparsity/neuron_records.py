@@ -17,6 +17,7 @@ from octavo.config.sizes import format_bytes
 from octavo.engine.protocol.step import WeightArrivals
 from octavo.executor.base import LoadWeight
 from octavo.executor.native.extension import native_module
+from octavo.executor.native.formats import TILE
 from octavo.executor.native.parameters import gate_numbers
 from octavo.executor.native.stage_emitter import StageEmitter
 from octavo.executor.native.weights import NativeWeights
@@ -33,9 +34,6 @@ were measured."""
 
 DEPTH = 16
 """Number of reads in flight, each in a thread of its own."""
-
-TILE = 16
-"""Outputs of a tile (csrc/kernels/table.h)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from octavo.program.program import Weight
 from octavo.server.openai.fingerprint import fingerprint_of
 from octavo.sparsity import important_blocks
 from octavo.sparsity.config_hooks import SparsityConfigHooks
-from octavo.sparsity.important_blocks import PromptPart, important
+from octavo.sparsity.important_blocks import PromptPart, important, query_about
 from octavo.sparsity.passes.probe_prefixes import GROUP, probe_of, probe_prefixes, probing_part
 from octavo.sparsity.prefix_weigher import attention_masses
 from octavo.wiring.model import derive_from
@@ -238,12 +238,12 @@ def test_the_heaviest_blocks_are_loaded(masses, share, expected):
 
 def test_a_probe_has_the_beginning_and_the_end_of_a_prompt():
     token_ids = list(range(1000, 1400))
-    probe = PromptPart(token_ids, 10, BLOCK_SIZE).probe("one", 23)
+    probe = query_about(PromptPart(token_ids, 10, BLOCK_SIZE), "one", 23)
     places = [*range(16), *range(288, 400)]
     assert probe.token_ids == [1000 + place for place in places]
     assert probe.positions == [10 + place for place in places]
     assert probe.num_queries == 400 - 23 * BLOCK_SIZE
-    short = PromptPart(token_ids[:20], 0, BLOCK_SIZE).probe("two", 1)
+    short = query_about(PromptPart(token_ids[:20], 0, BLOCK_SIZE), "two", 1)
     assert short.token_ids == token_ids[:20] and short.num_queries == 4
 
 
@@ -253,7 +253,7 @@ def test_important_blocks_stay_in_slots():
     for key, importance in zip(keys[:3], (2.0, 0.0, 1.0), strict=True):
         slot = slots.claim(key)
         assert slot is not None
-        slot.ready, slot.importance = True, importance
+        slot.ready, slot.rating = True, importance
         slots.release(slot)
     assert slots.claim(keys[3]) is not None
     assert slots.find(keys[1]) is None and slots.find(keys[0]) is not None

@@ -134,6 +134,9 @@ MOST_SPAN = 4
 """Groups that share a scale of float codes in tiles, at most (csrc/kernels/table.h)."""
 
 
+TILE = 16
+"""Outputs of a tile (csrc/kernels/table.h)."""
+
 PRODUCTS = (Linear, GroupedLinear, HeadLinear)
 """Ops that multiply rows with matrices in tiles."""
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.executor.kv import KvLayout
-from octavo.executor.native.formats import PRODUCTS, TileFormat, matrices_of
-from octavo.executor.native.neurons import TILE
+from octavo.executor.native.formats import PRODUCTS, TILE, TileFormat, matrices_of
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Attention
 from octavo.program.program import Op, Program, Weight
