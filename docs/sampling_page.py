@@ -1,90 +1,33 @@
-"""The reference's page on sampling: each field of SamplingParams with its range, in the order in
-which the steps of a draw follow one another (`octavo/executor/sampling.py`).
+"""The reference's page on sampling: each field of SamplingParams with its range, by stage, and the
+formulas of `octavo/executor/sampling.py` and `octavo/executor/filters.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 from tables import table
 
-from octavo.api.sampling_limits import DRAWS_ONLY, NUMBERS, SEARCH_VALUES, WHOLE_NUMBERS
-from octavo.api.sampling_params import CUTS, MASKED_FILTERS, SamplingParams
+from octavo.api.sampling_options import Option, Stage
+from octavo.api.sampling_params import OPTIONS
+from octavo.executor import filters
 from octavo.executor import sampling as draw
-from octavo.server.fields import described
-from octavo.server.openai.bodies import ChatBody, CompletionBody
 from octavo.worker.sampling import dry
 
-STEPS = {
-    "Logits are changed": (
-        "logits_processors",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "structured_outputs",
-        "dry_multiplier",
-        "dry_base",
-        "dry_allowed_length",
-        "dry_penalty_last_n",
-        "dry_sequence_breakers",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-    ),
-    "Tokens are filtered": (
-        "top_n_sigma",
-        "temperature",
-        "dynatemp_range",
-        "dynatemp_exponent",
-        "typical_p",
-        "min_p",
-        "top_k",
-        "top_p",
-        "xtc_probability",
-        "xtc_threshold",
-        "mirostat_mode",
-        "mirostat_tau",
-        "mirostat_eta",
-    ),
-    "A token is drawn": ("seed", "n", "best_of"),
-    "An answer ends": (
-        "max_tokens",
-        "min_tokens",
-        "ignore_eos",
-        "stop",
-        "stop_regex",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "repetition_detection",
-    ),
-    "A beam search takes the place of the draw": (
-        "beam_width",
-        "length_penalty",
-        "early_stopping",
-    ),
-    "What is told": (
-        "logprobs",
-        "logprob_token_ids",
-        "prompt_logprobs",
-        "prompt_logprob_start",
-        "detokenize",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-    ),
+STAGES: dict[Stage, str] = {
+    "logits": "Logits are changed",
+    "filter": "Tokens are filtered",
+    "sample": "A token is sampled",
+    "stop": "Generation ends",
+    "beam_search": "Beam search replaces sampling",
+    "output": "What is returned",
 }
-"""Fields by the step that they belong to."""
-
-FILLED_IN = ("bad_words_token_ids", "answer_marks", "dry_sequence_breaker_ids")
-"""Fields that the engine fills in by itself."""
+"""Titles of the stages, in the order in which they take effect."""
 
 
 def sampling() -> str:
-    """Returns the page; every field of SamplingParams is in one of its tables."""
-    defaults = SamplingParams()
-    listed = [name for names in STEPS.values() for name in names]
-    assert sorted([*listed, *FILLED_IN]) == sorted(SamplingParams.__struct_fields__)
+    """Returns the page; every declared field of SamplingParams is in one of its tables."""
     parts = [
         "# Sampling",
         "The fields of `SamplingParams`, in the order in which they take effect; most are fields of"
@@ -93,20 +36,20 @@ def sampling() -> str:
         ' and so are fields that are "not with" each other. Everything else goes together, under'
         " speculation too.",
     ]
-    for title, names in STEPS.items():
-        rows = [(f"`{name}`", _shown(getattr(defaults, name)), *_row(name)) for name in names]
-        head = ("field", "default", "allowed", "what it does", "not with")
-        parts += [f"## {title}", table(head, rows)]
-    cuts = _listed(CUTS)
-    others = _listed([name for name in MASKED_FILTERS if name not in CUTS])
+    head = ("field", "default", "allowed", "what it does", "not with")
+    for stage, title in STAGES.items():
+        options = (option for option in OPTIONS.values() if option.stage == stage)
+        parts += [f"## {title}", table(head, map(_row, options))]
+    cutoffs = _listed(OPTIONS.cutoffs)
+    others = _listed([name for name in OPTIONS.filters if name not in OPTIONS.cutoffs])
     parts += [
-        "## Beside a form",
-        "A draw under `structured_outputs` is the draw among the tokens that the form allows,"
-        " whatever else is set. Where no filter is on, a token is drawn and then checked; with"
-        f" {cuts} too, where a few other legal tokens show that the filter would have kept it. With"
-        f" one of {others}, and where those tokens do not show it, a mask of the form is made first"
+        "## With structured outputs",
+        "Sampling under `structured_outputs` chooses among the tokens that the grammar allows,"
+        " whatever else is set. Without a filter, a token is sampled and then verified; with"
+        f" {cutoffs} too, if a few other legal tokens prove that the filter would have kept it."
+        f" With {others}, and without that proof, the mask of the grammar is built first"
         " ([draw first](../concepts/draw-first.md)). Both ways give the same tokens. `ignore_eos`"
-        " and a form exclude each other.",
+        " and `structured_outputs` exclude each other.",
         "## What is added to logits",
         "The bias of step 3 below is the sum of what these give:",
         table(("field", "token", "added to its logit"), ADDED),
@@ -119,6 +62,9 @@ def sampling() -> str:
         " that softmax makes of z / T, with the temperature T. (z down, id up) is the order by"
         " falling logit, equal ones by rising token id.",
         _text(draw.__doc__),
+        "## Filters",
+        "As `octavo/executor/filters.py` says them.",
+        _text(filters.__doc__),
     ]
     return "\n\n".join(parts)
 
@@ -148,24 +94,15 @@ def _text(doc: str | None) -> str:
     return "```text\n" + (doc or "").strip() + "\n```"
 
 
-def _row(name: str) -> tuple[str, str, str]:
-    """Returns what a field takes, what it does and what it does not go with."""
-    known = described(ChatBody) | described(CompletionBody)
-    row: dict[str, Any] = known.get(name, {})
-    bounds = NUMBERS.get(name) or WHOLE_NUMBERS.get(name)
-    takes = bounds.words if bounds is not None else row.get("takes", "")
+def _row(option: Option) -> tuple[str, ...]:
+    """Returns a field's default, what it takes, what it does and what excludes it."""
     others = []
-    if name in SEARCH_VALUES:
+    if option.name in OPTIONS.beam_search_values:
         others.append("a beam search")
-    if name in DRAWS_ONLY:
+    if option.name in OPTIONS.greedy_values:
         others.append("temperature 0")
-    return takes or WORDS[name][0], row.get("help") or WORDS[name][1], ", ".join(others)
-
-
-WORDS = {
-    "detokenize": ("True or False", "makes text of the tokens"),
-}
-"""Words for what a field takes and does where no body over HTTP has it."""
+    default = _shown(option.default)
+    return f"`{option.name}`", default, option.takes, option.help, ", ".join(others)
 
 
 def _shown(value: object) -> str:

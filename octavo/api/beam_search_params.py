@@ -10,8 +10,8 @@ import msgspec
 
 from octavo.api.checked_call import CheckedCall
 from octavo.api.errors import InvalidRequest
-from octavo.api.sampling_limits import MAX_BEAMS
-from octavo.api.sampling_params import SamplingParams
+from octavo.api.sampling_options import MAX_BEAMS
+from octavo.api.sampling_params import OPTIONS, SamplingParams
 from octavo.api.structured_outputs import StructuredOutputs
 
 
@@ -44,6 +44,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, metaclass=CheckedCall):
                 f"beam_width: got None, allowed is a whole number from 1 to {MAX_BEAMS}",
                 param="beam_width",
             )
+        OPTIONS["beam_width"].parse(self.beam_width)  # before n, which is the width by default
         self.sampling_params()
 
     def sampling_params(self) -> SamplingParams:

@@ -13,7 +13,8 @@ import msgspec
 
 from octavo.api.checked_call import CheckedCall
 from octavo.api.errors import InvalidRequest, shown
-from octavo.api.sampling_params import SamplingParams, whole_number
+from octavo.api.sampling_options import whole_number
+from octavo.api.sampling_params import SamplingParams
 
 MODEL_LIMIT = -1
 """Value of `truncate_prompt_tokens` that stands for as many tokens as the model takes."""

@@ -5,47 +5,44 @@ Every array has its shape beside it. Knows nothing of requests, files or models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-SAMPLING_RECORD = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("position", np.uint32),
-        ("sample_index", np.uint32),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("repetition_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("top_k", np.int32),
-        ("target_id", np.int32),
-        ("num_logprobs", np.int32),
-        ("allowed_mask", np.int32),
-        ("typical_p", np.float32),
-        ("top_n_sigma", np.float32),
-        ("dynatemp_range", np.float32),
-        ("dynatemp_exponent", np.float32),
-        ("xtc_probability", np.float32),
-        ("xtc_threshold", np.float32),
-        ("mirostat_mu", np.float32),
-        ("mirostat_mode", np.int32),
-    ],
-    align=True,
-)
-"""How one row is drawn; `SamplingRecord` in csrc/kernels/table.h has the same fields at the same
-offsets, which the native backend checks when it loads.
+from octavo.api.sampling_params import OPTIONS
 
-`position` is that of the token to be drawn. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep
-all tokens. `target_id` >= 0 asks for that token's logprob instead of a draw (prompt logprobs).
-`num_logprobs` -1 asks for none, otherwise for the token's own and as many top alternatives.
-`allowed_mask` is a row of `SamplingBatch.allowed_masks`, -1 allows every token. `typical_p` 1,
-`top_n_sigma`, `dynatemp_range`, `xtc_probability` and `mirostat_mode` 0 are off.
+_STATE = {
+    "seed": np.uint64,
+    "position": np.uint32,
+    "sample_index": np.uint32,
+    "target_id": np.int32,
+    "num_logprobs": np.int32,
+    "allowed_mask": np.int32,
+    "mirostat_mu": np.float32,
+}
+"""Fields of a record that are no options."""
+_ORDER = (
+    *("seed", "position", "sample_index", "temperature", "top_p", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "top_k", "target_id", "num_logprobs"),
+    *("allowed_mask", "typical_p", "top_n_sigma", "dynatemp_range", "dynatemp_exponent"),
+    *("xtc_probability", "xtc_threshold", "mirostat_mu", "mirostat_mode"),
+)
+"""Order of the fields in C++."""
+_OPTIONS = {
+    name: np.int32 if option.type is int else np.float32 for name, option in OPTIONS.record.items()
+}
+SAMPLING_RECORD = np.dtype([(name, (_STATE | _OPTIONS)[name]) for name in _ORDER], align=True)
+"""Parameters of one sampled row: state of the step, and the options of SamplingParams that kernels
+read. `SamplingRecord` in csrc/kernels/table.h has the same fields at the same offsets, which the
+native backend checks when it loads.
+
+`position` is that of the sampled token. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep all
+tokens. `target_id` >= 0 wants that token's logprob instead of a sample (prompt logprobs).
+`num_logprobs` -1 wants none, otherwise the token's own and as many top alternatives. `allowed_mask`
+is a row of `SamplingBatch.allowed_masks`, -1 allows every token.
 """
 
 MOST_CANDIDATES = 8
@@ -53,23 +50,28 @@ MOST_CANDIDATES = 8
 MOST_WITNESSES = 16
 """Tokens that show that a row's cuts keep its draw, itself among them."""
 
-_NEUTRAL = {
-    "top_p": 1.0,
-    "repetition_penalty": 1.0,
+_NEUTRAL = dict.fromkeys(SAMPLING_RECORD.names or (), 0) | {
+    **{name: option.default for name, option in OPTIONS.record.items()},
+    "temperature": 0.0,
     "target_id": -1,
     "num_logprobs": -1,
     "allowed_mask": -1,
-    "typical_p": 1.0,
-    "dynatemp_exponent": 1.0,
 }
+"""Fields of a record that samples greedily and changes no logit, in order."""
+_NEUTRAL_RECORD = np.array(tuple(_NEUTRAL.values()), SAMPLING_RECORD)
+
+
+def make_record(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns one record as a tuple; fields that are not given have their neutral values."""
+    return tuple(values.get(name, neutral) for name, neutral in _NEUTRAL.items())
 
 
 def sampling_records(count: int, **fields: ArrayLike) -> NDArray[np.void]:
     """Returns `[count]` records that draw greedily and change no logit, but for the `fields` given:
     a value for all, or one for each.
     """
-    records = np.zeros(count, SAMPLING_RECORD)
-    for name, value in (_NEUTRAL | fields).items():
+    records = np.full(count, _NEUTRAL_RECORD)
+    for name, value in fields.items():
         records[name] = value
     return records
 

@@ -1,17 +1,48 @@
-"""The reference of the filters that look at a row's whole distribution: steps 5 and 9 of
-`executor/sampling.py`, which says why they stand where they do.
+"""The reference of the filters, in NumPy and float64: which tokens of a row may be sampled.
 
-Owns their formulas in NumPy, in float64; a row that asks for none of them never gets here.
+A row at temperature 0 has no filters. Each filter sees what the ones before it left as a
+distribution of its own; the order of tokens is always (z down, id up).
+
+1. top_n_sigma n > 0: kept are the z >= max z - n * sigma, with sigma the standard deviation of the
+   finite z.
+2. temperature T; with a dynatemp_range r > 0 instead low + (high - low) * (H / ln N)^exponent, with
+   low = max(T - r, 0.01), high = T + r, and H the entropy of the softmax of the N finite z.
+3. typical_p < 1: with p the softmax of z / T and H its entropy, tokens are ordered by |-ln p - H|,
+   the lower id first among equals; kept is the shortest beginning of that order whose running sum
+   of p reaches typical_p.
+4. min_p: d = (z - max z) / T and e = exp(d). Kept are the tokens with e > 0 and e >= min_p (min_p
+   is relative to the most likely token).
+5. top_k > 0: kept are the first top_k.
+6. top_p < 1: kept is the shortest beginning of the order whose running sum of e reaches top_p times
+   the whole sum. Running sums go one by one, left to right.
+7. XTC, if the row's coin falls below xtc_probability: of the tokens with p >= xtc_threshold all but
+   the last in the order are removed. The coin is u of word 0 at purpose 1.
+8. mirostat_mode 2: kept are the tokens whose surprise -log2 p is at most mu, and always the first.
+   mirostat_mode 1: the first max(1, floor(k)), with Zipf's exponent s = sum t b / sum t^2 over the
+   100 likeliest, t_i = ln((i + 1) / i), b_i = ln(p_i / p_(i+1)), epsilon = s - 1 and
+   k = (epsilon * 2^mu / (1 - V^-epsilon))^(1 / s). The token's surprise, among the tokens left,
+   goes back with it; mu -= eta * (surprise - tau) is the host's, which owns mu.
+
+What a filter measures (a deviation, an entropy) is of the whole distribution, so filters of kind
+"distribution" come first (1 to 3), then cutoffs (4 to 6), then those of kind "after_cutoff".
+Temperature before min_p, top_k and top_p is vLLM's and transformers' order; XTC removes choices
+among tokens that are good enough, so it follows the filters that say which these are, as in
+llama.cpp; mirostat steers the surprise of the sample itself, and nothing may change it behind.
+llama.cpp takes top_k before typical_p, min_p behind top_p and temperature last, and with mirostat
+no other filter; here all combine. DRY is a bias on logits, before the penalties.
+
+Sources. min_p: Nguyen et al. 2024; top_p: Holtzman et al. 2020; typical_p: Meister et al. 2022;
+top_n_sigma: Tang et al. 2024; mirostat: Basu et al. 2021 (the surprise of the truncated
+distribution, as in llama.cpp); XTC: P. E. Weidmann 2024; dynamic temperature: kalomaze 2023.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from octavo.executor.noise import Floats, Record, coin
+
 Ids = NDArray[np.intp]
 
 LEAST_TEMPERATURE = 0.01
@@ -20,13 +51,37 @@ MIROSTAT_TOKENS = 100
 """Number of the most likely tokens from which mirostat 1 estimates the exponent of Zipf's law."""
 
 
+def kept_distances(z: Floats, record: Record) -> Floats:
+    """Returns d of each token of `z [V]`, and -inf where it is not kept."""
+    temperature = float(record["temperature"])
+    if record["top_n_sigma"] > 0:
+        z = above_sigmas(z, float(record["top_n_sigma"]))
+    if record["dynatemp_range"] > 0:
+        temperature = dynamic_temperature(z, record)
+    if record["typical_p"] < 1:
+        z = typical(z, temperature, float(record["typical_p"]))
+    d = (z - z.max()) / temperature
+    kept = above_cutoffs(z, np.exp(d), record)
+    throws = record["xtc_probability"] > 0
+    if throws or record["mirostat_mode"] > 0:
+        kept = kept[np.lexsort((kept, -z[kept]))]
+    if throws and coin(record) < float(record["xtc_probability"]):
+        kept = without_top_choices(d, kept, float(record["xtc_threshold"]))
+    if record["mirostat_mode"] > 0:
+        mode, mu = int(record["mirostat_mode"]), float(record["mirostat_mu"])
+        kept = mirostat(d, kept, mode, mu)
+    found = np.full(len(z), -np.inf)
+    found[kept] = d[kept]
+    return found
+
+
 def above_sigmas(z: Floats, num_sigmas: float) -> Floats:
     """Returns `z [V]` with -inf for tokens more than `num_sigmas` deviations below the best."""
     sigma = z[np.isfinite(z)].std()
     return np.where(z >= z.max() - num_sigmas * sigma, z, -np.inf)
 
 
-def dynamic_temperature(z: Floats, record: Any) -> float:
+def dynamic_temperature(z: Floats, record: Record) -> float:
     """Returns the temperature of `z [V]`, which grows with the entropy of its softmax."""
     middle, reach = float(record["temperature"]), float(record["dynatemp_range"])
     finite = z[np.isfinite(z)]
@@ -51,6 +106,26 @@ def typical(z: Floats, temperature: float, typical_p: float) -> Floats:
     found = np.full_like(z, -np.inf)
     found[order] = z[order]
     return found
+
+
+def above_cutoffs(z: Floats, weights: Floats, record: Record) -> Ids:
+    """Returns the ids of the tokens that min_p, top_k and top_p keep."""
+    kept = np.flatnonzero((weights > 0) & (weights >= float(record["min_p"])))
+    top_k, top_p = int(record["top_k"]), float(record["top_p"])
+    if top_k <= 0 and top_p >= 1.0:
+        return kept
+    order = kept[order_tokens(z[kept])]
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1.0:
+        sums = np.cumsum(weights[order])
+        order = order[: int(np.searchsorted(sums, top_p * sums[-1])) + 1]
+    return order
+
+
+def order_tokens(z: Floats) -> Ids:
+    """Returns the indices of `z` in the order (z down, index up)."""
+    return np.argsort(-z, kind="stable")
 
 
 def without_top_choices(d: Floats, kept: Ids, threshold: float) -> Ids:
@@ -96,3 +171,9 @@ def _entropy(d: Floats) -> float:
     weights = np.exp(d)
     total = weights.sum()
     return float(np.log(total) - (weights * d).sum() / total)
+
+
+def surprise(distances: Floats, token: int) -> float:
+    """Returns the bits of surprise of a token among those that could be drawn."""
+    d = distances - distances.max()
+    return float((np.log(np.exp(d).sum()) - d[token]) / np.log(2.0))

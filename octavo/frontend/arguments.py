@@ -15,7 +15,8 @@ import msgspec
 from octavo.api.errors import InvalidRequest, shown
 from octavo.api.lora_request import LoRARequest
 from octavo.api.pooling_params import PoolingParams, TextPair
-from octavo.api.sampling_params import SamplingParams, whole_number
+from octavo.api.sampling_options import whole_number
+from octavo.api.sampling_params import SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text; token ids; {"prompt": text} or {"prompt_token_ids": ids}, with a "cache_salt" if wished.

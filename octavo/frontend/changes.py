@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from octavo.api.errors import InvalidRequest, shown
-from octavo.api.sampling_params import SamplingParams, whole_number
+from octavo.api.sampling_options import whole_number
+from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY
 from octavo.frontend.arguments import as_list
 from octavo.frontend.input_processor import (

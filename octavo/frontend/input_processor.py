@@ -20,8 +20,8 @@ import msgspec
 from octavo.api.errors import InvalidRequest, shown
 from octavo.api.lora_request import LoRARequest
 from octavo.api.pooling_params import RequestParams
-from octavo.api.sampling_limits import MAX_BIAS
-from octavo.api.sampling_params import SamplingParams, whole_number
+from octavo.api.sampling_options import MAX_BIAS, whole_number
+from octavo.api.sampling_params import SamplingParams
 from octavo.api.structured_outputs import GrammarSpec
 from octavo.engine.protocol.prompt_limits import PromptLimits, Verdict
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, EngineRequest

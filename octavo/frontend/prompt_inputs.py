@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from octavo.api.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
-from octavo.api.sampling_params import whole_number
+from octavo.api.sampling_options import whole_number
 from octavo.engine.protocol.prompt_limits import AdmissionDecision, PromptLimits, Verdict
 from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
 from octavo.frontend.encoder_inputs import EncoderInputs

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from octavo.api.errors import ConfigError, InvalidRequest
-from octavo.api.sampling_limits import DRAWS_ONLY
-from octavo.api.sampling_params import SamplingParams
+from octavo.api.sampling_params import OPTIONS, SamplingParams
 
 SAMPLED = {"temperature": 0.7, "top_p": 0.95}
 """Values of a request that needs chance and sets no temperature, if the default is greedy: those
@@ -48,8 +47,8 @@ def _needs_chance(given: Mapping[str, Any]) -> bool:
     """Returns whether a request sets a value that greedy sampling refuses or ignores."""
     if any(given.get(name) not in (None, 1) for name in ("n", "best_of")):
         return "beam_width" not in given
-    neutral = {**DRAWS_ONLY, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "top_n_sigma": 0.0}
-    return any(given.get(name, value) not in (value, None, -1) for name, value in neutral.items())
+    neutral = OPTIONS.filters.items()
+    return any(given.get(name, value) not in (value, None, -1) for name, value in neutral)
 
 
 @dataclass(frozen=True, slots=True)

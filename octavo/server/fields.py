@@ -11,16 +11,19 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
 from octavo.api.errors import InvalidRequest
-from octavo.api.sampling_limits import NUMBERS, WHOLE_NUMBERS
+from octavo.api.sampling_options import Number, Option
+from octavo.api.sampling_params import OPTIONS
 from octavo.server.ignored import IgnoredFields
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A whole number of at most 64 bits."""
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
 INTERACTIONS = ("needs", "excludes", "same_as")
 
@@ -57,18 +60,36 @@ def needed(takes: str, meaning: str = "", *, by_path: bool = False) -> Any:
     return field(takes, meaning, default=..., by_path=by_path)
 
 
-def sampling(name: str, meaning: str, **rules: Any) -> Any:
-    """Returns the row of a number that SamplingParams checks, with its range there."""
-    number, whole = NUMBERS.get(name), WHOLE_NUMBERS.get(name)
-    if number is not None:
-        low = "exclusiveMinimum" if number.above_low else "minimum"
-        rules |= {low: number.low, "maximum": number.high}
-        words = number.words
-    else:
-        assert whole is not None, name
-        rules |= {"minimum": whole.low, "maximum": whole.high}
-        words = whole.words.replace("None", "null")
-    return field(words, meaning, rules=rules)
+def sampling(name: str, **rules: Any) -> Any:
+    """Returns the row of a field of SamplingParams, as it is declared there."""
+    option = OPTIONS[name]
+    if isinstance(option, Number):
+        low = "exclusiveMinimum" if option.above_low else "minimum"
+        rules |= {low: option.span[0], "maximum": option.span[1]}
+    if str in get_args(option.type):
+        rules["blanks"] = True
+    return field(_in_json(option.takes), option.help, rules=rules)
+
+
+def add_sampling_fields(kind: type[BodyT]) -> type[BodyT]:
+    """Decorates a body with the extensions of SamplingParams, which every dialect accepts."""
+    rows: dict[str, Any] = {
+        name: (_body_type(option), sampling(name))
+        for name, option in OPTIONS.items()
+        if option.is_extension
+    }
+    doc, module = kind.__doc__, kind.__module__
+    return create_model(kind.__name__, __base__=kind, __doc__=doc, __module__=module, **rows)
+
+
+def _body_type(option: Option) -> Any:
+    """Returns the type of a body's field: None stands for a field that is not given."""
+    return (Whole if option.type is int else option.type) | None
+
+
+def _in_json(takes: str) -> str:
+    """Returns words for allowed values as a client of JSON writes these."""
+    return takes.replace("None", "null").replace("True or False", "true or false")
 
 
 def taken(takes: str, **bounds: Any) -> Any:
@@ -76,9 +97,9 @@ def taken(takes: str, **bounds: Any) -> Any:
     return field(takes, "taken; changes nothing here", rules={"inert": True}, **bounds)
 
 
-def stop_texts(takes: str = "a text or a list of texts", **bounds: Any) -> Any:
-    """Returns the row of the texts that end an answer."""
-    return field(takes, "ends the answer before it", rules={"blanks": True}, **bounds)
+def stop_texts(takes: str, **bounds: Any) -> Any:
+    """Returns the row of `stop` in a dialect with other limits."""
+    return field(takes, OPTIONS["stop"].help, rules={"blanks": True}, **bounds)
 
 
 def user_name() -> Any:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from octavo.executor.base import LoadWeight
 from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE
+from octavo.executor.noise import philox
 from octavo.executor.reference.backend import FORMULAS, ReferenceBackend
 from octavo.executor.reference.kv_cache import layout_of
 from octavo.executor.reference.step import Floats, ReferenceStep
-from octavo.executor.sampling import philox
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Embedding, Linear, original_context
 from octavo.program.program import Op, Program

@@ -8,6 +8,7 @@ import pytest
 
 from octavo import BeamSearchParams, SamplingParams
 from octavo.api.errors import InvalidRequest
+from octavo.api.sampling_params import OPTIONS
 
 REFUSED = [
     ({"stop": 5}, "stop: got 5, allowed is one text or a list of texts"),
@@ -129,12 +130,15 @@ OTHERS = {
 
 def test_every_integer_has_bounds():
     """A new integer field must be added to the bounds."""
-    found = {
-        field.name
-        for field in msgspec.structs.fields(SamplingParams)
-        if field.type in (int, int | None)
-    }
+    found = {name for name, option in OPTIONS.items() if option.type in (int, int | None)}
     assert found == BOUNDS.keys()
+
+
+def test_every_field_is_declared_or_internal():
+    """What the frontend fills in has no declaration; every other field has one with its words."""
+    internal = {"bad_words_token_ids", "answer_marks", "dry_sequence_breaker_ids"}
+    assert OPTIONS.keys() | internal == set(SamplingParams.__struct_fields__)
+    assert all(option.help and option.takes for option in OPTIONS.values())
 
 
 @pytest.mark.parametrize("name", BOUNDS)

@@ -1,8 +1,7 @@
 """The last steps of a draw in plain torch: which tokens top_k and top_p keep, and the noise.
 
-Follows steps 5 and 6 of `executor/sampling.py` in fp64. torch has no products of unsigned 32-bit
-words, so words lie in int64, whose products keep all 64 bits. Source of the noise: Philox4x32-10,
-Salmon et al. 2011.
+Follows `executor/filters.py` and `executor/noise.py` in fp64. torch has no products of unsigned
+32-bit words, so words lie in int64, whose products keep all 64 bits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.executor.batch import SAMPLING_RECORD
-from octavo.executor.sampling import (
+from octavo.executor.noise import (
     DRAW_PURPOSE,
     PHILOX_MULTIPLIERS,
     PHILOX_ROUNDS,

@@ -1,5 +1,4 @@
-"""The filters of a draw that look at whole distributions, for all rows at once: steps 5 and 9 of
-`executor/sampling.py`, in fp64.
+"""The distribution and after_cutoff filters of `executor/filters.py` for all rows at once, in fp64.
 
 Each takes z or weights `[S, V]` and the rows' records `[S, WORDS]`, and leaves rows that do not
 ask for it as they are.
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.executor.filters import LEAST_TEMPERATURE, MIROSTAT_TOKENS
-from octavo.executor.sampling import XTC_PURPOSE
+from octavo.executor.noise import XTC_PURPOSE
 from octavo.executor.torch.draws import field, noise_words
 
 

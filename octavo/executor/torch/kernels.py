@@ -73,7 +73,7 @@ class Kernels(Protocol):
         [S, WORDS] int32`.
 
         d = (z - max z) / temperature and exp(d), 0 for tokens that may not be drawn; top_k and
-        top_p count with `cuts`. As steps 5 and 6 of `executor/sampling.py`; without meaning in a
+        top_p count with `cuts`. As in `executor/filters.py`; without meaning in a
         row without weights.
         """
         ...

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.api.sampling_options import FilterKind
+from octavo.api.sampling_params import OPTIONS
 from octavo.executor.batch import SampleResult, SamplingBatch
 from octavo.executor.torch import filters
 from octavo.executor.torch.draws import field, kept, record_words
@@ -61,16 +63,26 @@ def wants_of(batch: SamplingBatch, vocab_size: int) -> Wants:
     asked = most >= 0 or bool((records["target_id"] >= 0).any())
     return Wants(
         draws=len(drawn) > 0,
-        cuts=bool(((drawn["top_k"] > 0) | (drawn["top_p"] < 1)).any()),
+        cuts=_any(drawn["top_k"] > 0, drawn["top_p"] < 1),
         biased=len(batch.bias_ids) > 0,
         masked=bool((records["allowed_mask"] >= 0).any()),
         penalised=len(batch.history_ids) > 0,
         num_top=min(max(most, 0), vocab_size) if asked else -1,
-        narrows=_any(drawn["typical_p"] < 1, drawn["top_n_sigma"] > 0, drawn["dynatemp_range"] > 0),
-        steers=_any(drawn["xtc_probability"] > 0, drawn["mirostat_mode"] > 0),
+        narrows=_has_filter(drawn, "distribution"),
+        steers=_has_filter(drawn, "after_cutoff"),
         surprises=_any(records["mirostat_mode"] > 0),
         counts_last=batch.counts_last is not None and _any(batch.counts_last),
         biased_after=batch.bias_after is not None and _any(batch.bias_after >= 0),
+    )
+
+
+def _has_filter(records: NDArray[np.void], kind: FilterKind) -> bool:
+    return _any(
+        *(
+            records[name] != option.default
+            for name, option in OPTIONS.record.items()
+            if option.filter == kind
+        )
     )
 
 

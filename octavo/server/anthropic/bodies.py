@@ -202,12 +202,10 @@ class MessagesBody(CountTokensBody, FilterBody):
         lt=2**31,
     )
     stop_sequences: list[str] | None = stop_texts("a list of texts")
-    temperature: float | None = sampling("temperature", "randomness of the draw; 0 is greedy")
-    top_p: float | None = sampling(
-        "top_p", "draws from the likeliest tokens that together have this probability"
-    )
-    top_k: int | None = sampling("top_k", "draws from this many likeliest tokens")
-    seed: int | None = sampling("seed", "makes the draws repeatable; not a field of Anthropic's")
+    temperature: float | None = sampling("temperature")
+    top_p: float | None = sampling("top_p")
+    top_k: int | None = sampling("top_k")
+    seed: int | None = sampling("seed")
     stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
     metadata: TurnMetadata | None = field(
         "an object with a user_id of at most 512 characters",

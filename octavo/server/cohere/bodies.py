@@ -75,20 +75,14 @@ class CohereChatBody(FilterBody):
         "a list of messages, each with a role and a content", "the conversation", by_path=True
     )
     stream: bool | None = field("true or false", "sends the answer as it grows, in typed events")
-    max_tokens: int | None = sampling("max_tokens", "most tokens of the answer")
+    max_tokens: int | None = sampling("max_tokens")
     stop_sequences: list[str] | None = stop_texts("a list of at most 5 texts", max_length=5)
-    temperature: float | None = sampling("temperature", "randomness of the draw; 0 is greedy")
-    seed: int | None = sampling("seed", "makes the draws repeatable; null draws a seed")
-    frequency_penalty: float | None = sampling(
-        "frequency_penalty", "taken from a token's logit for each time that the answer has it"
-    )
-    presence_penalty: float | None = sampling(
-        "presence_penalty", "taken from the logit of every token that the answer has already"
-    )
-    k: int | None = sampling("top_k", "draws from this many likeliest tokens; 0 is off")
-    p: float | None = sampling(
-        "top_p", "draws from the likeliest tokens that together have this probability"
-    )
+    temperature: float | None = sampling("temperature")
+    seed: int | None = sampling("seed")
+    frequency_penalty: float | None = sampling("frequency_penalty")
+    presence_penalty: float | None = sampling("presence_penalty")
+    k: int | None = sampling("top_k")
+    p: float | None = sampling("top_p")
     logprobs: bool | None = field("true or false", "logprobs of the answer's tokens")
     priority: int | None = field(
         "a whole number of at most 32 bits; lower goes first, where the policy is priority",

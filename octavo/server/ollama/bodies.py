@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from octavo.api.errors import InvalidRequest
-from octavo.server.fields import field, needed, stop_texts, taken
+from octavo.server.fields import field, needed, sampling, taken
 from octavo.server.http.body import Body
 from octavo.server.http.body_part import BodyPart
 from octavo.server.ollama.keep_alive import TAKES, KeepAlive
@@ -52,7 +52,7 @@ class RunOptions(BodyPart):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = stop_texts()
+    stop: str | list[str] | None = sampling("stop")
     num_predict: int | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from octavo.api.sampling_limits import MAX_LISTED, MAX_PROCESSORS
-from octavo.server.fields import Whole, field, needed, sampling, stop_texts, taken, user_name
+from octavo.api.sampling_params import OPTIONS
+from octavo.server.fields import Whole, field, needed, sampling, taken, user_name
 from octavo.server.http.body import Body
 from octavo.server.http.body_part import BodyPart
 from octavo.server.openai.filter_body import FilterBody
@@ -36,49 +36,6 @@ MAX_NAME = 512
 """Most characters of an identifier that a client may send along."""
 MAX_TEMPLATE = 100_000
 """Most characters of a chat template that comes with a request."""
-
-SAMPLING_FIELDS = (
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "xtc_probability",
-    "xtc_threshold",
-    "mirostat_mode",
-    "mirostat_tau",
-    "mirostat_eta",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "seed",
-    "stop",
-    "stop_regex",
-    "stop_token_ids",
-    "repetition_detection",
-    "ignore_eos",
-    "min_tokens",
-    "logits_processors",
-    "logprob_token_ids",
-    "prompt_logprobs",
-    "prompt_logprob_start",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-)
-"""Fields that go to SamplingParams unchanged."""
 
 
 class StreamOptions(BodyPart):
@@ -107,74 +64,46 @@ class SamplingBody(FilterBody):
     refused: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
 
     model: str | None = field("the name of a model", "model that answers; null is the only model")
-    n: Whole | None = sampling("n", "samples of each prompt")
-    presence_penalty: float | None = sampling(
-        "presence_penalty", "taken from the logit of every token that the answer has already"
+    n: Whole | None = sampling("n")
+    presence_penalty: float | None = sampling("presence_penalty")
+    frequency_penalty: float | None = sampling("frequency_penalty")
+    repetition_penalty: float | None = sampling("repetition_penalty")
+    temperature: float | None = sampling("temperature")
+    top_p: float | None = sampling("top_p")
+    top_k: Whole | None = sampling("top_k")
+    min_p: float | None = sampling("min_p")
+    seed: Whole | None = sampling("seed")
+    stop: str | list[str] | None = sampling("stop")
+    stop_token_ids: list[TokenId] | None = sampling("stop_token_ids")
+    repetition_detection: dict[str, TokenId] | None = sampling(
+        "repetition_detection", excludes={"use_beam_search": "a beam search has no single answer"}
     )
-    frequency_penalty: float | None = sampling(
-        "frequency_penalty", "taken from a token's logit for each time that the answer has it"
-    )
-    repetition_penalty: float | None = sampling(
-        "repetition_penalty", "divides the logits of tokens in prompt and answer; 1 is off"
-    )
-    temperature: float | None = sampling("temperature", "randomness of the draw; 0 is greedy")
-    top_p: float | None = sampling(
-        "top_p", "draws from the likeliest tokens that together have this probability"
-    )
-    top_k: Whole | None = sampling("top_k", "draws from this many likeliest tokens; 0 or -1 is off")
-    min_p: float | None = sampling(
-        "min_p", "draws from tokens with at least this share of the likeliest one's probability"
-    )
-    seed: Whole | None = sampling("seed", "makes the draws repeatable; null draws a seed")
-    stop: str | list[str] | None = stop_texts()
-    stop_token_ids: list[TokenId] | None = field("a list of token ids", "end the answer")
-    repetition_detection: dict[str, TokenId] | None = field(
-        "an object of max_pattern_size, min_pattern_size and min_count",
-        "ends the answer where a pattern of tokens repeats",
-        rules={"excludes": {"use_beam_search": "a beam search has no single answer"}},
-    )
-    ignore_eos: bool | None = field(FLAG, "goes on after an end token")
+    ignore_eos: bool | None = sampling("ignore_eos")
     max_tokens: Whole | None = field(
         "a whole number from 1 to 2147483647; -1 is no limit",
         "most tokens of an answer",
         rules={"minimum": -1, "maximum": 2147483647},
     )
-    min_tokens: Whole | None = sampling("min_tokens", "tokens before which no answer ends")
-    logprob_token_ids: list[TokenId] | None = field(
-        f"a list of 1 to {MAX_LISTED} different token ids; logprobs is left out or their number",
-        "tokens whose logprobs are given at each place, beside the drawn token's",
-        rules={"excludes": {"use_beam_search": "a search gives the likeliest tokens'"}},
+    min_tokens: Whole | None = sampling("min_tokens")
+    logprob_token_ids: list[TokenId] | None = sampling(
+        "logprob_token_ids", excludes={"use_beam_search": "a search gives the likeliest tokens'"}
     )
-    logits_processors: list[str] | None = field(
-        f"a list of at most {MAX_PROCESSORS} names that the engine has",
-        "functions that change the logits of each draw",
-        rules={"excludes": {"use_beam_search": "a search draws nothing"}},
+    logits_processors: list[str] | None = sampling(
+        "logits_processors", excludes={"use_beam_search": "a search draws nothing"}
     )
-    prompt_logprobs: Whole | None = sampling(
-        "prompt_logprobs", "alternatives given for each token of the prompt"
-    )
-    prompt_logprob_start: Whole | None = sampling(
-        "prompt_logprob_start", "first token of the prompt that gets a logprob"
-    )
-    skip_special_tokens: bool | None = field(FLAG, "leaves special tokens out of the text")
-    spaces_between_special_tokens: bool | None = field(FLAG, "puts spaces between special tokens")
-    include_stop_str_in_output: bool | None = field(FLAG, "leaves the stop text in the answer")
-    logit_bias: dict[str, float] | None = field(
-        "an object of token ids and numbers from -100 to 100", "added to the tokens' logits"
-    )
-    allowed_token_ids: list[TokenId] | None = field(
-        "a list of at least one token id", "the only tokens that may be drawn"
-    )
-    bad_words: list[str] | None = field("a list of texts", "texts that are never written")
+    prompt_logprobs: Whole | None = sampling("prompt_logprobs")
+    prompt_logprob_start: Whole | None = sampling("prompt_logprob_start")
+    skip_special_tokens: bool | None = sampling("skip_special_tokens")
+    spaces_between_special_tokens: bool | None = sampling("spaces_between_special_tokens")
+    include_stop_str_in_output: bool | None = sampling("include_stop_str_in_output")
+    logit_bias: dict[str, float] | None = sampling("logit_bias")
+    allowed_token_ids: list[TokenId] | None = sampling("allowed_token_ids")
+    bad_words: list[str] | None = sampling("bad_words")
     response_format: dict[str, Any] | None = field(
         'an object whose type is "text", "json_object", "json_schema" or "structural_tag"',
         "form of the answer",
     )
-    structured_outputs: dict[str, Any] | None = field(
-        "an object with exactly one of json, json_object, regex, choice, grammar and"
-        " structural_tag",
-        "form of the answer",
-    )
+    structured_outputs: dict[str, Any] | None = sampling("structured_outputs")
     guided_json: dict[str, Any] | str | None = field(
         "a JSON schema", "the old name of structured_outputs.json"
     )
@@ -196,20 +125,12 @@ class SamplingBody(FilterBody):
     use_beam_search: bool | None = field(
         FLAG, "searches for the likeliest answers instead of drawing one"
     )
-    beam_width: Whole | None = sampling(
-        "beam_width",
-        "beams of a search; null is n",
-        needs={"use_beam_search": [True]},
+    beam_width: Whole | None = sampling("beam_width", needs={"use_beam_search": [True]})
+    length_penalty: float | None = sampling(
+        "length_penalty", needs={"use_beam_search": [True]}, idle=True, minimum=-10, maximum=10
     )
-    length_penalty: float | None = field(
-        "a number from -10 to 10",
-        "power of its length that divides the logprob of a beam",
-        rules={"needs": {"use_beam_search": [True]}, "idle": True, "minimum": -10, "maximum": 10},
-    )
-    early_stopping: bool | Literal["never"] | None = field(
-        'true, false or "never"',
-        "when a beam search ends",
-        rules={"needs": {"use_beam_search": [True]}, "idle": True},
+    early_stopping: bool | Literal["never"] | None = sampling(
+        "early_stopping", needs={"use_beam_search": [True]}, idle=True
     )
     cache_salt: str | None = field("a text", "shares cached prefixes with the same salt only")
     request_id: str | None = field(
@@ -259,6 +180,20 @@ class SamplingBody(FilterBody):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = taken(
         '"in_memory" or "24h"'
     )
+
+
+CONVERTED_FIELDS = (
+    "max_tokens",
+    "structured_outputs",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+)
+"""Fields of SamplingParams whose values depend on other fields of a body."""
+SAMPLING_FIELDS = tuple(
+    name for name in SamplingBody.model_fields if name in OPTIONS and name not in CONVERTED_FIELDS
+)
+"""Fields that go to SamplingParams unchanged."""
 
 
 class PromptBody(SamplingBody):

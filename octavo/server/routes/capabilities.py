@@ -10,7 +10,8 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from octavo.api.pooling_params import PoolingTask
-from octavo.api.sampling_limits import DRAWS_ONLY, FORM_VALUES, SEARCH_VALUES
+from octavo.api.sampling_options import STRUCTURED_OUTPUT_VALUES
+from octavo.api.sampling_params import OPTIONS
 from octavo.config.engine_config import EngineConfig
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.server.fields import described
@@ -117,12 +118,12 @@ def _fitted(row: dict[str, Any], model: ServedModel, defaults: dict[str, Any]) -
     name = row["name"]
     if name in SAMPLING_FIELDS:
         row["default"] = defaults[name]
-    if name in SEARCH_VALUES:
-        row["allowed_in_beam_search"] = list(SEARCH_VALUES[name])
-    if name in FORM_VALUES:
-        row["allowed_with_a_form"] = list(FORM_VALUES[name])
-    if name in DRAWS_ONLY:
-        row["allowed_at_temperature_0"] = [DRAWS_ONLY[name]]
+    if name in OPTIONS.beam_search_values:
+        row["allowed_in_beam_search"] = list(OPTIONS.beam_search_values[name])
+    if name in STRUCTURED_OUTPUT_VALUES:
+        row["allowed_with_a_form"] = list(STRUCTURED_OUTPUT_VALUES[name])
+    if name in OPTIONS.greedy_values:
+        row["allowed_at_temperature_0"] = [OPTIONS.greedy_values[name]]
     if name in COUNTS_OF_LOGPROBS and row["type"] == "integer":
         row["max"] = model.llm.config.model.max_logprobs
     if name in LONGEST_ANSWER:

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Response
 
 from octavo.api.errors import InvalidRequest
-from octavo.api.sampling_limits import INT32_MAX
+from octavo.api.sampling_options import INT32_MAX
 from octavo.frontend.prompt_inputs import Truncation
 from octavo.server.fields import field, needed
 from octavo.server.generation import chat_prompt_of, fit_messages

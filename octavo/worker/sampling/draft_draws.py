@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.batch import SampleResult, SamplingBatch, mask_words
-from octavo.executor.sampling import gumbel, noise_words_of
+from octavo.executor.noise import gumbel, noise_words_of
 from octavo.worker.sampling.sampling_rows import SamplingRows
 
 NUM_CANDIDATES = 64

@@ -8,16 +8,18 @@ are in `executor/sampling.py`.
 
 from __future__ import annotations
 
+import operator
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.api.sampling_params import SamplingParams
+from octavo.api.sampling_params import OPTIONS, SamplingParams
 from octavo.engine.protocol.step import NewRequest
 from octavo.executor.batch import (
     Bits,
     SamplingBatch,
+    make_record,
     mask_words,
     packed_masks,
     sampling_records,
@@ -33,6 +35,9 @@ from octavo.worker.sampling.token_counts import TokenCounts
 
 NO_IDS = np.zeros(0, np.int32)
 NO_VALUES = np.zeros(0, np.float32)
+
+get_record_options = operator.attrgetter(*OPTIONS.record)
+"""Returns the options of SamplingParams that are in the sampling record."""
 
 
 class Masks:
@@ -82,27 +87,14 @@ class SamplingRows:
         """Fills a row from a request's parameters; position and mask are set with each step."""
         params = new.params
         assert isinstance(params, SamplingParams), "a row that draws has the params of its draws"
-        self._records[row : row + 1] = sampling_records(
-            1,
-            seed=new.seed & 0xFFFF_FFFF_FFFF_FFFF,
-            sample_index=new.sample_index,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            typical_p=params.typical_p,
-            top_n_sigma=params.top_n_sigma,
-            dynatemp_range=params.dynatemp_range,
-            dynatemp_exponent=params.dynatemp_exponent,
-            xtc_probability=params.xtc_probability,
-            xtc_threshold=params.xtc_threshold,
-            mirostat_mode=params.mirostat_mode,
-            mirostat_mu=2 * params.mirostat_tau if new.mirostat_mu is None else new.mirostat_mu,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            top_k=params.top_k,
-            num_logprobs=self._num_logprobs(params),
-        )
+        mu = 2 * params.mirostat_tau if new.mirostat_mu is None else new.mirostat_mu
+        values = dict(zip(OPTIONS.record, get_record_options(params), strict=True)) | {
+            "seed": new.seed & 0xFFFF_FFFF_FFFF_FFFF,
+            "sample_index": new.sample_index,
+            "num_logprobs": self._num_logprobs(params),
+            "mirostat_mu": mu,
+        }
+        self._records[row] = make_record(values)
         if params.logprob_token_ids is not None:
             self._listed[row] = np.array(params.logprob_token_ids, np.int32)
         if params.mirostat_mode:
@@ -440,7 +432,7 @@ class SamplingRows:
             processors=params.logits_processors or [],
         )
         if new.grammar is not None or extras.processors:
-            leaves_cuts = params.has_cuts_alone and not extras.processors
+            leaves_cuts = params.has_cutoffs_alone and not extras.processors
             extras.check = CheckedDraw(
                 row,
                 num_guesses=0,

@@ -5,7 +5,8 @@ import pytest
 
 from octavo.executor import sampling
 from octavo.executor.batch import SAMPLING_RECORD, sampling_records
-from octavo.executor.sampling import gumbel, noise_words, philox, sample
+from octavo.executor.noise import gumbel, noise_words, philox
+from octavo.executor.sampling import sample
 from tests.support.draw_laws import (
     SAMPLERS,
     check_distribution,

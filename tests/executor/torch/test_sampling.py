@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.executor import sampling
+from octavo.executor import noise, sampling
 from octavo.executor.batch import sampling_records
 from octavo.executor.torch.draws import gumbel, noise_words, record_words
 from octavo.executor.torch.plain import PlainKernels
@@ -89,8 +89,6 @@ def test_words_and_noise_are_the_references():
     batch = random_batch(50, 10, 8)
     records = torch.from_numpy(record_words(batch.records))
     words = noise_words(records, 1003)
-    wanted = np.stack([sampling.noise_words(record, 1003) for record in batch.records])
+    wanted = np.stack([noise.noise_words(record, 1003) for record in batch.records])
     np.testing.assert_array_equal(words.numpy(), wanted)
-    np.testing.assert_allclose(
-        gumbel(words).numpy(), sampling.gumbel(wanted), rtol=1e-13, atol=1e-14
-    )
+    np.testing.assert_allclose(gumbel(words).numpy(), noise.gumbel(wanted), rtol=1e-13, atol=1e-14)

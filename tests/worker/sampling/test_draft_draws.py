@@ -9,7 +9,8 @@ import pytest
 
 from octavo.engine.protocol.step import ScheduledRequest
 from octavo.executor.batch import sampling_records
-from octavo.executor.sampling import gumbel, noise_words, noise_words_of, philox, sample
+from octavo.executor.noise import gumbel, noise_words, noise_words_of, philox
+from octavo.executor.sampling import sample
 from octavo.worker.sampling.draft_draws import DraftDraws, DraftIds
 from octavo.worker.sampling.guessed_draws import StepRows, draws_of, kept_draws
 

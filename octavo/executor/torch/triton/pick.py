@@ -17,7 +17,7 @@ added in another order than the reference's, which moves borders by some 1e-16 o
 
 Noise is made only where it can matter (`_lead`): a token far below the best score gets none, and
 logarithms are taken only in tiles of which some token may lead. Source of the text:
-`executor/sampling.py`, steps 5 and 6. Reference: `plain.PlainKernels.pick`.
+`executor/filters.py` and `executor/noise.py`. Reference: `plain.PlainKernels.pick`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.executor.batch import SAMPLING_RECORD
-from octavo.executor.sampling import DRAW_PURPOSE
+from octavo.executor.noise import DRAW_PURPOSE
 from octavo.executor.torch.draws import word_of
 from octavo.executor.torch.triton.tuning import tuned
 

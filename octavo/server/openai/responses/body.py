@@ -13,7 +13,7 @@ from octavo.api.errors import InvalidRequest
 from octavo.api.sampling_params import SamplingParams
 from octavo.api.structured_outputs import StructuredOutputs
 from octavo.frontend.sampling_defaults import params_over
-from octavo.server.fields import Whole, field, sampling, stop_texts, taken, user_name
+from octavo.server.fields import Whole, field, sampling, taken, user_name
 from octavo.server.http.body_part import BodyPart
 from octavo.server.notes import build_note
 from octavo.server.openai.bodies import TokenId
@@ -179,22 +179,16 @@ class ResponseBody(FilterBody):
     max_output_tokens: Annotated[
         Whole | None, Field(ge=1, description="a whole number from 1 up")
     ] = None
-    temperature: float | None = sampling("temperature", "randomness of the draws")
-    top_p: float | None = sampling("top_p", "share of probability that is drawn from")
-    top_k: Whole | None = sampling("top_k", "number of best tokens that are drawn from")
-    min_p: float | None = sampling("min_p", "least share of the best probability")
-    repetition_penalty: float | None = sampling(
-        "repetition_penalty", "penalty of tokens that have occurred"
-    )
-    presence_penalty: float | None = sampling(
-        "presence_penalty", "penalty of tokens in the answer so far"
-    )
-    frequency_penalty: float | None = sampling(
-        "frequency_penalty", "penalty by how often a token has occurred"
-    )
-    seed: Whole | None = sampling("seed", "seed of the draws")
-    stop: str | list[str] | None = stop_texts()
-    min_tokens: Whole | None = sampling("min_tokens", "tokens before the answer may end")
+    temperature: float | None = sampling("temperature")
+    top_p: float | None = sampling("top_p")
+    top_k: Whole | None = sampling("top_k")
+    min_p: float | None = sampling("min_p")
+    repetition_penalty: float | None = sampling("repetition_penalty")
+    presence_penalty: float | None = sampling("presence_penalty")
+    frequency_penalty: float | None = sampling("frequency_penalty")
+    seed: Whole | None = sampling("seed")
+    stop: str | list[str] | None = sampling("stop")
+    min_tokens: Whole | None = sampling("min_tokens")
     ignore_eos: Choice = None
     allowed_token_ids: list[TokenId] | None = field("a list of token ids", "tokens to draw from")
     cache_salt: Annotated[str | None, Field(description="a text")] = None

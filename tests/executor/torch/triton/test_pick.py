@@ -8,6 +8,7 @@ import torch
 
 from octavo.executor import sampling
 from octavo.executor.batch import sampling_records
+from octavo.executor.noise import gumbel, noise_words
 from octavo.executor.torch.draws import record_words
 from octavo.executor.torch.plain import PlainKernels
 from octavo.executor.torch.sampling import draw, draw_arrays, result_of, wants_of
@@ -135,7 +136,7 @@ def leaders(d, kept, **fields):
     """Returns the best scores among `kept`, by the reference's noise, at each position."""
     found = []
     for record in sampling_records(len(d), temperature=1.0, **fields):
-        noise = sampling.gumbel(sampling.noise_words(record, d.shape[1]))
+        noise = gumbel(noise_words(record, d.shape[1]))
         found.append(kept[np.argmax((d[0] + noise)[kept])])
     return found
 

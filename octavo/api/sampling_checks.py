@@ -1,0 +1,268 @@
+"""Checks of SamplingParams when they are made: each field by its declaration, then what depends on
+other fields.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.api.errors import InvalidRequest, shown
+from octavo.api.repetition_detection import detection_of
+from octavo.api.sampling_options import (
+    INT32_MAX,
+    MAX_BIAS,
+    MAX_BREAKER,
+    MAX_BREAKERS,
+    MAX_LENGTH_PENALTY,
+    MAX_LISTED,
+    MAX_N,
+    MAX_PROCESSORS,
+    SamplingOptions,
+    check,
+    to_float,
+    whole_number,
+)
+from octavo.api.stop_patterns import check_patterns
+from octavo.api.structured_outputs import StructuredOutputs
+
+Params = Any
+"""A SamplingParams, whose module imports this one."""
+
+
+def check_params(params: Params, options: SamplingOptions) -> None:
+    """Checks and normalizes the fields; raises InvalidRequest for the first one at fault."""
+    _check_values(params, options)
+    _check_texts(params)
+    _check_token_ids(params)
+    _check_structure(params)
+    if params.beam_width is not None:
+        _check_beam_search(params, params.beam_width, options)
+    elif params.is_greedy:
+        _check_greedy(params, options)
+
+
+def _check_values(params: Params, options: SamplingOptions) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is True:  # other APIs' spelling of 1
+            setattr(params, name, 1)
+    for option, value in zip(options.values(), options.get_values(params), strict=True):
+        if value is not option.default:
+            setattr(params, option.name, option.parse(value))
+    if params.best_of is not None:
+        best_of = whole_number(params.best_of)
+        is_in_range = best_of is not None and params.n <= best_of <= MAX_N
+        words = f"None, or a whole number from n ({params.n}) to {MAX_N}"
+        check("best_of", params.best_of, is_in_range, words)
+        params.best_of = best_of
+    ceiling = math.inf if params.max_tokens is None else params.max_tokens
+    check(
+        "min_tokens",
+        params.min_tokens,
+        params.min_tokens <= ceiling,
+        f"a whole number from 0 to max_tokens ({params.max_tokens})",
+    )
+    if params.prompt_logprob_start is not None and params.prompt_logprobs is None:
+        raise InvalidRequest(
+            "prompt_logprob_start: allowed only with prompt_logprobs",
+            param="prompt_logprob_start",
+        )
+
+
+def _check_texts(params: Params) -> None:
+    if params.stop is not None:
+        params.stop = _texts("stop", params.stop, "one text or a list of texts", lone=True)
+    if params.stop_regex is not None:
+        allowed = "one regular expression or a list of them"
+        params.stop_regex = _texts("stop_regex", params.stop_regex, allowed, lone=True)
+        check_patterns(params.stop_regex)
+    if params.bad_words is not None:
+        params.bad_words = _texts("bad_words", params.bad_words, "a list of texts")
+    if params.dry_sequence_breakers is not None:
+        allowed = f"a list of at most {MAX_BREAKERS} texts of {MAX_BREAKER} characters"
+        params.dry_sequence_breakers = _breakers(params.dry_sequence_breakers, allowed)
+    for name in ("stop", "stop_regex"):
+        if getattr(params, name) and not params.detokenize:
+            raise InvalidRequest(
+                f"{name}: stop texts need the text, and detokenize is False",
+                param=name,
+                hint="use stop_token_ids",
+            )
+
+
+def _check_token_ids(params: Params) -> None:
+    if params.stop_token_ids is not None:
+        ids = _token_ids("stop_token_ids", params.stop_token_ids)
+        params.stop_token_ids = list(dict.fromkeys(ids))
+    if params.allowed_token_ids is not None:
+        ids = _token_ids("allowed_token_ids", params.allowed_token_ids)
+        check("allowed_token_ids", ids, len(ids) > 0, "a list of at least one token id")
+        params.allowed_token_ids = ids
+    if params.logprob_token_ids is not None:
+        _take_listed(params, _token_ids("logprob_token_ids", params.logprob_token_ids))
+    if params.logit_bias is not None:
+        given: object = params.logit_bias
+        check("logit_bias", given, isinstance(given, Mapping), "numbers by token id")
+        params.logit_bias = {
+            _bias_token(key): _bias(key, value) for key, value in params.logit_bias.items()
+        }
+
+
+def _take_listed(params: Params, ids: list[int]) -> None:
+    """Takes the tokens whose logprobs are wanted; `logprobs` becomes their number."""
+    name = "logprob_token_ids"
+    ok = 0 < len(ids) == len(set(ids)) <= MAX_LISTED
+    check(name, ids, ok, f"a list of 1 to {MAX_LISTED} different token ids")
+    words = f"None, or the number of logprob_token_ids ({len(ids)})"
+    check("logprobs", params.logprobs, params.logprobs in (None, len(ids)), words)
+    params.logprob_token_ids, params.logprobs = ids, len(ids)
+
+
+def _check_structure(params: Params) -> None:
+    params.repetition_detection = detection_of(params.repetition_detection)
+    form: object = params.structured_outputs
+    if isinstance(form, Mapping):
+        form = params.structured_outputs = StructuredOutputs(**form)
+    if params.logits_processors is not None:
+        params.logits_processors = _processors(params, params.logits_processors)
+    ok = form is None or isinstance(form, StructuredOutputs)
+    check("structured_outputs", form, ok, "None, or StructuredOutputs")
+    if form is not None and params.ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos: got True with structured_outputs, whose end tells that the answer is"
+            " complete",
+            param="ignore_eos",
+            hint="leave ignore_eos out; max_tokens bounds the length",
+        )
+
+
+def _processors(params: Params, given: object) -> list[str] | None:
+    """Returns the names of logits processors, None where there are none."""
+    name = "logits_processors"
+    names = _texts(name, given, f"a list of at most {MAX_PROCESSORS} names")
+    check(name, names, len(names) <= MAX_PROCESSORS, f"at most {MAX_PROCESSORS} names")
+    for other in ("prompt_logprobs", "logprob_token_ids"):
+        if names and getattr(params, other) is not None:
+            raise InvalidRequest(
+                f"{name}: got {shown(names)} with {other}, allowed is one of them",
+                param=name,
+                hint=f"leave {other} out; logprobs gives those of the model's own logits",
+            )
+    return names or None
+
+
+def _check_beam_search(params: Params, width: int, options: SamplingOptions) -> None:
+    """Rejects what a beam search cannot honour: it samples nothing, and ranks by the model's own
+    logprobs.
+    """
+    check("n", params.n, params.n <= width, f"at most the beam_width ({width}) in a beam search")
+    check(
+        "best_of",
+        params.best_of,
+        params.best_of in (None, params.n),
+        f"n ({params.n}) in a beam search",
+        hint="beam_width says how many are tried",
+    )
+    penalty, most = to_float(params.length_penalty), MAX_LENGTH_PENALTY
+    check(
+        "length_penalty",
+        params.length_penalty,
+        abs(penalty) <= most,
+        f"a number from {-most:g} to {most:g}",
+    )
+    params.length_penalty = penalty
+    check(
+        "early_stopping",
+        params.early_stopping,
+        params.early_stopping in (True, False, "never"),
+        "True, False or 'never'",
+    )
+    for name, allowed in options.beam_search_values.items():
+        value = getattr(params, name)
+        check(name, value, value in allowed, f"{allowed[0]!r} in a beam search")
+    params.temperature = 0.0
+
+
+def _check_greedy(params: Params, options: SamplingOptions) -> None:
+    for name, value in (("n", params.n), ("best_of", params.num_samples)):
+        check(
+            name,
+            value,
+            value == 1,
+            "1 when the temperature is 0",
+            hint="greedy samples are all alike; set temperature above 0",
+        )
+    for name, neutral in options.greedy_values.items():
+        value = getattr(params, name)
+        check(
+            name,
+            value,
+            value == neutral,
+            f"{neutral} when the temperature is 0",
+            hint="set temperature above 0, or leave it out",
+        )
+    params.temperature = 0.0
+    for name, neutral in options.ignored_by_greedy.items():
+        setattr(params, name, neutral)
+
+
+def _texts(name: str, value: object, allowed: str, *, lone: bool = False) -> list[str]:
+    """Returns a list of texts, none of them blank; with `lone` a single text is one of these."""
+    texts = [value] if lone and isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise InvalidRequest(f"{name}: got {shown(value)}, allowed is {allowed}", param=name)
+    for text in texts:
+        is_there = isinstance(text, str) and (text != "" if lone else text.strip() != "")
+        check(name, text, is_there, f"{allowed}, none of them empty")
+    return list(texts)
+
+
+def _breakers(value: Any, allowed: str) -> list[str]:
+    name = "dry_sequence_breakers"
+    check(name, value, isinstance(value, list | tuple) and len(value) <= MAX_BREAKERS, allowed)
+    texts: list[str] = list(value)
+    for text in texts:
+        check(name, text, isinstance(text, str) and 0 < len(text) <= MAX_BREAKER, allowed)
+    return texts
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    """Returns token ids as a list of ints; arrays are taken as lists are."""
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    check(name, value, isinstance(ids, list | tuple), "a list of token ids")
+    return [_token_id(name, token) for token in ids]
+
+
+def _token_id(name: str, token: object) -> int:
+    number = whole_number(token)
+    if number is None or not 0 <= number <= INT32_MAX:
+        raise InvalidRequest(
+            f"{name}: got {shown(token)}, allowed are token ids (from 0 to {INT32_MAX})",
+            param=name,
+        )
+    return number
+
+
+def _bias_token(key: object) -> int:
+    """Returns a token id that is the key of a bias; JSON has them as texts."""
+    try:
+        number = int(key) if isinstance(key, str) else whole_number(key)
+    except ValueError:
+        number = None
+    if number is None or not 0 <= number <= INT32_MAX:
+        raise InvalidRequest(
+            f"logit_bias: got the key {shown(key)}, allowed are token ids", param="logit_bias"
+        )
+    return number
+
+
+def _bias(key: object, value: object) -> float:
+    number = to_float(value)
+    check(
+        "logit_bias",
+        value,
+        abs(number) <= MAX_BIAS,
+        f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g} for token id {key}",
+    )
+    return number

@@ -1,0 +1,251 @@
+"""Declarations of the fields of SamplingParams: range, meaning, and the stage they act in.
+
+A field is declared once, by the `Option` in its annotation (`sampling_params.py`). Range checks,
+request bodies, GET /v1/capabilities, the sampling record of NumPy and C++, and
+docs/reference/sampling.md are derived from it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from numbers import Real
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
+
+from octavo.api.errors import InvalidRequest, shown
+
+INT32_MAX = (1 << 31) - 1
+"""Highest count or token id: the arrays of a step hold 32-bit integers."""
+
+GREEDY_EPS = 1e-5
+MAX_N = 16384
+MAX_BEAMS = 1024
+MAX_BREAKERS = 64
+MAX_BREAKER = 64
+"""Maximum length of a DRY sequence breaker in characters."""
+MAX_LISTED = 128
+"""Maximum length of `logprob_token_ids`."""
+MAX_BIAS = 100.0
+MAX_PROCESSORS = 8
+MAX_LENGTH_PENALTY = 10.0
+"""Bound on length_penalty either way: a length to a higher power overflows a float, or is 0."""
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Smallest and largest positive 32-bit float of full precision."""
+
+Stage = Literal["logits", "filter", "sample", "stop", "beam_search", "output"]
+"""Stages of sampling, in the order in which they take effect."""
+
+FilterKind = Literal["distribution", "cutoff", "after_cutoff"]
+"""Kinds of filters, in the order in which they apply: those that need the whole distribution, those
+that keep the most likely tokens, and those that look at the tokens that are left.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Declaration of one field. `read_options` fills in name, type and default."""
+
+    stage: Stage
+    _: KW_ONLY
+    help: str
+    takes: str = ""
+    """Allowed values, in the words of error messages."""
+    in_beam_search: bool = True
+    """Whether a beam search allows values other than the default."""
+    is_extension: bool = False
+    """Whether the field is part of no other API, and every dialect accepts it under this name."""
+    name: str = ""
+    type: Any = None
+    default: Any = None
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether None is allowed."""
+        return NoneType in get_args(self.type)
+
+    def parse(self, value: Any) -> Any:
+        """Returns the value as the field holds it; raises InvalidRequest if it is not allowed."""
+        return value
+
+    def check(self, value: object, ok: bool) -> None:
+        if not ok:
+            check(self.name, value, ok, self.takes)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag(Option):
+    """Declaration of a bool."""
+
+    takes: str = "True or False"
+
+    def parse(self, value: Any) -> Any:
+        self.check(value, isinstance(value, bool))
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Option):
+    """Declaration of a float."""
+
+    span: tuple[float, float]
+    """Lowest and highest value."""
+    _: KW_ONLY
+    above_low: bool = False
+    """Whether the lowest value itself is not allowed."""
+    takes_minus_one: bool = False
+    """Whether -1 means the default, as in other APIs."""
+    hint: str | None = None
+    filter: FilterKind | None = None
+    """Kind of the filter that any value other than the default switches on."""
+    keeps_best: bool = False
+    """Whether a filter that is no cutoff always keeps the most likely token too: greedy sampling
+    ignores it.
+    """
+    host_only: bool = False
+    """Whether no kernel reads the field: it is not in the sampling record."""
+
+    def __post_init__(self) -> None:
+        if self.name and not self.takes:
+            object.__setattr__(self, "takes", self._describe_span())
+
+    def _describe_span(self) -> str:
+        words = "a number above {} and at most {}" if self.above_low else "a number from {} to {}"
+        return words.format(*self.span)
+
+    def parse(self, value: Any) -> Any:
+        number = value if type(value) is float else to_float(value)
+        if self.takes_minus_one and number == -1:
+            return self.default
+        low, high = self.span
+        if not low <= number <= high or (self.above_low and number == low):
+            check(self.name, value, False, self.takes, hint=self.hint)
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class Integer(Number):
+    """Declaration of an int."""
+
+    def _describe_span(self) -> str:
+        prefix = "None, or " if self.is_optional else ""
+        return "{}a whole number from {} to {}".format(prefix, *self.span)
+
+    def parse(self, value: Any) -> Any:
+        if value is None and self.is_optional:
+            return None
+        number = value if type(value) is int else whole_number(value)
+        if self.takes_minus_one and number == -1:
+            return self.default
+        low, high = self.span
+        self.check(value, number is not None and low <= number <= high)
+        return number
+
+
+class SamplingOptions(dict[str, Option]):
+    """Declarations of a class's fields, by name, and what follows from them."""
+
+    @cached_property
+    def get_values(self) -> Callable[[object], tuple[Any, ...]]:
+        """Function that returns the values of all fields of an object, in order."""
+        return operator.attrgetter(*self)
+
+    @cached_property
+    def numbers(self) -> dict[str, Number]:
+        return {name: option for name, option in self.items() if isinstance(option, Number)}
+
+    @cached_property
+    def filters(self) -> dict[str, Any]:
+        """Neutral values of the filters: their outcome depends on which tokens are masked."""
+        return {name: option.default for name, option in self.numbers.items() if option.filter}
+
+    @cached_property
+    def cutoffs(self) -> list[str]:
+        """Filters that keep the most likely tokens."""
+        return [name for name, option in self.numbers.items() if option.filter == "cutoff"]
+
+    @cached_property
+    def ignored_by_greedy(self) -> dict[str, Any]:
+        """Neutral values of the filters that never change a greedy choice."""
+        safe = (name for name in self.filters if self.numbers[name].keeps_best)
+        return {name: self.filters[name] for name in (*self.cutoffs, *safe)}
+
+    @cached_property
+    def greedy_values(self) -> dict[str, Any]:
+        """Neutral values of the other filters, the only ones that greedy sampling allows."""
+        ignored = self.ignored_by_greedy
+        return {name: off for name, off in self.filters.items() if name not in ignored}
+
+    @cached_property
+    def beam_search_values(self) -> dict[str, tuple[Any, ...]]:
+        """Values that a beam search allows for fields that would change the model's own logprobs,
+        and for stop conditions that it does not check.
+        """
+        found: dict[str, tuple[Any, ...]] = {"temperature": (0.0, 1.0)}
+        for name, option in self.items():
+            if name in self.filters or not option.in_beam_search:
+                found[name] = (option.default,)
+        return found
+
+    @cached_property
+    def record(self) -> dict[str, Number]:
+        """Fields of the kernels' sampling record."""
+        stages = ("logits", "filter")
+        return {
+            name: option
+            for name, option in self.numbers.items()
+            if option.stage in stages and not option.host_only
+        }
+
+
+STRUCTURED_OUTPUT_VALUES: dict[str, tuple[Any, ...]] = {"ignore_eos": (False,)}
+"""Values that fields may have with structured outputs, whose end token marks completion."""
+
+
+def read_options(kind: type[msgspec.Struct]) -> SamplingOptions:
+    """Returns the declarations in a class's annotations; fields without one are internal."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = SamplingOptions()
+    for name, default in zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True):
+        for option in getattr(hints[name], "__metadata__", ()):
+            if isinstance(option, Option):
+                found[name] = replace(
+                    option, name=name, type=hints[name].__origin__, default=default
+                )
+    return found
+
+
+def whole_number(value: object) -> int | None:
+    """Returns a whole number as an int, NumPy's too; None for a bool and everything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def to_float(value: object) -> float:
+    """Returns a finite number as a float, NumPy's too; NaN, which is in no range, for anything
+    else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def check(name: str, value: object, ok: bool, allowed: str, hint: str | None = None) -> None:
+    """Raises InvalidRequest unless `ok`."""
+    if not ok:
+        raise InvalidRequest(
+            f"{name}: got {shown(value)}, allowed is {allowed}", param=name, hint=hint
+        )
