@@ -31,6 +31,8 @@ def check(config: EngineConfig) -> None:
         raise ConfigError(
             f"async_scheduling: got 'on', but {why}", hint="leave async_scheduling at auto"
         )
+    for hooks in config_hooks():
+        hooks.check(config)
     check_backend(config)
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         got = f"gpu_memory_utilization: got {config.cache.gpu_memory_utilization:g}"
@@ -41,8 +43,6 @@ def check(config: EngineConfig) -> None:
     _check_adapters(config)
     _check_draws(config)
     _check_speculation(config)
-    for hooks in config_hooks():
-        hooks.check(config)
 
 
 def _check_tenants(options: SchedulerOptions) -> None:

@@ -114,8 +114,8 @@ class NeuronLayer:
 
 
 def predicts_neurons(program: Program) -> bool:
-    """Returns whether a predictor says which neurons a row uses."""
-    return any(isinstance(op, ActMul) and op.scores is not None for op in program.ops)
+    """Returns whether a predictor says which neurons a row uses, fused or not."""
+    return any(isinstance(op, ActMul | Linear) and op.scores is not None for op in program.ops)
 
 
 def split_neurons(program: Program) -> Program:
