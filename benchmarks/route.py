@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.cached_names import CachedNames
 from octavo.routing.job import RoutingJob
 from octavo.routing.policies import ROUTING_POLICIES, RoutingPolicyName
@@ -120,7 +120,7 @@ def decision_ms(num_engines: int, num_decisions: int = 300) -> list[float]:
         tail = draw.randrange(PROMPT_TOKENS)
         tokens = prompt[:tail] + [number] * (PROMPT_TOKENS - tail)
         began = time.thread_time()
-        job = RoutingJob(PROMPT_TOKENS, BlockNaming().digests(tokens, ENGINE_BLOCK), ENGINE_BLOCK)
+        job = RoutingJob(PROMPT_TOKENS, BlockHashing().digests(tokens, ENGINE_BLOCK), ENGINE_BLOCK)
         router.sent(str(number), job, router.choose(job, range(num_engines), 0.0), 0.0)
         times.append((time.thread_time() - began) * 1000)
     return sorted(times)

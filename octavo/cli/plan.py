@@ -231,7 +231,7 @@ class PlanReport:
             kv_token_bytes=capacity.kv_token_bytes,
             state_bytes=capacity.state_bytes,
             checkpoint_tokens=max(
-                (group.life.checkpoint_tokens for group in capacity.groups), default=0
+                (group.spec.checkpoint_tokens for group in capacity.groups), default=0
             ),
             kv_bytes=capacity.kv_bytes,
             least_kv_bytes=capacity.least_kv_bytes,

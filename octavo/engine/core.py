@@ -35,7 +35,7 @@ from octavo.engine.recording.recorder import (
     StepComputed,
     StepPlanned,
 )
-from octavo.engine.requests.token_row import Finish
+from octavo.engine.requests.sequence_state import Finish
 from octavo.engine.scheduler.scheduler import Scheduler
 
 CLOSE_S = 2.0
@@ -94,7 +94,7 @@ class EngineCore:
         stall_timeout_s: float = 0.0,
         kv_meter: KvMeter | None = None,
         runs_ahead: bool = False,
-        num_lanes: int = 1,
+        num_micro_batches: int = 1,
         costs: StepCosts = UNMEASURED,
     ) -> None:
         """Takes `stall_timeout_s`, the seconds that steps may compute nothing though requests wait
@@ -125,7 +125,7 @@ class EngineCore:
         """When a step last computed anything, or no request waited; None before the first step of
         the present requests.
         """
-        self.steps_ahead = max(num_lanes - 1, 1 if runs_ahead else 0)
+        self.steps_ahead = max(num_micro_batches - 1, 1 if runs_ahead else 0)
         """Steps that are launched before the oldest one is taken in."""
         self._in_flight: deque[StepInFlight] = deque()
         self._told = EngineStats()

@@ -45,7 +45,7 @@ class KvMeter:
         ):
             num_held = pool.num_blocks - len(pool.free)
             reserved += num_held * block_bytes
-            if not pool.life.grows:  # all of it is used, whatever the number of tokens
+            if not pool.spec.grows:  # all of it is used, whatever the number of tokens
                 used += num_held * block_bytes
                 whole += num_held * block_bytes
                 continue

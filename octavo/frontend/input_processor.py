@@ -23,7 +23,7 @@ from octavo.api.pooling_params import RequestParams
 from octavo.api.sampling_options import MAX_BIAS, whole_number
 from octavo.api.sampling_params import SamplingParams
 from octavo.api.structured_outputs import GrammarSpec
-from octavo.engine.protocol.prompt_limits import PromptLimits, Verdict
+from octavo.engine.protocol.prompt_limits import AllocStatus, PromptLimits
 from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, EngineRequest
 from octavo.engine.protocol.step import AdapterRef, EncoderInput
 from octavo.frontend.arguments import Prompt, as_list
@@ -266,7 +266,7 @@ class InputProcessor:
 
     def _check_beams(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         answer = self.limits.prompts.judge(num_prompt_tokens, params.beam_width)
-        if answer.verdict is Verdict.NEVER:
+        if answer.status is AllocStatus.NEVER:
             raise InvalidRequest(answer.reason, hint=answer.hint, param="beam_width")
 
     # -- forms -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from octavo.api.errors import ContextTooLong, InvalidRequest, did_you_mean, shown
 from octavo.api.sampling_options import whole_number
-from octavo.engine.protocol.prompt_limits import AdmissionDecision, PromptLimits, Verdict
+from octavo.engine.protocol.prompt_limits import AdmissionDecision, AllocStatus, PromptLimits
 from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
 from octavo.frontend.encoder_inputs import EncoderInputs
 from octavo.frontend.images import KEY, ImageInputs, images_of, taken_out
@@ -230,7 +230,7 @@ def _check_continued(messages: Messages, rendering: Rendering) -> None:
 
 def refuse_never(decision: AdmissionDecision) -> None:
     """Raises ContextTooLong for a prompt that can never start."""
-    if decision.verdict is Verdict.NEVER:
+    if decision.status is AllocStatus.NEVER:
         raise ContextTooLong(
             decision.reason,
             hint=decision.hint,

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from octavo.api.sampling_params import SamplingParams
 from octavo.config.cache_options import TransferOptions
 from octavo.engine.protocol.block_events import BlockEvent
-from octavo.engine.protocol.block_hashes import BlockNaming, note_events
+from octavo.engine.protocol.block_hashes import BlockHashing, note_events
 from octavo.engine.protocol.cached_names import CachedNames
 from octavo.engine.protocol.kv_messages import StoredBytes
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
@@ -186,7 +186,7 @@ class PrefillPeers:
         """Returns how many of a prompt's tokens this engine has no blocks of."""
         size = self._facts.block_size
         first = self._facts.original.first_position(len(request.prompt_token_ids))
-        naming = BlockNaming(request.samples[0].cache_salt, first_position=first)
+        naming = BlockHashing(request.samples[0].cache_salt, first_position=first)
         names = naming.digests(request.prompt_token_ids, size)
         return len(request.prompt_token_ids) - size * self._cached.num_known(names)
 

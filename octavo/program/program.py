@@ -21,12 +21,12 @@ A Program's `tokens` are its own business: a decoder's text, an encoder's input,
 
 GroupKind = Literal["full", "window", "latent", "conv", "cross", "state"]
 
-LifeName = Literal["growing", "window", "fixed", "state", "step"]
+KVCacheKind = Literal["growing", "window", "fixed", "state", "step"]
 """How long a request keeps a group's blocks: `growing` to its end; `window` until no later token
 sees them; `fixed` to its end, as many as at its start; `state` to its end, one state of a fixed
 size; `step` to the end of the step that writes them."""
 
-LIVES: dict[GroupKind, LifeName] = {
+LIVES: dict[GroupKind, KVCacheKind] = {
     "full": "growing",
     "window": "window",
     "latent": "growing",
@@ -247,7 +247,7 @@ class CacheGroup:
     """Whether its keys are of the encoder's input, and the request's tokens are a decoder's."""
 
     @property
-    def life(self) -> LifeName:
+    def kv_kind(self) -> KVCacheKind:
         """How long a request keeps the group's blocks."""
         return "step" if self.one_step else LIVES[self.kind]
 

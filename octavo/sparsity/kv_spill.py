@@ -18,7 +18,7 @@ from typing import Any
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.engine.protocol.group_life import KvDemand
+from octavo.engine.protocol.kv_cache_spec import KvDemand
 from octavo.executor.kv import KvLayout
 from octavo.executor.native.weight_file import check_directory, refused
 from octavo.program.ops import Attention

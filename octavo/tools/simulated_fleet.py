@@ -22,7 +22,7 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.cached_names import CachedNames
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.ports import Executor
@@ -176,7 +176,7 @@ class SimulatedFleet:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = itertools.count()
         self._requests: dict[str, SimulatedRequest] = {}
-        self._naming = BlockNaming()
+        self._naming = BlockHashing()
 
     def run(self, requests: Sequence[SimulatedRequest]) -> Sequence[SimulatedRequest]:
         """Returns the requests with their times."""
@@ -205,7 +205,7 @@ class SimulatedFleet:
             self._groups,
             block_size=engine.block_size,
             max_model_len=engine.max_model_len,
-            num_lanes=num_stages,
+            num_micro_batches=num_stages,
         )
         own = clock if num_stages == 1 else SimulatedClock()
         whole = MeasuredExecutor(own, engine.costs, self._fetched.__contains__)
@@ -213,7 +213,7 @@ class SimulatedFleet:
         if num_stages > 1:
             executor = SimulatedPipeline(clock, num_stages, whole=whole)
         core = EngineCore(
-            scheduler, executor, clock=clock, costs=engine.costs, num_lanes=num_stages
+            scheduler, executor, clock=clock, costs=engine.costs, num_micro_batches=num_stages
         )
         return _Member(core, clock)
 
@@ -225,7 +225,7 @@ class SimulatedFleet:
         num_stages = self._layout.num_stages
         return [
             BlockGroup(
-                num_stages * group.num_blocks, group.life, num_stages * group.num_host_blocks
+                num_stages * group.num_blocks, group.spec, num_stages * group.num_host_blocks
             )
             for group in self._engine.groups
         ]

@@ -21,7 +21,7 @@ from octavo.engine.clients.client import EngineClient, EngineInfo
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.kv.tier_connector import Tiers
+from octavo.engine.kv.kv_connector import Tiers
 from octavo.engine.kv_meter import KvMeter
 from octavo.engine.protocol.ports import Executor, Profiler
 from octavo.engine.recording.recorder import (
@@ -357,7 +357,7 @@ def _build_core(
         num_adapter_slots=config.lora.num_slots,
         redraws=loaded.redraws,
         names_generated=reuses_generated(config),
-        num_lanes=config.backend.pipeline_parallel_size,
+        num_micro_batches=config.backend.pipeline_parallel_size,
         original=original_context(loaded.program),
     )
     core = EngineCore(
@@ -369,7 +369,7 @@ def _build_core(
             [layout.block_bytes for layout in loaded.layouts], max_model_len=max_model_len
         ),
         runs_ahead=_runs_ahead(config, loaded.backend),
-        num_lanes=config.backend.pipeline_parallel_size,
+        num_micro_batches=config.backend.pipeline_parallel_size,
     )
     capacity_tokens = scheduler.blocks.capacity_tokens
     info = EngineInfo(
@@ -389,7 +389,7 @@ def _block_groups(config: EngineConfig, budget: KvBudget) -> list[BlockGroup]:
     """Describes the KV cache to the scheduler; the host never holds more than the device."""
     num_host_blocks = config.cache.swap_space // budget.block_bytes
     return [
-        BlockGroup(count, group.life, min(count, num_host_blocks))
+        BlockGroup(count, group.spec, min(count, num_host_blocks))
         for count, group in zip(budget.num_blocks, budget.groups, strict=True)
     ]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.transfer.kv_wire import parse_events_config
 
@@ -30,7 +30,7 @@ def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
         for engine in range(config.fleet.data_parallel_size):
             publishers.append(
                 KVEventPublisher(
-                    wanted, engine=engine, root=BlockNaming().root(), block_size=BLOCK_SIZE
+                    wanted, engine=engine, root=BlockHashing().root(), block_size=BLOCK_SIZE
                 )
             )
     except BaseException:

@@ -2,7 +2,7 @@
 the engine, or other engines.
 
 Knows the options and the sizes of blocks; which blocks are kept, and when, is decided by the
-scheduler half (`TierConnector`) that the engine makes of the `Tiers` returned here.
+scheduler half (`KVConnector`) that the engine makes of the `Tiers` returned here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.config.config_hooks import numbers_of
 from octavo.config.hosts import LOOPBACK, is_local
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
-from octavo.engine.kv.tier_connector import SENT_BYTES_PER_STEP, Tiers
+from octavo.engine.kv.kv_connector import SENT_BYTES_PER_STEP, Tiers
 from octavo.engine.protocol.ports import ConnectorWorker
 from octavo.executor.kv import BLOCK_SIZE, SPLIT_KEYS
 from octavo.program.ops import original_context

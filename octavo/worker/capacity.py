@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from octavo.api.errors import InsufficientMemory
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.engine.protocol.group_life import KvDemand
+from octavo.engine.protocol.kv_cache_spec import KvDemand
 from octavo.executor.base import Footprint
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.worker.kv_hooks import kv_planner
@@ -88,7 +88,7 @@ class Capacity:
     def kv_token_bytes(self) -> float:
         """Bytes of a token in all groups but those of states, before any window releases it."""
         return (
-            sum(group.stored_bytes for group in self.groups if not group.life.is_rewritten)
+            sum(group.stored_bytes for group in self.groups if not group.spec.is_rewritten)
             / BLOCK_SIZE
         )
 
@@ -102,12 +102,12 @@ class Capacity:
     @property
     def state_bytes(self) -> int:
         """Bytes of a request's recurrent states, and of a checkpoint of them; 0 without states."""
-        return sum(group.block_bytes for group in self.groups if group.life.is_rewritten)
+        return sum(group.block_bytes for group in self.groups if group.spec.is_rewritten)
 
     def request_bytes(self, num_tokens: int) -> int:
         """Returns the KV bytes of one request of `num_tokens` tokens, prompt and output."""
         return sum(
-            group.stored_bytes * group.life.blocks_held(num_tokens, BLOCK_SIZE)
+            group.stored_bytes * group.spec.blocks_held(num_tokens, BLOCK_SIZE)
             for group in self.groups
         )
 

@@ -13,16 +13,16 @@ from typing import TypeAlias
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
-from octavo.engine.protocol.group_life import (
+from octavo.engine.protocol.kv_cache_spec import (
     GROWING,
-    AnyLife,
-    EncodeLife,
-    FixedLife,
+    AnyKVCacheSpec,
+    CrossAttentionSpec,
+    EncoderSpec,
     KvDemand,
-    StateLife,
-    StepLife,
+    SingleStepSpec,
+    StateSpec,
     blocks_for,
-    life_of_window,
+    spec_of_window,
 )
 from octavo.executor.base import DeviceMemory
 from octavo.executor.kv import BLOCK_SIZE, KvLayout
@@ -51,7 +51,7 @@ class GroupSize:
 
     block_bytes: int
     """Bytes that a block takes in memory, whatever is in a file."""
-    life: AnyLife = GROWING
+    spec: AnyKVCacheSpec = GROWING
     record_bytes: int = 0
     """Bytes of a block in one of the layers whose blocks may be in a file."""
     num_in_file: int = 0
@@ -64,32 +64,32 @@ class GroupSize:
 
     def least_blocks(self, demand: KvDemand) -> int:
         """Counts the blocks without which the longest request cannot run."""
-        return self.life.least_blocks(demand, BLOCK_SIZE)
+        return self.spec.least_blocks(demand, BLOCK_SIZE)
 
     def most_blocks(self, demand: KvDemand) -> int:
         """Counts the blocks beyond which no request would ever wait for this group."""
-        return self.life.most_blocks(demand, BLOCK_SIZE)
+        return self.spec.most_blocks(demand, BLOCK_SIZE)
 
     def most_running(self, demand: KvDemand) -> int:
         """Counts the blocks of `most_blocks` that are not there for checkpoints."""
-        return demand.max_num_seqs if self.life.is_rewritten else self.most_blocks(demand)
+        return demand.max_num_seqs if self.spec.is_rewritten else self.most_blocks(demand)
 
 
 def life_of(
     group: CacheGroup, *, keeps_kv: bool, max_encoder_len: int = 0, finds_prefixes: bool = True
-) -> AnyLife:
+) -> AnyKVCacheSpec:
     """Returns how long the blocks of a Program's cache group live.
 
     Where KV is not kept from step to step (`keeps_kv`), a step writes whole contexts again, and no
     window releases anything. Where no prefix is found again, no state is kept for that.
     """
     if group.one_step:
-        return EncodeLife(max_encoder_len) if group.of_input else StepLife()
+        return EncoderSpec(max_encoder_len) if group.of_input else SingleStepSpec()
     if group.kind == "cross":
-        return FixedLife(max_encoder_len)
+        return CrossAttentionSpec(max_encoder_len)
     if group.kind == "state":
-        return StateLife(CHECKPOINT_TOKENS if keeps_kv and finds_prefixes else 0)
-    return life_of_window(group.window if keeps_kv else None)
+        return StateSpec(CHECKPOINT_TOKENS if keeps_kv and finds_prefixes else 0)
+    return spec_of_window(group.window if keeps_kv else None)
 
 
 def group_sizes(config: EngineConfig, layouts: Sequence[KvLayout]) -> list[GroupSize]:
@@ -140,15 +140,15 @@ class KvBudget:
         bounding = [
             count
             for count, group in zip(self.num_blocks, self.groups, strict=True)
-            if group.life.keeps_every_token
+            if group.spec.keeps_every_token
         ]
         return min(bounding or self.num_blocks) * BLOCK_SIZE
 
     @property
     def bounds_tokens(self) -> bool:
         """Whether the blocks bound the tokens, and not only the number of requests."""
-        lives = [group.life for group in self.groups]
-        return any(life.keeps_every_token for life in lives) or all(life.grows for life in lives)
+        specs = [group.spec for group in self.groups]
+        return any(spec.keeps_every_token for spec in specs) or all(spec.grows for spec in specs)
 
     @property
     def num_bytes(self) -> int:
@@ -243,11 +243,11 @@ def most_blocks(num_bytes: int, groups: Sequence[GroupSize], demand: KvDemand) -
     """Returns the most blocks of each group: as many as it ever needs; of states, apart from their
     checkpoints, as many as fit into their share, and at least one.
     """
-    states = sum(group.block_bytes for group in groups if isinstance(group.life, StateLife))
+    states = sum(group.block_bytes for group in groups if isinstance(group.spec, StateSpec))
     fit = max(1, int(num_bytes * STATE_SHARE) // states) if states else 0
     return [
         min(group.most_running(demand), fit)
-        if group.life.is_rewritten
+        if group.spec.is_rewritten
         else group.most_blocks(demand)
         for group in groups
     ]
@@ -307,8 +307,8 @@ def block_counts(
     """Returns the blocks of each group where those that grow get `num_blocks`, up to their caps."""
     num_tokens = num_blocks * BLOCK_SIZE if keeps_checkpoints else 0
     return [
-        cap + group.life.num_checkpoints(num_tokens)
-        if isinstance(group.life, StateLife) and num_blocks
+        cap + group.spec.num_checkpoints(num_tokens)
+        if isinstance(group.spec, StateSpec) and num_blocks
         else min(num_blocks, cap)
         for group, cap in zip(groups, caps, strict=True)
     ]

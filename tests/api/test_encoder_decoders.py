@@ -12,7 +12,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.api.errors import ConfigError, ContextTooLong, InvalidRequest
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.executor.native.extension import supported_levels
 from octavo.worker.media.encoder_runner import EncoderRunner
 from tests.support.llm_tools import make_llm
@@ -174,7 +174,7 @@ def test_a_request_names_the_tokens_its_decoder_begins_with():
 
 
 def test_names_of_blocks_depend_on_the_input():
-    roots = {BlockNaming(input_digest=digest).root() for digest in (b"", b"a", b"b")}
+    roots = {BlockHashing(input_digest=digest).root() for digest in (b"", b"a", b"b")}
     assert len(roots) == 3
     with engine() as llm:
         generated(llm, PROMPTS[:1])

@@ -20,7 +20,7 @@ from octavo.checkpoint.open import open_header
 from octavo.checkpoint.weights import WeightReader
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.kv.tier_slots import TierSlots
-from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
+from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_messages import BlockKey
 from octavo.engine.recording.recorder import read_log
 from octavo.engine.recording.replay import Replay
@@ -323,7 +323,7 @@ def test_keys_that_do_not_come_weigh_nothing(tmp_path):
     """Without the keys of one block the prefix ends there, and the others are all loaded."""
     stored(tmp_path, 0.5)
     with engine(tmp_path, 0.5) as llm:
-        keys = BlockChain(BlockNaming()).extend(PROMPTS[0], 5, BLOCK_SIZE)
+        keys = BlockChain(BlockHashing()).extend(PROMPTS[0], 5, BLOCK_SIZE)
         (path,) = tmp_path.rglob(f"{keys[4].digest.hex()}-1.kv")
         path.write_bytes(b"damaged")
         (output,) = llm.generate([PROMPTS[0]], PARAMS[0])

@@ -37,7 +37,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
             }
             num_shared = sum(count > 1 for count in held.values())
             assert pool.counts() == GroupBlocks(
-                pool.life.window_tokens,
+                pool.spec.window_tokens,
                 NUM_BLOCKS,
                 len(held),
                 num_shared,
@@ -118,7 +118,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
         known = set(self.executor.rows)
         for plan in self.core.plans_in_flight:
             known = known - set(plan.freed_rows) | {new.request_id for new in plan.new_rows}
-        known -= set(scheduler.placement.freed_rows)
+        known -= set(scheduler.kv_allocator.freed_rows)
         assert known == {name for name, row in rows.items() if row.is_on_worker}
         for name in known & set(self.executor.rows) - {
             new.request_id for plan in self.core.plans_in_flight for new in plan.new_rows
@@ -133,7 +133,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         if self.core.plans_in_flight:
             return
-        ends = {end.request_id: end.num_blocks for end in scheduler.placement.table_ends}
+        ends = {end.request_id: end.num_blocks for end in scheduler.kv_allocator.table_ends}
         for row in (row for request in scheduler.queues.running for row in request.rows):
             tables = scheduler.blocks.tables[row.request_id]
             assert max(map(len, tables)) <= -(-row.num_tokens // 16)

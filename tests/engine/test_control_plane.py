@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from octavo.api.errors import InvalidRequest
-from octavo.engine.protocol.prompt_limits import Verdict
+from octavo.engine.protocol.prompt_limits import AllocStatus
 from octavo.engine.protocol.requests import Pin
 from tests.engine.control_plane_invariants import (
     MAX_NUM_SEQS,
@@ -164,7 +164,7 @@ class ControlPlaneMachine(ControlPlaneInvariants):
         prompt, max_tokens, fields = self.given[request_id]
         scheduler, width = self.core.scheduler, fields["beam_width"]
         limits = scheduler.admission.limits_of(scheduler.blocks.capacity_of(width))
-        if limits.judge(len(prompt), width).verdict is Verdict.NEVER:
+        if limits.judge(len(prompt), width).status is AllocStatus.NEVER:
             return None
         room = limits.max_num_tokens(len(prompt), width) - len(prompt)
         core = make_core(num_blocks=500, budget=500)

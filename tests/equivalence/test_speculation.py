@@ -200,7 +200,7 @@ def test_blocks_behind_a_guess_that_failed_go_back_with_its_result(layout):
                 for row in (row for request in scheduler.queues.running for row in request.rows):
                     (table,) = scheduler.blocks.tables[row.request_id]
                     assert len(table) <= -(-row.num_tokens // 16)
-                most_reserved = max(most_reserved, len(scheduler.placement.table_ends))
+                most_reserved = max(most_reserved, len(scheduler.kv_allocator.table_ends))
         assert core.scheduler.stats().num_used_blocks == 0
     assert [fingerprint(found[index]) for index in range(3)] == list(map(fingerprint, plain))
     assert most_reserved > 0
@@ -243,7 +243,7 @@ def test_the_worker_knows_tables_as_they_are(model, options, monkeypatch):
                 table = rows.block_tables[group, row]
                 for at, block_id in enumerate(wanted):
                     assert block_id < 0 or table[at] == places.find(group, block_id)
-                is_state = blocks.pools[group].life.is_rewritten
+                is_state = blocks.pools[group].spec.is_rewritten
                 assert is_state or (table[len(wanted) :] == -1).all()
         return result
 

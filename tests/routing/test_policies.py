@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.route import TRACE, read_trace, shared_hit_share, simulate
-from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
+from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.cached_names import CachedNames
 from octavo.routing.job import RoutingJob
 from octavo.routing.policies import ROUTING_POLICIES
@@ -176,6 +176,6 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path, line):
 def test_digests_are_the_names_of_blocks():
     """The router's short cut makes the names that engines give to blocks."""
     tokens = [random.Random(2).randrange(1 << 30) for _ in range(75)]
-    naming = BlockNaming("a salt")
+    naming = BlockHashing("a salt")
     keys = BlockChain(naming).extend(tokens, 4, BLOCK)
     assert naming.digests(tokens, BLOCK) == [key.digest for key in keys]

@@ -16,7 +16,7 @@ from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv_meter import KvMeter
-from octavo.engine.protocol.group_life import life_of_window
+from octavo.engine.protocol.kv_cache_spec import spec_of_window
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import EngineOutput
@@ -268,7 +268,7 @@ def make_core(
     max_num_seqs: int = 8,
     num_slots: int = 0,
     runs_ahead: bool = False,
-    num_lanes: int = 1,
+    num_micro_batches: int = 1,
     costs: StepCosts = UNMEASURED,
     kv_meter: KvMeter | None = None,
     kv_events_config: str | None = None,
@@ -278,12 +278,12 @@ def make_core(
     """Returns a core over the pseudo-model. `options` are the scheduler's; `windows` gives each
     group its own; `num_slots` connects the executor's tiers.
     """
-    executor = executor or (LaunchingExecutor if runs_ahead or num_lanes > 1 else FakeExecutor)(
-        num_groups, windows=windows
-    )
+    executor = executor or (
+        LaunchingExecutor if runs_ahead or num_micro_batches > 1 else FakeExecutor
+    )(num_groups, windows=windows)
     executor.original = original
     groups = [
-        BlockGroup(num_blocks, life_of_window(window), num_host_blocks)
+        BlockGroup(num_blocks, spec_of_window(window), num_host_blocks)
         for window in windows or [None] * num_groups
     ]
     scheduler = build_scheduler(
@@ -298,7 +298,7 @@ def make_core(
         block_size=BLOCK,
         max_model_len=max_model_len,
         tiers=tiers_of(len(groups), executor.tiers, num_slots) if num_slots else None,
-        num_lanes=num_lanes,
+        num_micro_batches=num_micro_batches,
         original=original,
     )
     return EngineCore(
@@ -306,7 +306,7 @@ def make_core(
         executor,
         clock=clock,
         runs_ahead=runs_ahead,
-        num_lanes=num_lanes,
+        num_micro_batches=num_micro_batches,
         costs=costs,
         kv_meter=kv_meter,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from octavo.engine.kv.tier_connector import Tiers
+from octavo.engine.kv.kv_connector import Tiers
 from octavo.engine.protocol.kv_messages import (
     BlockKey,
     BlockMove,

@@ -16,7 +16,7 @@ from octavo.engine.protocol.block_events import (
     BlocksRemoved,
     BlocksStored,
 )
-from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
+from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.transfer.kv_publisher import END, SNAPSHOT, KVEventPublisher
 from octavo.transfer.kv_wire import hash_of, parse_events_config
 from tests.support.engine_fakes import make_core, make_request
@@ -24,7 +24,7 @@ from tests.support.free_ports import free_port
 from tests.support.llm_tools import GREEDY, make_llm, prompts_of
 
 BLOCK = 4
-ROOT = BlockNaming().root()
+ROOT = BlockHashing().root()
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -136,7 +136,7 @@ def subscribed(config, context, publisher):
 
 
 def keys_of(tokens, salt=""):
-    return BlockChain(BlockNaming(salt)).extend(tokens, len(tokens) // BLOCK, BLOCK)
+    return BlockChain(BlockHashing(salt)).extend(tokens, len(tokens) // BLOCK, BLOCK)
 
 
 def stored_of(tokens):
@@ -274,7 +274,7 @@ def test_an_engine_publishes_what_its_prompts_leave(context):
         expected = {
             hash_of(name)
             for prompt in prompts
-            for name in BlockNaming().digests(prompt[: len(prompt) // size * size], size)
+            for name in BlockHashing().digests(prompt[: len(prompt) // size * size], size)
         }
         assert expected <= mirror.hashes
         with pytest.raises(ConfigError, match="cannot listen on"):

@@ -4,7 +4,7 @@ import pytest
 
 from octavo.api.errors import ConfigError
 from octavo.checkpoint.open import open_checkpoint
-from octavo.engine.protocol.group_life import KvDemand, WindowLife
+from octavo.engine.protocol.kv_cache_spec import KvDemand, SlidingWindowSpec
 from octavo.executor.base import Ceilings, Footprint
 from octavo.models.registry import build_programs
 from octavo.program.work import work_of
@@ -23,7 +23,7 @@ def capacity(
     """Returns an engine whose sizes are in MiB, the processes not counted: a growing group with
     blocks of 1 MiB, and one with each of the windows.
     """
-    groups = (GroupSize(MIB), *(GroupSize(MIB, WindowLife(window)) for window in windows))
+    groups = (GroupSize(MIB), *(GroupSize(MIB, SlidingWindowSpec(window)) for window in windows))
     sizes = {
         "memory_bytes": PROCESS_BYTES + memory * MIB,
         "weight_bytes": weights * MIB,

@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.api.errors import ConfigError
-from octavo.engine.protocol.group_life import KvDemand, WindowLife
+from octavo.engine.protocol.kv_cache_spec import KvDemand, SlidingWindowSpec
 from octavo.worker.memory import GroupSize, plan_kv
 
 MIB = 1 << 20
@@ -18,7 +18,7 @@ def plan(
     available_bytes=1 << 40,
 ):
     """Plans a growing group with blocks of 1 MiB, and one with each of the windows."""
-    groups = [GroupSize(MIB), *(GroupSize(MIB, WindowLife(window)) for window in windows)]
+    groups = [GroupSize(MIB), *(GroupSize(MIB, SlidingWindowSpec(window)) for window in windows)]
     demand = KvDemand(max_model_len, max_num_seqs, max_step_tokens)
     return plan_kv(groups, demand, wanted_bytes=wanted_bytes, available_bytes=available_bytes)
 
@@ -67,12 +67,18 @@ def test_a_window_gets_what_its_requests_can_hold_and_no_more():
 def test_windows_alone_take_what_they_can_use():
     demand = KvDemand(max_model_len=10_000, max_num_seqs=2, max_step_tokens=32)
     budget = plan_kv(
-        [GroupSize(MIB, WindowLife(64))], demand, wanted_bytes=100 * MIB, available_bytes=None
+        [GroupSize(MIB, SlidingWindowSpec(64))],
+        demand,
+        wanted_bytes=100 * MIB,
+        available_bytes=None,
     )
     assert budget.num_blocks == (2 * 7 + 3,)
     with pytest.raises(
         ConfigError, match=r"got 6.0 MiB, needed are 7.0 MiB for one request of 10,000 tokens"
     ):
         plan_kv(
-            [GroupSize(MIB, WindowLife(64))], demand, wanted_bytes=6 * MIB, available_bytes=None
+            [GroupSize(MIB, SlidingWindowSpec(64))],
+            demand,
+            wanted_bytes=6 * MIB,
+            available_bytes=None,
         )

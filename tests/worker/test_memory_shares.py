@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.api.errors import ConfigError
-from octavo.engine.protocol.group_life import KvDemand
+from octavo.engine.protocol.kv_cache_spec import KvDemand
 from octavo.wiring.budget import share_memory
 from octavo.worker.capacity import Capacity
 from octavo.worker.memory import SAFE_SHARE, GroupSize, plan_kv

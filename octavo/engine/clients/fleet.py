@@ -31,7 +31,7 @@ from octavo.engine.clients.client import (
     as_view,
 )
 from octavo.engine.clients.supervised import SupervisedClient
-from octavo.engine.protocol.block_hashes import BlockNaming, note_events
+from octavo.engine.protocol.block_hashes import BlockHashing, note_events
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
 from octavo.engine.protocol.stats import EngineStats, total_stats
@@ -206,7 +206,7 @@ class FleetClient:
         if self._router.reads_names and not request.media:  # whose blocks no text names
             adapter = b"" if request.adapter is None else request.adapter.digest
             first = self.info.original.first_position(len(tokens))
-            naming = BlockNaming(request.cache_salt, adapter, first_position=first)
+            naming = BlockHashing(request.cache_salt, adapter, first_position=first)
             names = naming.digests(tokens, self._block_size)
         start = f"{request.tenant}\0{request.cache_salt}\0{tokens[:SESSION_TOKENS]}"
         session = blake2b(start.encode(), digest_size=16).digest()

@@ -2,7 +2,7 @@
 again, free.
 
 Puts together who owns what: `BlockPool` the blocks of a group, `BlockTables` the requests' tables
-on the device, `HostBlocks` those of swapped requests, `NamedBlocks` the names of requests' blocks,
+on the device, `HostBlocks` those of swapped requests, `HashedBlocks` the names of requests' blocks,
 the `Connector` what lies off the device. Knows no bytes: what is to be copied leaves as BlockMoves.
 Source: PagedAttention (Kwon et al. 2023).
 """
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 
 from octavo.engine.kv.block_choice import BlockChoiceSpec, PromptPart, make_block_choice
 from octavo.engine.kv.block_pool import HOLE, BlockGroup, BlockPool
-from octavo.engine.kv.block_tables import BlockTables, Grant, LeafBlocks
-from octavo.engine.kv.named_blocks import NamedBlocks
+from octavo.engine.kv.block_tables import BlockAllocation, BlockTables, LeafBlocks
+from octavo.engine.kv.hashed_blocks import HashedBlocks
+from octavo.engine.kv.kv_connector import no_connector
 from octavo.engine.kv.prefix_cache import PrefixCache
 from octavo.engine.kv.prefix_finder import NO_HIT, Hit, PrefixFinder
 from octavo.engine.kv.prefix_loader import NOTHING_TO_FETCH, Prefetch, PrefixLoader
 from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
-from octavo.engine.kv.tier_connector import no_connector
 from octavo.engine.protocol.block_events import BlockEventLog
-from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
-from octavo.engine.protocol.group_life import UNBOUNDED, Extent
+from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
+from octavo.engine.protocol.kv_cache_spec import UNBOUNDED, Extent
 from octavo.engine.protocol.kv_messages import BlockKey, BlockMove, BlockName
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.ports import Connector
 from octavo.engine.protocol.requests import Pin
 
-PLAIN = BlockNaming()
+PLAIN = BlockHashing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,10 @@ class BlockManager:
         self._max_step_tokens = max_step_tokens
         self.capacity_tokens = self.capacity_of(1)
         """Tokens of the longest request that fits when it is alone."""
-        self.keeps_parts = all(pool.life.keeps_parts for pool in self.pools)
+        self.keeps_parts = all(pool.spec.keeps_parts for pool in self.pools)
         """Whether the first of a step's tokens hold where the others do not."""
         self._tables = BlockTables(self.pools, block_size)
-        self.names = NamedBlocks(
+        self.names = HashedBlocks(
             self.pools,
             self._tables,
             self.connector,
@@ -142,7 +142,7 @@ class BlockManager:
         share counted once.
         """
         return min(
-            pool.life.capacity_tokens(
+            pool.spec.capacity_tokens(
                 pool.num_blocks, num_rows, self._max_step_tokens, self.block_size
             )
             for pool in self.pools
@@ -155,7 +155,7 @@ class BlockManager:
         request_id: str,
         token_ids: Sequence[int],
         *,
-        naming: BlockNaming = PLAIN,
+        naming: BlockHashing = PLAIN,
         max_cached_tokens: int,
         reserve: int,
         at_once: bool,
@@ -188,7 +188,7 @@ class BlockManager:
         request_id: str,
         token_ids: Sequence[int],
         *,
-        naming: BlockNaming = PLAIN,
+        naming: BlockHashing = PLAIN,
         reserve: int,
         max_cached_tokens: int = UNBOUNDED,
         step_tokens: int = UNBOUNDED,
@@ -238,7 +238,7 @@ class BlockManager:
         """Returns a copy of the request's tables."""
         return [list(table) for table in self.tables[request_id]]
 
-    def grow(self, request_id: str, first_token: int, end: int) -> Grant | None:
+    def grow(self, request_id: str, first_token: int, end: int) -> BlockAllocation | None:
         """Makes room for writing the tokens from `first_token` up to `end`: appends blocks, and
         copies a shared one.
 
@@ -357,7 +357,7 @@ class BlockManager:
         """
         num_blocks = len(pin.token_ids) // self.block_size if self._finder.can_hit else 0
         first = self.original.first_position(len(pin.token_ids))
-        naming = BlockNaming(pin.salt, first_position=first)
+        naming = BlockHashing(pin.salt, first_position=first)
         keys = BlockChain(naming).extend(pin.token_ids, num_blocks, self.block_size)
         for group, pool in enumerate(self.pools):
             for key in keys:
@@ -388,7 +388,7 @@ class BlockManager:
     def _fullest(self) -> BlockPool:
         return min(self.pools, key=lambda pool: len(pool.free) / pool.num_blocks)
 
-    def _find_hit(self, request_id: str, token_ids: Sequence[int], naming: BlockNaming) -> Hit:
+    def _find_hit(self, request_id: str, token_ids: Sequence[int], naming: BlockHashing) -> Hit:
         keys = self.names.keys(request_id, token_ids, naming)
         rest = tuple(token_ids[len(keys) * self.block_size :])
         if naming.media.get(len(keys)):
@@ -403,7 +403,7 @@ class BlockManager:
         `extent.step_end` counts from the end of the hit.
         """
         kept = [
-            found[-1:] if pool.life.is_rewritten else found
+            found[-1:] if pool.spec.is_rewritten else found
             for pool, found in zip(self.pools, hit.kept or [[] for _ in self.pools], strict=True)
         ]
         whole = hit.without_partial_block(self.block_size)
@@ -435,14 +435,14 @@ class BlockManager:
             self.connector.touch(group, used)
 
     def _returning(self, row: SwappedRow, group: int, step_tokens: int) -> SwappedTable:
-        life, host = self.pools[group].life, self.host.tables[row.request_id][group]
+        spec, host = self.pools[group].spec, self.host.tables[row.request_id][group]
         extent = Extent(row.num_tokens, row.num_computed_tokens + step_tokens)
-        has_keys = life.is_named and not life.is_rewritten
+        has_keys = spec.is_named and not spec.is_rewritten
         return SwappedTable(
             host=host,
             keys=self.names.given(row.request_id) if has_keys else (),
-            num_final=life.blocks_final(row.num_computed_tokens, len(host), self.block_size),
-            num_blocks=max(len(host), life.blocks_at_start(extent, self.block_size)),
+            num_final=spec.blocks_final(row.num_computed_tokens, len(host), self.block_size),
+            num_blocks=max(len(host), spec.blocks_at_start(extent, self.block_size)),
         )
 
 
@@ -450,5 +450,5 @@ def _group_to_log(pools: Sequence[BlockPool]) -> int | None:
     """Returns the group whose blocks say what is cached: the first that keeps every token, else
     the first with names; None where none has names.
     """
-    named = [group for group, pool in enumerate(pools) if pool.life.is_named]
-    return min(named, key=lambda group: not pools[group].life.keeps_every_token, default=None)
+    named = [group for group, pool in enumerate(pools) if pool.spec.is_named]
+    return min(named, key=lambda group: not pools[group].spec.keeps_every_token, default=None)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.engine.kv.prefix_cache import PrefixCache
-from octavo.engine.protocol.group_life import GROWING, AnyLife
+from octavo.engine.protocol.kv_cache_spec import GROWING, AnyKVCacheSpec
 from octavo.engine.protocol.stats import GroupBlocks
 
 HOLE = -1
@@ -26,7 +26,7 @@ class BlockGroup:
 
     num_blocks: int
     """Blocks on the device."""
-    life: AnyLife = GROWING
+    spec: AnyKVCacheSpec = GROWING
     num_host_blocks: int = 0
     """Blocks in host memory, for swapped requests."""
 
@@ -35,7 +35,7 @@ class BlockPool:
     """The blocks of one group on the device."""
 
     def __init__(self, group: BlockGroup) -> None:
-        self.life = group.life
+        self.spec = group.spec
         self.num_blocks = group.num_blocks
         self.ref_counts = [0] * group.num_blocks
         """References to each block from requests' tables."""
@@ -49,7 +49,7 @@ class BlockPool:
     def counts(self) -> GroupBlocks:
         """Returns how the blocks are used now."""
         return GroupBlocks(
-            window=self.life.window_tokens,
+            window=self.spec.window_tokens,
             num_blocks=self.num_blocks,
             num_held=self.num_blocks - len(self.free),
             num_shared=self._num_shared,
@@ -134,11 +134,11 @@ class BlockPool:
         """Releases what nothing reads any more once `num_tokens` tokens are computed; holes take
         its place.
         """
-        index = self.life.num_released(num_tokens, len(table), block_size, in_flight=in_flight) - 1
+        index = self.spec.num_released(num_tokens, len(table), block_size, in_flight=in_flight) - 1
         while index >= 0:
             if table[index] != HOLE:
                 self.release(table[index])
                 table[index] = HOLE
-            elif self.life.outlives_step:
+            elif self.spec.outlives_step:
                 break  # everything before a hole has been released by an earlier step
             index -= 1

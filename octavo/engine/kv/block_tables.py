@@ -1,8 +1,8 @@
 """Which request holds which blocks of the device, in the order of its tokens, in every cache group.
 
 Owns the block tables; each change is made in all groups or in none. How many blocks a table has,
-and which of them are released, is asked of the group's life
-(`octavo/engine/protocol/group_life.py`). Knows neither names nor host memory."""
+and which of them are released, is asked of the group's spec
+(`octavo/engine/protocol/kv_cache_spec.py`). Knows neither names nor host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
-from octavo.engine.protocol.group_life import Extent, blocks_for
+from octavo.engine.protocol.kv_cache_spec import Extent, blocks_for
 from octavo.engine.protocol.kv_messages import BlockMove
 
 Kept = list[list[int | None]]
@@ -20,7 +20,7 @@ has to be taken.
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class BlockAllocation:
     """Changes of a request's tables that make room for its next tokens."""
 
     new_block_ids: list[list[int]] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Grant:
     """Copies of shared blocks that are to be written."""
 
 
-EMPTY_GRANT = Grant()
+EMPTY_GRANT = BlockAllocation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class BlockTables:
         """Requests whose tables may reach beyond their tokens."""
         self._pools = pools
         self._block_size = block_size
-        lives = [pool.life for pool in pools]
-        self._growing = [index for index, life in enumerate(lives) if life.grows]
-        self._rewritten = [index for index, life in enumerate(lives) if life.is_rewritten]
-        self._releasing = [index for index, life in enumerate(lives) if not life.keeps_every_token]
-        self._allows_forks = all(life.allows_forks for life in lives)
+        specs = [pool.spec for pool in pools]
+        self._growing = [index for index, spec in enumerate(specs) if spec.grows]
+        self._rewritten = [index for index, spec in enumerate(specs) if spec.is_rewritten]
+        self._releasing = [index for index, spec in enumerate(specs) if not spec.keeps_every_token]
+        self._allows_forks = all(spec.allows_forks for spec in specs)
         self.can_branch = not self._rewritten and self._allows_forks
         """Whether a guess may branch: no group has one block for all tokens of a request."""
-        self._outlive_steps = all(life.outlives_step or not life.grows for life in lives)
+        self._outlive_steps = all(spec.outlives_step or not spec.grows for spec in specs)
 
     def place(
         self,
@@ -83,12 +83,12 @@ class BlockTables:
         `spared`: a block of each group, or a hole, that is not to be taken for it.
         """
         wanted = [
-            max(len(table), pool.life.blocks_at_start(extent, self._block_size))
+            max(len(table), pool.spec.blocks_at_start(extent, self._block_size))
             for pool, table in zip(self._pools, kept, strict=True)
         ]
         entries = list(zip(self._pools, kept, wanted, strict=True))
         if not all(
-            pool.has_room(table, num_blocks, reserve + bool(spared) if pool.life.grows else 0)
+            pool.has_room(table, num_blocks, reserve + bool(spared) if pool.spec.grows else 0)
             for pool, table, num_blocks in entries
         ):
             return False
@@ -111,8 +111,8 @@ class BlockTables:
         size = self._block_size
         found = []
         for pool, table in zip(self._pools, self.of[request_id], strict=True):
-            written = table[: pool.life.blocks_written(num_tokens, len(table), size)]
-            unread = min(pool.life.first_read(num_tokens, size), len(written))
+            written = table[: pool.spec.blocks_written(num_tokens, len(table), size)]
+            unread = min(pool.spec.first_read(num_tokens, size), len(written))
             found.append([HOLE] * unread + written[unread:])
         return found
 
@@ -123,7 +123,7 @@ class BlockTables:
         if parent_id not in self.of or not self._allows_forks:
             return False
         return all(
-            HOLE not in table[pool.life.first_read(num_tokens, self._block_size) :]
+            HOLE not in table[pool.spec.first_read(num_tokens, self._block_size) :]
             for pool, table in zip(self._pools, self.kept(parent_id, num_tokens), strict=True)
         )
 
@@ -134,7 +134,7 @@ class BlockTables:
             pool.hold_all(table)
         self.of[child_id] = shared
 
-    def grow(self, request_id: str, first_token: int, end: int) -> Grant | None:
+    def grow(self, request_id: str, first_token: int, end: int) -> BlockAllocation | None:
         """Makes room for writing the tokens from `first_token` up to `end`: appends blocks, and
         copies a shared one.
 
@@ -255,7 +255,7 @@ class BlockTables:
 
     def _missing(self, tables: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
         return [
-            max(0, num_blocks - len(table)) if pool.life.grows else 0
+            max(0, num_blocks - len(table)) if pool.spec.grows else 0
             for pool, table in zip(self._pools, tables, strict=True)
         ]
 
@@ -268,7 +268,9 @@ class BlockTables:
             table += block_ids
         return added
 
-    def _extend(self, tables: list[list[int]], index: int, num_blocks: int) -> Grant | None:
+    def _extend(
+        self, tables: list[list[int]], index: int, num_blocks: int
+    ) -> BlockAllocation | None:
         missing = self._missing(tables, num_blocks)
         replaced = [
             self._to_replace(group, table, index, num_blocks) for group, table in enumerate(tables)
@@ -278,7 +280,7 @@ class BlockTables:
             for pool, count, entries in zip(self._pools, missing, replaced, strict=True)
         ):
             return None
-        grant = Grant()
+        grant = BlockAllocation()
         for group, entries in enumerate(replaced):
             for place in entries:
                 self._replace(group, tables[group], place, grant)
@@ -293,10 +295,10 @@ class BlockTables:
         no block is free for it, the name is given up.
         """
         pool = self._pools[group]
-        if pool.life.is_rewritten:
+        if pool.spec.is_rewritten:
             is_kept = pool.is_shared(table[0]) and not pool.give_up_name(table[0])
             return [0] if is_kept else []
-        if not pool.life.grows:
+        if not pool.spec.grows:
             return []
         end = min(num_blocks, len(table))
         return [
@@ -305,7 +307,7 @@ class BlockTables:
             if table[place] == HOLE or (place == index and pool.is_shared(table[place]))
         ]
 
-    def _replace(self, group: int, table: list[int], index: int, grant: Grant) -> None:
+    def _replace(self, group: int, table: list[int], index: int, grant: BlockAllocation) -> None:
         pool, source = self._pools[group], table[index]
         target = table[index] = pool.take()
         if source != HOLE:

@@ -2,7 +2,7 @@
 one more.
 
 Looks, and changes nothing: the BlockManager takes the blocks and has them copied. Which blocks a
-group must have is asked of its life (`octavo/engine/protocol/group_life.py`).
+group must have is asked of its spec (`octavo/engine/protocol/kv_cache_spec.py`).
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ class PrefixFinder:
     """Looks for prompts in the pools of all groups, and in what the connector has."""
 
     def __init__(self, pools: Sequence[BlockPool], block_size: int, connector: Connector) -> None:
-        lives = [pool.life for pool in pools]
-        self.can_hit = all(life.allows_hits for life in lives) and any(
-            life.is_named for life in lives
+        specs = [pool.spec for pool in pools]
+        self.can_hit = all(spec.allows_hits for spec in specs) and any(
+            spec.is_named for spec in specs
         )
         """Whether a request may begin behind tokens that another has computed: every group allows
         it, and names tell what was computed.
         """
-        self._finds_parts = all(life.keeps_parts for life in lives)
+        self._finds_parts = all(spec.keeps_parts for spec in specs)
         """Whether a request may go on behind the beginning of another one's block."""
         self._pools = pools
         self._connector = connector
         self._block_size = block_size
         self._partly_read = [
-            index for index, pool in enumerate(pools) if not pool.life.keeps_every_token
+            index for index, pool in enumerate(pools) if not pool.spec.keeps_every_token
         ]
         """Groups of which the next token does not read all blocks."""
 
@@ -119,7 +119,7 @@ class PrefixFinder:
         """Names the blocks that the token after these blocks reads."""
         names = []
         for group, first in enumerate(self._firsts(len(keys))):
-            if self._pools[group].life.is_named:
+            if self._pools[group].spec.is_named:
                 names += [BlockName(group, key.digest) for key in keys[first:]]
         return names
 
@@ -127,12 +127,12 @@ class PrefixFinder:
         """Finds a block whose beginning is wanted: its id in each group, and how many of its tokens
         are common; ([], 0) where there is none.
         """
-        named = [pool for pool in self._pools if pool.life.is_named and self._finds_parts]
+        named = [pool for pool in self._pools if pool.spec.is_named and self._finds_parts]
         match = named[0].cache.find_partial(parent, wanted) if named else None
         if match is None:
             return [], 0
         sources = [
-            pool.cache.find(match.key) if pool.life.is_named else HOLE for pool in self._pools
+            pool.cache.find(match.key) if pool.spec.is_named else HOLE for pool in self._pools
         ]
         found = [block_id for block_id in sources if block_id is not None]
         return (found, match.num_tokens) if len(found) == len(sources) else ([], 0)
@@ -155,8 +155,8 @@ class PrefixFinder:
             blocks: list[int | None] = []
             for group, pool in enumerate(self._pools):
                 block_id = pool.cache.find(key)
-                if block_id is None and not (pool.life.is_named and is_stored(group, key)):
-                    if pool.life.keeps_every_token:
+                if block_id is None and not (pool.spec.is_named and is_stored(group, key)):
+                    if pool.spec.keeps_every_token:
                         return found
                     block_id = ABSENT
                 blocks.append(block_id)
@@ -184,4 +184,4 @@ class PrefixFinder:
         """Returns for each group the first block that must be found for the token after
         `num_blocks` blocks.
         """
-        return [pool.life.first_found(num_blocks, self._block_size) for pool in self._pools]
+        return [pool.spec.first_found(num_blocks, self._block_size) for pool in self._pools]

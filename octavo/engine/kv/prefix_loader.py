@@ -102,7 +102,7 @@ class PrefixLoader:
             self._load_block(
                 group,
                 keys[index],
-                tables[group][0 if self._pools[group].life.is_rewritten else index],
+                tables[group][0 if self._pools[group].spec.is_rewritten else index],
             )
             for group, index in hit.stored()
         ]

@@ -52,7 +52,7 @@ class SwapIn:
                     shared.add(host_id)
         num_appended = sum(row.num_blocks - len(row.host) for row in self._rows)
         needed += self._present()
-        spare = reserve if self._pool.life.grows else 0
+        spare = reserve if self._pool.spec.grows else 0
         return self._pool.has_room(needed, len(needed) + num_appended, spare)
 
     def fill(self) -> list[list[int]]:

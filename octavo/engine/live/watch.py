@@ -155,7 +155,7 @@ def _block_map(blocks: BlockManager, group: int, owners: Mapping[str, str]) -> B
     num_shown = min(pool.num_blocks, MAX_BLOCKS)
     swapped = sorted(_holders(host.tables, group, owners).items())
     return BlockMap(
-        window=pool.life.window_tokens,
+        window=pool.spec.window_tokens,
         num_blocks=pool.num_blocks,
         counts=_counts(blocks, group, held_by),
         num_shown=num_shown,

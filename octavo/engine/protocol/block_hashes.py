@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 from octavo.engine.protocol.block_events import BlockEvent, BlocksRemoved, BlocksStored
 from octavo.engine.protocol.cached_names import CachedNames
-from octavo.engine.protocol.group_life import UNBOUNDED
+from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.kv_messages import BlockKey
 from octavo.engine.protocol.step import MediaItem
 
@@ -28,7 +28,7 @@ BLOCK_DOMAIN = b"octavo block"
 
 
 @dataclass(frozen=True, slots=True)
-class BlockNaming:
+class BlockHashing:
     """Everything but its tokens that the names of a request's blocks depend on."""
 
     salt: str = ""
@@ -97,7 +97,7 @@ class BlockChain:
 
     __slots__ = ("keys", "last_mark", "naming", "num_named", "num_named_tokens")
 
-    def __init__(self, naming: BlockNaming) -> None:
+    def __init__(self, naming: BlockHashing) -> None:
         self.naming = naming
         self.keys: list[BlockKey] = []
         self.num_named_tokens = naming.num_named_tokens

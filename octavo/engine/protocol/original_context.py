@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.engine.protocol.group_life import UNBOUNDED
+from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 
 
 class OriginalContext(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Verdict(Enum):
+class AllocStatus(Enum):
     OK = "ok"
     LATER = "later"
     NEVER = "never"
@@ -18,7 +18,7 @@ class Verdict(Enum):
 class AdmissionDecision(NamedTuple):
     """The verdict on one request, and its grounds."""
 
-    verdict: Verdict
+    status: AllocStatus
     reason: str = ""
     """Resource that the request waits for; or the limit that it breaks, what it has and what is
     allowed.
@@ -30,7 +30,7 @@ class AdmissionDecision(NamedTuple):
     """Tokens that a prompt may have which is too long."""
 
 
-OK = AdmissionDecision(Verdict.OK)
+OK = AdmissionDecision(AllocStatus.OK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PromptLimits:
         if not self.shares_blocks:
             hint = "leave kv_layout at paged, and the KV cache on"
             return AdmissionDecision(
-                Verdict.NEVER,
+                AllocStatus.NEVER,
                 f"beam_width: got {beam_width}, but beams share KV blocks, and this engine shares"
                 " none",
                 hint,
@@ -102,10 +102,10 @@ class PromptLimits:
                 f"beam_width: got {beam_width}, allowed are at most {self.max_num_seqs} sequences"
                 " at once (max_num_seqs)"
             )
-            return AdmissionDecision(Verdict.NEVER, what, "raise max_num_seqs")
+            return AdmissionDecision(AllocStatus.NEVER, what, "raise max_num_seqs")
         if self.kv_capacity_tokens == 0:  # a group has fewer states than there are beams
             return AdmissionDecision(
-                Verdict.NEVER,
+                AllocStatus.NEVER,
                 f"beam_width: got {beam_width}, but the KV cache has no room for {beam_width}"
                 " sequences at once",
                 "raise kv_cache_memory_bytes",
@@ -116,7 +116,7 @@ class PromptLimits:
                 " tokens"
             )
             return AdmissionDecision(
-                Verdict.NEVER,
+                AllocStatus.NEVER,
                 f"{what}: too few for these beams after a prompt of {num_prompt_tokens}",
                 "raise kv_cache_memory_bytes",
             )
@@ -158,4 +158,4 @@ def _never(
     limit: str, num: int, got: str, allowed: int, hint: str | None = None
 ) -> AdmissionDecision:
     reason = f"{limit}, the prompt has {got}; allowed are at most {allowed}"
-    return AdmissionDecision(Verdict.NEVER, reason, hint, num, allowed)
+    return AdmissionDecision(AllocStatus.NEVER, reason, hint, num, allowed)

@@ -18,13 +18,13 @@ from octavo.api.errors import ConfigError
 from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.kv.tier_connector import Tiers
+from octavo.engine.kv.kv_connector import Tiers
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
 from octavo.engine.protocol.step import RowResult, StepPlan, StepResult, TokenLogprobs
 from octavo.engine.protocol.step_costs import StepCosts
 
-FORMAT = 4
+FORMAT = 5
 """Version of the recording's lines; another one is refused."""
 
 NO_LOGPROBS = TokenLogprobs([], [], [])

@@ -33,8 +33,8 @@ from octavo.engine.recording.recorder import (
     StepPlanned,
     lean_rows,
 )
+from octavo.engine.requests.sequence_state import Finish
 from octavo.engine.requests.stop_strings import MakeStopTexts
-from octavo.engine.requests.token_row import Finish
 from octavo.engine.scheduler.build import build_scheduler
 from octavo.engine.scheduler.scheduler import Scheduler
 
@@ -68,8 +68,8 @@ class Replay:
         self.found = Replayed()
         self.scheduler = scheduler_of(header, stop_texts)
         """The new scheduler, which stands where the last event has brought it."""
-        num_lanes = config_of(header).backend.pipeline_parallel_size
-        self._max_steps_ahead = max(MAX_STEPS_AHEAD, num_lanes - 1)
+        num_micro_batches = config_of(header).backend.pipeline_parallel_size
+        self._max_steps_ahead = max(MAX_STEPS_AHEAD, num_micro_batches - 1)
         self._executor = executor
         self._in_flight: deque[StepPlanned] = deque()
         """Recorded plans whose results have not come yet."""
@@ -221,7 +221,7 @@ def scheduler_of(header: RecordingHeader, stop_texts: MakeStopTexts | None = Non
         num_adapter_slots=config.lora.num_slots,
         redraws=header.redraws,
         names_generated=reuses_generated(config),
-        num_lanes=config.backend.pipeline_parallel_size,
+        num_micro_batches=config.backend.pipeline_parallel_size,
         original=header.original,
     )
 

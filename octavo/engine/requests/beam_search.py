@@ -20,7 +20,7 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.outputs import BeamOutput
 from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants
 from octavo.engine.requests.result_consumer import Branch, RequestProgress
-from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.engine.requests.sequence_state import Finish, SequenceState
 
 
 class StopTexts(Protocol):
@@ -33,7 +33,7 @@ class StopTexts(Protocol):
         ...
 
 
-class Beam(TokenRow):
+class Beam(SequenceState):
     """A live sequence of the search."""
 
     __slots__ = ("cumulative_logprob", "logprobs")
@@ -55,7 +55,7 @@ class Beam(TokenRow):
 class Continuation:
     """A row continued by one more token."""
 
-    row: TokenRow
+    row: SequenceState
     token_id: int
     cumulative_logprob: float
     place: int
@@ -128,7 +128,7 @@ class BeamSearch:
         """Refuses: how likely each beam still is to win was judged by the length."""
         raise AssertionError("the front changes no length of a beam search")
 
-    def rows(self, request: TokenRow) -> Sequence[TokenRow]:
+    def rows(self, request: SequenceState) -> Sequence[SequenceState]:
         """Returns the live beams; the request itself, their trunk, while there are none."""
         return self.beams or (request,)
 
@@ -145,7 +145,9 @@ class BeamSearch:
 
     # -- a step of the search ----------------------------------------------------------------------
 
-    def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress | None:
+    def take(
+        self, request: SequenceState, row: SequenceState, result: RowResult
+    ) -> RequestProgress | None:
         """Takes in what one row yielded. Once all have, the next beams branch off, or the search
         ends with all that it has found.
         """
@@ -160,7 +162,7 @@ class BeamSearch:
             progress.beams = self._best() or None
         return progress
 
-    def _advance(self, rows: Sequence[TokenRow]) -> list[Branch]:
+    def _advance(self, rows: Sequence[SequenceState]) -> list[Branch]:
         """Returns the beams of the next step, none where the search is done."""
         yields, self._yields = self._yields, {}
         if self._folded:
@@ -195,7 +197,7 @@ class BeamSearch:
         return Finish(self._found[0].finish_reason)
 
     def _candidates(
-        self, rows: Sequence[TokenRow], yields: dict[str, RowResult]
+        self, rows: Sequence[SequenceState], yields: dict[str, RowResult]
     ) -> list[Continuation]:
         """Returns the best continuations of all rows together, the best first."""
         every = [
@@ -207,7 +209,7 @@ class BeamSearch:
             self._width.num_candidates, every, key=lambda best: best.cumulative_logprob
         )
 
-    def _allowed(self, row: TokenRow, result: RowResult) -> list[tuple[int, int, float]]:
+    def _allowed(self, row: SequenceState, result: RowResult) -> list[tuple[int, int, float]]:
         """Returns the continuations of one row: their places, tokens and logprobs. Before
         min_tokens none is an end token, unless a grammar allows nothing else.
         """
@@ -312,14 +314,14 @@ class BeamSearch:
         )
         return first[:length]
 
-    def _unfold(self, trunk: TokenRow) -> list[Branch]:
+    def _unfold(self, trunk: SequenceState) -> list[Branch]:
         self.beams, self._folded = self._folded, []
         for beam in self.beams:
             beam.num_computed_tokens, beam.is_on_worker = trunk.num_tokens, False
         return [Branch(beam, trunk.request_id) for beam in self.beams]
 
 
-def _cumulative(row: TokenRow) -> float:
+def _cumulative(row: SequenceState) -> float:
     return row.cumulative_logprob if isinstance(row, Beam) else 0.0
 
 

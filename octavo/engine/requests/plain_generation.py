@@ -13,7 +13,7 @@ from octavo.api.repetition_detection import REPETITION_FOUND, RepetitionDetectio
 from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.step import RowResult, Wants
 from octavo.engine.requests.result_consumer import RequestProgress
-from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.engine.requests.sequence_state import Finish, SequenceState
 
 GRAMMAR = "a grammar: what may come next depends on the tokens before"
 
@@ -78,7 +78,7 @@ class PlainGeneration:
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         self._rules = replace(self._rules, max_num_tokens=max_num_tokens)
 
-    def rows(self, request: TokenRow) -> Sequence[TokenRow]:
+    def rows(self, request: SequenceState) -> Sequence[SequenceState]:
         return (request,)
 
     def num_plain_draws(self, num_tokens: int) -> int:
@@ -91,7 +91,9 @@ class PlainGeneration:
         num_left = self._rules.max_num_tokens - num_tokens
         return min(num_left, num_banned) if num_banned > 0 else num_left
 
-    def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress:
+    def take(
+        self, request: SequenceState, row: SequenceState, result: RowResult
+    ) -> RequestProgress:
         """Adds the drawn tokens to the row, up to the one that ends the request."""
         known, drawn, rules = row.token_ids, result.token_ids, self._rules
         num_before = len(known)

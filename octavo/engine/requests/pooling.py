@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from octavo.api.pooling_params import PoolingParams
 from octavo.engine.protocol.step import RowResult, Wants
 from octavo.engine.requests.result_consumer import RequestProgress
-from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.engine.requests.sequence_state import Finish, SequenceState
 
 
 class Pooling:
@@ -30,13 +30,15 @@ class Pooling:
     def set_max_num_tokens(self, max_num_tokens: int) -> None:
         """Does nothing: no token comes after the prompt's."""
 
-    def rows(self, request: TokenRow) -> Sequence[TokenRow]:
+    def rows(self, request: SequenceState) -> Sequence[SequenceState]:
         return (request,)
 
     def num_plain_draws(self, num_tokens: int) -> int:
         return 1
 
-    def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress:
+    def take(
+        self, request: SequenceState, row: SequenceState, result: RowResult
+    ) -> RequestProgress:
         """Hands out the pooled row, with which the request ends."""
         assert result.pooled is not None, "a row without a fault has what it wants"
         return RequestProgress(0, pooled=result.pooled, is_first=True, finish=Finish("stop"))

@@ -12,7 +12,7 @@ from enum import Enum
 
 from octavo.api.outputs import Timings
 from octavo.api.pooling_params import PoolingParams, RequestParams
-from octavo.engine.protocol.group_life import UNBOUNDED
+from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
@@ -24,8 +24,8 @@ from octavo.engine.requests.beam_search import BeamSearch, StopTexts
 from octavo.engine.requests.plain_generation import EndRules, PlainGeneration
 from octavo.engine.requests.pooling import Pooling
 from octavo.engine.requests.result_consumer import ResultConsumer
+from octavo.engine.requests.sequence_state import Finish, SequenceState
 from octavo.engine.requests.timings import Stopwatch
-from octavo.engine.requests.token_row import Finish, TokenRow
 
 
 class RequestStatus(Enum):
@@ -35,7 +35,7 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-class Request(TokenRow):
+class Request(SequenceState):
     """The tokens, counts and state of one request, which the scheduler alone changes.
 
     `num_computed_tokens` catches up with `num_tokens`: the prompt's tokens, then each one that was
@@ -151,7 +151,7 @@ class Request(TokenRow):
         self.consumer.set_max_num_tokens(self.max_num_tokens)
 
     @property
-    def rows(self) -> Sequence[TokenRow]:
+    def rows(self) -> Sequence[SequenceState]:
         """The rows that are computed of the request."""
         return self.consumer.rows(self)
 

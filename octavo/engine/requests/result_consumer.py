@@ -16,13 +16,13 @@ import msgspec
 from octavo.api.pooling_params import RequestParams
 from octavo.engine.protocol.outputs import BeamOutput
 from octavo.engine.protocol.step import RowResult, TokenLogprobs, Wants
-from octavo.engine.requests.token_row import Finish, TokenRow
+from octavo.engine.requests.sequence_state import Finish, SequenceState
 
 
 class Branch(NamedTuple):
     """A row that continues another one's tokens, and shares its blocks where it is not that row."""
 
-    row: TokenRow
+    row: SequenceState
     parent_id: str
 
 
@@ -37,7 +37,7 @@ class RequestProgress(msgspec.Struct):
     """One entry for each of `token_ids` where logprobs are wanted."""
     is_first: bool = False
     """Whether the request hands out something for the first time."""
-    replaced_rows: Sequence[TokenRow] = ()
+    replaced_rows: Sequence[SequenceState] = ()
     """The request's rows where others branch off them and take their place; empty where they
     stay.
     """
@@ -104,7 +104,7 @@ class ResultConsumer(Protocol):
         """Changes the most tokens that a row may come to hold, prompt included."""
         ...
 
-    def rows(self, request: TokenRow) -> Sequence[TokenRow]:
+    def rows(self, request: SequenceState) -> Sequence[SequenceState]:
         """Returns what is computed of the request: its one row, or the rows that branched off."""
         ...
 
@@ -114,7 +114,9 @@ class ResultConsumer(Protocol):
         """
         ...
 
-    def take(self, request: TokenRow, row: TokenRow, result: RowResult) -> RequestProgress | None:
+    def take(
+        self, request: SequenceState, row: SequenceState, result: RowResult
+    ) -> RequestProgress | None:
         """Takes in what one row of the request drew; returns None until all rows have yielded."""
         ...
 

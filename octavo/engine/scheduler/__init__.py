@@ -8,8 +8,8 @@ other files have one subject each:
    how many decode steps a plan has.
 3. `admission_control.py`: which requests start, by `policy.py`, `batching.py`, `admission.py`.
 4. `preemption.py`, `preemption_policy.py`: which request loses its KV blocks, and how.
-5. `placement.py`: KV blocks and worker rows of a request that starts, leaves or is preempted.
-6. `steps_in_flight.py`: whether a step may be planned while the one before is computed.
+5. `kv_allocator.py`: KV blocks and worker rows of a request that starts, leaves or is preempted.
+6. `in_flight_steps.py`: whether a step may be planned while the one before is computed.
 
 `build.py` puts them together from the options. The requests themselves are in `engine/requests/`,
 the blocks in `engine/kv/`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from octavo.engine.protocol.prompt_limits import OK, AdmissionDecision, PromptLimits, Verdict
+from octavo.engine.protocol.prompt_limits import OK, AdmissionDecision, AllocStatus, PromptLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Admission:
         are computed, in one step.
         """
         if room < num_seqs:
-            return AdmissionDecision(Verdict.LATER, "batch full")
+            return AdmissionDecision(AllocStatus.LATER, "batch full")
         whole = self.limits.max_whole_prompt
         least = num_tokens if whole is not None and num_tokens <= whole else 1
         return OK if budget >= num_whole + least else STEP_FULL
@@ -46,12 +46,12 @@ class Admission:
         return max(num_running, self.watermark_blocks) if num_running else 0
 
 
-STEP_FULL = AdmissionDecision(Verdict.LATER, "step full")
-NO_BLOCKS = AdmissionDecision(Verdict.LATER, "KV full")
-READING = AdmissionDecision(Verdict.LATER, "reading the prefix cache")
-COMPILING = AdmissionDecision(Verdict.LATER, "compiling its grammar")
-LOADING = AdmissionDecision(Verdict.LATER, "loading its adapter")
-NO_PROMPT = AdmissionDecision(Verdict.LATER, "the prompt that it shares is not computed")
+STEP_FULL = AdmissionDecision(AllocStatus.LATER, "step full")
+NO_BLOCKS = AdmissionDecision(AllocStatus.LATER, "KV full")
+READING = AdmissionDecision(AllocStatus.LATER, "reading the prefix cache")
+COMPILING = AdmissionDecision(AllocStatus.LATER, "compiling its grammar")
+LOADING = AdmissionDecision(AllocStatus.LATER, "loading its adapter")
+NO_PROMPT = AdmissionDecision(AllocStatus.LATER, "the prompt that it shares is not computed")
 
 HELD_BACK = "held back by the policy"
 """Reason of requests that the policy leaves out: their tenant runs as many as it may."""

@@ -24,7 +24,7 @@ from octavo.engine.scheduler.admission import (
 )
 from octavo.engine.scheduler.batching import Batching, BatchingState, PromptStep
 from octavo.engine.scheduler.grammar_gate import GrammarGate
-from octavo.engine.scheduler.placement import Placement
+from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.request_queues import RequestQueues
 from octavo.engine.scheduler.step_builder import StepBuilder
 
@@ -35,7 +35,7 @@ class AdmissionControl:
 
     queues: RequestQueues
     batching: Batching
-    placement: Placement
+    kv_allocator: KVAllocator
     grammars: GrammarGate
     adapters: AdapterPlaces
     max_num_seqs: int
@@ -66,7 +66,7 @@ class AdmissionControl:
                 return
             if step.time is not None and not self._has_time_for(request, step):
                 return
-            if not self.placement.swap_in(request, step, num_running=queues.num_running_seqs):
+            if not self.kv_allocator.swap_in(request, step, num_running=queues.num_running_seqs):
                 return
             yield request
 
@@ -117,7 +117,9 @@ class AdmissionControl:
             room = self.max_num_seqs - num_running
         elif parent is not None and parent.status is RequestStatus.RUNNING:
             room = self.batching.max_num_seqs - num_running
-        decision = self.placement.start(request, parent, step, room=room, num_running=num_running)
+        decision = self.kv_allocator.start(
+            request, parent, step, room=room, num_running=num_running
+        )
         if decision is OK:
             queues.waiting.started(request)
             self.adapters.hold(source.request_id, source.adapter)
@@ -126,7 +128,7 @@ class AdmissionControl:
     def _has_time_for(self, request: Request, step: StepBuilder) -> bool:
         """Returns whether a swapped request's blocks can return within the step's target."""
         assert step.time is not None
-        num_blocks = self.placement.num_swapped_blocks(request)
+        num_blocks = self.kv_allocator.num_swapped_blocks(request)
         allowed = step.time.allows_moves(num_blocks, len(step.moves))
         step.time.has_chunk |= allowed
         return allowed

@@ -14,15 +14,15 @@ from octavo.config.checks import tenant_weights
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.kv.tier_connector import TierConnector, Tiers
+from octavo.engine.kv.kv_connector import KVConnector, Tiers
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.engine.protocol.prompt_limits import PromptLimits
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.scheduler.admission import Admission
 from octavo.engine.scheduler.background import BackgroundLast
 from octavo.engine.scheduler.batching import build_batching
+from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.multi_step import MultiStepPolicy
-from octavo.engine.scheduler.placement import Placement
 from octavo.engine.scheduler.policy import Fair, FirstComeFirstServed, Policy, Priority
 from octavo.engine.scheduler.preemption_policy import PreemptionPolicy
 from octavo.engine.scheduler.scheduler import Scheduler
@@ -43,7 +43,7 @@ def build_scheduler(
     num_adapter_slots: int = 0,
     redraws: bool = True,
     names_generated: bool = True,
-    num_lanes: int = 1,
+    num_micro_batches: int = 1,
     original: OriginalContext = ONE_CONTEXT,
 ) -> Scheduler:
     """Returns a scheduler without requests. `stop_texts` finds the stop strings of beam searches,
@@ -57,7 +57,7 @@ def build_scheduler(
         enable_prefix_caching=cache.enable_prefix_caching and cache.kv_cache,
         shares_blocks=shares_blocks(cache),
         max_step_tokens=options.max_num_batched_tokens,
-        connector=None if tiers is None else TierConnector(tiers),
+        connector=None if tiers is None else KVConnector(tiers),
         logs_events=parse_events_config(cache.kv_events_config).enable_kv_cache_events,
         original=original,
         choice=None if tiers is None else tiers.choice,
@@ -80,7 +80,7 @@ def build_scheduler(
             max_chunk=_max_chunk(options),
             itl_target_s=None if options.itl_target_ms is None else options.itl_target_ms / 1000,
             keeps_kv=cache.kv_cache,
-            num_lanes=num_lanes,
+            num_micro_batches=num_micro_batches,
         ),
         admission=admission,
         policy=build_policy(options),
@@ -90,7 +90,7 @@ def build_scheduler(
             window_s=options.batch_window_ms / 1000,
             delay_factor=options.scheduler_delay_factor,
         ),
-        placement=Placement(
+        kv_allocator=KVAllocator(
             blocks,
             admission,
             PreemptionPolicy(blocks, options.preemption_mode),

@@ -8,7 +8,7 @@ from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.scheduler.admission import NO_BLOCKS
-from octavo.engine.scheduler.placement import Placement
+from octavo.engine.scheduler.kv_allocator import KVAllocator
 from octavo.engine.scheduler.request_queues import RequestQueues
 from octavo.engine.scheduler.step_builder import StepBuilder
 
@@ -18,7 +18,7 @@ class Preemption:
     """Takes the blocks of the request that the policy names, all of them or none."""
 
     queues: RequestQueues
-    placement: Placement
+    kv_allocator: KVAllocator
     times: Timekeeper
     stats: EngineStats
 
@@ -36,7 +36,7 @@ class Preemption:
 
     def start_over(self, request: Request) -> None:
         """Frees what a request holds and returns it to the front of the waiting ones."""
-        self.placement.free(request)
+        self.kv_allocator.free(request)
         self.queues.start_over(request)
 
     def _preempt(self, request: Request, step: StepBuilder) -> None:
@@ -45,7 +45,7 @@ class Preemption:
         self.times.preempted(request.watch)
         step.preempted = True
         step.drop_rows(request)
-        moves = self.placement.swap_out(request, step)
+        moves = self.kv_allocator.swap_out(request, step)
         if moves is None:
             self.start_over(request)
         else:

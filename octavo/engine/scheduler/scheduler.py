@@ -15,34 +15,34 @@ import msgspec
 from octavo.api.sampling_params import SamplingParams
 from octavo.engine.adapters import AdapterPlaces
 from octavo.engine.kv.block_manager import BlockManager
-from octavo.engine.kv.block_tables import Grant
+from octavo.engine.kv.block_tables import BlockAllocation
 from octavo.engine.media import MediaPlaces
-from octavo.engine.protocol.group_life import UNBOUNDED
+from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.outputs import EngineOutput
-from octavo.engine.protocol.prompt_limits import Verdict
+from octavo.engine.protocol.prompt_limits import AllocStatus
 from octavo.engine.protocol.requests import EngineRequest, RequestChange
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import RequestProgress
+from octavo.engine.requests.sequence_state import Finish, SequenceState
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.timings import Timekeeper
-from octavo.engine.requests.token_row import Finish, TokenRow
 from octavo.engine.scheduler.admission import Admission
 from octavo.engine.scheduler.admission_control import AdmissionControl
 from octavo.engine.scheduler.batching import Batching
 from octavo.engine.scheduler.gauges import set_gauges
 from octavo.engine.scheduler.grammar_gate import GrammarGate
-from octavo.engine.scheduler.lane import Lane
+from octavo.engine.scheduler.in_flight_steps import InFlightSteps
+from octavo.engine.scheduler.kv_allocator import KVAllocator
+from octavo.engine.scheduler.micro_batch import MicroBatch
 from octavo.engine.scheduler.multi_step import MultiStepPolicy
-from octavo.engine.scheduler.placement import Placement
 from octavo.engine.scheduler.policy import Policy
 from octavo.engine.scheduler.preemption import Preemption
 from octavo.engine.scheduler.request_queues import RequestQueues
 from octavo.engine.scheduler.step_builder import StepBuilder, StepLimits
 from octavo.engine.scheduler.step_time import step_time
-from octavo.engine.scheduler.steps_in_flight import StepsInFlight
 from octavo.engine.speculation.speculation import (
     NoSpeculation,
     Speculation,
@@ -68,7 +68,7 @@ class Scheduler:
         admission: Admission,
         policy: Policy,
         batching: Batching,
-        placement: Placement,
+        kv_allocator: KVAllocator,
         multi_step_policy: MultiStepPolicy,
         drafting: SpeculationOptions | None = None,
         stop_texts: MakeStopTexts | None = None,
@@ -80,9 +80,9 @@ class Scheduler:
         """
         self.blocks = blocks
         self.admission = admission
-        self.placement = placement
+        self.kv_allocator = kv_allocator
         self.queues = RequestQueues(policy)
-        self.in_flight = StepsInFlight(draws_ahead=limits.num_lanes == 1)
+        self.in_flight = InFlightSteps(draws_ahead=limits.num_micro_batches == 1)
         self.adapters = AdapterPlaces(num_adapter_slots)
         self.media = MediaPlaces(media_cache_tokens)
         self.leaving: list[Request] = []
@@ -90,7 +90,7 @@ class Scheduler:
         self._limits = limits
         self.grammars = GrammarGate()
         self._admission_control = AdmissionControl(
-            self.queues, batching, placement, self.grammars, self.adapters, limits.max_num_seqs
+            self.queues, batching, kv_allocator, self.grammars, self.adapters, limits.max_num_seqs
         )
         self._multi_step_policy = multi_step_policy
         self._stop_texts = stop_texts
@@ -98,7 +98,7 @@ class Scheduler:
         """Final outputs of requests that were rejected or aborted since the last update."""
         self.times = Timekeeper()
         self._stats = EngineStats()
-        self._preemption = Preemption(self.queues, placement, self.times, self._stats)
+        self._preemption = Preemption(self.queues, kv_allocator, self.times, self._stats)
         self._speculation: Speculator = NoSpeculation()
         if drafting is not None:
             self._speculation = Speculation(blocks, self._stats, drafting)
@@ -118,20 +118,20 @@ class Scheduler:
             budget=limits.max_num_batched_tokens,
             max_chunk=limits.chunk(queues.waiting),
             runs_ahead=bool(self.in_flight),
-            draws_ahead=bool(self.in_flight) and limits.num_lanes == 1,
+            draws_ahead=bool(self.in_flight) and limits.num_micro_batches == 1,
             time=step_time(costs, limits.itl_target_s, queues.running),
         )
         step.moves += self.blocks.begin_step()
-        lane = Lane.of(queues.running, limits.num_lanes)
+        micro_batch = MicroBatch.of(queues.running, limits.num_micro_batches)
         for request in list(queues.waiting.ranked(queues.running)):
             if step.budget == 0:
                 break
             # An earlier one may have preempted it.
-            if request.status is RequestStatus.RUNNING and lane.has_room_for(request):
+            if request.status is RequestStatus.RUNNING and micro_batch.has_room_for(request):
                 num_rows = len(step.rows)
                 self._schedule_request(request, step)
                 if len(step.rows) > num_rows:
-                    lane.take(request)
+                    micro_batch.take(request)
         # Blocks that a preemption freed are for those that run on, not for others to start.
         if not (step.preempted or step.is_short):
             for request in self._admission_control.resume_swapped(step):
@@ -164,7 +164,7 @@ class Scheduler:
                     return
             if not row.is_on_worker:
                 step.add_new_row(request, row, self.adapters.slot_of(request.source.adapter))
-                grant = Grant(self.blocks.block_ids(row.request_id), moves=grant.moves)
+                grant = BlockAllocation(self.blocks.block_ids(row.request_id), moves=grant.moves)
             step.add_row(request, row, start, end, grant)
             if request.source.media:
                 self.media.use(request.source, start, end)
@@ -172,8 +172,8 @@ class Scheduler:
     def _build_plan(self, step: StepBuilder) -> StepPlan:
         """Completes a plan: draft tokens, or several decode steps if nothing waits for the next."""
         queues = self.queues
-        freed_rows = self.placement.take_freed_rows()
-        self.placement.stream(step)
+        freed_rows = self.kv_allocator.take_freed_rows()
+        self.kv_allocator.stream(step)
         connector = self.blocks.connector.end_step()
         num_steps = 1
         has_drafts = self._speculation.add_drafts(step)
@@ -188,7 +188,7 @@ class Scheduler:
             rows=step.rows,
             connector=connector,
             num_steps=num_steps,
-            table_ends=self.placement.take_table_ends(),
+            table_ends=self.kv_allocator.take_table_ends(),
             compiles=self.grammars.take_wanted(),
             adapters=self.adapters.take_loads(),
             encodes=self.media.take_encodes(),
@@ -236,7 +236,7 @@ class Scheduler:
         return outputs
 
     def _update_row(
-        self, request: Request, row: TokenRow, scheduled: ScheduledRequest, result: RowResult
+        self, request: Request, row: SequenceState, scheduled: ScheduledRequest, result: RowResult
     ) -> EngineOutput | None:
         """Advances a row by its result; returns None if its request has no output yet."""
         if result.failure is not None:
@@ -274,7 +274,7 @@ class Scheduler:
         if self.queues.waiting.counts_tokens:
             self.queues.waiting.took(request, progress.num_tokens)
         if progress.replaced_rows:
-            self.placement.branch(progress.replaced_rows, progress.branches)
+            self.kv_allocator.branch(progress.replaced_rows, progress.branches)
         if progress.finish is not None:
             output = self._finish(request, progress.finish)
             output.token_ids, output.logprobs = progress.token_ids, progress.logprobs
@@ -294,7 +294,7 @@ class Scheduler:
             request.describe_start(output)
         return output
 
-    def _settle(self, row: TokenRow) -> None:
+    def _settle(self, row: SequenceState) -> None:
         """Names the blocks that a row's computed tokens fill, and frees those allocated beyond its
         end.
         """
@@ -305,7 +305,7 @@ class Scheduler:
                 row.num_computed_tokens,
                 in_flight=row.num_tokens_in_flight > 0,
             )
-        self.placement.give_back(row)
+        self.kv_allocator.give_back(row)
 
     def _count(self, result: StepResult, requests: Collection[Request]) -> None:
         """Counts a step's time and the bytes that it read from files, a share for each request."""
@@ -355,7 +355,7 @@ class Scheduler:
         """
         if not self.in_flight.oldest.is_first:
             return
-        self.placement.free_again(self.in_flight.not_given_away(plan.freed_rows))
+        self.kv_allocator.free_again(self.in_flight.not_given_away(plan.freed_rows))
         self.blocks.connector.step_failed()
         # Where these were not begun, they are compiled with the rows that have them.
         self.grammars.compiled(spec.digest for spec in plan.compiles)
@@ -392,7 +392,7 @@ class Scheduler:
         self.times.arrived(request.watch)
         needed = source.params.num_needed_tokens
         decision = limits.judge(num_prompt_tokens, width, num_needed=needed)
-        if decision.verdict is Verdict.NEVER:
+        if decision.status is AllocStatus.NEVER:
             finish = Finish("error", error=decision.reason)
             self._outputs.append(self._final_output(request, finish))
             return
@@ -403,7 +403,7 @@ class Scheduler:
         self.queues.add(request)
         self.grammars.want(source.grammar)
         if request.fork_of is None:
-            self.placement.prefetch(request, self.queues.num_running_seqs, at_once=True)
+            self.kv_allocator.prefetch(request, self.queues.num_running_seqs, at_once=True)
 
     def change(self, change: RequestChange) -> None:
         """Gives an unfinished request other params and another priority; an unknown one (it may
@@ -414,7 +414,7 @@ class Scheduler:
             return
         self.queues.set_priority(request, change.priority)
         if change.computes_here:
-            self.placement.forget_source(request)
+            self.kv_allocator.forget_source(request)
         most = self.admission.limits.max_num_tokens(request.num_prompt_tokens)
         request.change(change.params, max_num_tokens=most)
         if request.num_tokens >= request.max_num_tokens:
@@ -433,9 +433,9 @@ class Scheduler:
         """Ends a request, frees all that it holds and returns its final output."""
         self.queues.end(request)
         self._speculation.remove_request(request)
-        self.placement.sent(request)
+        self.kv_allocator.sent(request)
         if finish.reason == "error":
-            self.placement.forget(request)
+            self.kv_allocator.forget(request)
         # A step in flight still writes to its blocks and reads its row.
         if self.in_flight.computes(request):
             self.leaving.append(request)
@@ -447,7 +447,7 @@ class Scheduler:
         return request.final_output(finish, self.times.so_far(request.watch))
 
     def _free(self, request: Request) -> None:
-        self.placement.free(request)
+        self.kv_allocator.free(request)
         self.adapters.release(request.request_id, request.source.adapter)
 
     def _free_leaving(self) -> None:

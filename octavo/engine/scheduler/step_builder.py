@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from octavo.engine.kv.block_tables import NO_LEAVES, Grant, LeafBlocks
+from octavo.engine.kv.block_tables import NO_LEAVES, BlockAllocation, LeafBlocks
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.step import MediaItem, NewRequest, ScheduledRequest
 from octavo.engine.protocol.step_costs import StepCosts
 from octavo.engine.requests.request import Request
-from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.policy import Policy
 from octavo.engine.scheduler.step_time import StepTime
 
@@ -30,7 +30,7 @@ class StepLimits:
     """Longest time between two tokens that a step is to leave to the rows that generate."""
     keeps_kv: bool = True
     """False: every step computes all of a request's tokens again, for comparison."""
-    num_lanes: int = 1
+    num_micro_batches: int = 1
     """Steps in flight at once over which the requests that generate are shared out. A request's
     next token is planned once the last one has come back.
     """
@@ -55,7 +55,7 @@ class StepBuilder:
     time: StepTime | None = None
     """Predicted time of the step, where it has a target."""
     rows: list[ScheduledRequest] = field(default_factory=list)
-    owners: list[tuple[Request, TokenRow]] = field(default_factory=list)
+    owners: list[tuple[Request, SequenceState]] = field(default_factory=list)
     """Request and row of each of `rows`."""
     new_rows: list[NewRequest] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
@@ -73,7 +73,7 @@ class StepBuilder:
     is_short: bool = False
     """Whether a row found no block, and another request would have to be preempted."""
 
-    def end_of(self, request: Request, row: TokenRow, start: int) -> int:
+    def end_of(self, request: Request, row: SequenceState, start: int) -> int:
         """Returns one past the last token that the step computes of a row from `start` on: all
         known tokens, and one more where a step in flight draws the next.
         """
@@ -100,7 +100,9 @@ class StepBuilder:
         """Whether the step's target leaves no time for a further prompt."""
         return self.time is not None and self.time.is_full(len(self.moves))
 
-    def add_row(self, request: Request, row: TokenRow, start: int, end: int, grant: Grant) -> None:
+    def add_row(
+        self, request: Request, row: SequenceState, start: int, end: int, grant: BlockAllocation
+    ) -> None:
         """Adds the tokens from `start` up to `end` of a row, with the blocks granted for them."""
         num_encoded, request.is_encoded = request.num_unencoded, True
         row.num_tokens_in_flight += end - start
@@ -161,7 +163,7 @@ class StepBuilder:
                     for old, new in zip(row.new_block_ids or [[]] * len(added), added, strict=True)
                 ]
 
-    def add_new_row(self, request: Request, row: TokenRow, adapter_slot: int) -> None:
+    def add_new_row(self, request: Request, row: SequenceState, adapter_slot: int) -> None:
         """Adds a row that the worker does not know; `add_row` then brings all of its blocks."""
         source = request.source
         row.is_on_worker = True

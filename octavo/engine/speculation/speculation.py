@@ -20,7 +20,7 @@ from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import RowResult, ScheduledRequest
 from octavo.engine.requests.request import Request
 from octavo.engine.requests.result_consumer import ResultConsumer
-from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.step_builder import StepBuilder
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.engine.speculation.draft_tree_builder import build_row_draft
@@ -101,7 +101,7 @@ class Speculator(Protocol):
         """
         ...
 
-    def should_end_decode(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
+    def should_end_decode(self, owners: Sequence[tuple[Request, SequenceState]]) -> bool:
         """Returns whether a call of several decode steps should end after the last one."""
         ...
 
@@ -124,7 +124,7 @@ class NoSpeculation:
     def add_drafts(self, builder: StepBuilder) -> bool:
         return False
 
-    def should_end_decode(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
+    def should_end_decode(self, owners: Sequence[tuple[Request, SequenceState]]) -> bool:
         return False
 
     def record(self, scheduled: ScheduledRequest, result: RowResult, num_taken: int) -> int:
@@ -301,7 +301,7 @@ class Speculation:
     def _row_draft(
         self,
         index: int,
-        row: TokenRow,
+        row: SequenceState,
         drafts: Sequence[Draft],
         most: int,
         *,
@@ -317,7 +317,7 @@ class Speculation:
         )
 
     def _ranked_drafts(
-        self, history: RowHistory, request: Request, row: TokenRow, most: int
+        self, history: RowHistory, request: Request, row: SequenceState, most: int
     ) -> list[Draft]:
         """Returns the drafts for a row, the likeliest to be accepted first."""
         found = history.propose(row.token_ids, most)
@@ -334,7 +334,7 @@ class Speculation:
     def _may_draft(self, consumer: ResultConsumer) -> bool:
         return consumer.may_draft and (self._redraws or not consumer.draws_in_turn)
 
-    def _get_history(self, row: TokenRow) -> RowHistory | None:
+    def _get_history(self, row: SequenceState) -> RowHistory | None:
         """Returns a row's state; None if only the worker drafts and has not yet."""
         found = self._rows.get(row.request_id)
         if found is None and not self._drafts_by_grammar:
@@ -368,7 +368,7 @@ class Speculation:
 
     # -- results -----------------------------------------------------------------------------------
 
-    def should_end_decode(self, owners: Sequence[tuple[Request, TokenRow]]) -> bool:
+    def should_end_decode(self, owners: Sequence[tuple[Request, SequenceState]]) -> bool:
         """Returns whether a call of several decode steps should end after the last result: its
         tokens lead to a draft that is likely accepted, and verifying it is faster than the next
         plain step.

@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.routing.job import RoutingJob
 from octavo.server.router.members import Members
 from octavo.server.router.upstream import UpstreamLost
@@ -104,7 +104,7 @@ class PromptReader:
             if tokens is not None:
                 size = self._members.block_size or DEFAULT_BLOCK_SIZE
                 names = await _in_thread_if_long(
-                    len(tokens), lambda: BlockNaming(salt).digests(tokens, size)
+                    len(tokens), lambda: BlockHashing(salt).digests(tokens, size)
                 )
                 short = [name[-HASH_BYTES:] for name in names]
                 return RoutingJob(len(tokens), short, size, session)

@@ -55,7 +55,7 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
 
 def check_keeps_tokens(program: Program, role: str, method: str) -> None:
     """Raises ConfigError where a Program keeps anything but numbers of single tokens."""
-    kinds = {group.life for group in program.groups} - {"growing", "window"}
+    kinds = {group.kv_kind for group in program.groups} - {"growing", "window"}
     if kinds:
         raise ConfigError(
             f"spec_method: {method} is for models that keep K and V of each token; {role}"

@@ -17,7 +17,7 @@ from octavo.engine.kv.block_manager import BlockManager, SwappedRow
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
 from octavo.engine.kv.block_tables import EMPTY_GRANT
 from octavo.engine.kv.prefix_cache import PrefixCache
-from octavo.engine.protocol.group_life import WindowLife
+from octavo.engine.protocol.kv_cache_spec import SlidingWindowSpec
 from octavo.engine.protocol.kv_messages import BlockKey
 from tests.support.tiers import examples
 
@@ -41,7 +41,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.blocks = BlockManager(
             [
                 BlockGroup(NUM_BLOCKS, num_host_blocks=6),
-                BlockGroup(NUM_BLOCKS, WindowLife(WINDOW), num_host_blocks=6),
+                BlockGroup(NUM_BLOCKS, SlidingWindowSpec(WINDOW), num_host_blocks=6),
             ],
             block_size=BLOCK,
             enable_prefix_caching=True,

@@ -1,4 +1,4 @@
-"""Cache groups of every life in one block manager: counts, release, forks, swaps and hits."""
+"""Cache groups of every spec in one block manager: counts, release, forks, swaps and hits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
-from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
-from octavo.engine.protocol.group_life import (
+from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
+from octavo.engine.protocol.kv_cache_spec import (
     GROWING,
     UNBOUNDED,
-    AnyLife,
+    AnyKVCacheSpec,
+    CrossAttentionSpec,
     Extent,
-    FixedLife,
-    GrowingLife,
+    FullAttentionSpec,
     KvDemand,
-    StateLife,
-    StepLife,
-    WindowLife,
+    SingleStepSpec,
+    SlidingWindowSpec,
+    StateSpec,
 )
 
 BLOCK = 4
@@ -30,8 +30,14 @@ WINDOW = 6
 FIXED = 11
 """Rows of the fixed group, of each request."""
 NUM_BLOCKS = 40
-STATE = StateLife(8)
-LIVES: list[AnyLife] = [GROWING, WindowLife(WINDOW), FixedLife(FIXED), STATE, StepLife()]
+STATE = StateSpec(8)
+LIVES: list[AnyKVCacheSpec] = [
+    GROWING,
+    SlidingWindowSpec(WINDOW),
+    CrossAttentionSpec(FIXED),
+    STATE,
+    SingleStepSpec(),
+]
 
 
 def held(table: list[int]) -> list[int]:
@@ -44,16 +50,16 @@ def blocks_between(first: int, end: int) -> list[int]:
 
 
 class LivesMachine(RuleBasedStateMachine):
-    """Requests start, compute steps of any length, are swapped and end, in groups of any lives."""
+    """Requests start, compute steps of any length, are swapped and end, in groups of any specs."""
 
     @initialize(
-        lives=st.lists(st.sampled_from(LIVES), min_size=1, max_size=4),
+        specs=st.lists(st.sampled_from(LIVES), min_size=1, max_size=4),
         caching=st.booleans(),
     )
-    def begin(self, lives, caching):
-        self.lives = lives
+    def begin(self, specs, caching):
+        self.specs = specs
         self.blocks = BlockManager(
-            [BlockGroup(NUM_BLOCKS, life, NUM_BLOCKS) for life in lives],
+            [BlockGroup(NUM_BLOCKS, spec, NUM_BLOCKS) for spec in specs],
             block_size=BLOCK,
             enable_prefix_caching=caching,
             max_step_tokens=16,
@@ -75,20 +81,20 @@ class LivesMachine(RuleBasedStateMachine):
         if started is None:
             self.blocks.free(request_id)
             return
-        if FixedLife(FIXED) in self.lives:
+        if CrossAttentionSpec(FIXED) in self.specs:
             assert started.num_cached_tokens == 0
-        if STATE in self.lives and started.num_cached_tokens:
+        if STATE in self.specs and started.num_cached_tokens:
             self.check_checkpoint(request_id, tokens[: started.num_cached_tokens])
         self.tokens[request_id], self.computed[request_id] = tokens, started.num_cached_tokens
 
     def check_checkpoint(self, request_id, tokens):
         """Checks that a request begins with the state after exactly these tokens."""
-        key = BlockChain(BlockNaming()).extend(tokens, len(tokens) // BLOCK, BLOCK)[-1]
+        key = BlockChain(BlockHashing()).extend(tokens, len(tokens) // BLOCK, BLOCK)[-1]
         assert len(tokens) % BLOCK == 0
-        for life, pool, table in zip(
-            self.lives, self.blocks.pools, self.blocks.tables[request_id], strict=True
+        for spec, pool, table in zip(
+            self.specs, self.blocks.pools, self.blocks.tables[request_id], strict=True
         ):
-            if life == STATE:
+            if spec == STATE:
                 assert pool.cache.find(key) == table[0] and self.stands_for[table[0]] == tokens
 
     @precondition(lambda self: self.running())
@@ -120,11 +126,11 @@ class LivesMachine(RuleBasedStateMachine):
 
     def note_checkpoints(self, request_id, tokens):
         """Notes which tokens a named state stands for; until it is written again it keeps them."""
-        for life, pool, table in zip(
-            self.lives, self.blocks.pools, self.blocks.tables[request_id], strict=True
+        for spec, pool, table in zip(
+            self.specs, self.blocks.pools, self.blocks.tables[request_id], strict=True
         ):
-            if life == STATE and len(tokens) % BLOCK == 0:
-                key = BlockChain(BlockNaming()).extend(tokens, len(tokens) // BLOCK, BLOCK)[-1]
+            if spec == STATE and len(tokens) % BLOCK == 0:
+                key = BlockChain(BlockHashing()).extend(tokens, len(tokens) // BLOCK, BLOCK)[-1]
                 if pool.cache.find(key) == table[0]:
                     self.stands_for[table[0]] = list(tokens)
 
@@ -138,12 +144,12 @@ class LivesMachine(RuleBasedStateMachine):
 
     def check_written(self, request_id, first, end):
         """Checks that the blocks which a step writes are its own, and those it reads are there."""
-        for life, pool, table in zip(
-            self.lives, self.blocks.pools, self.blocks.tables[request_id], strict=True
+        for spec, pool, table in zip(
+            self.specs, self.blocks.pools, self.blocks.tables[request_id], strict=True
         ):
-            if life.is_rewritten:
+            if spec.is_rewritten:
                 assert not pool.is_shared(table[0]), "what others may find is not written"
-            if life.grows:
+            if spec.grows:
                 written = [table[index] for index in blocks_between(first, end)]
                 assert HOLE not in written
                 assert all(pool.ref_counts[block_id] == 1 for block_id in written)
@@ -152,25 +158,25 @@ class LivesMachine(RuleBasedStateMachine):
 
     def check_read(self, request_id, position):
         """Checks that every block which a query at `position` reads is there."""
-        num_read = {GROWING: position, WindowLife(WINDOW): min(position, WINDOW - 1)}
-        for life, table in zip(self.lives, self.blocks.tables[request_id], strict=True):
-            if read := num_read.get(life):
+        num_read = {GROWING: position, SlidingWindowSpec(WINDOW): min(position, WINDOW - 1)}
+        for spec, table in zip(self.specs, self.blocks.tables[request_id], strict=True):
+            if read := num_read.get(spec):
                 assert set(blocks_between(position - read, position)) <= set(held(table))
 
     def check_between_steps(self, request_id):
         """Counts what a request holds once its step is recorded."""
         computed = self.computed[request_id]
-        for life, table in zip(self.lives, self.blocks.tables[request_id], strict=True):
-            match life:
-                case FixedLife():
+        for spec, table in zip(self.specs, self.blocks.tables[request_id], strict=True):
+            match spec:
+                case CrossAttentionSpec():
                     assert held(table) == [0, 1, 2]
-                case StateLife():
+                case StateSpec():
                     assert held(table) == [0]
-                case StepLife():
+                case SingleStepSpec():
                     assert held(table) == []
-                case WindowLife():
+                case SlidingWindowSpec():
                     assert min(held(table)) == max(0, computed - WINDOW + 1) // BLOCK
-                case GrowingLife():
+                case FullAttentionSpec():
                     assert held(table) == list(range(len(table)))
 
     @precondition(lambda self: self.running())
@@ -178,7 +184,7 @@ class LivesMachine(RuleBasedStateMachine):
     def fork(self, which, share):
         parent = self.running()[which % len(self.running())]
         num_shared = int(self.computed[parent] * share)
-        if STATE in self.lives:
+        if STATE in self.specs:
             assert not self.blocks.can_fork(parent, num_shared)
         if not self.blocks.can_fork(parent, num_shared):
             return
@@ -188,10 +194,10 @@ class LivesMachine(RuleBasedStateMachine):
         self.tokens[child] = self.tokens[parent][:num_shared]
         self.computed[child] = num_shared
         self.check_read(child, num_shared)
-        for life, own, other in zip(
-            self.lives, self.blocks.tables[child], self.blocks.tables[parent], strict=True
+        for spec, own, other in zip(
+            self.specs, self.blocks.tables[child], self.blocks.tables[parent], strict=True
         ):
-            if isinstance(life, FixedLife):
+            if isinstance(spec, CrossAttentionSpec):
                 assert own == other
 
     @precondition(lambda self: self.running())
@@ -203,12 +209,12 @@ class LivesMachine(RuleBasedStateMachine):
             return
         self.swapped.add(request_id)
         moved = Counter(move.group for move in moves)
-        for group, life in enumerate(self.lives):
+        for group, spec in enumerate(self.specs):
             num_read = len(held(self.blocks.host.tables[request_id][group]))
             assert moved[group] == num_read
-            if isinstance(life, StepLife):
+            if isinstance(spec, SingleStepSpec):
                 assert num_read == 0, "nothing of a step is kept"
-            if isinstance(life, StateLife):
+            if isinstance(spec, StateSpec):
                 assert num_read == 1
 
     @precondition(lambda self: self.swapped)
@@ -243,7 +249,7 @@ class LivesMachine(RuleBasedStateMachine):
             )
             assert pool.ref_counts == [references[block_id] for block_id in range(NUM_BLOCKS)]
             assert len(references) + len(pool.free) == NUM_BLOCKS
-            assert pool.life.is_named or len(pool.cache) == 0
+            assert pool.spec.is_named or len(pool.cache) == 0
 
     def teardown(self):
         for request_id in list(getattr(self, "tokens", ())):
@@ -256,9 +262,9 @@ TestLives = LivesMachine.TestCase
 TestLives.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def manager(*lives: AnyLife, num_blocks: int = NUM_BLOCKS) -> BlockManager:
+def manager(*specs: AnyKVCacheSpec, num_blocks: int = NUM_BLOCKS) -> BlockManager:
     return BlockManager(
-        [BlockGroup(num_blocks, life) for life in lives],
+        [BlockGroup(num_blocks, spec) for spec in specs],
         block_size=BLOCK,
         enable_prefix_caching=True,
         max_step_tokens=16,
@@ -275,7 +281,7 @@ def compute(blocks: BlockManager, request_id: str, tokens: list[int], **sizes: i
 
 
 def test_a_fixed_group_has_the_blocks_of_its_own_input_from_the_start():
-    blocks = manager(GROWING, FixedLife(100))
+    blocks = manager(GROWING, CrossAttentionSpec(100))
     for name, num_fixed, count in (("a", 1, 1), ("b", 9, 3), ("none", 0, 0)):
         compute(blocks, name, [1, 2, 3], num_fixed_tokens=num_fixed)
         before = blocks.block_ids(name)[1]
@@ -285,7 +291,7 @@ def test_a_fixed_group_has_the_blocks_of_its_own_input_from_the_start():
 
 
 def test_forks_read_the_same_fixed_blocks_and_the_last_one_frees_them():
-    blocks = manager(GROWING, FixedLife(8))
+    blocks = manager(GROWING, CrossAttentionSpec(8))
     compute(blocks, "parent", [1, 2, 3], num_fixed_tokens=8)
     blocks.fork("parent", "child", 2)
     assert blocks.block_ids("child")[1] == blocks.block_ids("parent")[1]
@@ -295,14 +301,14 @@ def test_forks_read_the_same_fixed_blocks_and_the_last_one_frees_them():
     assert len(blocks.pools[1].free) == NUM_BLOCKS
 
 
-@pytest.mark.parametrize("life", [FixedLife(8), StateLife()])
-def test_beside_a_group_that_tokens_do_not_name_nothing_is_found(life):
-    blocks = manager(GROWING, life)
+@pytest.mark.parametrize("spec", [CrossAttentionSpec(8), StateSpec()])
+def test_beside_a_group_that_tokens_do_not_name_nothing_is_found(spec):
+    blocks = manager(GROWING, spec)
     assert compute(blocks, "a", list(range(12)), num_fixed_tokens=8) == 0
     assert compute(blocks, "b", list(range(12)), num_fixed_tokens=8) == 0
 
 
-@pytest.mark.parametrize("order", [(GROWING, StepLife()), (StepLife(), GROWING)])
+@pytest.mark.parametrize("order", [(GROWING, SingleStepSpec()), (SingleStepSpec(), GROWING)])
 def test_a_step_group_does_not_keep_a_prefix_from_being_found(order):
     blocks = manager(*order)
     assert compute(blocks, "a", list(range(12))) == 0
@@ -311,11 +317,11 @@ def test_a_step_group_does_not_keep_a_prefix_from_being_found(order):
     assert len(started.moves) == 1, "of the step group nothing is copied"
     blocks.grow("b", 10, 12)
     blocks.record("b", [*range(10), 99, 98], 12)
-    assert held(blocks.block_ids("b")[order.index(StepLife())]) == []
+    assert held(blocks.block_ids("b")[order.index(SingleStepSpec())]) == []
 
 
 def test_a_step_group_takes_blocks_for_a_step_and_gives_them_back_at_its_end():
-    blocks = manager(StepLife(), num_blocks=3)
+    blocks = manager(SingleStepSpec(), num_blocks=3)
     tokens = list(range(40))
     assert blocks.start("a", tokens, reserve=0, step_tokens=10) is not None
     for first in range(0, 40, 10):
@@ -327,7 +333,7 @@ def test_a_step_group_takes_blocks_for_a_step_and_gives_them_back_at_its_end():
 
 
 def test_a_step_in_flight_keeps_the_block_that_it_shares_with_the_step_before():
-    blocks = manager(StepLife())
+    blocks = manager(SingleStepSpec())
     tokens = list(range(8))
     blocks.start("a", tokens, reserve=0, step_tokens=6)
     blocks.grow("a", 0, 6)
@@ -340,12 +346,12 @@ def test_a_step_in_flight_keeps_the_block_that_it_shares_with_the_step_before():
 
 
 def test_several_decode_steps_in_one_call_are_refused_where_each_frees_its_blocks():
-    assert manager(StepLife()).reserve({}) is None
+    assert manager(SingleStepSpec()).reserve({}) is None
     assert manager(GROWING).reserve({}) == {}
 
 
 def test_a_state_is_one_block_however_long_the_request():
-    blocks = manager(StateLife())
+    blocks = manager(StateSpec())
     compute(blocks, "a", list(range(30)))
     assert len(blocks.block_ids("a")[0]) == 1 and not blocks.can_fork("a", 30)
     assert blocks.capacity_tokens == UNBOUNDED
@@ -370,7 +376,7 @@ def run(blocks: BlockManager, request_id: str, tokens: list[int]) -> tuple[int, 
 
 
 def test_a_state_is_found_where_it_was_kept_and_goes_on_in_a_copy():
-    blocks = manager(GROWING, StateLife(8))
+    blocks = manager(GROWING, StateSpec(8))
     tokens = list(range(30))
     assert run(blocks, "a", tokens) == (0, 4), "after 8, 16, 24 and 28 tokens"
     blocks.free("a")
@@ -382,7 +388,7 @@ def test_a_state_is_found_where_it_was_kept_and_goes_on_in_a_copy():
 
 def test_a_state_is_written_where_it_lies_when_no_block_is_free_for_a_copy():
     blocks = BlockManager(
-        [BlockGroup(NUM_BLOCKS), BlockGroup(1, StateLife(8))],
+        [BlockGroup(NUM_BLOCKS), BlockGroup(1, StateSpec(8))],
         block_size=BLOCK,
         enable_prefix_caching=True,
     )
@@ -393,7 +399,7 @@ def test_a_state_is_written_where_it_lies_when_no_block_is_free_for_a_copy():
 
 
 def test_rows_that_share_a_state_write_copies_of_it():
-    blocks = manager(GROWING, StateLife())
+    blocks = manager(GROWING, StateSpec())
     compute(blocks, "parent", list(range(6)))
     blocks.fork("parent", "child", 6)
     (shared,) = blocks.block_ids("child")[1]
@@ -412,14 +418,14 @@ DEMANDS = st.builds(
 )
 
 
-@given(demand=DEMANDS, life=st.sampled_from(LIVES), data=st.data())
+@given(demand=DEMANDS, spec=st.sampled_from(LIVES), data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_the_least_blocks_are_enough_for_the_longest_request_alone(demand, life, data):
+def test_the_least_blocks_are_enough_for_the_longest_request_alone(demand, spec, data):
     """The request computes its tokens in steps of any length that the demand allows."""
-    num_blocks = life.least_blocks(demand, BLOCK)
-    assert num_blocks <= life.most_blocks(demand, BLOCK)
+    num_blocks = spec.least_blocks(demand, BLOCK)
+    assert num_blocks <= spec.most_blocks(demand, BLOCK)
     blocks = BlockManager(
-        [BlockGroup(num_blocks, life)],
+        [BlockGroup(num_blocks, spec)],
         block_size=BLOCK,
         enable_prefix_caching=False,
         max_step_tokens=demand.max_step_tokens,
@@ -434,16 +440,16 @@ def test_the_least_blocks_are_enough_for_the_longest_request_alone(demand, life,
         assert blocks.grow("a", first, end) is not None
         blocks.record("a", tokens, end)
         first = end
-    assert len(held(blocks.block_ids("a")[0])) <= life.blocks_held(first, BLOCK)
+    assert len(held(blocks.block_ids("a")[0])) <= spec.blocks_held(first, BLOCK)
 
 
-@given(demand=DEMANDS, life=st.sampled_from([life for life in LIVES if life != GROWING]))
+@given(demand=DEMANDS, spec=st.sampled_from([spec for spec in LIVES if spec != GROWING]))
 @settings(max_examples=100, deadline=None)
-def test_beyond_the_most_blocks_no_request_waits(demand, life):
+def test_beyond_the_most_blocks_no_request_waits(demand, spec):
     """All requests run to the longest context, each computing one token a step behind a prefill."""
-    num_blocks = life.most_blocks(demand, BLOCK)
+    num_blocks = spec.most_blocks(demand, BLOCK)
     blocks = BlockManager(
-        [BlockGroup(num_blocks, life)], block_size=BLOCK, enable_prefix_caching=False
+        [BlockGroup(num_blocks, spec)], block_size=BLOCK, enable_prefix_caching=False
     )
     tokens = list(range(demand.max_model_len))
     names = [str(index) for index in range(demand.max_num_seqs)]
@@ -460,5 +466,5 @@ def test_beyond_the_most_blocks_no_request_waits(demand, life):
 
 def test_a_start_counts_each_lifes_blocks():
     extent = Extent(num_tokens=30, step_end=10, num_fixed_tokens=FIXED)
-    assert [life.blocks_at_start(extent, BLOCK) for life in LIVES] == [8, 3, 3, 1, 3]
-    assert [life.blocks_held(30, BLOCK) for life in LIVES] == [8, 3, 3, 1, 0]
+    assert [spec.blocks_at_start(extent, BLOCK) for spec in LIVES] == [8, 3, 3, 1, 3]
+    assert [spec.blocks_held(30, BLOCK) for spec in LIVES] == [8, 3, 3, 1, 0]

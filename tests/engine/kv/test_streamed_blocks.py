@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.kv.tier_connector import TierConnector, Tiers
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.kv.kv_connector import KVConnector, Tiers
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.kv_messages import StreamedBlock
 
 BLOCK = 4
@@ -18,7 +18,7 @@ def manager(*, streams: bool = True, num_groups: int = 1) -> BlockManager:
         [BlockGroup(16)] * num_groups,
         block_size=BLOCK,
         enable_prefix_caching=True,
-        connector=TierConnector(tiers),
+        connector=KVConnector(tiers),
     )
 
 
@@ -35,7 +35,7 @@ def test_blocks_that_a_step_fills_are_named_beforehand() -> None:
     blocks = manager(num_groups=2)
     blocks.start("a", TOKENS, reserve=0)
     found = streamed(blocks, 6, 18)
-    digests = BlockNaming().digests(TOKENS, BLOCK)
+    digests = BlockHashing().digests(TOKENS, BLOCK)
     assert [(one.group, one.key.digest) for one in found] == [
         (group, digest) for group in range(2) for digest in digests[1:4]
     ]
@@ -61,5 +61,5 @@ def test_without_a_stream_nothing_is_planned() -> None:
 
 def test_tokens_without_names_stay() -> None:
     blocks = manager()
-    blocks.start("a", TOKENS, naming=BlockNaming(num_named_tokens=9), reserve=0)
+    blocks.start("a", TOKENS, naming=BlockHashing(num_named_tokens=9), reserve=0)
     assert [one.key.token_ids for one in streamed(blocks, 0, 18)] == [(5, 6, 7, 8), (9, 10, 11, 12)]

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import HOLE, BlockGroup
-from octavo.engine.protocol.group_life import WindowLife
+from octavo.engine.protocol.kv_cache_spec import SlidingWindowSpec
 from tests.support.engine_fakes import (
     FakeExecutor,
     expected_tokens,
@@ -72,7 +72,7 @@ def test_windows_with_prefix_hits_forks_and_preemption(budget, mode):
 
 def manager(num_blocks=16, window=10):
     return BlockManager(
-        [BlockGroup(num_blocks), BlockGroup(num_blocks, WindowLife(window))],
+        [BlockGroup(num_blocks), BlockGroup(num_blocks, SlidingWindowSpec(window))],
         block_size=4,
         enable_prefix_caching=True,
     )

@@ -10,17 +10,17 @@ import pytest
 from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.prefix_cache import PrefixCache
-from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
+from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_messages import BlockKey
 
 BLOCK = 4
 
 
-def keys(tokens: list[int], naming: BlockNaming | None = None) -> list[BlockKey]:
-    return BlockChain(naming or BlockNaming()).extend(tokens, len(tokens) // BLOCK, BLOCK)
+def keys(tokens: list[int], naming: BlockHashing | None = None) -> list[BlockKey]:
+    return BlockChain(naming or BlockHashing()).extend(tokens, len(tokens) // BLOCK, BLOCK)
 
 
-def digests(tokens: list[int], naming: BlockNaming | None = None) -> list[bytes]:
+def digests(tokens: list[int], naming: BlockHashing | None = None) -> list[bytes]:
     return [key.digest for key in keys(tokens, naming)]
 
 
@@ -33,25 +33,25 @@ def test_a_digest_depends_on_the_tokens_before_its_block():
 @pytest.mark.parametrize(
     "naming",
     [
-        BlockNaming("tenant"),
-        BlockNaming(adapter_digest=b"adapter"),
-        BlockNaming("tenant", b"adapter"),
-        BlockNaming("tenantadapter"),
-        BlockNaming(media={0: (b"cat",)}),
-        BlockNaming(media={0: (b"dog",)}),
-        BlockNaming(media={0: (b"cat", b"dog")}),
-        BlockNaming(media={0: (b"catdog",)}),
+        BlockHashing("tenant"),
+        BlockHashing(adapter_digest=b"adapter"),
+        BlockHashing("tenant", b"adapter"),
+        BlockHashing("tenantadapter"),
+        BlockHashing(media={0: (b"cat",)}),
+        BlockHashing(media={0: (b"dog",)}),
+        BlockHashing(media={0: (b"cat", b"dog")}),
+        BlockHashing(media={0: (b"catdog",)}),
     ],
 )
 def test_salt_adapter_and_media_each_make_other_names(naming):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     others = [
-        BlockNaming(),
-        BlockNaming("tenant"),
-        BlockNaming(adapter_digest=b"adapter"),
-        BlockNaming("tenant", b"adapter"),
-        BlockNaming(media={0: (b"cat",)}),
-        BlockNaming(media={0: (b"cat", b"dog")}),
+        BlockHashing(),
+        BlockHashing("tenant"),
+        BlockHashing(adapter_digest=b"adapter"),
+        BlockHashing("tenant", b"adapter"),
+        BlockHashing(media={0: (b"cat",)}),
+        BlockHashing(media={0: (b"cat", b"dog")}),
     ]
     for other in others:
         assert set(digests(tokens, naming)).isdisjoint(digests(tokens, other)) or naming == other
@@ -59,7 +59,7 @@ def test_salt_adapter_and_media_each_make_other_names(naming):
 
 def test_media_change_their_own_block_and_those_behind_it():
     tokens = list(range(12))
-    plain, image = keys(tokens), keys(tokens, BlockNaming(media={1: (b"cat",)}))
+    plain, image = keys(tokens), keys(tokens, BlockHashing(media={1: (b"cat",)}))
     assert image[0] == plain[0]
     assert [key.extra for key in image] == [(), (b"cat",), ()]
     assert image[1].digest != plain[1].digest and image[2].digest != plain[2].digest
@@ -68,13 +68,13 @@ def test_media_change_their_own_block_and_those_behind_it():
 def test_blocks_with_the_same_tokens_and_other_media_are_not_taken_for_each_other():
     cache = PrefixCache()
     found = {
-        media: keys([7, 7, 7, 7], BlockNaming(media={0: media}))[0]
+        media: keys([7, 7, 7, 7], BlockHashing(media={0: media}))[0]
         for media in ((b"cat",), (b"dog",), ())
     }
     for block_id, key in enumerate(found.values()):
         cache.add(block_id, key)
     assert [cache.find(key) for key in found.values()] == [0, 1, 2]
-    root = BlockNaming().root()
+    root = BlockHashing().root()
     assert cache.find_partial(root, (7, 7)).key == found[()], "only tokens say what it holds"
     cache.forget(2)
     assert cache.find_partial(root, (7, 7)) is None
@@ -96,7 +96,7 @@ def test_a_salt_cannot_be_crafted_into_the_name_of_another_prompts_block():
     victim = [*first, *second, *third]
     blocks.start("victim", victim, reserve=0)
     blocks.record("victim", victim, len(victim))
-    started = blocks.start("other", [*third, 13], naming=BlockNaming(crafted), reserve=0)
+    started = blocks.start("other", [*third, 13], naming=BlockHashing(crafted), reserve=0)
     assert started.num_cached_tokens == 0
 
 
@@ -105,8 +105,8 @@ def test_no_salt_and_no_adapter_is_hashed_as_a_block_is():
     block = keys(tokens)[0]
     hashed = block.parent + struct.pack("4i", *tokens)
     for naming in (
-        BlockNaming(hashed.decode("latin-1")),
-        BlockNaming(adapter_digest=hashed),
-        BlockNaming(adapter_digest=hashed[8:]),
+        BlockHashing(hashed.decode("latin-1")),
+        BlockHashing(adapter_digest=hashed),
+        BlockHashing(adapter_digest=hashed[8:]),
     ):
         assert naming.root() != block.digest

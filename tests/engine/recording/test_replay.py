@@ -11,7 +11,7 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.protocol.group_life import WindowLife
+from octavo.engine.protocol.kv_cache_spec import SlidingWindowSpec
 from octavo.engine.recording.recorder import (
     FORMAT,
     Recorder,
@@ -28,7 +28,7 @@ from tests.support.fake_tiers import Disk, FakeTiers, tiers_of
 from tests.support.llm_tools import make_llm, prompts_of
 from tests.support.tiers import examples
 
-GROUPS = [BlockGroup(18, num_host_blocks=5), BlockGroup(18, WindowLife(40), 5)]
+GROUPS = [BlockGroup(18, num_host_blocks=5), BlockGroup(18, SlidingWindowSpec(40), 5)]
 
 
 class MovingClock(SimulatedClock):

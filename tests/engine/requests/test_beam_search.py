@@ -12,8 +12,8 @@ from octavo.config.cache_options import CacheOptions
 from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.core import EngineCore
 from octavo.engine.kv.block_pool import BlockGroup
-from octavo.engine.protocol.group_life import StateLife
-from octavo.engine.protocol.prompt_limits import Verdict
+from octavo.engine.protocol.kv_cache_spec import StateSpec
+from octavo.engine.protocol.prompt_limits import AllocStatus
 from octavo.engine.scheduler.build import build_scheduler
 from tests.support.engine_fakes import (
     FakeExecutor,
@@ -125,7 +125,7 @@ def test_a_beam_that_fails_fails_its_search_and_no_other():
     ]
     assert outputs["b"][0].beams == alone(prompt_of(20), 3)
     assert not core.scheduler.blocks.tables and not executor.rows.keys() - set(
-        core.scheduler.placement.freed_rows
+        core.scheduler.kv_allocator.freed_rows
     )
 
 
@@ -219,7 +219,7 @@ def test_beams_without_states_are_refused_by_their_number():
     """Where a model keeps fewer recurrent states than there are beams, the message names the beams:
     no prompt would be short enough.
     """
-    groups = [BlockGroup(64), BlockGroup(3, StateLife())]
+    groups = [BlockGroup(64), BlockGroup(3, StateSpec())]
     scheduler = build_scheduler(
         SchedulerOptions(max_num_seqs=8), CacheOptions(), groups, block_size=16, max_model_len=512
     )
@@ -229,7 +229,7 @@ def test_beams_without_states_are_refused_by_their_number():
     wanted = "beam_width: got 4, but the KV cache has no room for 4 sequences at once"
     assert (output.finish_reason, output.error) == ("error", wanted)
     three = scheduler.admission.limits_of(scheduler.blocks.capacity_of(3))
-    assert three.judge(20, 3).verdict is Verdict.OK
+    assert three.judge(20, 3).status is AllocStatus.OK
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])

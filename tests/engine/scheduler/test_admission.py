@@ -5,7 +5,7 @@ import pytest
 from octavo.api.errors import ConfigError
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
-from octavo.engine.protocol.prompt_limits import OK, PromptLimits, Verdict
+from octavo.engine.protocol.prompt_limits import OK, AllocStatus, PromptLimits
 from octavo.engine.scheduler.admission import Admission
 from tests.support.engine_fakes import (
     FakeExecutor,
@@ -44,7 +44,7 @@ LIMITS = PromptLimits(
 )
 def test_never_names_the_limit(num_tokens, message):
     answer = LIMITS.judge(num_tokens)
-    assert (answer.verdict, answer.reason) == (Verdict.NEVER, message)
+    assert (answer.status, answer.reason) == (AllocStatus.NEVER, message)
     assert LIMITS.judge(40) is OK
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from octavo.engine.media import MediaPlaces
-from octavo.engine.protocol.block_hashes import BlockNaming, media_of_blocks
+from octavo.engine.protocol.block_hashes import BlockHashing, media_of_blocks
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 from tests.support.engine_fakes import (
     BLOCK,
@@ -76,7 +76,7 @@ def test_the_part_of_an_image_that_a_block_holds_is_in_its_name():
     names = set()
     for first in (4, 8, 12):
         media = media_of_blocks([item("a", 0, first), item("b", first, BLOCK - first)], BLOCK)
-        names.add(BlockNaming(media=media).block(b"", tokens, 0).digest)
+        names.add(BlockHashing(media=media).block(b"", tokens, 0).digest)
     assert len(names) == 3
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.original_context import OriginalContext
 from tests.support.engine_fakes import expected_tokens, make_core, make_request, run_all, tokens_of
 
@@ -15,7 +15,7 @@ ORIGINAL = OriginalContext(40)
 WAYS = {
     "chunks": {"budget": 8},
     "planned ahead": {"runs_ahead": True},
-    "lanes": {"num_lanes": 2},
+    "micro_batches": {"num_micro_batches": 2},
     "several steps": {"num_scheduler_steps": 8},
     "swapped": {"num_blocks": 14, "num_host_blocks": 14, "preemption_mode": "swap"},
     "computed again": {"num_blocks": 14, "preemption_mode": "recompute"},
@@ -74,8 +74,8 @@ def test_blocks_of_both_kinds_have_names_of_their_own():
     assert (
         len(
             {
-                *BlockNaming().digests(tokens, 16),
-                *BlockNaming(first_position=40).digests(tokens, 16),
+                *BlockHashing().digests(tokens, 16),
+                *BlockHashing(first_position=40).digests(tokens, 16),
             }
         )
         == 4

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.engine.clients.heartbeat import PAGE_BYTES, HeartbeatPage, MonitoredExecutor
 from octavo.engine.core import EngineCore
-from octavo.engine.scheduler.steps_in_flight import ALL_MAY_END, SHORT, SWAPPING
+from octavo.engine.scheduler.in_flight_steps import ALL_MAY_END, SHORT, SWAPPING
 from tests.support.engine_fakes import (
     LaunchingExecutor,
     expected_tokens,

@@ -8,7 +8,7 @@ import pytest
 import zmq.asyncio
 
 from octavo.engine.protocol.block_events import BlocksCleared, BlocksRemoved, BlocksStored
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.cached_names import CachedNames
 from octavo.server.router.kv_feed import KvFeed, reachable
 from octavo.transfer.kv_publisher import KVEventPublisher
@@ -17,12 +17,12 @@ from octavo.transfer.sockets import lock_client, lock_server
 from tests.support.free_ports import free_port
 
 BLOCK = 4
-ROOT = BlockNaming().root()
+ROOT = BlockHashing().root()
 
 
 def chain(first):
     tokens = list(range(first, first + 4 * BLOCK))
-    return BlocksStored(BlockNaming().digests(tokens, BLOCK), ROOT, tokens)
+    return BlocksStored(BlockHashing().digests(tokens, BLOCK), ROOT, tokens)
 
 
 def names(*events):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from octavo.api.errors import ConfigError
-from octavo.engine.protocol.block_hashes import BlockNaming
+from octavo.engine.protocol.block_hashes import BlockHashing
 from octavo.engine.protocol.kv_messages import BlockKey, BlockPin, SlotBlock
 from octavo.worker.kv_connectors import block_file
 from octavo.worker.kv_connectors.block_directory import BlockDirectory, DirectoryFull, open_root
@@ -54,7 +54,7 @@ def make(
 
 
 def block(number: int, group: int = 0) -> SlotBlock:
-    return SlotBlock(group, number, BlockNaming().block(bytes(16), (number,) * 16, 0))
+    return SlotBlock(group, number, BlockHashing().block(bytes(16), (number,) * 16, 0))
 
 
 def data(number: int) -> np.ndarray:
@@ -333,7 +333,7 @@ def test_a_block_with_media_is_stored_under_their_digests(tmp_path):
     directory = make(tmp_path, Clock())
     token_ids = (7,) * 16
     blocks = [
-        SlotBlock(0, 0, BlockNaming(media={0: media}).block(bytes(16), token_ids, 0))
+        SlotBlock(0, 0, BlockHashing(media={0: media}).block(bytes(16), token_ids, 0))
         for media in ((), (b"cat",), (b"cat", b"dog"))
     ]
     for number, wanted in enumerate(blocks):

@@ -1,9 +1,9 @@
 """The share of the requests that one of several steps in flight computes.
 
 A model whose stages compute different steps at a time is busy only where there is a step for each.
-The requests that generate are therefore shared out over as many lanes; prompts are not, since their
-chunks follow one another anyway. Source: Huang et al. 2019 (GPipe), by requests in place of
-micro-batches.
+The requests that generate are therefore shared out over as many micro_batches; prompts are not,
+since their chunks follow one another anyway. Source: Huang et al. 2019 (GPipe), by requests in
+place of micro-batches.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from octavo.engine.requests.request import Request
 
 
 @dataclass(slots=True)
-class Lane:
+class MicroBatch:
     """One step's room for requests that generate; None: for all of them."""
 
     room: int | None
 
     @staticmethod
-    def of(running: Sequence[Request], num_lanes: int) -> Lane:
-        """Returns the room of the next step, of `num_lanes` in flight."""
-        if num_lanes == 1:
-            return Lane(None)
-        return Lane(-(-sum(map(_generates, running)) // num_lanes))
+    def of(running: Sequence[Request], num_micro_batches: int) -> MicroBatch:
+        """Returns the room of the next step, of `num_micro_batches` in flight."""
+        if num_micro_batches == 1:
+            return MicroBatch(None)
+        return MicroBatch(-(-sum(map(_generates, running)) // num_micro_batches))
 
     def has_room_for(self, request: Request) -> bool:
         return self.room is None or self.room > 0 or not _generates(request)

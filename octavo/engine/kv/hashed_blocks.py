@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
 from octavo.engine.kv.block_tables import BlockTables
-from octavo.engine.protocol.block_hashes import BlockChain, BlockNaming
+from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_messages import BlockKey, BlockName, StreamedBlock
 from octavo.engine.protocol.ports import Connector
 
 
-class NamedBlocks:
+class HashedBlocks:
     """The names of the blocks that requests hold, by request id."""
 
     def __init__(
@@ -35,11 +35,11 @@ class NamedBlocks:
         self._tables = tables
         self._connector = connector
         self._block_size = block_size
-        intervals = [pool.life.checkpoint_tokens for pool in pools]
+        intervals = [pool.spec.checkpoint_tokens for pool in pools]
         self._checkpoint_tokens = min(filter(None, intervals), default=0)
         self._chains: dict[str, BlockChain] = {}
 
-    def chain(self, request_id: str, naming: BlockNaming) -> BlockChain:
+    def chain(self, request_id: str, naming: BlockHashing) -> BlockChain:
         """Returns a request's chain, which begins where it has none."""
         chain = self._chains.get(request_id)
         if chain is None:
@@ -47,7 +47,7 @@ class NamedBlocks:
         return chain
 
     def keys(
-        self, request_id: str, token_ids: Sequence[int], naming: BlockNaming
+        self, request_id: str, token_ids: Sequence[int], naming: BlockHashing
     ) -> list[BlockKey]:
         """Returns the keys of the full blocks of `token_ids`."""
         num_blocks = len(token_ids) // self._block_size
@@ -100,11 +100,11 @@ class NamedBlocks:
         for group, (pool, table) in enumerate(
             zip(self._pools, self._tables.of[request_id], strict=True)
         ):
-            if pool.life.is_rewritten:
+            if pool.spec.is_rewritten:
                 is_kept = num_tokens <= limit and self._is_mark(chain, num_tokens)
                 entries = [(table[0], named[-1][1])] if is_kept else []
             else:
-                entries = [(table[index], key) for index, key in named if pool.life.is_named]
+                entries = [(table[index], key) for index, key in named if pool.spec.is_named]
             for block_id, key in entries:
                 if block_id != HOLE:
                     pool.cache.add(block_id, key)
@@ -139,14 +139,14 @@ class NamedBlocks:
         num_full = min(end, chain.naming.num_named_tokens) // self._block_size
         keys = chain.extend(token_ids, num_full, self._block_size)
         for group, table in enumerate(self._tables.of[request_id]):
-            life = self._pools[group].life
-            if life.is_named and not life.is_rewritten:
+            spec = self._pools[group].spec
+            if spec.is_named and not spec.is_rewritten:
                 for index in range(start // self._block_size, num_full):
                     if table[index] != HOLE:
                         block = StreamedBlock(request_id, group, table[index], keys[index])
                         self._connector.stream(block)
 
-    def complete(self, request_id: str, token_ids: Sequence[int], naming: BlockNaming) -> None:
+    def complete(self, request_id: str, token_ids: Sequence[int], naming: BlockHashing) -> None:
         """Tells the connector that no more blocks of a prompt will be computed for another
         engine.
         """
@@ -157,5 +157,5 @@ class NamedBlocks:
 
     def _by_group(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
         """Lists the keys with each group that has names."""
-        groups = [index for index, pool in enumerate(self._pools) if pool.life.is_named]
+        groups = [index for index, pool in enumerate(self._pools) if pool.spec.is_named]
         return [(group, key) for key in keys for group in groups]

@@ -45,7 +45,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-class GroupLife(msgspec.Struct, frozen=True):
+class KVCacheSpec(msgspec.Struct, frozen=True):
     """The rules of one cache group. What the kinds share stands here, as for `growing`."""
 
     is_named: ClassVar[bool] = True
@@ -134,17 +134,17 @@ class GroupLife(msgspec.Struct, frozen=True):
         return UNBOUNDED
 
 
-class GrowingLife(GroupLife, frozen=True, tag="growing"):
+class FullAttentionSpec(KVCacheSpec, frozen=True, tag="growing"):
     """Every block stays until the request ends: full attention, latents."""
 
     keeps_every_token: ClassVar[bool] = True
 
 
-GROWING = GrowingLife()
-"""The life of most groups."""
+GROWING = FullAttentionSpec()
+"""The spec of most groups."""
 
 
-class WindowLife(GroupLife, frozen=True, tag="window"):
+class SlidingWindowSpec(KVCacheSpec, frozen=True, tag="window"):
     """Only the blocks that a query still sees stay."""
 
     window: int
@@ -183,7 +183,7 @@ class WindowLife(GroupLife, frozen=True, tag="window"):
         return demand.max_num_seqs * each + step
 
 
-class FixedLife(GroupLife, frozen=True, tag="fixed"):
+class CrossAttentionSpec(KVCacheSpec, frozen=True, tag="fixed"):
     """The blocks of the encoder's input stay from the start to the end: cross attention.
 
     The input is no part of the tokens that name blocks, so nothing is found by a prefix hit. The
@@ -221,7 +221,7 @@ class FixedLife(GroupLife, frozen=True, tag="fixed"):
         return demand.max_num_seqs * self.least_blocks(demand, block_size)
 
 
-class StateLife(GroupLife, frozen=True, tag="state"):
+class StateSpec(KVCacheSpec, frozen=True, tag="state"):
     """One block, which every step writes again: a recurrent state.
 
     It stands for all tokens so far and for no shorter prefix. Where a checkpoint is due, the block
@@ -273,7 +273,7 @@ class StateLife(GroupLife, frozen=True, tag="state"):
         return demand.max_num_seqs * (1 + self.num_checkpoints(demand.max_model_len))
 
 
-class StepLife(GroupLife, frozen=True, tag="step"):
+class SingleStepSpec(KVCacheSpec, frozen=True, tag="step"):
     """The blocks of the tokens that a step computes, released at its end: an encoder's own
     attention.
 
@@ -314,7 +314,7 @@ class StepLife(GroupLife, frozen=True, tag="step"):
         return blocks_for(demand.max_step_tokens, block_size) + 2 * demand.max_num_seqs
 
 
-class EncodeLife(GroupLife, frozen=True, tag="encode"):
+class EncoderSpec(KVCacheSpec, frozen=True, tag="encode"):
     """The blocks of the encoder's input, released at the end of the one step that encodes it: the
     encoder's own attention, beside a decoder.
     """
@@ -357,10 +357,17 @@ class EncodeLife(GroupLife, frozen=True, tag="encode"):
         return max(step, self.least_blocks(demand, block_size))
 
 
-AnyLife = GrowingLife | WindowLife | FixedLife | StateLife | StepLife | EncodeLife
+AnyKVCacheSpec = (
+    FullAttentionSpec
+    | SlidingWindowSpec
+    | CrossAttentionSpec
+    | StateSpec
+    | SingleStepSpec
+    | EncoderSpec
+)
 """Any of the kinds, as messages and recordings spell them."""
 
 
-def life_of_window(window: int | None) -> AnyLife:
-    """Returns the life of a group whose queries see `window` keys; None: all before them."""
-    return GROWING if window is None else WindowLife(window)
+def spec_of_window(window: int | None) -> AnyKVCacheSpec:
+    """Returns the spec of a group whose queries see `window` keys; None: all before them."""
+    return GROWING if window is None else SlidingWindowSpec(window)

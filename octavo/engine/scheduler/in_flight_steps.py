@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.engine.requests.request import Request
-from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.step_builder import StepBuilder
 
 SWAPPING = "blocks are on their way to the host"
@@ -28,7 +28,7 @@ ALL_MAY_END = "no request has a token to compute until a step in flight is back"
 class PlannedStep:
     """The part of a plan that is remembered until its result comes."""
 
-    owners: list[tuple[Request, TokenRow]]
+    owners: list[tuple[Request, SequenceState]]
     """Request and row of each row of the plan."""
     new_rows: list[str]
     swapped_out: list[Request]
@@ -37,7 +37,7 @@ class PlannedStep:
     """Whether it is the first decode step of its plan."""
 
 
-class StepsInFlight:
+class InFlightSteps:
     """Planned steps in their order, which is that of their results."""
 
     def __init__(self, *, draws_ahead: bool = True) -> None:
@@ -74,7 +74,7 @@ class StepsInFlight:
         self._steps.append(PlannedStep(owners, [], [], is_short=False, is_first=False))
         return len(owners)
 
-    def end_decode(self) -> list[tuple[Request, TokenRow]]:
+    def end_decode(self) -> list[tuple[Request, SequenceState]]:
         """Ends a plan of several decode steps; returns its requests and rows, [] if there is
         none.
         """

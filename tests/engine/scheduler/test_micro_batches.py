@@ -17,13 +17,13 @@ LINEAR = SimulatedCosts(table=((1, 0.001), (1000, 1.0)), context_token_s=0.0)
 """Costs of a step that is bound by arithmetic: each token takes as long."""
 
 
-def throughput(num_lanes: int, num_requests: int) -> float:
+def throughput(num_micro_batches: int, num_requests: int) -> float:
     """Returns the tokens per simulated second of requests on two stages."""
     clock = SimulatedClock()
     core = make_core(
         executor=SimulatedPipeline(clock, 2, LINEAR),
         clock=clock,
-        num_lanes=num_lanes,
+        num_micro_batches=num_micro_batches,
         num_blocks=400,
         budget=64,
         max_num_seqs=num_requests,
@@ -46,7 +46,7 @@ def test_a_single_request_leaves_one_stage_idle() -> None:
 
 def test_each_lane_has_its_share() -> None:
     """The first step computes all prompts; from then on five requests are three and two."""
-    core = make_core(num_lanes=2)
+    core = make_core(num_micro_batches=2)
     for index in range(5):
         core.add(make_request(f"r{index}", [index + 1], max_tokens=6))
     run_all(core)
@@ -59,15 +59,15 @@ def test_each_lane_has_its_share() -> None:
 @settings(max_examples=examples(40), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=7),
-    num_lanes=st.integers(1, 4),
+    num_micro_batches=st.integers(1, 4),
     num_blocks=st.integers(14, 60),
     swaps=st.booleans(),
     caching=st.booleans(),
 )
-def test_lanes_change_no_token(lengths, num_lanes, num_blocks, swaps, caching) -> None:
+def test_lanes_change_no_token(lengths, num_micro_batches, num_blocks, swaps, caching) -> None:
     """Prompts of several chunks, preemption and prefix hits included."""
     core = make_core(
-        num_lanes=num_lanes,
+        num_micro_batches=num_micro_batches,
         num_blocks=num_blocks,
         num_host_blocks=num_blocks if swaps else 0,
         caching=caching,

@@ -21,7 +21,7 @@ class Finish(NamedTuple):
     error: str | None = None
 
 
-class TokenRow:
+class SequenceState:
     """A sequence of tokens that is computed step by step.
 
     `num_computed_tokens` catches up with `num_tokens`. It counts tokens whose result has come back,

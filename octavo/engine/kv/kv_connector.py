@@ -80,7 +80,7 @@ class StepUnderWay:
     plan: ConnectorPlan = field(default_factory=ConnectorPlan)
 
 
-class TierConnector:
+class KVConnector:
     """Decides which named blocks go to host memory and files, and which come back."""
 
     def __init__(self, tiers: Tiers) -> None:
@@ -475,6 +475,6 @@ class TierConnector:
         return msgspec.structs.replace(self.stats)
 
 
-def no_connector(num_groups: int) -> TierConnector:
+def no_connector(num_groups: int) -> KVConnector:
     """Returns a connector without slots, which keeps nothing."""
-    return TierConnector(Tiers([0] * num_groups, 0))
+    return KVConnector(Tiers([0] * num_groups, 0))

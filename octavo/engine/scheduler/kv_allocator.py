@@ -13,20 +13,20 @@ import msgspec
 
 from octavo.engine.kv.block_manager import BlockManager, SwappedRow
 from octavo.engine.kv.prefix_loader import Prefetch
-from octavo.engine.protocol.block_hashes import BlockNaming, media_of_blocks
-from octavo.engine.protocol.group_life import UNBOUNDED
+from octavo.engine.protocol.block_hashes import BlockHashing, media_of_blocks
+from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.prompt_limits import OK, AdmissionDecision
 from octavo.engine.protocol.step import TableEnd
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.result_consumer import Branch
-from octavo.engine.requests.token_row import TokenRow
+from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.admission import NO_BLOCKS, NO_PROMPT, READING, Admission
 from octavo.engine.scheduler.preemption_policy import PreemptionPolicy
 from octavo.engine.scheduler.step_builder import StepBuilder
 
 
-class Placement:
+class KVAllocator:
     """Gives requests their blocks and takes them back. `num_running` is in every method the number
     of running rows, beside which some blocks stay free.
     """
@@ -211,7 +211,7 @@ class Placement:
 
     # -- its rows branch off each other ------------------------------------------------------------
 
-    def branch(self, rows: Sequence[TokenRow], branches: Sequence[Branch]) -> None:
+    def branch(self, rows: Sequence[SequenceState], branches: Sequence[Branch]) -> None:
         """Puts `branches` in the place of `rows`: they share what their parents have computed, and
         rows that do not continue are freed.
         """
@@ -228,7 +228,7 @@ class Placement:
 
     # -- its guesses come to nothing ---------------------------------------------------------------
 
-    def give_back(self, row: TokenRow) -> None:
+    def give_back(self, row: SequenceState) -> None:
         """Gives back the blocks that a row was granted for tokens that did not come: no step in
         flight writes to them.
         """
@@ -304,10 +304,10 @@ class Placement:
             return parent.num_computed_tokens >= parent.num_prompt_tokens - 1
         return self._num_shared_tokens(request, parent) > 0
 
-    def _naming(self, request: Request) -> BlockNaming:
+    def _naming(self, request: Request) -> BlockHashing:
         """Returns what the names of a request's blocks depend on beside its tokens."""
         source = request.source
-        return BlockNaming(
+        return BlockHashing(
             source.cache_salt,
             b"" if source.adapter is None else source.adapter.digest,
             b"" if source.encoder_input is None else source.encoder_input.digest,
