@@ -1,5 +1,5 @@
 # The instruction-set levels: each has the flags of the one before and its own. What a level needs of a machine is
-# in core/levels.cpp.
+# in runtime/levels.cpp.
 set(OCTAVO_LEVELS portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   # Zig has another name for this processor, and compiles for it where none is named.

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "../core/levels.h"
+#include "../runtime/levels.h"
 
 namespace octavo::test {
 
@@ -45,7 +45,8 @@ void test_kv_spill(const std::string& directory);
 void test_shared_ranks(const std::string& directory);
 void test_packing(const KernelTable& kernels);
 void test_float_codes(const KernelTable& kernels);
-void test_executor(const KernelTable& kernels);
+void test_plan(const KernelTable& kernels);
+void test_step_runner(const KernelTable& kernels);
 void test_experts(const KernelTable& kernels);
 
 }  // namespace octavo::test

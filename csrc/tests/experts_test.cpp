@@ -1,12 +1,12 @@
-// Routed experts on the executor: what they make of each row is what plain loops in double make, and bitwise
+// Routed experts on a StepRunner: what they make of each row is what plain loops in double make, and bitwise
 // the same alone or in a batch, on any number of threads, beside rows that are not numbers, and where several
 // engines with rows of their own share the experts.
-#include "../core/executor.h"
-
 #include <algorithm>
 #include <cstdio>
 #include <thread>
 
+#include "../plan/builder.h"
+#include "../runtime/step_runner.h"
 #include "matrices.h"
 
 namespace octavo::test {
@@ -47,7 +47,6 @@ struct Experts {
 RouteSpec route_of(Score score, int groups, GroupRank rank) {
     return RouteSpec{.top_k = kChosen,
                      .score = score,
-                     .bias = nullptr,
                      .num_groups = groups,
                      .top_groups = 2,
                      .group_rank = rank,
@@ -137,7 +136,7 @@ Row plain(const Experts& experts, const RouteSpec& spec, int token) {
     return out;
 }
 
-// -- the executor --
+// -- the plan --
 
 // The engines that share the experts, and this one's part of them.
 struct Sharing {
@@ -146,98 +145,69 @@ struct Sharing {
     int first = 0, last = kExperts;
 };
 
-void add_weights(const Executor& e, int route, const std::vector<TestMatrix>& from, ExpertsSpec& spec,
-                 std::vector<Tiles>& to) {
-    const ExpertPlan& plan = *e.expert_plan(route);
-    for (int expert = plan.first_expert; expert < plan.last_expert; expert++) {
-        to.push_back(from[expert].packed.tiles);
-        spec.owners.push_back(from[expert].packed.memory);
-    }
+std::vector<PackedTiles> own(const std::vector<TestMatrix>& weights, const Sharing& sharing) {
+    std::vector<PackedTiles> list;
+    for (int expert = sharing.first; expert < sharing.last; expert++) list.push_back(weights[expert].packed);
+    return list;
 }
 
-ExpertsSpec product_of(Executor& e, int route, const PreparedRows* rows,
-                       const std::vector<TestMatrix>& weights, const Place& out) {
-    ExpertsSpec spec{.rows = rows, .plan = e.expert_plan(route), .out = out};
-    add_weights(e, route, weights, spec, spec.weights);
-    return spec;
-}
-
-void add_gated(Executor& e, int route, const PreparedRows* rows, const Experts& experts, const Place& inner) {
-    ExpertsSpec spec = product_of(e, route, rows, experts.gates, inner);
-    add_weights(e, route, experts.ups, spec, spec.ups);
-    spec.epilogue.gated = true;
-    spec.epilogue.activation = 0;
-    e.add_experts(std::move(spec));
-}
-
-// Converts the rows of the second product in the first one, or in a stage of its own where the format needs
-// whole rows, or the first product reads the memory that they would have.
-const PreparedRows* inner_rows(Executor& e, const KernelTable& kernels, int route, const Tiles& down,
-                               const Place& inner) {
-    const RowType type = kernels.row_type(down.code);
-    if (!e.expert_plan(route)->scales_rows && type != RowType::whole && type != RowType::outliers) {
-        const PreparedRows* rows = e.convert_in_last_stage(inner, down);
-        e.begin_stage(false, 1);
-        return rows;
-    }
-    e.begin_stage(false, 1);
-    return e.add_expert_conversion(inner, route, down);
-}
-
-void build(Executor& e, const KernelTable& kernels, const Experts& experts, RouteSpec spec,
-           const Sharing& sharing) {
+std::shared_ptr<const Plan> plan_of(const KernelTable& kernels, const Experts& experts, RouteSpec spec,
+                                    const Sharing& sharing) {
     Arena tokens{Axis::tokens}, rows{Axis::experts}, samples{Axis::samples};
     const Place x = tokens.place(kHidden), out = tokens.place(kHidden), inner = rows.place(kInner),
                 down = rows.place(kHidden), sampled = samples.place(kHidden);
     spec.logits = tokens.place(kExperts);
     spec.weights = tokens.place(kChosen);
-    if (sharing.ranks) e.meet_engines(sharing.ranks, static_cast<int>(sharing.firsts.size()));
-    e.begin_stage(false, 0);
-    e.add_row_op(make_embedding({experts.packed.tiles, experts.packed.memory, x}));
-    const PreparedRows* converted = e.add_conversion(x, {}, experts.router.packed.tiles);
-    e.begin_stage(false, 0);
-    e.add_linear(LinearSpec{.rows = converted, .parts = {part(experts.router, spec.logits)}});
-    e.begin_stage(false, 1);
-    const int route = e.add_route(spec);
-    e.own_experts(route, sharing.first, sharing.last);
-    if (sharing.ranks) {
-        e.begin_stage(false, 1);
-        e.add_dispatch(x, spec.weights, route);
-    }
-    const Tiles& gate = experts.gates[0].packed.tiles;
-    if (!spec.scales_rows) converted = e.convert_in_route(x, gate);
-    e.begin_stage(false, 1);
-    if (spec.scales_rows) converted = e.add_expert_conversion(x, route, gate, &spec.weights);
-    add_gated(e, route, converted, experts, inner);
-    converted = inner_rows(e, kernels, route, experts.downs[0].packed.tiles, inner);
-    ExpertsSpec second = product_of(e, route, converted, experts.downs, down);
-    second.bias = experts.bias.data() + static_cast<size_t>(sharing.first) * kHidden;
-    e.add_experts(std::move(second));
-    if (sharing.ranks) {
-        e.begin_stage(false, 1);
-        e.add_collect(CollectSpec{down, down, e.expert_plan(route), sharing.firsts});
-    }
-    e.begin_stage(false, 2);
-    e.add_row_op(make_combine(down, spec.weights, out, *e.expert_plan(route)));
-    e.begin_stage(true, 3);
-    e.add_row_op(make_gather(out, sampled));
-    e.begin_stage(true, 3);
-    e.add_output(sampled);
-    e.finish(tokens.used, 0, samples.used, rows.used);
+    PlanBuilder builder(kernels,
+                        {.max_tokens = kMostRows,
+                         .vocab = kHidden,
+                         .engines = sharing.ranks,
+                         .num_engines = sharing.ranks ? static_cast<int>(sharing.firsts.size()) : 1});
+    builder.add(EmbeddingSpec{.table = experts.packed, .out = x});
+    builder.add(LinearSpec{.x = x, .parts = {part(experts.router, spec.logits)}});
+    const int route = builder.add(spec);
+    const bool exchanges = sharing.ranks != nullptr;
+    builder.add(DispatchSpec{.route = route,
+                             .first = sharing.first,
+                             .last = sharing.last,
+                             .x = exchanges ? x : Place{},
+                             .weights = exchanges ? spec.weights : Place{}});
+    builder.add(ExpertsSpec{.route = route,
+                            .x = x,
+                            .out = inner,
+                            .scaled_by = spec.scales_rows ? spec.weights : Place{},
+                            .fuses_input = !spec.scales_rows,
+                            .weights = own(experts.gates, sharing),
+                            .ups = own(experts.ups, sharing),
+                            .gate = {.activation = 0}});
+    // The first product converts the rows of the second one, unless their format needs whole rows, or it reads
+    // the memory that they would have.
+    const RowType type = kernels.row_type(experts.downs[0].packed.tiles.code);
+    const auto bias = experts.bias.begin() + static_cast<int64_t>(sharing.first) * kHidden;
+    builder.add(
+        ExpertsSpec{.route = route,
+                    .x = inner,
+                    .out = down,
+                    .fuses_input = !spec.scales_rows && type != RowType::whole && type != RowType::outliers,
+                    .weights = own(experts.downs, sharing),
+                    .bias = FloatArray({bias, experts.bias.end()})});
+    if (exchanges) builder.add(CollectSpec{down, down, route, sharing.firsts});
+    builder.add(CombineSpec{down, spec.weights, out, route});
+    builder.add(GatherSpec{out, sampled});
+    builder.add(OutputSpec{sampled});
+    return builder.build();
 }
 
 struct Runner {
     ThreadPool pool;
-    Executor executor;
+    StepRunner runner;
     KvMemory kv;
 
     Runner(const KernelTable& kernels, const Experts& experts, const RouteSpec& spec, int threads,
            const Sharing& sharing = {})
         : pool(threads),
-          executor(pool, kernels, kMostRows, kHidden),
-          kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}}) {
-        build(executor, kernels, experts, spec, sharing);
-    }
+          runner(pool, plan_of(kernels, experts, spec, sharing)),
+          kv({KvGroup{1, 1, 2, 2, KvType::bf16, 1}}) {}
     Floats run(const std::vector<int32_t>& ids) {
         const int count = static_cast<int>(ids.size());
         std::vector<int32_t> rows(count), slots(count, -1), starts = {0, count}, zero = {0};
@@ -252,7 +222,7 @@ struct Runner {
         b.context_lens = b.block_tables = zero.data();
         b.slots = slots.data();
         b.out_rows = out.data();
-        executor.run(b, kv);
+        runner.run(b, kv);
         return out;
     }
 };
@@ -346,7 +316,7 @@ void test_experts(const KernelTable& kernels) {
         test_sharing(kernels, experts, scaled, format);
         if (format != Format::fp32) continue;
         RouteSpec corrected = route_of(Score::sigmoid, 4, GroupRank::two_best);
-        corrected.bias = experts.correction.data();
+        corrected.bias = FloatArray(experts.correction);
         for (const RouteSpec& spec : {corrected, route_of(Score::softmax, 4, GroupRank::best),
                                       route_of(Score::softmax_top_k, 1, GroupRank::two_best),
                                       route_of(Score::sparsemixer, 1, GroupRank::two_best)})

@@ -1,6 +1,6 @@
 // Weights in codes that stand for floats: rows that are read back have the codes' own numbers, bit for bit,
 // products are those of these numbers, and a row's does not depend on how many rows come with it.
-#include "../core/packing.h"
+#include "../plan/packing.h"
 #include "check.h"
 
 namespace octavo::test {

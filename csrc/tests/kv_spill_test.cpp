@@ -1,6 +1,6 @@
 // Keys and values of which a part is in a file: every layer finds the bytes of the blocks that it asks for, whatever
 // stays in memory and whatever the disk does, and no more stays than was said.
-#include "../core/kv_spill.h"
+#include "../runtime/kv_spill.h"
 
 #include <fcntl.h>
 

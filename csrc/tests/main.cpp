@@ -56,7 +56,8 @@ int main(int count, char** arguments) {
         std::printf("%s: packing ok\n", arguments[i]);
         std::fflush(stdout);
         test::test_float_codes(kernels);
-        test::test_executor(kernels);
+        test::test_plan(kernels);
+        test::test_step_runner(kernels);
         test::test_experts(kernels);
         std::printf("%s: ok\n", arguments[i]);
         std::fflush(stdout);

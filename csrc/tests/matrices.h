@@ -1,12 +1,12 @@
 // Matrices in the formats of weights, with the numbers that they stand for, and places for Values: what tests
-// that build an executor by hand share.
+// that build a plan by hand share.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "../core/executor.h"
+#include "../plan/specs.h"
 #include "check.h"
 
 namespace octavo::test {
@@ -86,10 +86,7 @@ struct Arena {
 };
 
 inline LinearPart part(const TestMatrix& m, const Place& out, const Place* residual = nullptr) {
-    LinearPart p{m.packed.tiles, m.packed.memory, out};
-    p.has_residual = residual != nullptr;
-    if (residual) p.residual = *residual;
-    return p;
+    return {.weight = m.packed, .out = out, .residual = residual ? *residual : Place{}};
 }
 
 }  // namespace octavo::test

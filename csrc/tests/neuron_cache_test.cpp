@@ -1,6 +1,6 @@
 // Neurons' records: every request finds the bytes of its neurons, whatever stays in memory and whatever the
 // disk does; reads that fail are the step's error, and later steps find theirs.
-#include "../core/neuron_cache.h"
+#include "../runtime/neuron_cache.h"
 
 #include <fcntl.h>
 

@@ -1,6 +1,6 @@
 // Weights in tiles: a row that is read back has the format's own values, bit for bit, and products are those
 // of these values.
-#include "../core/packing.h"
+#include "../plan/packing.h"
 
 #include "check.h"
 

@@ -1,6 +1,6 @@
 // Ranks as threads, each with a mapping of its own: their collectives, in slots that grow and in several
 // pieces, and the end of a wait for a rank that never comes.
-#include "../core/shared_ranks.h"
+#include "../runtime/shared_ranks.h"
 
 #include <unistd.h>
 

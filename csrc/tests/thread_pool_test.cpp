@@ -1,5 +1,5 @@
 // The pool runs each piece of each stage once, and no piece before the stage ahead of it is done.
-#include "../core/thread_pool.h"
+#include "../runtime/thread_pool.h"
 
 #include <atomic>
 #include <chrono>

@@ -1,5 +1,5 @@
 // How a step's rows are shared among threads: blocks of rows where they come out even, else outputs.
-#include "../core/walk.h"
+#include "../runtime/walk.h"
 #include "check.h"
 
 namespace octavo::test {

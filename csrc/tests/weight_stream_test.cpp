@@ -1,6 +1,6 @@
 // Streamed weights: every stage finds the bytes of its chunk, whatever the disk does. Reads that fail or end too
 // early are the step's error or the start's, slow ones are waited for, and nothing hangs.
-#include "../core/weight_stream.h"
+#include "../runtime/weight_stream.h"
 
 #include <fcntl.h>
 
@@ -9,7 +9,7 @@
 #include <optional>
 #include <thread>
 
-#include "../core/thread_pool.h"
+#include "../runtime/thread_pool.h"
 #include "check.h"
 
 namespace octavo::test {

@@ -2,7 +2,7 @@
 together.
 
 Owns how a block is described and taken apart; knows no format by name (`quant/gguf.py`). A backend
-may read the blocks themselves (csrc/core/packing.h does); `packed()` is for the others.
+may read the blocks themselves (csrc/plan/packing.h does); `packed()` is for the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The file of the native backend for blocks of keys and values that memory has no room for.
 
 Makes the file, which has no name: it is gone with the process, however that ends. What goes there
-and what comes back is csrc/core/kv_spill.h.
+and what comes back is csrc/runtime/kv_spill.h.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from octavo.engine.protocol.step import WeightArrivals
 from octavo.executor.base import LoadWeight
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.formats import TILE
-from octavo.executor.native.parameters import gate_numbers
-from octavo.executor.native.stage_emitter import StageEmitter
+from octavo.executor.native.lowering_context import LoweringContext
 from octavo.executor.native.weights import NativeWeights
 from octavo.program.ops import Foresee, Gate
 from octavo.program.passes.offload import ALIGN
@@ -190,41 +189,46 @@ class OpenedNeurons:
             neurons_foreseen_used=cache.num_foreseen_used,
         )
 
-    def lowering(self, emitter: StageEmitter) -> NeuronLowering:
+    def lowering(self, context: LoweringContext) -> NeuronLowering:
         """Makes what lowers the ops that read the records."""
-        return NeuronLowering(self, emitter)
+        return NeuronLowering(self, context)
 
 
 class NeuronLowering:
     """Lowers the ops that read records of neurons. Part of `Lowering`."""
 
-    def __init__(self, neurons: OpenedNeurons, emitter: StageEmitter) -> None:
-        self._neurons, self._emitter = neurons, emitter
-        self._builder, self._span = emitter.builder, emitter.span
+    def __init__(self, neurons: OpenedNeurons, context: LoweringContext) -> None:
+        self._neurons, self._context, self._native = neurons, context, context.native
+        self._add, self._span = context.builder.add, context.span
 
     def lower_Neurons(self, op: Neurons) -> None:
         layer, scales = self._neurons.layers[id(op)]
-        self._emitter.begin()
-        self._builder.neurons(
-            self._neurons.cache,
-            layer,
-            self._span(op.opened),
-            threshold=op.threshold,
-            out=None if op.out is None else self._span(op.out),
-            x=self._span(op.opened if op.x is None else op.x),
-            norm=self._emitter.norm(op.norm),
-            x_threshold=op.x_threshold,
-            scales=scales,
-            up_bias=self._emitter.optional(op.up_bias),
-            gate_bias=self._emitter.optional(op.gate_bias),
-            gate=gate_numbers(op.gate or Gate("relu", up_offset=op.up_offset)),
-            computes_gate=op.gate_row is not None,
+        self._add(
+            self._native.NeuronsSpec(
+                cache=self._neurons.cache,
+                layer=layer,
+                opened=self._span(op.opened),
+                threshold=op.threshold,
+                out=self._context.span_or_none(op.out),
+                x=self._span(op.opened if op.x is None else op.x),
+                norm=self._context.input_norm(op.norm),
+                x_threshold=op.x_threshold,
+                up_scales=scales[-1] if scales else None,
+                up_bias=self._context.floats_or_none(op.up_bias),
+                gate_scales=None if op.gate_row is None else scales[0],
+                gate_bias=self._context.floats_or_none(op.gate_bias),
+                gate=self._context.gate_spec(op.gate or Gate("relu", up_offset=op.up_offset)),
+            )
         )
 
     def lower_Foresee(self, op: Foresee) -> None:
-        self._emitter.begin()
-        layer = self._neurons.of_gate[op.gate]
-        self._builder.foresee(self._neurons.cache, layer, self._span(op.scores))
+        self._add(
+            self._native.ForeseeSpec(
+                cache=self._neurons.cache,
+                layer=self._neurons.of_gate[op.gate],
+                scores=self._span(op.scores),
+            )
+        )
 
 
 class NeuronRecords:

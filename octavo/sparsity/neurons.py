@@ -4,7 +4,7 @@ and how many of them stay in memory.
 A layer is split behind its gates, which say what a row uses: they are multiplied whole, and a
 neuron's row of the up projection and its column of the last product lie together in a file. Where a
 predictor says it, the row that makes the gate is part of the record, and no gate is computed that
-nothing needs. Who reads them is csrc/core/neuron_cache.h; with a predictor they may all be in
+nothing needs. Who reads them is csrc/runtime/neuron_cache.h; with a predictor they may all be in
 memory. Source of the idea: LLM in a Flash (arXiv 2312.11514).
 """
 

@@ -1,7 +1,7 @@
-"""Adapters in the native kernels' layout, and the slots of one executor.
+"""Adapters in the native kernels' layout, and the slots of one runner.
 
 Owns the arrays of each slot; which site is which the lowering says. A matrix is laid out by its own
-rank, whatever others have (csrc/core/adapters.h).
+rank, whatever others have (csrc/runtime/adapters.h).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LARGE_PAGE_BYTES = 2 << 20
 
 
 class NativeAdapters:
-    """The adapters that an executor's rows may have, by slot."""
+    """The adapters that a runner's rows may have, by slot."""
 
-    def __init__(self, executor: Any, sites: Sequence[Site], tables: set[Site]) -> None:
-        self._executor = executor
+    def __init__(self, runner: Any, sites: Sequence[Site], tables: set[Site]) -> None:
+        self._runner = runner
         self._sites = sites
         self._tables = tables
         self._bytes: dict[int, int] = {}
@@ -51,11 +51,11 @@ class NativeAdapters:
         return PackedAdapter(num_bytes, [packed.get(site) for site in self._sites])
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
-        self._executor.put_adapter(slot, adapter.parts)
+        self._runner.put_adapter(slot, adapter.parts)
         self._bytes[slot] = adapter.num_bytes
 
     def drop(self, slot: int) -> None:
-        self._executor.drop_adapter(slot)
+        self._runner.drop_adapter(slot)
         self._bytes.pop(slot, None)
 
     @property
@@ -63,7 +63,7 @@ class NativeAdapters:
         return sum(self._bytes.values())
 
     def _arrays(self, site: Site, update: LowRank) -> list[NDArray | None]:
-        """Returns A, B, scales, gain and bias as `Executor.put_adapter` takes them."""
+        """Returns A, B, scales, gain and bias as `StepRunner.put_adapter` takes them."""
         a = _bits(update.a) if site in self._tables else _pairs(_padded(update.a, 1, PAIR))
         return [
             a,

@@ -2,7 +2,7 @@
 
 Owns the compute threads, the packing of weights and the layout of KV memory, up to the prepared
 Program; that one runs steps by itself (`native_program.py`). Source of the design:
-csrc/core/executor.h.
+csrc/plan/plan.h.
 """
 
 from __future__ import annotations
@@ -177,40 +177,46 @@ class NativeBackend:
     ) -> NativeProgram:
         optimized = self._optimize(program)
         check_ops(optimized, self._grid)
-        executor = native_module().Executor(
-            self._device, max_tokens or self.options.max_tokens, program.vocab_size
+        native = native_module()
+        builder = native.PlanBuilder(
+            self._device,
+            max_tokens or self.options.max_tokens,
+            program.vocab_size,
+            ranks=None if self._ranks is None else self._ranks.shared,
+            engines=None if self._engines is None else self._engines.ranks.shared,
+            num_engines=1 if self._engines is None else self._engines.num_engines,
         )
-        executor.share_prefixes(self.options.shared_prefix_attention)
-        if self._ranks is not None:
-            executor.meet(self._ranks.shared)
-        if self._engines is not None:
-            executor.meet_engines(self._engines.ranks.shared, self._engines.num_engines)
         streamed = None if self.options.offload is None else self._streamed(program)
         if streamed is not None:
             streamed.open(load, self.options.dtype, weights)
-            executor.stream(streamed.stream)
         chunk_of = _in_memory if streamed is None else streamed.chunk_of
         records = None if streamed is None else streamed.records
         if records is None and (packed := self._records(optimized)) is not None:
             records = packed.open_in_memory(self._device, load, self.options.dtype, weights)
         lowering = Lowering(
             optimized,
-            executor,
+            builder,
             weights,
             chunk_of,
             observed,
             records=records,
             hooks=self._hooks,
         )
+        plan = lowering.run()
         with fatal_as_engine_dead():
-            lowering.run()
+            runner = native.StepRunner(
+                self._device,
+                plan,
+                stream=None if streamed is None else streamed.stream,
+                share_prefixes=self.options.shared_prefix_attention,
+            )
         weights.pack()
         products = [op for op in optimized.ops if isinstance(op, PRODUCTS)]
         computes_fp32 = all(weights.reads_fp32(op) for op in products)
         in_records = 0 if records is None else records.num_bytes
         return NativeProgram(
             self._device,
-            executor,
+            runner,
             program,
             weights.num_bytes + in_records
             if self._offloaded is None

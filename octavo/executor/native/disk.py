@@ -1,7 +1,7 @@
 """How fast a directory's disk gives blocks of a file, past the system's cache of files.
 
 Owns the scratch file that is read, which is removed again; the reading itself is
-csrc/core/disk_rate.cpp.
+csrc/runtime/disk_rate.cpp.
 """
 
 from __future__ import annotations

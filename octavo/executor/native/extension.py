@@ -19,7 +19,13 @@ from octavo.executor.batch import SAMPLING_RECORD
 
 SOURCES = Path(__file__).parents[3] / "csrc"
 """Folder of the extension's sources; an installed package has none."""
-ROOMS = {"core": (".cpp", ".h"), "kernels": (".cpp", ".h", ".inl"), "simd": (".h",)}
+ROOMS = {
+    "bindings": (".cpp", ".h"),
+    "kernels": (".cpp", ".h", ".inl"),
+    "plan": (".cpp", ".h"),
+    "runtime": (".cpp", ".h"),
+    "simd": (".h",),
+}
 """Folders of the sources that the extension and its kernels are built from, with their suffixes."""
 
 

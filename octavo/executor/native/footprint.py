@@ -1,7 +1,7 @@
 """What the native backend would take for a Program, from its weights' formats alone.
 
 Reads no weight and starts no thread. Bytes of tiles are what the extension answers; those of a step
-are an upper bound on the executor's buffers (csrc/core/executor.cpp).
+are an upper bound on the executor's buffers (csrc/runtime/step_runner.cpp).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from octavo.executor.native.formats import (
     matrices_of,
     tile_formats,
 )
+from octavo.executor.native.lowering_context import GROUP
 from octavo.executor.native.row_rates import RowProduct, row_products
-from octavo.executor.native.stage_emitter import GROUP
 from octavo.executor.native.stages import body_first, plan_arena, stages_of
 from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import HeadLinear, Linear

@@ -1,7 +1,7 @@
 """The formats of stored weights that the native kernels take, and the tiles that each becomes.
 
 Knows names and sizes, no numbers: nothing here reads a weight. The layouts of tiles are those of
-csrc/kernels/table.h; their bytes are csrc/core/packing.cpp's.
+csrc/kernels/table.h; their bytes are csrc/plan/packing.cpp's.
 """
 
 from __future__ import annotations

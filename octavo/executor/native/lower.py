@@ -1,9 +1,8 @@
-"""Lowering: a fused Program becomes calls on the native executor's builder, one for each op.
+"""Lowering: a fused Program becomes a native plan; each op is added to its builder as a spec.
 
-Decides which op converts a product's rows and which weights stand in one product; the stages are
-those of stages.py. Here are products, attention, recurrences and sums over ranks; ops by rows are
-in lower_rows.py, experts in lower_experts.py. Knows nothing of kernels; what these cannot do
-check.py has refused.
+Decides which op converts a product's rows and which weights stand in one product. Here are
+products, attention, recurrences and sums over ranks; ops by rows are in lower_rows.py, experts in
+lower_experts.py. Knows nothing of kernels; what these cannot do check.py has refused.
 """
 
 from __future__ import annotations
@@ -18,15 +17,20 @@ from octavo.executor.base import ObservedInputs
 from octavo.executor.native.check import MAX_LANES
 from octavo.executor.native.lower_experts import ExpertLowering
 from octavo.executor.native.lower_rows import RowLowering
+from octavo.executor.native.lowering_context import (
+    GROUP,
+    WHOLE_ROWS,
+    LoweringContext,
+    Span,
+    Weights,
+)
 from octavo.executor.native.native_hooks import NativeHooks, OpenedRecords
 from octavo.executor.native.parameters import (
     convolution_parameters,
     distances_of,
-    gate_numbers,
     scan_parameters,
     slopes_of,
 )
-from octavo.executor.native.stage_emitter import GROUP, WHOLE_ROWS, Span, StageEmitter, Weights
 from octavo.executor.native.stages import body_first
 from octavo.program import family_ops, ops, rank_ops
 from octavo.program.low_rank import Site
@@ -34,13 +38,9 @@ from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.place_tables import place_buckets
 from octavo.program.program import Op, Program, Value
 
-LinearPart = tuple[Any, Span, NDArray[np.float32] | None, Span | None, int]
-"""(tiles, columns of the out, bias, columns of the residual, site or -1) of one weight of a Linear.
-"""
-
 
 class Lowering:
-    """Walks a Program once, opens its stages on the builder and tells it of each op."""
+    """Walks a Program once and adds its ops to the builder."""
 
     def __init__(
         self,
@@ -59,48 +59,33 @@ class Lowering:
         """
         self._observed = observed
         program = body_first(program)
-        self._emitter = emitter = StageEmitter(program, builder, weights, chunk_of)
-        self._program, self._weights = program, weights
-        self._builder, self._span = builder, emitter.span
-        in_order = [op for stage in emitter.stages for op in stage.ops]
+        self._context = context = LoweringContext(program, builder, weights, chunk_of)
+        self._program, self._weights, self._native = program, weights, context.native
+        self._builder, self._add, self._span = builder, builder.add, context.span
         self._next_attentions = {
-            at: op for each in hooks for at, op in each.next_attentions(in_order).items()
+            at: op for each in hooks for at, op in each.next_attentions(program.ops).items()
         }
-        parts = () if records is None else (records.lowering(emitter),)
-        self._parts = (self, RowLowering(emitter), ExpertLowering(emitter), *parts)
+        parts = () if records is None else (records.lowering(context),)
+        self._parts = (self, RowLowering(context), ExpertLowering(context), *parts)
         self._converted: set[Value] = set()
         """Values that the op which makes them writes as their one reader's product reads them."""
 
     @property
     def sites(self) -> list[Site]:
-        """The Program's sites, in the executor's order."""
-        return self._emitter.sites
+        """The Program's sites, in the plan's order."""
+        return self._context.sites
 
-    def run(self) -> None:
-        """Tells the builder of all ops, and of what it is to return."""
-        emitter = self._emitter
-        for stage in emitter.stages:
-            emitter.stage = stage
-            if stage.is_row_local:
-                emitter.begin_rows()
-            for op in stage.ops:
-                self._lowering_of(op)(op)
-                emitter.before = op
-        emitter.begin()
+    def run(self) -> Any:
+        """Returns the plan of all ops."""
+        for op in self._program.ops:
+            self._lowering_of(op)(op)
+            self._context.before = op
         ((name, out),) = self._program.outputs.items()
-        if name == "hidden":
-            pass  # its op has handed it over
-        elif name == "logits":
-            self._builder.sampling(self._span(out))
-        else:
-            self._builder.output(self._span(out))
-        floats = emitter.plan.row_floats
-        self._builder.finish(
-            token_floats=floats.get("tokens", 0),
-            block_floats=floats.get("block", 0),
-            sample_floats=0 if name == "hidden" else floats.get(out.axis, 0),
-            expert_floats=floats.get("expert_rows", 0),
-        )
+        if name == "logits":
+            self._add(self._native.SampleSpec(logits=self._span(out)))
+        elif name != "hidden":  # its op has handed it over
+            self._add(self._native.OutputSpec(x=self._span(out)))
+        return self._builder.build()
 
     def _lowering_of(self, op: Op) -> Callable[[Any], None]:
         """Returns the method that lowers an op of this kind."""
@@ -113,72 +98,62 @@ class Lowering:
 
     def lower_Linear(self, op: ops.Linear) -> None:
         gate = op.gate or (ops.Gate(op.activation) if op.activation else None)
-        tiles = self._product_tiles(op)
-        converted = len({each.row_type for each in tiles}) == 1 and self._comes_converted(op)
-        rows = -1
-        if converted:
-            first, keeps_out = tiles[0].handle, bool(op.sites)
-            rows = self._builder.convert_in_last_stage(self._span(op.x), first, keeps_out=keeps_out)
-        for parts, permutation in self._parts_by_rows(op, self._shrink(op)):
-            if not converted:
-                rows = self._convert(op, parts[0][0], permutation)
-            self._emitter.begin()
-            self._emitter.await_weights(op)
-            self._builder.linear(
-                rows,
-                parts,
-                gated=op.gate is not None,
-                gate=gate_numbers(gate),
-                skips_zeros=op.skips_zeros,
+        fuses_input = self._fuses_input(op)
+        for parts, order in self._parts_by_rows(op, self._shrink(op)):
+            observed = None
+            if self._observed is not None:
+                observed = np.zeros((self._observed.num_rows, op.x.width), np.float32)
+                self._observed.inputs.update(dict.fromkeys(op.weights_, observed))
+            self._add(
+                self._native.LinearSpec(
+                    x=self._span(op.x),
+                    parts=parts,
+                    norm=self._context.input_norm(op.norm, order),
+                    permutation=None if order is None else order.tolist(),
+                    threshold=op.threshold,
+                    observed=observed,
+                    fuses_input=fuses_input,
+                    skips_zeros=op.skips_zeros,
+                    gated=op.gate is not None,
+                    gate=self._context.gate_spec(gate),
+                    chunk=self._context.chunk_of(op),
+                )
             )
 
-    def _shrink(self, op: ops.Linear) -> list[int]:
-        """Opens the stage that computes what adapters make of the product's rows; returns the site
-        of each weight, -1 without sites.
+    def _shrink(self, op: ops.Linear) -> list[int | None]:
+        """Adds what adapters make of the product's rows; returns the site of each weight, None
+        without sites.
         """
         if not op.sites:
-            return [-1] * len(op.weights_)
-        self._emitter.begin()
-        self._emitter.sites += zip(op.sites, op.weights_, strict=True)
-        return list(
-            self._builder.shrink(
-                self._span(op.x), self._emitter.norm(op.norm), num_sites=len(op.sites)
+            return [None] * len(op.weights_)
+        sites = self._context.add_sites(zip(op.sites, op.weights_, strict=True))
+        self._add(
+            self._native.ShrinkSpec(
+                x=self._span(op.x), norm=self._context.input_norm(op.norm), sites=sites
             )
         )
+        return list(sites)
 
-    def _convert(self, op: ops.Linear, tiles: Any, permutation: NDArray[np.int32] | None) -> int:
-        """Converts x in the row ops right before the product, or in a stage of its own."""
-        emitter = self._emitter
-        if emitter.open_rows is None or emitter.open_rows.axis != emitter.stage.axis:
-            emitter.begin_rows()
-        order = [] if permutation is None else permutation.tolist()
-        norm = self._emitter.norm(op.norm, permutation)
-        rows = int(
-            self._builder.conversion(self._span(op.x), norm, tiles, order, threshold=op.threshold)
-        )
-        if self._observed is not None:
-            copies = np.zeros((self._observed.num_rows, op.x.width), np.float32)
-            self._builder.observe(rows, copies)
-            self._observed.inputs.update(dict.fromkeys(op.weights_, copies))
-        return rows
-
-    def _comes_converted(self, op: ops.Linear) -> bool:
+    def _fuses_input(self, op: ops.Linear) -> bool:
         """Returns whether the op before may write x as this product reads it.
 
         It may where no other op reads x, x is converted in groups of 32, and these are whole there.
         """
-        before = self._emitter.before
+        before = self._context.before
         if (
             op.norm is not None
             or op.threshold
             or self._observed is not None
             or before is None
             or op.x not in before.outputs
-            or self._emitter.num_readers[op.x] > 1
+            or self._context.num_readers[op.x] > 1
         ):
             return False
         tiles = self._product_tiles(op)
-        if any(one.row_type in WHOLE_ROWS or one.permutation is not None for one in tiles):
+        row_types = {one.row_type for one in tiles}
+        if len(row_types) > 1 or not row_types.isdisjoint(WHOLE_ROWS):
+            return False
+        if any(one.permutation is not None for one in tiles):
             return False
         if isinstance(before, ops.Attention):
             group = self._program.group(before.group)
@@ -195,28 +170,25 @@ class Lowering:
         return fits
 
     def _parts_by_rows(
-        self, op: ops.Linear, sites: list[int]
-    ) -> list[tuple[list[LinearPart], NDArray[np.int32] | None]]:
+        self, op: ops.Linear, sites: list[int | None]
+    ) -> list[tuple[list[Any], NDArray[np.int32] | None]]:
         """Returns the parts of each weight, with their sites; parts that read their rows in the
         same type and order are together, beside that order.
         """
-        out, residual = (
-            self._span(op.outs[0]),
-            None if op.residual is None else self._span(op.residual),
-        )
+        out, residual = self._span(op.outs[0]), self._context.span_or_none(op.residual)
         biases = op.biases or (None,) * len(op.weights_)
-        found: dict[tuple[str, bytes], tuple[list[LinearPart], NDArray[np.int32] | None]] = {}
+        found: dict[tuple[str, bytes], tuple[list[Any], NDArray[np.int32] | None]] = {}
         column = 0
         for weight, tiles, bias, site in zip(
             op.weights_, self._product_tiles(op), biases, sites, strict=True
         ):
             width = weight.shape[0]
-            part = (
-                tiles.handle,
-                _cut(out, column, width),
-                self._emitter.optional(bias),
-                residual and _cut(residual, column, width),
-                site,
+            part = self._native.LinearPart(
+                weight=tiles.handle,
+                out=_cut(out, column, width),
+                bias=self._context.floats_or_none(bias),
+                residual=residual and _cut(residual, column, width),
+                site=site,
             )
             order = b"" if tiles.permutation is None else tiles.permutation.tobytes()
             found.setdefault((tiles.row_type, order), ([], tiles.permutation))[0].append(part)
@@ -245,94 +217,104 @@ class Lowering:
             self._attention(op, op.num_heads, self._span(op.q), self._span(op.out))
 
     def _attention(self, op: ops.Attention, num_heads: int, q: Span, out: Span) -> None:
-        window = {"causal": 0, "full": -1}.get(op.mask, op.window or 0)
-        distances = distances_of(op.bias, self._weights.floats, num_heads)
-        self._emitter.begin()
-        self._builder.attention(
-            q,
-            out,
-            group=self._program.group_index(op.group),
-            layer=op.layer,
-            num_heads=num_heads,
-            window=window,
-            chunks=op.mask == "chunk",
-            scale=op.scale,
-            softcap=op.softcap or 0.0,
-            sinks=self._emitter.optional(op.sinks),
-            slopes=slopes_of(op.bias),
-            distances=distances,
-            reach=0 if distances is None else distances.shape[1] // 2,
-            latent_width=op.latent_width,
-            by_places=self._by_places(op),
-            selection=self._selection(op),
-            ahead=self._ahead(op),
+        ahead = self._next_attentions.get(id(op))
+        self._add(
+            self._native.AttentionSpec(
+                q=q,
+                out=out,
+                group=self._program.group_index(op.group),
+                layer=op.layer,
+                num_heads=num_heads,
+                window={"causal": 0, "full": -1}.get(op.mask, op.window or 0),
+                chunks=op.mask == "chunk",
+                scale=op.scale,
+                softcap=op.softcap,
+                sinks=self._context.floats_or_none(op.sinks),
+                slopes=slopes_of(op.bias),
+                distances=distances_of(op.bias, self._weights.floats, num_heads),
+                latent_width=op.latent_width,
+                selection=self._selection(op),
+                ahead=None if ahead is None else self._selection(ahead),
+                ahead_layer=None if ahead is None else ahead.layer,
+                **self._place_scores(op),
+            )
         )
 
-    def _selection(self, op: ops.Attention) -> tuple[Span, int, int, float] | None:
-        """Returns the partial queries, the group and layer of the partial keys, and the share of
-        the blocks that sparse rows read; None where they read all.
-        """
+    def _selection(self, op: ops.Attention) -> Any:
+        """Returns what sparse rows choose their keys by; None where they read all."""
         if op.selection is None or op.partial_q is None:
             return None
-        group = self._program.group_index(op.selection.group)
-        return (self._span(op.partial_q), group, op.selection.layer, op.selection.budget)
+        return self._native.KeySelection(
+            q=self._span(op.partial_q),
+            group=self._program.group_index(op.selection.group),
+            layer=op.selection.layer,
+            budget=op.selection.budget,
+        )
 
-    def _ahead(self, op: ops.Attention) -> tuple[tuple[Span, int, int, float], int] | None:
-        """Returns what the next attention chooses by, and its layer, where that is known by now and
-        what it chooses may be in a file.
-        """
-        found = self._next_attentions.get(id(op))
-        selection = None if found is None else self._selection(found)
-        return None if found is None or selection is None else (selection, found.layer)
-
-    def _by_places(self, op: ops.Attention) -> tuple[Span, Span, list[int]] | None:
+    def _place_scores(self, op: ops.Attention) -> dict[str, Any]:
         """Returns the products of queries and of keys with tables of places, and the bucket by the
         query's place less the key's; None for another bias.
         """
         if not isinstance(op.bias, ops.PlaceBuckets):
-            return None
+            return dict.fromkeys(("of_queries", "of_keys", "buckets"))
         assert op.of_queries is not None and op.of_keys is not None
         reach = op.bias.max_places - 1
         buckets = place_buckets(np.arange(-reach, reach + 1), op.bias)
-        return (self._span(op.of_queries), self._span(op.of_keys), buckets.tolist())
+        return {
+            "of_queries": self._span(op.of_queries),
+            "of_keys": self._span(op.of_keys),
+            "buckets": buckets.tolist(),
+        }
 
     def lower_PlaceScores(self, op: family_ops.PlaceScores) -> None:
-        self._emitter.begin()
-        tiles = [each.handle for each in self._weights.place_table(op)]
-        self._builder.heads(self._span(op.x), self._span(op.out), None, tiles)
+        self._heads(op, self._weights.place_table(op))
 
     def lower_HeadLinear(self, op: ops.HeadLinear) -> None:
-        self._emitter.begin()
-        self._emitter.await_weights(op)
-        self._builder.heads(
-            self._span(op.x),
-            self._span(op.out),
-            None if op.tail is None else self._span(op.tail),
-            [tiles.handle for tiles in self._weights.heads(op)],
+        self._heads(op, self._weights.heads(op), op.tail)
+
+    def _heads(
+        self,
+        op: family_ops.PlaceScores | ops.HeadLinear,
+        tiles: Sequence[Any],
+        tail: Value | None = None,
+    ) -> None:
+        self._add(
+            self._native.HeadsSpec(
+                x=self._span(op.x),
+                out=self._span(op.out),
+                tail=self._context.span_or_none(tail),
+                weights=[each.handle for each in tiles],
+                chunk=self._context.chunk_of(op),
+            )
         )
 
     # -- ranks -------------------------------------------------------------------------------------
 
     def lower_AllReduce(self, op: rank_ops.AllReduce) -> None:
-        self._emitter.begin()
-        self._builder.all_reduce(self._span(op.x), self._span(op.out))
+        self._collective(op, None)
 
     def lower_AllGather(self, op: rank_ops.AllGather) -> None:
-        self._emitter.begin()
-        self._builder.all_gather(self._span(op.x), self._span(op.out), list(op.widths))
+        self._collective(op, list(op.widths))
+
+    def _collective(
+        self, op: rank_ops.AllReduce | rank_ops.AllGather, widths: list[int] | None
+    ) -> None:
+        x, out = self._span(op.x), self._span(op.out)
+        self._add(self._native.CollectiveSpec(x=x, out=out, widths=widths))
 
     # -- convolutions and recurrences --------------------------------------------------------------
 
     def lower_ShortConv(self, op: ShortConv) -> None:
         axis, offset, _ = self._span(op.outs[0])
-        self._emitter.begin()
-        self._builder.short_conv(
-            self._span(op.x),
-            (axis, offset, op.x.width),
-            group=self._program.group_index(op.group),
-            layer=op.layer,
-            fills=self._fills(op),
-            **convolution_parameters(op, self._weights.floats),
+        self._add(
+            self._native.ShortConvSpec(
+                x=self._span(op.x),
+                out=(axis, offset, op.x.width),
+                group=self._program.group_index(op.group),
+                layer=op.layer,
+                fills=self._fills(op),
+                **convolution_parameters(op, self._weights.floats),
+            )
         )
 
     def _fills(self, op: ShortConv) -> bool:
@@ -343,13 +325,15 @@ class Lowering:
         )
 
     def lower_SelectiveScan(self, op: SelectiveScan) -> None:
-        self._emitter.begin()
-        self._builder.selective_scan(
-            *map(self._span, (op.x, op.dt, op.b, op.c, op.out)),
-            beta=None if op.beta is None else self._span(op.beta),
-            group=self._program.group_index(op.group),
-            layer=op.layer,
-            **scan_parameters(op, self._program.group(op.group), self._weights.floats),
+        values = {"x": op.x, "dt": op.dt, "b": op.b, "c": op.c, "out": op.out}
+        self._add(
+            self._native.ScanSpec(
+                **{name: self._span(value) for name, value in values.items()},
+                beta=self._context.span_or_none(op.beta),
+                group=self._program.group_index(op.group),
+                layer=op.layer,
+                **scan_parameters(op, self._program.group(op.group), self._weights.floats),
+            )
         )
 
 

@@ -2,72 +2,99 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from octavo.executor.native.hidden import HiddenIn, HiddenOut
-from octavo.executor.native.parameters import angles_parameters, gate_numbers, rope_parameters
-from octavo.executor.native.stage_emitter import StageEmitter
+from octavo.executor.native.lowering_context import LoweringContext
 from octavo.program import family_ops, ops
-from octavo.program.program import Value
+from octavo.program.program import Value, Weight
 
 
 class RowLowering:
-    """Tells the executor's builder of ops by rows; an op `X` is lowered by `lower_X`."""
+    """Tells the builder of ops by rows; an op `X` is lowered by `lower_X`."""
 
-    def __init__(self, emitter: StageEmitter) -> None:
-        self._emitter = emitter
-        self._program, self._weights = emitter.program, emitter.weights
-        self._builder, self._span = emitter.builder, emitter.span
+    def __init__(self, context: LoweringContext) -> None:
+        self._context, self._native = context, context.native
+        self._program, self._weights = context.program, context.weights
+        self._add, self._span = context.builder.add, context.span
         self._angles: dict[ops.RopeTable, int] = {}
-        """The executor's number of each rope table."""
+        """The builder's number of each rope table."""
 
     def lower_Embedding(self, op: ops.Embedding) -> None:
-        self._builder.embedding(
-            self._weights.table(op.table).handle,
-            self._span(op.out),
-            scale=op.scale,
-            by_position=op.by_position,
-            offset=op.offset,
-            axis=op.axis,
-            first_row=-1 if op.first_row is None else op.first_row,
-            site=self._table_site(op),
+        sites = self._context.add_sites([(op.site, op.table)] if op.site else [])
+        self._add(
+            self._native.EmbeddingSpec(
+                table=self._weights.table(op.table).handle,
+                out=self._span(op.out),
+                scale=op.scale,
+                by_position=op.by_position,
+                offset=op.offset,
+                axis=op.axis,
+                first_row=op.first_row,
+                site=sites[0] if sites else None,
+            )
         )
-
-    def _table_site(self, op: ops.Embedding) -> int:
-        if not op.site:
-            return -1
-        self._emitter.sites.append((op.site, op.table))
-        return int(self._builder.table_site())
 
     def lower_RmsNorm(self, op: ops.RmsNorm) -> None:
-        norm = (self._weights.floats(op.weight), None, op.eps, op.weight_offset, False)
-        each_group = op.weight.shape[0] > (op.group_width or op.x.width)
-        self._builder.norm(
-            self._span(op.x), self._span(op.out), norm, op.group_width, each_group=each_group
-        )
+        self._norm(op, None, centered=False)
 
     def lower_LayerNorm(self, op: ops.LayerNorm) -> None:
-        bias = self._emitter.optional(op.bias)
-        norm = (self._weights.floats(op.weight), bias, op.eps, op.weight_offset, True)
-        each_group = op.weight.shape[0] > (op.group_width or op.x.width)
-        self._builder.norm(
-            self._span(op.x), self._span(op.out), norm, op.group_width, each_group=each_group
+        self._norm(op, op.bias, centered=True)
+
+    def _norm(
+        self, op: ops.RmsNorm | ops.LayerNorm, bias: Weight | None, *, centered: bool
+    ) -> None:
+        norm = self._context.norm_spec(
+            op.weight, bias, eps=op.eps, weight_offset=op.weight_offset, centered=centered
+        )
+        self._add(
+            self._native.RowNormSpec(
+                x=self._span(op.x),
+                out=self._span(op.out),
+                norm=norm,
+                group_width=op.group_width,
+                each_group=op.weight.shape[0] > (op.group_width or op.x.width),
+            )
         )
 
     def lower_Rope(self, op: ops.Rope) -> None:
         if op.table not in self._angles:
-            self._angles[op.table] = self._builder.angles(**angles_parameters(op.table))
-        self._builder.rope(
-            self._span(op.x),
-            self._span(op.out),
-            **rope_parameters(op),
-            angles=self._angles[op.table],
-            axes=list(op.table.axes),
+            self._angles[op.table] = self._add(self._angles_spec(op.table))
+        self._add(
+            self._native.RopeSpec(
+                x=self._span(op.x),
+                out=self._span(op.out),
+                num_heads=op.num_heads,
+                head_width=op.head_width,
+                rotary_dim=op.rotary_dim,
+                rotary_start=op.rotary_start,
+                interleaved=op.style == "interleaved",
+                angles=self._angles[op.table],
+                axes=list(op.table.axes),
+            )
+        )
+
+    def _angles_spec(self, table: ops.RopeTable) -> Any:
+        long = table.long or ops.LongAngles(0, ())
+        return self._native.AnglesSpec(
+            inv_freq=list(table.inv_freq),
+            mscale=table.mscale,
+            long_start=long.start,
+            long_inv_freq=list(long.inv_freq),
+            long_mscale=long.mscale,
         )
 
     def lower_KvWrite(self, op: ops.KvWrite) -> None:
         group = self._program.group(op.group)
         v = op.k_parts[0] if group.kind == "conv" else op.v  # its rows lie where values do
-        parts, values = [self._span(part) for part in op.k_parts], v and self._span(v)
-        self._builder.kv_write(parts, values, self._program.group_index(op.group), op.layer)
+        self._add(
+            self._native.KvWriteSpec(
+                k_parts=[self._span(part) for part in op.k_parts],
+                v=self._context.span_or_none(v),
+                group=self._program.group_index(op.group),
+                layer=op.layer,
+            )
+        )
 
     def lower_Add(self, op: ops.Add) -> None:
         self._elementwise("add", op.a, op.b, op.out)
@@ -91,22 +118,22 @@ class RowLowering:
         self._elementwise("largest", op.x, op.x, op.out, factor=op.deviations)
 
     def lower_Mix(self, op: family_ops.Mix) -> None:
-        xs, bases, outs = (
-            [self._span(value) for value in each] for each in (op.xs, op.bases, op.outs)
+        self._add(
+            self._native.MixSpec(
+                xs=[self._span(value) for value in op.xs],
+                bases=[self._span(value) for value in op.bases],
+                outs=[self._span(value) for value in op.outs],
+                coefs=self._span(op.coefs),
+                offset=op.offset,
+            )
         )
-        self._builder.mix(xs, bases, self._span(op.coefs), outs, op.offset)
 
     def lower_Act(self, op: ops.Act) -> None:
         self._elementwise("activate", op.x, op.x, op.out, gate=ops.Gate(op.activation))
 
     def lower_ActMul(self, op: ops.ActMul) -> None:
-        self._elementwise(
-            "gate",
-            op.gate,
-            op.up,
-            op.out,
-            gate=ops.Gate(op.activation, op.clamp, op.alpha, op.up_offset, op.threshold),
-        )
+        gate = ops.Gate(op.activation, op.clamp, op.alpha, op.up_offset, op.threshold)
+        self._elementwise("gate", op.gate, op.up, op.out, gate=gate)
 
     def _elementwise(
         self,
@@ -118,27 +145,29 @@ class RowLowering:
         factor: float = 1.0,
         gate: ops.Gate | None = None,
     ) -> None:
-        self._builder.elementwise(
-            kind,
-            self._span(a),
-            self._span(b),
-            self._span(out),
-            factor=factor,
-            gate=gate_numbers(gate),
+        self._add(
+            self._native.ElementwiseSpec(
+                kind=kind,
+                a=self._span(a),
+                b=self._span(b),
+                out=self._span(out),
+                factor=factor,
+                gate=self._context.gate_spec(gate),
+            )
         )
 
     def lower_GatherRows(self, op: ops.GatherRows) -> None:
-        self._builder.gather(self._span(op.x), self._span(op.out))
+        self._add(self._native.GatherSpec(x=self._span(op.x), out=self._span(op.out)))
 
     def lower_ScatterRows(self, op: ops.ScatterRows) -> None:
-        base = None if op.base is None else self._span(op.base)
-        self._builder.given(base, self._span(op.out))
+        base = self._context.span_or_none(op.base)
+        self._add(self._native.GivenSpec(base=base, out=self._span(op.out)))
 
     def lower_PoolRows(self, op: ops.PoolRows) -> None:
-        self._builder.pool(self._span(op.x), self._span(op.out), op.mode)
+        self._add(self._native.PoolSpec(x=self._span(op.x), out=self._span(op.out), mode=op.mode))
 
     def lower_HiddenIn(self, op: HiddenIn) -> None:
-        self._builder.hidden_in(self._span(op.out))
+        self._add(self._native.HiddenInSpec(out=self._span(op.out)))
 
     def lower_HiddenOut(self, op: HiddenOut) -> None:
-        self._builder.hidden_out(self._span(op.x))
+        self._add(self._native.HiddenOutSpec(x=self._span(op.x)))

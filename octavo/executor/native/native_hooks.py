@@ -10,7 +10,7 @@ from octavo.engine.protocol.step import WeightArrivals
 from octavo.executor.base import LoadWeight
 from octavo.executor.kv import KvLayout
 from octavo.executor.native.formats import TileFormat
-from octavo.executor.native.stage_emitter import StageEmitter
+from octavo.executor.native.lowering_context import LoweringContext
 from octavo.executor.native.weights import NativeWeights
 from octavo.program.ops import Attention
 from octavo.program.program import Op, Program, Weight
@@ -28,7 +28,7 @@ class OpenedRecords(Protocol):
         """Returns what has been read from the file so far."""
         ...
 
-    def lowering(self, emitter: StageEmitter) -> Any:
+    def lowering(self, context: LoweringContext) -> Any:
         """Makes what lowers the ops that read the records: `lower_KIND` of each kind of op."""
         ...
 

@@ -1,7 +1,7 @@
 """A Program that the native backend has prepared: a step, or several decode steps, in one call.
 
 Owns the arrays that a call fills, and what stays readable of the last step's rows. Knows neither
-weights nor how a Program was lowered: the executor has both.
+weights nor how a Program was lowered: its runner has both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NativeProgram:
     def __init__(
         self,
         device: Any,
-        executor: Any,
+        runner: Any,
         program: Program,
         weight_bytes: int,
         kv_layouts: tuple[KvLayout, ...],
@@ -60,11 +60,11 @@ class NativeProgram:
         ranks: SharedMemoryRanks | None = None,
     ) -> None:
         self.kv_layouts = kv_layouts
-        self.adapters = NativeAdapters(executor, sites, tables_of(program))
+        self.adapters = NativeAdapters(runner, sites, tables_of(program))
         self._device = device
-        self._executor = executor
+        self._runner = runner
         self._vocab_size = program.vocab_size
-        self._kept_rows = NativeRows(executor, program.vocab_size)
+        self._kept_rows = NativeRows(runner, program.vocab_size)
         self._num_axes = num_position_axes(program)
         hidden = program.inputs.get("hidden")
         self._in_width = None if hidden is None else hidden.width
@@ -80,16 +80,16 @@ class NativeProgram:
 
     @property
     def progress(self) -> int:
-        return int(self._executor.progress)
+        return int(self._runner.progress)
 
     @property
     def kv_writes(self) -> Sequence[tuple[int, int]]:
-        writes: list[tuple[int, int]] = self._executor.kv_writes
+        writes: list[tuple[int, int]] = self._runner.plan.kv_writes
         return writes
 
     @property
     def kv_written(self) -> tuple[int, int]:
-        written: tuple[int, int] = self._executor.kv_written
+        written: tuple[int, int] = self._runner.kv_written
         return written
 
     @property
@@ -97,11 +97,11 @@ class NativeProgram:
         return None if self._streamed is None else self._streamed.arrivals()
 
     def start_profile(self) -> None:
-        self._executor.profile(True)
+        self._runner.profile(True)
 
     def stop_profile(self) -> Profile:
-        ops = [OpProfile(*row) for row in self._executor.profiled()]
-        self._executor.profile(False)
+        ops = [OpProfile(*row) for row in self._runner.profiled()]
+        self._runner.profile(False)
         rates = {op.code: self._device.product_rate(op.code, MANY_ROWS) for op in ops if op.code}
         return Profile(
             ops, self._device.read_bandwidth(self._weight_bytes), rates, self._device.hop_seconds()
@@ -119,7 +119,7 @@ class NativeProgram:
         From some rows on the time of a step grows with its rows alone; and where each thread takes
         as many of them, one row more makes them uneven.
         """
-        return max(1, int(self._executor.rows_of_blocks) - 1)
+        return max(1, int(self._runner.rows_of_blocks) - 1)
 
     def run_checked(self, batch: StepBatch, kv: KvCache, check: Check) -> StepOutput:
         return self.run(batch, kv, check)
@@ -145,7 +145,7 @@ class NativeProgram:
             else lambda index: check(samples, self._kept_rows)
         )
         with fatal_as_engine_dead():
-            self._executor.run(batch, output, kv, check_step)
+            self._runner.run(batch, output, kv, check_step)
         if samples is not None and self._ranks is not None:
             # The first rank's draw counts, whatever the others know of grammars and histories.
             self._ranks.from_first(samples.token_ids)
@@ -162,7 +162,7 @@ class NativeProgram:
         assert batch.sampling is not None
         num_rows = len(batch.sample_rows)
         whole = _empty_result(batch.sampling, num_rows * steps.num_steps, self._vocab_size)
-        call = native_module().DecodeCall(self._executor, batch, StepOutput(whole), kv, steps)
+        call = native_module().DecodeCall(self._runner, batch, StepOutput(whole), kv, steps)
         check_step: Callable[[int], Redraw | None] | None = None
         goes_on, first = True, 0
         while goes_on:
@@ -183,18 +183,18 @@ class NativeProgram:
 class NativeRows:
     """The sampled rows of the step that was just run. A `batch.KeptRows`."""
 
-    def __init__(self, executor: Any, vocab_size: int) -> None:
-        self._executor = executor
+    def __init__(self, runner: Any, vocab_size: int) -> None:
+        self._runner = runner
         self._vocab_size = vocab_size
 
     def logits(self, sample: int) -> NDArray[np.float32]:
         logits = np.empty(self._vocab_size, np.float32)
-        self._executor.copy_logits(sample, logits)
+        self._runner.copy_logits(sample, logits)
         return logits
 
     def candidates(self, samples: NDArray[np.int32]) -> NDArray[np.int32]:
         found = np.empty((len(samples), MOST_CANDIDATES), np.int32)
-        self._executor.candidates(samples, found)
+        self._runner.candidates(samples, found)
         return found
 
 

@@ -2,7 +2,7 @@
 
 Cuts an optimized Program's weights into units, one for each product; has their tiles packed into
 the file the first time (weight_file.py), and lays tiles over the memory that the extension reads
-into (csrc/core/weight_stream.h). What stays in memory is the offload pass's business.
+into (csrc/runtime/weight_stream.h). What stays in memory is the offload pass's business.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The numbers of ops as the executor's builder takes them: gates, biases of attention, weights of
-convolutions and scans.
+"""The numbers of ops as specs take them: biases of attention, weights of convolutions and scans.
 
 Knows layouts and no stage; `floats` gives a weight's values.
 """
@@ -14,20 +13,12 @@ from numpy.typing import NDArray
 
 from octavo.executor.native.check import ACTIVATIONS
 from octavo.executor.native.states import StateBlocks
-from octavo.program import expert_ops, ops
+from octavo.program import ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import CacheGroup, Weight
 from octavo.program.t5_buckets import t5_buckets
 
 FloatsOf = Callable[[Weight], NDArray[np.float32]]
-
-
-def gate_numbers(gate: ops.Gate | None) -> tuple[int, float, float, float, float]:
-    """Returns (activation or -1, clamp or 0, alpha, up_offset, threshold)."""
-    if gate is None:
-        return (-1, 0.0, 1.0, 0.0, 0.0)
-    activation = ACTIVATIONS.index(gate.activation)
-    return (activation, gate.clamp or 0.0, gate.alpha, gate.up_offset, gate.threshold)
 
 
 AnyBias = ops.T5Bias | ops.AlibiBias | ops.NearBias | ops.PlaceBuckets
@@ -77,43 +68,4 @@ def scan_parameters(op: SelectiveScan, group: CacheGroup, floats: FloatsOf) -> d
         "bias": None if op.dt_bias is None else lanes(floats(op.dt_bias)),
         "low": op.low,
         "high": op.high,
-    }
-
-
-def rope_parameters(op: ops.Rope) -> dict[str, Any]:
-    """Returns which columns of a head turn, and in which pairs."""
-    return {
-        "num_heads": op.num_heads,
-        "head_width": op.head_width,
-        "rotary_dim": op.rotary_dim,
-        "rotary_start": op.rotary_start,
-        "interleaved": op.style == "interleaved",
-    }
-
-
-def angles_parameters(table: ops.RopeTable) -> dict[str, Any]:
-    """Returns the frequencies and factors of a table, with those of its long positions."""
-    long = table.long or ops.LongAngles(0, ())
-    return {
-        "inv_freq": list(table.inv_freq),
-        "mscale": table.mscale,
-        "long_start": long.start,
-        "long_inv_freq": list(long.inv_freq),
-        "long_mscale": long.mscale,
-    }
-
-
-def route_parameters(op: expert_ops.Route, floats: FloatsOf) -> dict[str, Any]:
-    """Returns how a row's experts are chosen and weighted."""
-    return {
-        "top_k": op.top_k,
-        "score": op.score,
-        "bias": None if op.bias is None else floats(op.bias),
-        "num_groups": op.num_groups,
-        "top_groups": op.top_groups,
-        "group_rank": op.group_rank,
-        "normalize": op.normalize,
-        "scale": op.scale,
-        "scales_rows": op.scales_rows,
-        "jitter": op.jitter,
     }

@@ -1,6 +1,7 @@
 """Ranks on one machine that exchange numbers through shared memory and futexes, without PyTorch.
 
-Owns the file in memory that all of them map. What they do with it is in csrc/core/shared_ranks.h.
+Owns the file in memory that all of them map. What they do with it is in
+csrc/runtime/shared_ranks.h.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The stages of a Program on the native executor, and the ranges that blocks of rows go through.
 
-Decides both for everything that must agree on them: the plan of the arena, the footprint, and the
-executor (csrc/core/executor.h), which is told. Knows ops, nothing of weights or of C++.
+The plan of the arena and the footprint depend on both. PlanBuilder (csrc/plan/builder.h) finds the
+same ones: row-local stages that follow one another are a range. Knows ops, nothing of weights.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Columns are taken in blocks of 16 lanes: of one head, or, where heads have one column, of as many
 heads. Some neighbouring blocks are a part, which one thread computes at a time
-(csrc/core/mixers.h).
+(csrc/plan/mixers.h).
 """
 
 from __future__ import annotations
